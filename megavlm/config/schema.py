@@ -1,0 +1,183 @@
+"""Every option of a run, as frozen dataclasses: the single source of flags, YAML keys, defaults and help.
+
+A field made with `option(default, help, *aliases)` becomes `--kebab-case-name` (fields of the vision,
+projector and language sections carry that prefix) and the YAML key `section.name`. Names are Megatron's.
+Rules that relate fields to one another live in `rules.py`; nothing here computes anything but sums of fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def option(default: Any, help: str, *aliases: str) -> Any:
+    """Declare a dataclass field with its help line and its short flag aliases (`"--tp"`)."""
+    return field(default=default, metadata={"help": help, "aliases": aliases})
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """A pre-norm ViT: expresses CLIP, SigLIP and InternViT."""
+
+    num_layers: int = option(4, "Transformer layers of the vision tower.")
+    hidden_size: int = option(128, "Width of the vision tower.")
+    ffn_hidden_size: int = option(256, "Width inside the vision MLP.")
+    num_attention_heads: int = option(4, "Attention heads; padded with exact zeros when TP does not divide them.")
+    image_size: int = option(32, "Side in pixels of the images the learned positions are made for.")
+    patch_size: int = option(8, "Side in pixels of a patch.")
+    in_channels: int = option(3, "Colour channels of an image.")
+    class_token: bool = option(False, "Prepend a learned class token to each image (dropped before the projector).")
+    position_embedding: Literal["learned", "rope2d"] = option(
+        "learned", "Learned table (interpolated for other sizes) or 2-D rotary positions."
+    )
+    rotary_base: float = option(10000.0, "Base of the 2-D rotary positions.")
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Norm of the vision tower.")
+    norm_epsilon: float = option(1e-5, "Epsilon of the vision norms.")
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = option("gelu", "MLP activation.")
+    add_bias_linear: bool = option(True, "Biases in the attention output and the MLP.")
+    add_qkv_bias: bool = option(True, "Biases of query, key and value.")
+    qk_norm: Literal["none", "head", "full"] = option(
+        "none", "RMS-normalise queries and keys: per head, or over all heads at once (InternViT-6B)."
+    )
+    layer_scale: bool = option(False, "A learned per-channel scale on each residual branch (InternViT).")
+    patch_bias: bool = option(True, "Bias of the patch embedding (CLIP has none).")
+    pre_norm: bool = option(False, "A norm right after the patch embedding (CLIP).")
+    post_norm: bool = option(True, "A norm after the last layer; only applied when that layer's output is used.")
+    feature_layer: int = option(-1, "Which layer's output feeds the projector: -1 the last, -2 the one before, …")
+
+
+@dataclass(frozen=True)
+class ProjectorConfig:
+    """From vision features to language embeddings."""
+
+    kind: Literal["linear", "mlp"] = option("mlp", "One linear layer, or linear - GELU - linear.")
+    hidden_size: int | None = option(None, "Width inside the MLP; default: the language width.")
+    pixel_shuffle: int = option(1, "Merge N×N neighbouring patches into one feature before projecting.")
+    input_norm: bool = option(False, "LayerNorm before the first linear layer (InternVL).")
+    bias: bool = option(True, "Biases of the projector.")
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """A decoder-only transformer: expresses Llama, Qwen2 and Qwen3."""
+
+    num_layers: int = option(4, "Transformer layers of the language model.")
+    hidden_size: int = option(128, "Width of the language model.")
+    ffn_hidden_size: int = option(256, "Width inside the language MLP.")
+    num_attention_heads: int = option(4, "Query heads.")
+    num_query_groups: int | None = option(None, "Key/value heads (GQA); default: as many as query heads.")
+    kv_channels: int | None = option(None, "Width of a head; default: hidden size / heads.")
+    vocab_size: int | None = option(None, "Vocabulary; default: the tokenizer's. Padded for TP without changing results.")
+    rotary_base: float = option(10000.0, "Base of the rotary positions.")
+    norm_epsilon: float = option(1e-6, "Epsilon of the RMS norms.")
+    add_qkv_bias: bool = option(False, "Biases of query, key and value (Qwen2).")
+    qk_norm: bool = option(False, "RMS-normalise queries and keys per head (Qwen3).")
+    tie_embeddings: bool = option(False, "Share the input embedding with the output layer.")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vision: VisionConfig = field(default_factory=VisionConfig)
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+    language: LanguageConfig = field(default_factory=LanguageConfig)
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights.")
+    attention_dropout: float = option(0.0, "Dropout on attention probabilities.")
+    hidden_dropout: float = option(0.0, "Dropout on each residual branch.")
+    freeze: tuple[Literal["vision", "projector", "language"], ...] = option((), "Parts that are not trained.")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is laid out over processes."""
+
+    tensor_model_parallel_size: int = option(1, "Processes that share each layer.", "--tp")
+    pipeline_model_parallel_size: int = option(1, "Pipeline stages.", "--pp")
+    virtual_pipeline_model_parallel_size: int = option(1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp")
+    context_parallel_size: int = option(1, "Processes that share each sequence (only 1 so far).", "--cp")
+    expert_model_parallel_size: int = option(1, "Processes that share the experts (only 1 so far).", "--ep")
+    sequence_parallel: bool | None = option(None, "Shard activations between TP regions; default: on where TP > 1.", "--sp")
+    pipeline_cuts: tuple[int, ...] | None = option(
+        None, "Layer-list indices where chunks begin, PP·VPP−1 of them (--dry-run prints the list); default: even."
+    )
+    use_distributed_optimizer: bool = option(True, "Shard the optimizer state over data-parallel ranks (ZeRO-1).")
+    overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward pass still runs.")
+    overlap_param_gather: bool = option(False, "Gather parameters while the forward pass already runs.")
+    distributed_timeout_minutes: float = option(10.0, "Collectives that take longer end the run.")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    train_iters: int = option(100, "Optimizer steps in all.")
+    micro_batch_size: int = option(1, "Samples per rank and pipeline micro-batch.", "--mbs")
+    global_batch_size: int = option(8, "Samples per optimizer step over all ranks.", "--gbs")
+    seq_length: int = option(64, "Tokens of a sample, image tokens included.")
+    seed: int = option(1234, "Seed of weights, data order and dropout.")
+    precision: Literal["fp32", "bf16"] = option("fp32", "Arithmetic of the model; master weights stay fp32.")
+    recompute_granularity: Literal["none", "selective", "full"] = option(
+        "none", "Recompute in backward: nothing, attention only, or whole layers."
+    )
+    run_dir: str = option("runs/latest", "Everything the run writes; starting again on it resumes.")
+    dry_run: bool = option(False, "Print the plan for this layout and stop (no torchrun needed).")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = option(1e-3, "Peak learning rate.")
+    min_lr: float = option(0.0, "Learning rate at the end of the decay.")
+    vision_lr: float | None = option(None, "Peak learning rate of the vision tower; default: --lr.")
+    projector_lr: float | None = option(None, "Peak learning rate of the projector; default: --lr.")
+    language_lr: float | None = option(None, "Peak learning rate of the language model; default: --lr.")
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option("cosine", "Shape of the decay.")
+    lr_warmup_iters: int = option(0, "Iterations of linear warm-up.")
+    lr_decay_iters: int | None = option(None, "Iteration at which the decay ends; default: --train-iters.")
+    lr_wsd_decay_iters: int | None = option(None, "Length of the final decay of WSD; default: a tenth of the run.")
+    weight_decay: float = option(0.01, "Decoupled weight decay; norms and biases have none.")
+    adam_beta1: float = option(0.9, "First-moment decay.")
+    adam_beta2: float = option(0.95, "Second-moment decay.")
+    adam_eps: float = option(1e-8, "Epsilon of AdamW.")
+    clip_grad: float = option(1.0, "Largest global gradient norm; 0: no clipping.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: Literal["synthetic", "digits"] = option("synthetic", "Where samples come from.", "--data")
+    images_per_sample: tuple[int, ...] = option((1,), "Synthetic: image counts, cycled over samples.")
+    image_sizes: tuple[int, ...] = option((), "Synthetic: image sides in pixels, cycled over images; default: the model's.")
+    imageless_share: float = option(0.0, "Synthetic: share of samples without any image.")
+    imageless_samples: tuple[int, ...] = option((), "Synthetic: places in each global batch that have no image.")
+    answer_share: float = option(0.5, "Synthetic: share of a sample's text that is trained on.")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    save_interval: int = option(0, "Iterations between checkpoints; 0: one at the end.")
+    keep_checkpoints: int = option(2, "How many checkpoints to keep; 0: all.")
+    save: bool = option(True, "Write checkpoints.")
+    load: str | None = option(None, "Start from this run's or checkpoint's state (any layout) when RUN_DIR has none.")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    eval_interval: int = option(0, "Iterations between evaluations; 0: only at the end, where the source has one.")
+    eval_samples: int = option(96, "Questions of each kind in an evaluation.")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    log_interval: int = option(1, "Iterations between progress lines; metrics.jsonl has every iteration.")
+    tensorboard: bool = option(True, "Write RUN_DIR/tensorboard.")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. `--print-config` prints it, RUN_DIR/config.yaml keeps it, `--config` reads it back."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -1,0 +1,44 @@
+"""`PackedBatch`: all that a micro-batch is, between the data and the model.
+
+Legend: B samples, S language positions per sample, N images, P patches of all images, D pixels of a patch
+(channels × patch side²), F image features (= image tokens in the text).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch of one data-parallel rank.
+
+    Images are packed: their patches follow each other in `patches`, row-major within an image, and image i is
+    `grids[i]` (rows, columns) patches. Features of all images, in the same order, replace the embeddings of the
+    tokens at `feature_positions`. A rank that holds no vision part may carry `patches=None`; a rank without the
+    output layer still carries the labels (they are small and every rank can check the shapes).
+    """
+
+    tokens: Tensor  # [B, S] int64; image places hold the tokenizer's image token
+    labels: Tensor  # [B, S] int64; the token each position must predict
+    loss_mask: Tensor  # [B, S] float32; 1 where the prediction is trained
+    positions: Tensor  # [B, S] int64; rotary position of each token
+    grids: tuple[tuple[int, int], ...]  # per image: (rows, columns) in patches
+    feature_positions: Tensor  # [F] int64; index into the flattened [B·S] tokens, in feature order
+    patches: Tensor | None  # [P, D] float32, normalised pixels (channel, row, column within a patch)
+    cu_seqlens: Tensor | None = None  # [sequences+1] int32 over the flattened [B·S]; None: B sequences of S
+
+    @property
+    def num_patches(self) -> int:
+        return sum(rows * columns for rows, columns in self.grids)
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch on another device."""
+        moved = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return PackedBatch(**moved)

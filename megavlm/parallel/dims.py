@@ -1,0 +1,63 @@
+"""Parallel degrees and the coordinates of a rank: pure arithmetic, no torch.
+
+Ranks are laid out as megatron-core does ("tp-cp-ep-dp-pp"): TP varies fastest, then DP, then PP, so the ranks of
+a tensor-parallel group are neighbours (one node) and pipeline neighbours are furthest apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megavlm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Degrees of a run. `world = tp · dp · pp`; `vpp` multiplies chunks, not ranks."""
+
+    tp: int
+    pp: int
+    vpp: int
+    dp: int
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of the whole pipeline."""
+        return self.pp * self.vpp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where a global rank stands. rank = tp + TP·(dp + DP·pp)."""
+        return Coordinates(
+            tp=rank % self.tp,
+            dp=rank // self.tp % self.dp,
+            pp=rank // (self.tp * self.dp),
+        )
+
+    def chunks_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Chunks that a pipeline rank owns, in execution order: r, r+PP, r+2·PP, …"""
+        return tuple(range(pp_rank, self.chunks, self.pp))
+
+    def owner_of(self, chunk: int) -> int:
+        """Pipeline rank that owns a chunk."""
+        return chunk % self.pp
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    tp: int
+    dp: int
+    pp: int
+
+
+def dims_for(*, world: int, tp: int, pp: int, vpp: int) -> Dims:
+    """Degrees for a world size; data parallelism takes what remains."""
+    if world % (tp * pp):
+        raise UserError(
+            f"--tp {tp} × --pp {pp} needs a multiple of {tp * pp} processes, but there are {world}: "
+            f"change --tp/--pp or start torchrun with --nproc-per-node {tp * pp}"
+        )
+    return Dims(tp=tp, pp=pp, vpp=vpp, dp=world // (tp * pp))
