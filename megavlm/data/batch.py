@@ -30,6 +30,7 @@ class PackedBatch:
     feature_positions: Tensor  # [F] int64; index into the flattened [B·S] tokens, in feature order
     patches: Tensor | None  # [P, D] float32, normalised pixels (channel, row, column within a patch)
     cu_seqlens: Tensor | None = None  # [sequences+1] int32 over the flattened [B·S]; None: B sequences of S
+    num_tokens: int = 0  # positions that are not padding, for the throughput figures
 
     @property
     def num_patches(self) -> int:

@@ -1,0 +1,53 @@
+"""From pixels to patches: pure functions of arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megavlm.errors import UserError
+
+
+def grid_of(height: int, width: int, patch_size: int) -> tuple[int, int]:
+    """(rows, columns) of patches of an image whose sides are in pixels.
+
+    Raises UserError when a side is not a positive multiple of the patch.
+    """
+    if height < 1 or width < 1 or height % patch_size or width % patch_size:
+        raise UserError(
+            f"an image of {height}×{width} pixels cannot be cut into patches of {patch_size}: "
+            f"choose sides that are multiples of --vision-patch-size {patch_size}"
+        )
+    return height // patch_size, width // patch_size
+
+
+def features_of(grid: tuple[int, int], pixel_shuffle: int) -> int:
+    """Image features (= image tokens) of a patch grid: pixel shuffle merges N×N neighbours into one.
+
+    Raises UserError when the grid does not divide.
+    """
+    rows, columns = grid
+    if rows % pixel_shuffle or columns % pixel_shuffle:
+        raise UserError(
+            f"a grid of {rows}×{columns} patches cannot be merged {pixel_shuffle}×{pixel_shuffle}: change the image "
+            f"size, --vision-patch-size or --projector-pixel-shuffle {pixel_shuffle}"
+        )
+    return (rows // pixel_shuffle) * (columns // pixel_shuffle)
+
+
+def patchify(image: NDArray[np.uint8], patch_size: int, *, mean: float = 0.5, std: float = 0.5) -> Tensor:
+    """Cut an image [height, width, C] of bytes into normalised patches [rows·columns, C·p·p], float32.
+
+    Patches are row-major; inside a patch the order is (channel, row, column), which is how a Conv2d weight
+    [H, C, p, p] with stride p flattens: that convolution and a linear layer over these patches are the same map.
+    Normalisation is (x / 255 − mean) / std. It runs in numpy: the loader's thread must not start torch's own threads.
+    """
+    height, width, channels = image.shape
+    rows, columns = grid_of(height, width, patch_size)
+    cells = image.reshape(rows, patch_size, columns, patch_size, channels)
+    patches = cells.transpose(0, 2, 4, 1, 3).reshape(rows * columns, channels * patch_size**2).astype(np.float32)
+    patches *= np.float32(1 / (255 * std))
+    patches -= np.float32(mean / std)
+    return torch.from_numpy(patches)

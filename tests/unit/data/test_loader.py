@@ -1,0 +1,160 @@
+"""Every layout reads the same global batches, and the state is one integer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megavlm.config.schema import Config, DataConfig, TrainConfig
+from megavlm.data.batch import PackedBatch
+from megavlm.data.loader import Loader, stats
+from megavlm.data.sample import Sample
+from megavlm.data.synthetic import SyntheticSource
+
+GLOBAL_BATCH = 24
+CONFIG = Config(
+    train=TrainConfig(seq_length=40, global_batch_size=GLOBAL_BATCH),
+    data=DataConfig(images_per_sample=(1, 2, 0), image_sizes=(16, 32, 8), imageless_share=0.2),
+)
+
+
+def loader(*, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 2, with_patches: bool = True) -> Loader:
+    return Loader(
+        SyntheticSource(CONFIG),
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=GLOBAL_BATCH,
+        seq_length=CONFIG.train.seq_length,
+        with_patches=with_patches,
+    )
+
+
+def steps(given: Loader, count: int) -> list[list[PackedBatch]]:
+    try:
+        return [given.next_batches() for _ in range(count)]
+    finally:
+        given.close()
+
+
+def rows_in_global_order(per_rank: list[list[PackedBatch]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and patches of a global batch: micro-batch by micro-batch, rank by rank."""
+    batches = [batch for of_one_micro_batch in zip(*per_rank, strict=True) for batch in of_one_micro_batch]
+    patches = [batch.patches for batch in batches if batch.patches is not None]
+    return torch.cat([batch.tokens for batch in batches]), torch.cat(patches)
+
+
+@settings(max_examples=25, deadline=None)
+@given(dp_size=st.sampled_from([1, 2, 3, 4]), micro_batch_size=st.sampled_from([1, 2, 3, 6]))
+def test_every_layout_reads_the_same_global_batches(dp_size: int, micro_batch_size: int) -> None:
+    if GLOBAL_BATCH % (dp_size * micro_batch_size):
+        return
+    expected = steps(loader(micro_batch_size=GLOBAL_BATCH), 2)
+    ranks = [steps(loader(dp_rank=r, dp_size=dp_size, micro_batch_size=micro_batch_size), 2) for r in range(dp_size)]
+    for step in range(2):
+        tokens, patches = rows_in_global_order([rank[step] for rank in ranks])
+        assert torch.equal(tokens, expected[step][0].tokens)
+        assert torch.equal(patches, expected[step][0].patches)
+        assert all(len(rank[step]) == GLOBAL_BATCH // (dp_size * micro_batch_size) for rank in ranks)
+
+
+def test_consecutive_steps_differ() -> None:
+    first, second = steps(loader(), 2)
+    assert not torch.equal(first[0].tokens, second[0].tokens)
+
+
+def test_resume_with_another_layout_continues_the_stream() -> None:
+    straight = steps(loader(micro_batch_size=GLOBAL_BATCH), 5)
+    before = loader(dp_size=2, dp_rank=1, micro_batch_size=3)
+    for _ in range(3):
+        before.next_batches()
+    state = before.state_dict()
+    before.close()
+    assert state == {"consumed_samples": 3 * GLOBAL_BATCH}, "prefetched samples are not consumed"
+
+    resumed = [loader(dp_rank=rank, dp_size=4, micro_batch_size=1) for rank in range(4)]
+    for each in resumed:
+        each.load_state_dict(state)
+    ranks = [steps(each, 2) for each in resumed]
+    for step in range(2):
+        tokens, _ = rows_in_global_order([rank[step] for rank in ranks])
+        assert torch.equal(tokens, straight[3 + step][0].tokens)
+
+
+def test_loading_a_state_drops_what_was_prefetched() -> None:
+    given = loader(micro_batch_size=GLOBAL_BATCH)
+    first = given.next_batches()[0]
+    given.next_batches()
+    given.load_state_dict({"consumed_samples": 0})
+    again = given.next_batches()[0]
+    given.close()
+    assert torch.equal(first.tokens, again.tokens)
+
+
+def test_ranks_without_vision_render_nothing_and_agree_on_the_rest() -> None:
+    seeing, blind = steps(loader(), 1)[0], steps(loader(with_patches=False), 1)[0]
+    for ours, theirs in zip(seeing, blind, strict=True):
+        assert theirs.patches is None
+        assert ours.grids == theirs.grids
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.feature_positions, theirs.feature_positions)
+
+
+class FailingSource(SyntheticSource):
+    """Fails at one sample of the second global batch."""
+
+    def sample(self, index: int) -> Sample:
+        if index == GLOBAL_BATCH + 1:
+            raise OSError("unreadable")
+        return super().sample(index)
+
+
+def test_an_error_in_the_thread_surfaces_at_the_step_it_belongs_to() -> None:
+    given = Loader(
+        FailingSource(CONFIG),
+        dp_rank=0,
+        dp_size=1,
+        micro_batch_size=2,
+        global_batch_size=GLOBAL_BATCH,
+        seq_length=40,
+        with_patches=True,
+    )
+    given.next_batches()
+    with pytest.raises(OSError, match="unreadable"):
+        given.next_batches()
+    assert given.state_dict() == {"consumed_samples": GLOBAL_BATCH}
+    given.close()
+
+
+def test_stats_sum_to_the_global_batch() -> None:
+    whole = stats(steps(loader(micro_batch_size=GLOBAL_BATCH), 1)[0])
+    parts = [stats(steps(loader(dp_rank=rank, dp_size=3), 1)[0]) for rank in range(3)]
+    for name, total in vars(whole).items():
+        assert sum(getattr(part, name) for part in parts) == total
+    assert whole.tokens == GLOBAL_BATCH * 40
+    source = SyntheticSource(CONFIG)
+    samples = [source.sample(index) for index in range(GLOBAL_BATCH)]
+    assert whole.images == sum(len(sample.images) for sample in samples)
+    assert whole.image_tokens == sum(int(np.sum(sample.tokens == source.image_token)) for sample in samples)
+    assert whole.patches == whole.image_tokens, "without pixel shuffle a patch is a token"
+
+
+def test_stats_do_not_count_padding() -> None:
+    config = replace(CONFIG, train=replace(CONFIG.train, seq_length=60))
+    padded = Loader(
+        SyntheticSource(CONFIG),
+        dp_rank=0,
+        dp_size=1,
+        micro_batch_size=GLOBAL_BATCH,
+        global_batch_size=GLOBAL_BATCH,
+        seq_length=config.train.seq_length,
+        with_patches=False,
+    )
+    batches = steps(padded, 1)[0]
+    assert batches[0].tokens.shape == (GLOBAL_BATCH, 60)
+    assert stats(batches).tokens == GLOBAL_BATCH * 40
