@@ -1,0 +1,34 @@
+"""Which device this process computes on. Choose it before megatron-core is imported anywhere.
+
+A GPU run uses megatron-core as it is. A CPU run installs `backend.cpu`, the only module that patches anything.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Backend:
+    device: torch.device
+    communication: str  # torch.distributed backend: "nccl" or "gloo"
+    name: str  # for people: "NVIDIA H100 80GB HBM3", "CPU"
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+
+def activate() -> Backend:
+    """Pick CUDA where there is a device, else make megatron-core run on CPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return Backend(device=device, communication="nccl", name=torch.cuda.get_device_name(device))
+    from megavlm.backend import cpu
+
+    cpu.install()
+    return Backend(device=torch.device("cpu"), communication="gloo", name="CPU")

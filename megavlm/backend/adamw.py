@@ -1,0 +1,65 @@
+"""AdamW with the interface of the fused GPU optimizers, in plain torch.
+
+    m ← β₁ m + (1−β₁) g          v ← β₂ v + (1−β₂) g²
+    θ ← θ (1 − lr·λ) − lr · m̂ / (√v̂ + ε),   m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ)      (Loshchilov & Hutter 2019)
+
+`step` lives in the parameter group (an int), not beside each tensor: megatron-core saves and reshards group
+entries, and a run that resumes counts on from the same t.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class AdamW(torch.optim.Optimizer):
+    """Decoupled weight decay; `adam_w_mode=False` adds λθ to the gradient instead (Adam with L2)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        assert closure is None, "a closure would recompute the forward pass outside the pipeline schedule"
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(group, params)
+        return None
+
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        grads = [p.grad for p in params]
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        averages = [self.state[p]["exp_avg"] for p in params]
+        squares = [self.state[p]["exp_avg_sq"] for p in params]
+        if group["weight_decay"] and self.adam_w_mode:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        elif group["weight_decay"]:
+            grads = torch._foreach_add(grads, params, alpha=group["weight_decay"])  # type: ignore[arg-type,assignment]
+        torch._foreach_lerp_(averages, grads, 1 - beta1)  # type: ignore[arg-type]
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)  # type: ignore[arg-type]
+        denominators = torch._foreach_sqrt(squares)
+        # √v̂ + ε = (√v + ε·√(1−β₂ᵗ)) / √(1−β₂ᵗ): the two bias corrections fold into one step size.
+        correction2 = math.sqrt(1 - beta2 ** group["step"])
+        torch._foreach_add_(denominators, group["eps"] * correction2)
+        step_size = group["lr"] * correction2 / (1 - beta1 ** group["step"])
+        torch._foreach_addcdiv_(params, averages, denominators, -step_size)

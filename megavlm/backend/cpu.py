@@ -1,0 +1,225 @@
+"""megatron-core 0.16.1 on CPU: every patch that it needs, and nothing else in the package patches.
+
+megatron-core names its device literally ("cuda", `torch.cuda.current_device()`). Rather than watch every torch
+call at run time, we give each of its modules another `torch`: a proxy with the same names, whose tensor factories
+read "cuda" as "cpu" and whose `torch.cuda` answers for the CPU. A hot path never passes through the proxy's
+`__getattr__` twice (attributes are cached on first use), so the interception costs nothing that can be measured
+(`benchmarks/cpu_step.py` prints it).
+
+What is patched outside megatron-core: `Tensor.type()` without arguments (the optimizers compare it with
+"torch.cuda.FloatTensor") and `Tensor.cuda()` (identity).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Everything of megatron-core that a run touches; imported here so that none of it binds the real torch later.
+_MODULES = (
+    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.distributed",
+    "megatron.core.distributed.finalize_model_grads",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.transformer.transformer_layer",
+    "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.extensions.transformer_engine",
+)
+_FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like")
+
+
+def install() -> None:
+    """Make megatron-core importable and runnable without CUDA. Idempotent."""
+    if isinstance(getattr(sys.modules.get("megatron.core.parallel_state"), "torch", None), _CpuTorch):
+        return
+    _hide_transformer_engine()
+    with _without_compilation(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed": true, and intended here
+        for name in _MODULES:
+            importlib.import_module(name)
+    proxy = _CpuTorch()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = proxy  # type: ignore[attr-defined]
+    _patch_tensor_methods()
+    _patch_rng()
+    _patch_optimizer()
+
+
+class _CpuTorch(types.ModuleType):
+    """`torch` as megatron-core sees it on CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _CpuCuda()
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        setattr(self, name, value)
+        return value
+
+
+class _CpuCuda(types.ModuleType):
+    """`torch.cuda` with CPU meanings: nothing is asynchronous, one device, the default generator."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        self.current_device = lambda: "cpu"
+        self.device_count = lambda: 1
+        self.set_device = _nothing
+        self.synchronize = _nothing
+        self.empty_cache = _nothing
+        self.current_stream = self.default_stream = _Stream
+        self.Stream = _Stream
+        self.Event = _Event
+        self.stream = lambda stream: contextlib.nullcontext()
+        self.get_rng_state = lambda device=None: torch.get_rng_state()
+        self.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+        self.manual_seed = _seed_default_generator
+        self.nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _Stream:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Event:
+        return event or _Event()
+
+    def synchronize(self) -> None: ...
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for CUDA calls that order asynchronous work; CPU work is already in order."""
+
+
+def _seed_default_generator(seed: int) -> None:
+    # Not torch.manual_seed: that calls torch.cuda.manual_seed, which megatron-core may have routed here.
+    torch.default_generator.manual_seed(seed)
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, int) or str(device).startswith("cuda")
+
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _hide_transformer_engine() -> None:
+    # On a CPU-only torch its import raises RuntimeError, which megatron-core does not catch; where it imports,
+    # megatron-core would pick its norms and optimizer, which need CUDA.
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        sys.modules[name] = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _without_compilation() -> Any:
+    # `megatron.core.jit.jit_fuser` is torch.compile, bound at import: inductor would compile small helpers with
+    # the C++ compiler at first use. Plain Python is faster to start and as fast to run at these sizes.
+    def identity(function: Any = None, **kwargs: Any) -> Any:
+        return function if function is not None else identity
+
+    original = torch.compile
+    torch.compile = identity
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
+def _patch_tensor_methods() -> None:
+    original = torch.Tensor.type
+
+    @functools.wraps(original)
+    def typed(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = typed  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _patch_rng() -> None:
+    # megatron-core keeps a "CUDA" generator state beside the CPU's and swaps states in it. Its setter is a lazy
+    # no-op without CUDA: dropout and recomputation would silently use wrong numbers. The "CUDA" state of a CPU run
+    # is the default generator's.
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random.CudaRNGStatesTracker.fork = _fork
+
+
+@contextlib.contextmanager
+def _fork(tracker: Any, name: str = "model-parallel-rng") -> Any:
+    """`CudaRNGStatesTracker.fork` without its check that the CPU generator stands still: here it is the same one."""
+    if name not in tracker.states_:
+        raise KeyError(f"random state {name} was never added")
+    outer = torch.get_rng_state()
+    torch.set_rng_state(tracker.states_[name])
+    try:
+        yield
+    finally:
+        tracker.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(outer)
+
+
+def _patch_optimizer() -> None:
+    # Without TE or Apex megatron-core takes torch's Adam, whose per-parameter `step` it cannot shard and resume.
+    # Ours keeps `step` in the parameter group, as TE's and Apex's do, so megatron-core's path for those applies.
+    from megavlm.backend.adamw import AdamW
+
+    optimizer = importlib.import_module("megatron.core.optimizer")
+    optimizer.Adam = AdamW
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    distributed.Adam = AdamW
+    distributed.HAVE_APEX_OR_TE = True
+    distributed.USING_APEX_OPTIMIZER = True

@@ -1,0 +1,101 @@
+"""Parameters and floating-point operations of each named layer: pure arithmetic, the one formula for plans and MFU.
+
+A matrix product of a [n, k] weight with t tokens costs 2·n·k·t. Attention of a sequence of l tokens costs
+2·l²·d for the scores and as much for the values (d = heads × head width), half of it where it is causal.
+Backward costs as much again for the weight's gradient (if it is trained) and for the input's gradient (if
+anything below is trained): 2, 4 or 6 FLOPs per parameter and token, by what actually runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
+from megavlm.planner.layers import (
+    EMBEDDING,
+    LANGUAGE_LAYER,
+    OUTPUT,
+    PATCH_EMBED,
+    PROJECTOR,
+    VISION_LAYER,
+    layer_names,
+    module_of,
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens that pass the model in one step, and the sums of squared lengths that attention needs."""
+
+    patches: int  # all images' patches (class tokens included)
+    patch_squares: int  # Σ over images of patches²
+    tokens: int  # language positions that are not padding
+    token_squares: int  # Σ over samples of length²
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    parameters: int
+    forward_flops: float
+
+
+def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
+    """Parameters and forward FLOPs of one named layer for a workload."""
+    vision, language = model.vision, model.language
+    if name.startswith(VISION_LAYER):
+        params = _vision_layer_matrices(vision)
+        attention = 4.0 * work.patch_squares * vision.hidden_size
+        return LayerCost(params, 2.0 * params * work.patches + attention)
+    if name.startswith(LANGUAGE_LAYER):
+        params = _language_layer_matrices(language)
+        attention = 2.0 * work.token_squares * head_width(language) * language.num_attention_heads
+        return LayerCost(params, 2.0 * params * work.tokens + attention)
+    if name == PATCH_EMBED:
+        pixels = vision.in_channels * vision.patch_size**2
+        table = (vision.image_size // vision.patch_size) ** 2 if vision.position_embedding == "learned" else 0
+        return LayerCost((pixels + table) * vision.hidden_size, 2.0 * pixels * vision.hidden_size * work.patches)
+    if name == PROJECTOR:
+        params = _projector_matrices(model)
+        return LayerCost(params, 2.0 * params * work.patches / model.projector.pixel_shuffle**2)
+    vocab = (language.vocab_size or 256) * language.hidden_size
+    if name == EMBEDDING:
+        return LayerCost(vocab, 0.0)
+    if name == OUTPUT:
+        return LayerCost(0 if language.tie_embeddings else vocab, 2.0 * vocab * work.tokens)
+    return LayerCost(vision.hidden_size if module_of(name) == "vision" else language.hidden_size, 0.0)
+
+
+def step_flops(model: ModelConfig, work: Workload) -> float:
+    """FLOPs of one training step over a workload, backward included, frozen parts counted as they run."""
+    total = 0.0
+    trained_below = False
+    for name in layer_names(model):
+        trained = module_of(name) not in model.freeze
+        passes = 1 + trained + trained_below
+        trained_below = trained_below or trained
+        total += passes * layer_cost(name, model, work).forward_flops
+    return total
+
+
+def head_width(language: LanguageConfig) -> int:
+    return language.kv_channels or language.hidden_size // language.num_attention_heads
+
+
+def _vision_layer_matrices(vision: VisionConfig) -> int:
+    gates = 3 if vision.activation == "swiglu" else 2
+    return 4 * vision.hidden_size**2 + gates * vision.hidden_size * vision.ffn_hidden_size
+
+
+def _language_layer_matrices(language: LanguageConfig) -> int:
+    groups = language.num_query_groups or language.num_attention_heads
+    heads = 2 * language.num_attention_heads + 2 * groups
+    return language.hidden_size * (heads * head_width(language) + 3 * language.ffn_hidden_size)
+
+
+def _projector_matrices(model: ModelConfig) -> int:
+    inputs = model.vision.hidden_size * model.projector.pixel_shuffle**2
+    outputs = model.language.hidden_size
+    if model.projector.kind == "linear":
+        return inputs * outputs
+    hidden = model.projector.hidden_size or outputs
+    return inputs * hidden + hidden * outputs

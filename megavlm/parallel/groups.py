@@ -1,0 +1,88 @@
+"""Process groups: the only file that touches megatron-core's `parallel_state`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megavlm.parallel.dims import Coordinates, Dims
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of this rank. `collection` is what megatron-core's modules take."""
+
+    dims: Dims
+    at: Coordinates
+    collection: ProcessGroupCollection
+    tied: dist.ProcessGroup | None  # ranks that hold a copy of tied embeddings; None where this one holds none
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        return self.collection.tp
+
+    @property
+    def pp(self) -> dist.ProcessGroup:
+        return self.collection.pp
+
+    @property
+    def dp(self) -> dist.ProcessGroup:
+        return self.collection.dp_cp
+
+    @property
+    def is_first_of_replica(self) -> bool:
+        """One rank per data-parallel replica and pipeline stage: speaks for its tensor-parallel group."""
+        return self.at.tp == 0
+
+
+def start(communication: str, *, timeout_minutes: float) -> None:
+    """Join torchrun's world, or be a world of one when started by plain python."""
+    if dist.is_initialized():
+        return
+    timeout = timedelta(minutes=timeout_minutes)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(communication, timeout=timeout)
+    else:
+        dist.init_process_group(communication, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+
+
+def build_groups(dims: Dims, *, tied_owners: tuple[int, ...], seed: int) -> Groups:
+    """Make every group of a layout, and the dropout generators that go with it.
+
+    Args:
+        tied_owners: pipeline ranks that hold tied embeddings (first language stage and last stage); may be one.
+        seed: dropout seed; pipeline stages and data-parallel ranks draw different numbers.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=dims.tp,
+        pipeline_model_parallel_size=dims.pp,
+        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+        get_embedding_ranks=lambda ranks, split=None: [ranks[owner] for owner in sorted(set(tied_owners))],
+        create_gloo_process_groups=False,
+    )
+    at = dims.coordinates(dist.get_rank())
+    tied = parallel_state.get_embedding_group(check_initialized=False) if at.pp in tied_owners else None
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    # Tied embeddings are ours to synchronise: megatron-core only knows copies on the first and last stage.
+    collection.embd = None
+    collection.pos_embd = None
+    model_parallel_cuda_manual_seed(seed + 100 * at.pp + 10_000 * at.dp, force_reset_rng=True)
+    return Groups(dims=dims, at=at, collection=collection, tied=tied)
+
+
+def destroy_groups() -> None:
+    """Forget a layout, so that the same processes can build another one."""
+    parallel_state.destroy_model_parallel()
+
+
+def broadcast_from_last_stage(tensor: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Give every pipeline stage what the last one holds."""
+    if groups.dims.pp > 1:
+        dist.broadcast(tensor, src=dist.get_global_rank(groups.pp, groups.dims.pp - 1), group=groups.pp)
+    return tensor

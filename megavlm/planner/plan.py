@@ -1,0 +1,155 @@
+"""`Plan`: which layers each pipeline chunk holds. Made once, printed, saved; nobody recomputes splits elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from megavlm.config.schema import Config
+from megavlm.errors import UserError
+from megavlm.model.flops import Workload, layer_cost
+from megavlm.parallel.dims import Dims
+from megavlm.planner.layers import EMBEDDING, OUTPUT, layer_names, module_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    dims: Dims
+    chunks: tuple[tuple[str, ...], ...]  # layer names of chunk 0, 1, … in pipeline order
+    placement: str = "stages"
+
+    @property
+    def embedding_owner(self) -> int:
+        """Pipeline rank that embeds the text."""
+        return self.owner_of(EMBEDDING)
+
+    @property
+    def output_owner(self) -> int:
+        return self.owner_of(OUTPUT)
+
+    def owner_of(self, layer: str) -> int:
+        return self.dims.owner_of(next(i for i, names in enumerate(self.chunks) if layer in names))
+
+    def trained_before(self, chunk: int, freeze: Sequence[str]) -> bool:
+        """Whether any layer of an earlier chunk is trained, so that gradients have a reason to travel there."""
+        return any(module_of(name) not in freeze for names in self.chunks[:chunk] for name in names)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"dims": asdict(self.dims), "placement": self.placement, "chunks": [list(names) for names in self.chunks]}
+
+    def dumps(self) -> str:
+        return json.dumps(self.to_json(), indent=2) + "\n"
+
+
+def make_plan(config: Config, dims: Dims) -> Plan:
+    """Cut the layer list into PP × VPP chunks: by hand (`--pipeline-cuts`), or evenly by forward FLOPs."""
+    names = layer_names(config.model)
+    if dims.chunks > len(names):
+        raise UserError(
+            f"--pp {dims.pp} × --vpp {dims.vpp} needs {dims.chunks} chunks, but the model has only {len(names)} layers "
+            "to cut between: lower --pp or --vpp"
+        )
+    cuts = config.parallel.pipeline_cuts
+    if cuts is None:
+        work = typical_workload(config)
+        cuts = even_cuts([layer_cost(name, config.model, work).forward_flops for name in names], dims.chunks)
+    else:
+        _check_cuts(cuts, count=len(names), chunks=dims.chunks)
+    bounds = (0, *cuts, len(names))
+    return Plan(dims=dims, chunks=tuple(names[a:b] for a, b in pairwise(bounds)))
+
+
+def _check_cuts(cuts: Sequence[int], *, count: int, chunks: int) -> None:
+    if len(cuts) != chunks - 1:
+        raise UserError(f"--pipeline-cuts has {len(cuts)} places, but {chunks} chunks (PP × VPP) need {chunks - 1}")
+    if list(cuts) != sorted(set(cuts)) or (cuts and not 0 < cuts[0] <= cuts[-1] < count):
+        raise UserError(
+            f"--pipeline-cuts {' '.join(map(str, cuts))} must rise within 1 … {count - 1} "
+            "(indices into the layer list that --dry-run prints)"
+        )
+
+
+def typical_workload(config: Config) -> Workload:
+    """One sample as the configuration describes it: enough to weigh layers against each other."""
+    vision, data = config.model.vision, config.data
+    images = max(1, round(sum(data.images_per_sample) / len(data.images_per_sample))) if data.images_per_sample else 1
+    sides = data.image_sizes or (vision.image_size,)
+    per_image = [(side // vision.patch_size) ** 2 for side in sides]
+    patches = images * sum(per_image) // len(per_image)
+    squares = images * sum(p * p for p in per_image) // len(per_image)
+    tokens = config.train.seq_length
+    return Workload(patches=patches, patch_squares=squares, tokens=tokens, token_squares=tokens**2)
+
+
+def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
+    """Cut a list into contiguous non-empty chunks whose largest cost is least (exact dynamic programming).
+
+    best[k][j] = min over i of max(best[k−1][i], cost of layers i…j): O(chunks · layers²), layers in the hundreds.
+    A tiny cost per layer breaks ties towards equal layer counts.
+    """
+    weights = [cost + 1e-6 * (sum(costs) or 1.0) / len(costs) for cost in costs]
+    prefix = [0.0, *accumulate(weights)]
+    count = len(costs)
+    best = [prefix[j] for j in range(count + 1)]
+    choices: list[list[int]] = []
+    for k in range(2, chunks + 1):
+        row, chosen = [float("inf")] * (count + 1), [0] * (count + 1)
+        for j in range(k, count + 1):
+            for i in range(k - 1, j):
+                worst = max(best[i], prefix[j] - prefix[i])
+                if worst < row[j]:
+                    row[j], chosen[j] = worst, i
+        best = row
+        choices.append(chosen)
+    cuts: list[int] = []
+    end = count
+    for chosen in reversed(choices):
+        end = chosen[end]
+        cuts.append(end)
+    return tuple(reversed(cuts))
+
+
+def table(plan: Plan, config: Config) -> str:
+    """The plan for people: chunk, owner, layers (with their indices in the list), parameters, share of the work."""
+    work = typical_workload(config)
+    names = layer_names(config.model)
+    total = sum(layer_cost(name, config.model, work).forward_flops for name in names) or 1.0
+    rows = [("chunk", "rank", "layers", "parameters", "forward")]
+    start = 0
+    for index, chunk in enumerate(plan.chunks):
+        costs = [layer_cost(name, config.model, work) for name in chunk]
+        share = sum(cost.forward_flops for cost in costs) / total
+        span = f"[{start}-{start + len(chunk) - 1}] {_summary(chunk)}"
+        rows.append(
+            (str(index), str(plan.dims.owner_of(index)), span, f"{sum(c.parameters for c in costs):,}", f"{share:.0%}")
+        )
+        start += len(chunk)
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = [
+        f"{row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]:>{widths[4]}}"
+        for row in rows
+    ]
+    degrees = f"TP {plan.dims.tp} × PP {plan.dims.pp} × VPP {plan.dims.vpp} × DP {plan.dims.dp}"
+    return "\n".join([f"plan: {degrees} = {plan.dims.world} processes", *lines])
+
+
+def _summary(chunk: Sequence[str]) -> str:
+    """`vision.layers.0-3` for a run of numbered layers."""
+    parts: list[str] = []
+    runs: dict[str, tuple[int, int]] = {}
+    for name in chunk:
+        stem, _, number = name.rpartition(".")
+        if number.isdigit():
+            first, _ = runs.get(stem, (int(number), 0))
+            runs[stem] = (first, int(number))
+            label = f"{stem}.{first}" if first == int(number) else f"{stem}.{first}-{number}"
+            if parts and parts[-1].startswith(stem + "."):
+                parts[-1] = label
+                continue
+            parts.append(label)
+        else:
+            parts.append(name)
+    return ", ".join(parts)
