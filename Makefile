@@ -1,0 +1,76 @@
+# `make help` lists the commands. Each of them first creates .venv when it is missing or older than pyproject.toml.
+
+SHELL := bash
+VENV := .venv
+STAMP := $(VENV)/.installed
+PYTHON ?=
+RUN_DIR ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+ARGS ?=
+
+# Without an NVIDIA driver, torch comes from PyTorch's CPU index: PyPI's Linux wheel brings gigabytes of CUDA along.
+# TORCH_INDEX= (empty) takes the default index, which is also where torch comes from when this one cannot be reached.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
+
+# Several processes share the cores, so each gets one thread unless the caller knows better.
+export OMP_NUM_THREADS ?= 1
+
+CHECKED := $(wildcard megavlm tools benchmarks launch pretrain_vlm.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all lint format clean
+
+help: ## List the commands.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@echo 'Variables: RUN_DIR (demo), ARGS (demo, test, test-all: more flags), PYTHON and TORCH_INDEX (install).'
+
+install: $(STAMP) ## Create or update .venv with everything for demo, tests and lint.
+
+demo: $(STAMP) ## Train and evaluate a VLM on handwritten digits with four processes (CPU, minutes).
+	$(VENV)/bin/torchrun --nproc-per-node 4 pretrain_vlm.py --recipe demo --tp 2 --pp 2 --run-dir $(RUN_DIR) $(ARGS)
+
+test: $(STAMP) ## Run the CPU tests.
+	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS) tests
+
+test-all: $(STAMP) ## Run the CPU tests and the slow ones (full layout matrix).
+	$(VENV)/bin/python -m pytest -m "not gpu" $(ARGS) tests
+
+lint: $(STAMP) ## Check style and types.
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy $(CHECKED)
+
+format: $(STAMP) ## Rewrite the code in the house style.
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean: ## Remove caches and build outputs; .venv and runs/ stay.
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# torch goes first, in its own step: only it may come from TORCH_INDEX. One short try, so that a machine that cannot
+# reach that index goes on at once; pip keeps an installed torch that satisfies the range and asks no index then.
+$(STAMP): pyproject.toml
+	@python=; \
+	for candidate in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        python=$$candidate; break; \
+	    fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo 'megavlm needs Python 3.11 or newer, and $(or $(PYTHON),python3) is not: install one and name it, as in' \
+	         'make PYTHON=/path/to/python3.11 install' >&2; \
+	    exit 1; \
+	fi; \
+	echo "Creating $(VENV) with $$($$python --version) ($$python); this takes a few minutes once."; \
+	if ! $(VENV)/bin/python -m pip --version >/dev/null 2>&1 && ! $$python -m venv --clear $(VENV); then \
+	    echo 'Python cannot create virtual environments: install its venv module (Debian, Ubuntu: python3-venv).' >&2; \
+	    exit 1; \
+	fi
+	@if [ -n '$(TORCH_INDEX)' ]; then \
+	    echo 'Installing torch from $(TORCH_INDEX)'; \
+	    $(VENV)/bin/python -m pip install --retries 0 --timeout 15 --no-deps --index-url '$(TORCH_INDEX)' \
+	        "$$(sed -n 's/^ *"\(torch[<>=].*\)",$$/\1/p' pyproject.toml)" \
+	        || echo 'That index gave no torch: it comes from the default one.'; \
+	fi
+	$(VENV)/bin/python -m pip install -e '.[dev]'
+	@touch $@

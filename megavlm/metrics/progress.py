@@ -1,0 +1,92 @@
+"""The line that a person watches: where the run is, whether it learns, how fast it goes, when it ends."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections import deque
+from typing import TextIO
+
+from megavlm.metrics.sinks import Record, Value
+
+_WINDOW = 50  # iterations whose median step time gives the ETA: long enough to be calm, short enough to follow changes
+_CLEAR_LINE = "\r\x1b[K"
+
+
+class ProgressLine:
+    """A sink for people: on a terminal one line that rewrites itself, elsewhere a line every `log_interval`.
+
+    The ETA is the median of the last step times, times the iterations that remain: one slow step (warm-up, a save,
+    an evaluation) does not move it.
+    """
+
+    def __init__(self, total_iterations: int, stream: TextIO, *, log_interval: int = 1) -> None:
+        assert log_interval > 0
+        self._total = total_iterations
+        self._stream = stream
+        self._interval = log_interval
+        self._live = stream.isatty()
+        self._drawn = False  # a live line stands at the cursor
+        self._step_times: deque[float] = deque(maxlen=_WINDOW)
+
+    def log(self, record: Record) -> None:
+        """Show an iteration; reads `iteration`, and what there is of `loss`, `grad_norm`, `learning_rate`,
+        `tokens_per_second` and `step_time_s`."""
+        iteration = record["iteration"]
+        assert isinstance(iteration, int)
+        step_time = record.get("step_time_s")
+        if isinstance(step_time, float):
+            self._step_times.append(step_time)
+        line = self._format(iteration, record)
+        if self._live:
+            # A line that wraps could not be rewritten, so it ends before the last column.
+            self._stream.write(_CLEAR_LINE + line[: shutil.get_terminal_size().columns - 1])
+            self._stream.flush()
+            self._drawn = True
+        elif iteration % self._interval == 0 or iteration == self._total:
+            self.message(line)
+
+    def message(self, text: str) -> None:
+        """Print other text (an evaluation, a warning) so that it does not mix with the live line."""
+        if self._drawn:
+            self._stream.write(_CLEAR_LINE)
+            self._drawn = False
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the last live line standing."""
+        if self._drawn:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._drawn = False
+
+    def _format(self, iteration: int, record: Record) -> str:
+        parts = [
+            f"iteration {iteration:>{len(str(self._total))}}/{self._total}",
+            _part("loss {:.4f}", record.get("loss")),
+            _part("grad norm {:.3f}", record.get("grad_norm")),
+            _part("lr {:.2e}", record.get("learning_rate")),
+            _part("{:,.0f} tokens/s", record.get("tokens_per_second")),
+            _part("step {:.3f} s", record.get("step_time_s")),
+        ]
+        if self._step_times:
+            remaining = max(0, self._total - iteration)
+            parts.append(f"ETA {duration(statistics.median(self._step_times) * remaining)}")
+        return " | ".join(part for part in parts if part)
+
+
+def _part(template: str, value: Value) -> str:
+    return template.format(value) if isinstance(value, float | int) else ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds as "0:42", "12:05", "3:07:00" or "2 d 4:00:00"."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour}:{minute:02}:{second:02}"
+    if hours:
+        return f"{hours}:{minute:02}:{second:02}"
+    return f"{minute}:{second:02}"

@@ -1,0 +1,96 @@
+import io
+import os
+import shutil
+
+import pytest
+
+from megavlm.metrics.progress import ProgressLine, duration
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def record(iteration: int, step_time: float = 2.0) -> dict[str, float | int | None]:
+    return {
+        "iteration": iteration,
+        "loss": 2.34567,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-3,
+        "tokens_per_second": 12345.6,
+        "step_time_s": step_time,
+        "mfu": None,
+    }
+
+
+def test_a_file_gets_a_plain_line_every_interval_and_at_the_end() -> None:
+    stream = io.StringIO()
+    progress = ProgressLine(7, stream, log_interval=3)
+    for iteration in range(1, 8):
+        progress.log(record(iteration))
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["iteration 3/7", "iteration 6/7", "iteration 7/7"]
+    assert lines[0] == (
+        "iteration 3/7 | loss 2.3457 | grad norm 0.500 | lr 1.00e-03 | 12,346 tokens/s | step 2.000 s | ETA 0:08"
+    )
+    assert "\r" not in stream.getvalue()
+
+
+def test_a_terminal_gets_one_line_that_rewrites_itself() -> None:
+    stream = Terminal()
+    progress = ProgressLine(3, stream, log_interval=100)
+    for iteration in range(1, 4):
+        progress.log(record(iteration))
+    progress.close()
+    text = stream.getvalue()
+    assert text.count("\r") == 3
+    assert text.count("\n") == 1
+    assert text.endswith("\n")
+
+
+def test_a_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((20, 10)))
+    stream = Terminal()
+    ProgressLine(3, stream).log(record(1))
+    assert stream.getvalue() == "\r\x1b[Kiteration 1/3 | loss"[:23]
+
+
+def test_a_message_replaces_the_live_line() -> None:
+    stream = Terminal()
+    progress = ProgressLine(3, stream)
+    progress.log(record(1))
+    progress.message("evaluation: 90 %")
+    progress.close()
+    assert stream.getvalue().endswith("\r\x1b[Kevaluation: 90 %\n")
+
+
+def test_one_slow_step_does_not_move_the_eta() -> None:
+    stream = io.StringIO()
+    progress = ProgressLine(100, stream)
+    for iteration, step_time in enumerate([60.0, 1.0, 1.0, 1.0, 1.0], start=1):
+        progress.log(record(iteration, step_time))
+    assert stream.getvalue().splitlines()[-1].endswith("ETA 1:35")
+
+
+def test_the_eta_follows_a_lasting_change() -> None:
+    stream = io.StringIO()
+    progress = ProgressLine(201, stream)
+    for iteration in range(1, 201):
+        progress.log(record(iteration, 1.0 if iteration <= 100 else 3.0))
+    assert stream.getvalue().splitlines()[-1].endswith("ETA 0:03")
+
+
+def test_numbers_that_are_missing_are_left_out() -> None:
+    stream = io.StringIO()
+    ProgressLine(5, stream).log({"iteration": 1, "loss": 1.0, "grad_norm": None})
+    assert stream.getvalue() == "iteration 1/5 | loss 1.0000\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (42, "0:42"), (59.7, "1:00"), (725, "12:05"), (11220, "3:07:00"), (187200, "2 d 4:00:00")],
+)
+def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

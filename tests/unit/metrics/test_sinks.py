@@ -1,0 +1,128 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megavlm.metrics.sinks import JsonlSink, TensorBoardSink, kept_lines
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, *, first: int, last: int, resume_iteration: int = 0) -> None:
+    sink = JsonlSink(path, resume_iteration=resume_iteration)
+    for iteration in range(first, last + 1):
+        sink.log({"iteration": iteration, "loss": 1 / iteration, "mfu": None})
+    sink.close()
+
+
+@given(st.floats(allow_nan=False))
+def test_a_float_reads_back_as_the_same_float(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
+    path = tmp_path_factory.mktemp("jsonl") / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.log({"iteration": 1, "loss": value, "grad_norm": np.float64(value)})
+    sink.close()
+    [record] = records(path)
+    assert record["loss"].hex() == record["grad_norm"].hex() == value.hex()
+
+
+def test_python_reads_back_what_is_not_finite(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log({"iteration": 1, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "mfu": None})
+    sink.close()
+    [record] = records(tmp_path / "metrics.jsonl")
+    assert math.isnan(record["loss"])
+    assert (record["grad_norm"], record["lr"], record["mfu"]) == (math.inf, -math.inf, None)
+
+
+def test_a_line_is_readable_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "RUN" / "metrics.jsonl")
+    sink.log({"iteration": 1, "loss": 0.5})
+    assert records(tmp_path / "RUN" / "metrics.jsonl") == [{"iteration": 1, "loss": 0.5}]
+    sink.close()
+
+
+def test_kill_9_loses_no_logged_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    program = (
+        "import os, signal, sys; from pathlib import Path; from megavlm.metrics.sinks import JsonlSink\n"
+        "sink = JsonlSink(Path(sys.argv[1]))\n"
+        "for i in range(1, 8): sink.log({'iteration': i})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).parents[3]
+    killed = subprocess.run(
+        [sys.executable, "-c", program, str(path)], env={**os.environ, "PYTHONPATH": str(root)}, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert [record["iteration"] for record in records(path)] == list(range(1, 8))
+
+
+@pytest.mark.parametrize("resume", [0, 1, 6, 10])
+def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path: Path, resume: int) -> None:
+    whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
+    write(whole, first=1, last=12)
+    write(resumed, first=1, last=10)
+    write(resumed, first=resume + 1, last=12, resume_iteration=resume)
+    assert resumed.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"iteration": 3, "lo', b'{"iteration": 3, "loss": 0.\xff', b"\0\0\0\n"])
+def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, first=1, last=2)
+    before = path.read_bytes()
+    path.write_bytes(before + torn)
+    JsonlSink(path, resume_iteration=5).close()
+    assert path.read_bytes() == before
+
+
+def test_a_record_that_lacks_only_its_newline_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, first=1, last=2)
+    before = path.read_bytes()
+    path.write_bytes(before[:-1])
+    write(path, first=3, last=3, resume_iteration=2)
+    assert path.read_bytes().startswith(before)
+    assert [record["iteration"] for record in records(path)] == [1, 2, 3]
+
+
+@given(cut=st.integers(0, 120), resume=st.integers(0, 6))
+def test_what_is_kept_is_a_prefix_of_whole_records(cut: int, resume: int) -> None:
+    lines = [json.dumps({"iteration": i, "loss": i / 3}).encode() + b"\n" for i in range(1, 5)]
+    content = b"".join(lines)[:cut]
+    # A line counts as soon as its closing brace is there.
+    complete = sum(cut >= len(b"".join(lines[: i + 1])) - 1 for i in range(len(lines)))
+    expected = b"".join(lines[: min(complete, resume)])
+    assert kept_lines(content, resume_iteration=resume) == expected[:cut]
+
+
+def test_a_value_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    with pytest.raises(TypeError, match="float32"):
+        sink.log({"iteration": 1, "loss": np.float32(0.1)})  # type: ignore[dict-item]
+    sink.close()
+
+
+def test_tensorboard_charts_numbers_and_purges_on_resume(tmp_path: Path) -> None:
+    first = TensorBoardSink(tmp_path)
+    for iteration in range(1, 6):
+        first.log({"iteration": iteration, "loss": float(iteration), "tokens": 8, "mfu": None, "device": "CPU"})
+    first.close()
+    resumed = TensorBoardSink(tmp_path, purge_step=4)
+    resumed.log({"iteration": 4, "loss": 40.0, "tokens": 8, "mfu": None})
+    resumed.close()
+    charts = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(charts.Tags()["scalars"]) == ["loss", "tokens"]
+    assert [(point.step, point.value) for point in charts.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
