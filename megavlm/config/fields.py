@@ -1,0 +1,188 @@
+"""What the schema's fields accept: one table, read from the dataclasses, behind flags, YAML keys and messages.
+
+`options()` lists every field of `Config` as an `Option`; its `Kind` turns a YAML value or the words after a flag
+into the field's value, or raises a UserError of one line that names the option, the value and what is expected.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megavlm.config.schema import Config
+from megavlm.config.words import did_you_mean, shown
+from megavlm.errors import UserError
+
+# Sections whose fields would collide with one another as bare flags: theirs carry the section's name.
+PREFIXED_SECTIONS = ("vision", "projector", "language")
+
+_SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+_PLURALS = {int: "integers", str: "texts"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The values of a field: a scalar or one of `choices`, `many` of them, or nothing at all when `optional`."""
+
+    scalar: type
+    choices: tuple[str, ...] = ()
+    many: bool = False
+    optional: bool = False
+
+    @property
+    def expected(self) -> str:
+        """What to write, in words."""
+        if self.choices:
+            return f"{'a list of any of' if self.many else 'one of'} {', '.join(self.choices)}"
+        return f"a list of {_PLURALS[self.scalar]}" if self.many else _SCALARS[self.scalar]
+
+    def from_yaml(self, value: object, *, name: str) -> Any:
+        """The field's value for what YAML holds; types are strict. Raises UserError naming `name`."""
+        expected = f"{self.expected} or null" if self.optional else self.expected
+        if value is None and self.optional:
+            return None
+        if not self.many:
+            return self._scalar(value, name=name, expected=expected)
+        if not isinstance(value, (list, tuple)):
+            raise UserError(f"{name} expects {expected}, got {shown(value)}: write it in [brackets]")
+        return tuple(self._scalar(item, name=name, expected=expected) for item in value)
+
+    def from_words(self, words: Sequence[str], *, name: str) -> Any:
+        """The field's value for the words after a flag. Raises UserError naming `name`."""
+        expected = f"{self.expected} or none" if self.optional else self.expected
+        if self.optional and [word.lower() for word in words] == ["none"]:
+            return None
+        if self.many:
+            expected += " (separated by spaces)"
+        values = tuple(self._scalar(self._parsed(word), name=name, expected=expected) for word in words)
+        return values if self.many else values[0]
+
+    def _parsed(self, word: str) -> object:
+        """A word as YAML would have given it; one that does not parse stays text, for `_scalar` to refuse."""
+        if self.scalar is int:
+            try:
+                return int(word)
+            except ValueError:
+                return word
+        return word
+
+    def _scalar(self, value: object, *, name: str, expected: str) -> Any:
+        wrong = f"{name} expects {expected}, got {shown(value)}"
+        if self.choices:
+            if value in self.choices:
+                return value
+            raise UserError(wrong + did_you_mean(str(value), self.choices))
+        # bool is an int to Python, but `micro_batch_size: true` is a mistake.
+        if isinstance(value, bool) and self.scalar is not bool:
+            raise UserError(wrong)
+        if self.scalar is float and isinstance(value, (int, float, str)):
+            return _finite(value, wrong=wrong)
+        if not isinstance(value, self.scalar):
+            raise UserError(wrong)
+        return value
+
+
+def _finite(value: int | float | str, *, wrong: str) -> float:
+    """A number as float. Text is tried too, because YAML 1.1 reads 1e-4 (no dot) as text."""
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise UserError(wrong) from None
+    if not math.isfinite(number):
+        raise UserError(wrong)
+    return number
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of `Config`. `path` leads to it from the root, as in ("model", "vision", "num_layers")."""
+
+    path: tuple[str, ...]
+    kind: Kind
+    default: Any
+    help: str
+    aliases: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Name in YAML: `model.vision.num_layers`."""
+        return ".".join(self.path)
+
+    @property
+    def section(self) -> str:
+        return ".".join(self.path[:-1])
+
+    @property
+    def flag(self) -> str:
+        """Name on the command line: `--vision-num-layers`, `--train-iters`."""
+        prefix = [self.path[-2]] if self.path[-2] in PREFIXED_SECTIONS else []
+        return "--" + "-".join([*prefix, self.path[-1]]).replace("_", "-")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flag and its aliases."""
+        return (self.flag, *self.aliases)
+
+    @property
+    def negations(self) -> tuple[str, ...]:
+        """Flags that switch a boolean off: `--no-` before each of its names."""
+        return tuple(f"--no-{flag[2:]}" for flag in self.flags) if self.kind.scalar is bool else ()
+
+
+@cache
+def options() -> tuple[Option, ...]:
+    """Every field of `Config` in the schema's order, the section of each kept together."""
+    return tuple(_options(Config, ()))
+
+
+def _options(section: Any, path: tuple[str, ...]) -> Iterable[Option]:
+    hints = get_type_hints(section)
+    nested = []
+    for field in fields(section):
+        if is_dataclass(hints[field.name]):
+            nested.append(field.name)
+            continue
+        assert field.default is not MISSING, f"{section.__name__}.{field.name} must be made with option()"
+        kind = _kind(hints[field.name])
+        help, aliases = field.metadata["help"], field.metadata["aliases"]
+        yield Option(path=(*path, field.name), kind=kind, default=field.default, help=help, aliases=aliases)
+    for name in nested:
+        yield from _options(hints[name], (*path, name))
+
+
+def _kind(annotation: Any) -> Kind:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (types.UnionType, Union):
+        (inner,) = [argument for argument in arguments if argument is not type(None)]
+        return replace(_kind(inner), optional=True)
+    if origin is tuple:
+        return replace(_kind(arguments[0]), many=True)
+    if origin is Literal:
+        return Kind(scalar=str, choices=arguments)
+    assert annotation in _SCALARS, f"the schema uses a type that flags cannot express: {annotation}"
+    return Kind(scalar=annotation)
+
+
+def with_values(config: Config, values: Mapping[tuple[str, ...], Any]) -> Config:
+    """A copy of `config` with the values at some paths replaced."""
+    return _replaced(config, values)
+
+
+def _replaced(section: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
+    changes = {path[0]: value for path, value in values.items() if len(path) == 1}
+    for head in {path[0] for path in values if len(path) > 1}:
+        below = {path[1:]: value for path, value in values.items() if path[0] == head}
+        changes[head] = _replaced(getattr(section, head), below)
+    return replace(section, **changes)
+
+
+def value_at(config: Config, path: Sequence[str]) -> Any:
+    """The value of the field that `path` leads to."""
+    value: Any = config
+    for name in path:
+        value = getattr(value, name)
+    return value

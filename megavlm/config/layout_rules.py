@@ -1,0 +1,147 @@
+"""Rules about the layout: what tensor and pipeline parallelism ask of the model, and of the number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megavlm.config.schema import Config
+from megavlm.config.words import divisors, nearest
+
+
+def sequence_parallel(config: Config) -> bool:
+    """Whether activations between TP regions are sharded: as asked, or wherever TP > 1."""
+    asked = config.parallel.sequence_parallel
+    return config.parallel.tensor_model_parallel_size > 1 if asked is None else asked
+
+
+def heads_divide_over_tp(config: Config) -> str | None:
+    """Vision heads that TP does not divide are padded; query heads of the language model are not."""
+    tp, heads = config.parallel.tensor_model_parallel_size, config.model.language.num_attention_heads
+    if heads % tp:
+        return (
+            f"--language-num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}: "
+            f"set --tensor-model-parallel-size to {divisors(heads)}"
+        )
+    return None
+
+
+def query_groups_divide_over_tp(config: Config) -> str | None:
+    """Ranks hold whole key/value heads, or as many ranks share each."""
+    tp, groups = config.parallel.tensor_model_parallel_size, config.model.language.num_query_groups
+    if groups is not None and groups % tp and tp % groups:
+        return (
+            f"--language-num-query-groups {groups} and --tensor-model-parallel-size {tp} do not divide one another: "
+            f"set --tensor-model-parallel-size to {divisors(groups)} or a multiple of {groups}"
+        )
+    return None
+
+
+def mlps_divide_over_tp(config: Config) -> str | None:
+    tp, model = config.parallel.tensor_model_parallel_size, config.model
+    widths: list[tuple[str, int]] = [
+        ("--vision-ffn-hidden-size", model.vision.ffn_hidden_size),
+        ("--language-ffn-hidden-size", model.language.ffn_hidden_size),
+    ]
+    if model.projector.kind == "mlp" and model.projector.hidden_size is not None:
+        widths.append(("--projector-hidden-size", model.projector.hidden_size))
+    else:
+        widths.append(("--language-hidden-size (the width of the projector)", model.language.hidden_size))
+    for flag, width in widths:
+        if width % tp:
+            return f"{flag} {width} is not divisible by --tensor-model-parallel-size {tp}: {nearest(width, tp)}"
+    return None
+
+
+def sequence_parallel_has_tp(config: Config) -> str | None:
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        return (
+            "--sequence-parallel shards over tensor-parallel ranks, but --tensor-model-parallel-size is 1: raise it, "
+            "or leave --sequence-parallel out"
+        )
+    return None
+
+
+def sequence_divides_over_tp(config: Config) -> str | None:
+    tp, length = config.parallel.tensor_model_parallel_size, config.train.seq_length
+    if sequence_parallel(config) and length % tp:
+        return (
+            f"--seq-length {length} is not divisible by --tensor-model-parallel-size {tp}, over which it is sharded: "
+            f"{nearest(length, tp)}, or give --no-sequence-parallel"
+        )
+    return None
+
+
+def interleaving_has_stages(config: Config) -> str | None:
+    vpp = config.parallel.virtual_pipeline_model_parallel_size
+    if vpp > 1 and config.parallel.pipeline_model_parallel_size == 1:
+        return (
+            f"--virtual-pipeline-model-parallel-size {vpp} interleaves pipeline stages, but "
+            f"--pipeline-model-parallel-size is 1: raise it, or leave --virtual-pipeline-model-parallel-size at 1"
+        )
+    return None
+
+
+def param_gather_overlaps_what_exists(config: Config) -> str | None:
+    parallel = config.parallel
+    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
+        return "--overlap-param-gather needs --use-distributed-optimizer: without it no parameters are gathered"
+    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+        return "--overlap-param-gather needs --overlap-grad-reduce: add it"
+    return None
+
+
+def world_divides(config: Config, world: int) -> str | None:
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    if world % (tp * pp):
+        return (
+            f"--tensor-model-parallel-size {tp} × --pipeline-model-parallel-size {pp} needs a multiple of {tp * pp} "
+            f"processes, but there are {world}: change them, or start torchrun with --nproc-per-node {tp * pp}"
+        )
+    return None
+
+
+def global_batch_divides(config: Config, world: int) -> str | None:
+    train, ranks = config.train, _data_parallel_size(config, world)
+    if train.global_batch_size % (train.micro_batch_size * ranks):
+        return (
+            f"--global-batch-size {train.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{train.micro_batch_size} × {ranks} data-parallel ranks: "
+            f"{nearest(train.global_batch_size, train.micro_batch_size * ranks)}"
+        )
+    return None
+
+
+def interleaving_has_microbatches(config: Config, world: int) -> str | None:
+    """Interleaved 1F1B runs micro-batches in rounds of PP."""
+    train, pp = config.train, config.parallel.pipeline_model_parallel_size
+    step = train.micro_batch_size * _data_parallel_size(config, world)
+    count = train.global_batch_size // step
+    if config.parallel.virtual_pipeline_model_parallel_size > 1 and count % pp:
+        return (
+            f"--virtual-pipeline-model-parallel-size > 1 needs a number of micro-batches divisible by "
+            f"--pipeline-model-parallel-size {pp}, but --global-batch-size {train.global_batch_size} makes {count}: "
+            f"{nearest(train.global_batch_size, step * pp)}"
+        )
+    return None
+
+
+def _data_parallel_size(config: Config, world: int) -> int:
+    """Ranks that are left for data parallelism; `world_divides` comes first, so there is at least one."""
+    return world // (config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size)
+
+
+LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
+    heads_divide_over_tp,
+    query_groups_divide_over_tp,
+    mlps_divide_over_tp,
+    sequence_parallel_has_tp,
+    sequence_divides_over_tp,
+    interleaving_has_stages,
+    param_gather_overlaps_what_exists,
+)
+
+WORLD_RULES: tuple[Callable[[Config, int], str | None], ...] = (
+    world_divides,
+    global_batch_divides,
+    interleaving_has_microbatches,
+)

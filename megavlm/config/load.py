@@ -1,0 +1,129 @@
+"""Configurations to YAML and back: exact, strict about keys and types, and partial files are fine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped, unused-ignore]
+
+from megavlm.config.fields import Option, options, with_values
+from megavlm.config.schema import Config
+from megavlm.config.words import did_you_mean, plain, shown
+from megavlm.errors import UserError
+
+
+def to_yaml(config: Config) -> str:
+    """Every option of a run, in the schema's order. `from_dict(yaml.safe_load(text))` gives it back exactly."""
+    text: str = yaml.safe_dump(_plain_data(asdict(config)), sort_keys=False, width=120)
+    return text
+
+
+def _plain_data(value: Any) -> Any:
+    """The same data without tuples, which are Python's alone and which YAML would have to tag."""
+    if isinstance(value, dict):
+        return {key: _plain_data(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def from_dict(data: object) -> Config:
+    """A configuration from nested mappings as YAML gives them; what is absent keeps its default.
+
+    Raises UserError naming `section.key` for an unknown key (with a suggestion) or a value of the wrong type.
+    """
+    table = {option.key: option for option in options()}
+    sections = {".".join(option.path[:depth]) for option in options() for depth in range(1, len(option.path))}
+    return with_values(Config(), dict(_values(data, prefix="", table=table, sections=sections)))
+
+
+def _values(
+    data: object, *, prefix: str, table: Mapping[str, Option], sections: set[str]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, value) of each option given at or below `prefix`, which is empty or ends with a dot."""
+    if not isinstance(data, Mapping):
+        where = prefix.rstrip(".") or "the configuration"
+        raise UserError(
+            f"{where} expects a mapping of options, got {shown(data)}: give it `key: value` lines or leave it out"
+        )
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if key in table:
+            yield table[key].path, table[key].kind.from_yaml(value, name=key)
+        elif key in sections:
+            yield from _values(value, prefix=f"{key}.", table=table, sections=sections)
+        else:
+            raise UserError(
+                f"unknown key {plain(key)}{_suggestion(str(name), key=key, table=table, sections=sections)}"
+            )
+
+
+def _suggestion(name: str, *, key: str, table: Mapping[str, Option], sections: set[str]) -> str:
+    """What an unknown key may have meant: an alias (`tp`), a sibling, or the same name in another section."""
+    for option in table.values():
+        if f"--{name.replace('_', '-')}" in option.flags:
+            return f": did you mean {option.key}?"
+    prefix = key.removesuffix(name)
+    siblings = [known for known in (*table, *sections) if known.startswith(prefix) and "." not in known[len(prefix) :]]
+    near = did_you_mean(key, siblings)
+    return (
+        near
+        or did_you_mean(name, table)
+        or f": {prefix.rstrip('.') or 'the top level'} has {_listed(siblings, prefix)}"
+    )
+
+
+def _listed(keys: list[str], prefix: str) -> str:
+    return ", ".join(key.removeprefix(prefix) for key in keys)
+
+
+def from_yaml_file(path: str | Path) -> Config:
+    """The configuration in a YAML file. Raises UserError, naming the file, when it is missing or wrong in any way."""
+    name = plain(str(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"--config {name} cannot be read: {reason}") from None
+    try:
+        duplicate = _duplicate_key(yaml.compose(text, Loader=yaml.SafeLoader))
+        data = yaml.safe_load(text)
+    # PyYAML raises nearly anything on hostile text: YAMLError, ValueError (dates), KeyError (tags), RecursionError.
+    except Exception as error:
+        raise UserError(f"--config {name} is not valid YAML{_place(error)}") from None
+    if duplicate is not None:
+        raise UserError(f"--config {name} has {plain(duplicate)} twice in one mapping: merge them or remove one")
+    if data is None:
+        raise UserError(f"--config {name} is empty: write options (`train: {{train_iters: 10}}`) or leave out --config")
+    try:
+        return from_dict(data)
+    except UserError as error:
+        raise UserError(f"--config {name}: {error}") from None
+
+
+def _duplicate_key(root: Any) -> str | None:
+    """A key that a mapping of the file has twice, of which YAML would silently keep the last."""
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        # Anchors may make the graph cyclic.
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for key in keys:
+                if keys.count(key) > 1:
+                    return str(key)
+            waiting += [value for _, value in node.value]
+        else:
+            waiting += node.value
+    return None
+
+
+def _place(error: Exception) -> str:
+    """Where and why YAML gave up, on one line."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return ""
+    return f": line {error.problem_mark.line + 1}: {plain(str(error.problem))}"

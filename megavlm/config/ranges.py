@@ -1,0 +1,120 @@
+"""What each number of a configuration may be on its own; `rules.py` relates them to one another.
+
+A test holds that every numeric field of the schema is in exactly one range, or named in `UNRANGED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megavlm.config.fields import options, value_at
+from megavlm.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Range:
+    """`holds` for every value of these options; `words` say it, after "must be"."""
+
+    words: str
+    holds: Callable[[float], bool]
+    keys: tuple[str, ...]
+
+
+RANGES = (
+    Range(
+        "at least 1",
+        lambda value: value >= 1,
+        (
+            "model.vision.num_layers",
+            "model.vision.hidden_size",
+            "model.vision.ffn_hidden_size",
+            "model.vision.num_attention_heads",
+            "model.vision.image_size",
+            "model.vision.patch_size",
+            "model.vision.in_channels",
+            "model.projector.hidden_size",
+            "model.projector.pixel_shuffle",
+            "model.language.num_layers",
+            "model.language.hidden_size",
+            "model.language.ffn_hidden_size",
+            "model.language.num_attention_heads",
+            "model.language.num_query_groups",
+            "model.language.kv_channels",
+            "model.language.vocab_size",
+            "parallel.tensor_model_parallel_size",
+            "parallel.pipeline_model_parallel_size",
+            "parallel.virtual_pipeline_model_parallel_size",
+            "train.train_iters",
+            "train.micro_batch_size",
+            "train.global_batch_size",
+            "train.seq_length",
+            "optimizer.lr_decay_iters",
+            "optimizer.lr_wsd_decay_iters",
+            "data.image_sizes",
+            "evaluation.eval_samples",
+            "logging.log_interval",
+        ),
+    ),
+    Range(
+        "at least 0",
+        lambda value: value >= 0,
+        (
+            "optimizer.min_lr",
+            "optimizer.vision_lr",
+            "optimizer.projector_lr",
+            "optimizer.language_lr",
+            "optimizer.lr_warmup_iters",
+            "optimizer.weight_decay",
+            "optimizer.clip_grad",
+            "data.images_per_sample",
+            "data.imageless_samples",
+            "checkpoint.save_interval",
+            "checkpoint.keep_checkpoints",
+            "evaluation.eval_interval",
+        ),
+    ),
+    Range(
+        "greater than 0",
+        lambda value: value > 0,
+        (
+            "model.init_method_std",
+            "model.vision.rotary_base",
+            "model.vision.norm_epsilon",
+            "model.language.rotary_base",
+            "model.language.norm_epsilon",
+            "parallel.distributed_timeout_minutes",
+            "optimizer.lr",
+            "optimizer.adam_eps",
+        ),
+    ),
+    Range(
+        "at least 0 and less than 1",
+        lambda value: 0 <= value < 1,
+        ("model.attention_dropout", "model.hidden_dropout", "optimizer.adam_beta1", "optimizer.adam_beta2"),
+    ),
+    Range("between 0 and 1", lambda value: 0 <= value <= 1, ("data.imageless_share",)),
+    Range("greater than 0 and at most 1", lambda value: 0 < value <= 1, ("data.answer_share",)),
+    # What every random generator that a seed reaches takes (numpy's bound is the tightest).
+    Range("between 0 and 2**32 − 1", lambda value: 0 <= value < 2**32, ("train.seed",)),
+    Range(
+        "1, because it is not supported yet",
+        lambda value: value == 1,
+        ("parallel.context_parallel_size", "parallel.expert_model_parallel_size"),
+    ),
+)
+
+# Their bounds depend on other options: rules.py and the planner hold them.
+UNRANGED = ("model.vision.feature_layer", "parallel.pipeline_cuts")
+
+
+def out_of_range(config: Config) -> Iterator[str]:
+    """A line for each number that is out of its range, in the order of `RANGES`."""
+    table = {option.key: option for option in options()}
+    for allowed in RANGES:
+        for key in allowed.keys:
+            option = table[key]
+            value = value_at(config, option.path)
+            for number in value if option.kind.many else (value,):
+                if number is not None and not allowed.holds(number):
+                    yield f"{option.flag} {number} must be {allowed.words}"

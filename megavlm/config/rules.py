@@ -1,0 +1,36 @@
+"""Whether a configuration can run: each rule is a small function that returns a complaint or None.
+
+A complaint is one line that names the options and the remedy. Rules run in order and may rely on those before them;
+the ranges of single numbers come first, so that no rule divides by zero. Where a pipeline is cut is the planner's to
+judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
+from megavlm.config.model_rules import MODEL_RULES
+from megavlm.config.ranges import out_of_range
+from megavlm.config.run_rules import RUN_RULES
+from megavlm.config.schema import Config
+from megavlm.errors import UserError
+
+RULES = (*MODEL_RULES, *LAYOUT_RULES, *RUN_RULES)
+
+
+def check(config: Config, *, world: int) -> None:
+    """Raises UserError for the first thing that is wrong with a configuration on `world` processes."""
+    assert world >= 1, "a run has at least one process"
+    for complaint in _complaints(config, world):
+        raise UserError(complaint)
+
+
+def _complaints(config: Config, world: int) -> Iterator[str]:
+    yield from out_of_range(config)
+    for rule in RULES:
+        if complaint := rule(config):
+            yield complaint
+    for world_rule in WORLD_RULES:
+        if complaint := world_rule(config, world):
+            yield complaint

@@ -1,0 +1,116 @@
+"""Rules about the learning rate, the data and the files of a run. `rules.py` says what a rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megavlm.config.schema import Config, DataConfig, VisionConfig
+from megavlm.config.words import shown
+
+# Text that a sample needs beside its images: something to read and something to predict.
+_LEAST_TEXT = 2
+
+
+def lr_decays_downwards(config: Config) -> str | None:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        return f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}: lower --min-lr or raise --lr"
+    return None
+
+
+def warmup_fits(config: Config) -> str | None:
+    optimizer, iterations = config.optimizer, config.train.train_iters
+    if optimizer.lr_warmup_iters > iterations:
+        return (
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} is longer than --train-iters {iterations}: shorten the "
+            f"warm-up or train longer"
+        )
+    if optimizer.lr_decay_iters is not None and optimizer.lr_warmup_iters > optimizer.lr_decay_iters:
+        return (
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} ends after --lr-decay-iters {optimizer.lr_decay_iters}: "
+            f"shorten the warm-up or decay later"
+        )
+    return None
+
+
+def wsd_decay_fits(config: Config) -> str | None:
+    optimizer, length = config.optimizer, config.optimizer.lr_wsd_decay_iters
+    if length is None:
+        return None
+    if optimizer.lr_decay_style != "WSD":
+        return (
+            f"--lr-wsd-decay-iters belongs to --lr-decay-style WSD, but that is {optimizer.lr_decay_style}: change the "
+            f"style, or set --lr-wsd-decay-iters none"
+        )
+    end = optimizer.lr_decay_iters or config.train.train_iters
+    if optimizer.lr_warmup_iters + length > end:
+        flag = "--lr-decay-iters" if optimizer.lr_decay_iters else "--train-iters"
+        room = end - optimizer.lr_warmup_iters
+        remedy = f"set --lr-wsd-decay-iters to at most {room}" if room else "shorten the warm-up"
+        return (
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} + --lr-wsd-decay-iters {length} do not fit into {flag} "
+            f"{end}: {remedy}"
+        )
+    return None
+
+
+def imageless_samples_exist(config: Config) -> str | None:
+    size = config.train.global_batch_size
+    for place in config.data.imageless_samples:
+        if place >= size:
+            return f"--imageless-samples {place} is not in a batch of --global-batch-size {size}: use 0 to {size - 1}"
+    return None
+
+
+def synthetic_samples_fit(config: Config) -> str | None:
+    """Every image of a sample as large as the largest: whichever sizes meet in a sample, they fit."""
+    data, length = config.data, config.train.seq_length
+    if data.source != "synthetic":
+        return None
+    images = max(data.images_per_sample, default=0)
+    features = _most_features(data, config.model.vision, config.model.projector.pixel_shuffle)
+    needed = images * features + _LEAST_TEXT
+    if needed > length:
+        return (
+            f"--seq-length {length} is too short for {images} image(s) of up to {features} tokens and {_LEAST_TEXT} of "
+            f"text: set --seq-length to at least {needed}, or lower --images-per-sample, --image-sizes or "
+            f"--vision-image-size"
+        )
+    return None
+
+
+def run_dir_is_a_folder(config: Config) -> str | None:
+    run_dir = config.train.run_dir
+    if not run_dir:
+        return "--run-dir is empty: name the folder to write to"
+    path = Path(run_dir)
+    try:
+        taken = [place for place in (path, *path.parents) if place.exists() and not place.is_dir()]
+    except OSError as error:
+        return f"--run-dir {shown(run_dir)} cannot be used: {error.strerror}"
+    if taken:
+        return f"--run-dir {shown(run_dir)} cannot be a folder because {shown(str(taken[0]))} is a file: choose another"
+    return None
+
+
+def load_is_named(config: Config) -> str | None:
+    if config.checkpoint.load == "":
+        return "--load is empty: name a run or a checkpoint, or leave it out"
+    return None
+
+
+def _most_features(data: DataConfig, vision: VisionConfig, shuffle: int) -> int:
+    """Image tokens of the largest synthetic image: (side / patch / shuffle)²."""
+    return (max(data.image_sizes, default=vision.image_size) // vision.patch_size // shuffle) ** 2
+
+
+RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
+    lr_decays_downwards,
+    warmup_fits,
+    wsd_decay_fits,
+    imageless_samples_exist,
+    synthetic_samples_fit,
+    run_dir_is_a_folder,
+    load_is_named,
+)
