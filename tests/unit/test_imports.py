@@ -1,0 +1,318 @@
+"""What may import what, and what nobody may do: read from the source with `ast`, without running it.
+
+Imports inside functions and under TYPE_CHECKING count too: they are dependencies all the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Import direction: a module imports from its own row and the rows before. A name stands for the module and, where no
+# longer name matches, for everything in it. A package's own __init__ belongs to the first row that names something in
+# the package, because importing that runs the __init__ first.
+RANKS: tuple[tuple[str, ...], ...] = (
+    ("megavlm.errors", "megavlm.config", "megavlm.recipes"),
+    ("megavlm.parallel.dims",),
+    ("megavlm.planner.layers", "megavlm.model.flops"),
+    ("megavlm.planner", "megavlm.pipeline.timeline"),
+    (
+        "megavlm.backend",
+        "megavlm.data",
+        "megavlm.model",
+        "megavlm.optim",
+        "megavlm.parallel",
+        "megavlm.pipeline",
+        "megavlm.precision",
+    ),
+    ("megavlm.checkpoint", "megavlm.metrics", "megavlm.resilience"),
+    ("megavlm.train",),
+    ("pretrain_vlm", "launch", "tools", "benchmarks"),
+)
+TORCH_FREE = (*RANKS[0], *RANKS[1], *RANKS[2], "megavlm.planner")
+DEVICE_FREE = ("megavlm.pipeline.timeline",)  # may compute with torch, but neither communicate nor touch a GPU
+PARALLEL_STATE = ("megatron.core.parallel_state", "megatron.core.mpu")
+GROUPS = "megavlm.parallel.groups"  # the only module that touches megatron-core's parallel_state
+BACKEND = "megavlm.backend"  # the only package that assigns into torch or megatron-core …
+CPU_BACKEND = "megavlm.backend.cpu"  # … through this module, which a GPU run must not import
+SETTINGS = "torch.backends."  # switches that torch documents: to set one is no patch
+IMPORTERS = ("import_module", "importlib.import_module", "__import__")
+RUNS_CODE = ("pickle", "cloudpickle", "dill", "shelve", "marshal")  # reading these formats runs what they say
+
+
+Finding = tuple[int, str]  # line, what is there
+
+
+@dataclass(frozen=True)
+class Import:
+    line: int
+    target: str  # a module, or a name in one: `from a import b` gives "a.b"
+    local: str  # the name it is bound to, "" if none
+    meaning: str  # what that name stands for: `import a.b` binds "a"
+    deferred: bool  # inside a function
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    source: str
+    is_package: bool = False
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(ast.parse(self.source)))
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        deferred = {id(node) for function in functions for node in ast.walk(function)}
+        found = []
+        for node in self.nodes:
+            late = id(node) in deferred
+            match node:
+                case ast.Import():
+                    for alias in node.names:
+                        first = alias.name.partition(".")[0]
+                        local, meaning = (alias.asname, alias.name) if alias.asname else (first, first)
+                        found.append(Import(node.lineno, alias.name, local, meaning, late))
+                case ast.ImportFrom():
+                    base = self._absolute(node)
+                    for alias in node.names:
+                        target = base if alias.name == "*" else f"{base}.{alias.name}"
+                        found.append(Import(node.lineno, target, alias.asname or alias.name, target, late))
+                case ast.Call(args=[ast.Constant(value=str(target)), *_]) if name_of(node.func) in IMPORTERS:
+                    found.append(Import(node.lineno, target, "", target, late))
+        return found
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        package = self.name.split(".") if self.is_package else self.name.split(".")[:-1]
+        base = package[: len(package) - node.level + 1] if node.level else []
+        return ".".join([*base, *([node.module] if node.module else [])])
+
+    @cached_property
+    def foreign(self) -> dict[str, str]:
+        """Local names that stand for something of torch or megatron."""
+        return {
+            i.local: i.meaning for i in self.imports if i.local and i.meaning.split(".")[0] in ("torch", "megatron")
+        }
+
+    @cached_property
+    def mentions(self) -> list[Finding]:
+        """Where the module names something by an import or by an attribute of something imported."""
+        attributes = [node for node in self.nodes if isinstance(node, ast.Attribute)]
+        return [(i.line, i.target) for i in self.imports] + [(a.lineno, self.meaning(a)) for a in attributes]
+
+    def meaning(self, node: ast.AST) -> str:
+        """Full name of an expression that begins at such an import: `nn.x[0].y` → "torch.nn.x.y"; else ""."""
+        match node:
+            case ast.Name():
+                return self.foreign.get(node.id, "")
+            case ast.Attribute():
+                base = self.meaning(node.value)
+                return f"{base}.{node.attr}" if base else ""
+            case ast.Subscript():
+                return self.meaning(node.value)
+        return ""
+
+
+def name_of(node: ast.AST) -> str:
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+def within(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def rank_of(module: str) -> int | None:
+    inside = [row for row, names in enumerate(RANKS) for name in names if within(name, module)]
+    holding = [(len(name), row) for row, names in enumerate(RANKS) for name in names if within(module, name)]
+    return min(inside) if inside else max(holding)[1] if holding else None
+
+
+def import_direction(module: Module) -> Iterator[Finding]:
+    own = rank_of(module.name)
+    for i in module.imports:
+        its = rank_of(i.target)
+        if own is not None and its is not None and its > own:
+            yield i.line, f"imports {i.target}, which comes later in RANKS"
+
+
+def forbidden_names(module: Module) -> Iterator[Finding]:
+    for line, name in module.mentions:
+        if within(name, *PARALLEL_STATE) and module.name != GROUPS:
+            yield line, f"touches parallel_state: only {GROUPS} does, others take Groups"
+        if within(name, "torch", "megatron") and within(module.name, *TORCH_FREE):
+            yield line, "uses torch, but is pure Python"
+        if within(name, "torch.distributed", "torch.cuda") and within(module.name, *DEVICE_FREE):
+            yield line, "uses torch.distributed or torch.cuda, but is a pure calculation"
+        if within(name, *RUNS_CODE):
+            yield line, "uses a format that runs code out of data and checkpoints"
+
+
+def cpu_backend(module: Module) -> Iterator[Finding]:
+    for i in module.imports:
+        if within(i.target, CPU_BACKEND) and not within(module.name, CPU_BACKEND):
+            if module.name != BACKEND:
+                yield i.line, f"imports {CPU_BACKEND}: only {BACKEND} does, where a CPU run is certain"
+            elif not i.deferred:
+                yield i.line, f"imports {CPU_BACKEND} on every device: import it where a CPU run is certain"
+
+
+def code_out_of_files(module: Module) -> Iterator[Finding]:
+    for node in module.nodes:
+        if isinstance(node, ast.Call):
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if module.meaning(node.func) in ("torch.load", "torch.serialization.load"):
+                if keywords.get("weights_only") != "True":
+                    yield node.lineno, "torch.load without weights_only=True runs code out of the file"
+            elif keywords.get("allow_pickle", "False") != "False":
+                yield node.lineno, "allow_pickle runs code out of the file"
+
+
+def patches(module: Module) -> Iterator[Finding]:
+    if within(module.name, BACKEND):
+        return
+    for node in module.nodes:
+        targets: list[ast.expr] = []
+        match node:
+            case ast.Call(args=[target, *_]) if name_of(node.func) in ("setattr", "delattr"):
+                targets = [target]
+            case ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del()):
+                targets = [node]
+        for target in targets:
+            meaning = module.meaning(target)
+            if meaning and not meaning.startswith(SETTINGS):
+                yield target.lineno, f"changes {meaning}: only {BACKEND} patches torch and megatron-core"
+
+
+def everywhere(module: Module) -> Iterator[Finding]:
+    for node in module.nodes:
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}: pass it as an argument"
+    for i in module.imports:
+        if within(i.target, "megatron.training"):
+            yield i.line, "imports megatron.training, which the megatron-core of PyPI does not have"
+
+
+Rule = Callable[[Module], Iterator[Finding]]
+RULES: tuple[Rule, ...] = (
+    everywhere,
+    import_direction,
+    forbidden_names,
+    cpu_backend,
+    code_out_of_files,
+    patches,
+)
+TEST_RULES: tuple[Rule, ...] = (everywhere,)
+
+
+def findings(module: Module, rules: tuple[Rule, ...] = RULES) -> list[str]:
+    found = {finding for rule in rules for finding in rule(module)}
+    return [f"{module.name}, line {line}: {what}" for line, what in sorted(found)]
+
+
+def modules_in(*places: str) -> list[Module]:
+    files = [file for place in places for file in (ROOT / place).glob("**/*.py")]
+    files += [ROOT / place for place in places if place.endswith(".py") and (ROOT / place).exists()]
+    return [
+        Module(
+            name=".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"),
+            source=file.read_text(encoding="utf-8"),
+            is_package=file.name == "__init__.py",
+        )
+        for file in sorted(files)
+    ]
+
+
+SHIPPED = modules_in("megavlm", "pretrain_vlm.py", "launch", "tools", "benchmarks")
+
+
+def test_the_shipped_code_keeps_the_rules() -> None:
+    assert len(SHIPPED) > 20
+    found = [line for module in SHIPPED for line in findings(module)]
+    assert not found, "\n".join(found)
+
+
+def test_the_tests_keep_the_rules_that_hold_everywhere() -> None:
+    found = [line for module in modules_in("tests") for line in findings(module, TEST_RULES)]
+    assert not found, "\n".join(found)
+
+
+def test_every_module_has_a_rank() -> None:
+    assert [module.name for module in SHIPPED if rank_of(module.name) is None] == []
+
+
+def test_the_pure_modules_load_without_torch() -> None:
+    """The same, seen from outside: nothing that they import brings torch along."""
+    pure = [module.name for module in SHIPPED if within(module.name, *TORCH_FREE)]
+    assert pure
+    program = f"import sys, {', '.join(pure)}\nassert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("megavlm.data.loader", "from megavlm.train import loop", "later in RANKS"),
+        ("megavlm.data.loader", "def f():\n    import megavlm.checkpoint.save", "later in RANKS"),
+        ("megavlm.data.loader", "from ..train.loop import fit", "later in RANKS"),
+        ("megavlm.config.rules", "from megavlm.parallel.dims import Dims", "later in RANKS"),
+        ("megavlm.parallel.dims", "from megavlm.parallel import groups", "later in RANKS"),
+        ("megavlm.train.build", "import importlib\nimportlib.import_module('tools.plan')", "later in RANKS"),
+        ("megavlm.planner.plan", "import torch", "pure Python"),
+        ("megavlm.model.flops", "from torch import nn", "pure Python"),
+        ("megavlm.pipeline.timeline", "import torch\ntorch.cuda.Event()", "pure calculation"),
+        ("megavlm.pipeline.timeline", "import torch.distributed as dist", "pure calculation"),
+        ("megavlm.pipeline.timeline", "from torch import cuda", "pure calculation"),
+        ("megavlm.model.vlm", "from megatron.training import get_args", "megatron.training"),
+        ("megavlm.model.vlm", "from megatron.core import parallel_state as ps", "only megavlm.parallel.groups"),
+        ("megavlm.model.vlm", "from megatron.core.parallel_state import get_x", "only megavlm.parallel.groups"),
+        ("megavlm.model.vlm", "import megatron.core as core\ncore.parallel_state.f()", "only megavlm.parallel.groups"),
+        ("megavlm.model.vlm", "from megatron.core import mpu", "only megavlm.parallel.groups"),
+        ("megavlm.train.build", "from megavlm.backend.cpu import install", "where a CPU run is certain"),
+        ("megavlm.train.build", "from megavlm.backend import cpu", "where a CPU run is certain"),
+        ("megavlm.backend", "from megavlm.backend import cpu", "on every device"),
+        ("megavlm.data.text", "import pickle", "runs code"),
+        ("megavlm.data.text", "import torch\ntorch.load(f)", "weights_only"),
+        ("megavlm.data.text", "from torch import load\nload(f, weights_only=False)", "weights_only"),
+        ("megavlm.data.text", "import numpy as np\nnp.load(f, allow_pickle=True)", "allow_pickle"),
+        ("megavlm.model.vlm", "import torch\ntorch.cuda.current_device = f", "patches"),
+        ("megavlm.model.vlm", "from megatron.core.x import Layer\nLayer.forward, y = f, 1", "patches"),
+        ("megavlm.model.vlm", "import megatron.core.x as m\nm.table['k'] += 1", "patches"),
+        ("megavlm.model.vlm", "import torch.nn as nn\nsetattr(nn, 'Linear', f)", "patches"),
+        ("megavlm.model.vlm", "import torch\nfor torch.x in y: pass", "patches"),
+        ("tools.plan", "def f():\n    global x\n    x = 1", "global x"),
+    ],
+)
+def test_the_checker_catches(name: str, source: str, message: str) -> None:
+    found = findings(Module(name, source, is_package=name == BACKEND))
+    assert len(found) == 1, found
+    assert message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("megavlm.train.build", "from megavlm.data.loader import Loader\nimport megavlm.errors"),
+        ("megavlm.model.vlm", "from megavlm.parallel.groups import Groups\nfrom . import flops"),
+        ("megavlm.planner.plan", "from megavlm.model.flops import layer_cost"),
+        (GROUPS, "from megatron.core import parallel_state\nparallel_state.initialize_model_parallel()"),
+        (BACKEND, "def f():\n    from megavlm.backend import cpu"),
+        (CPU_BACKEND, "import torch\ntorch.cuda.current_device = f"),
+        ("megavlm.model.vlm", "import torch\ntorch.backends.cuda.matmul.allow_tf32 = False"),
+        ("megavlm.model.vlm", "import torch\nx = torch.zeros(2)\nx[0] = 1\nself.torch = x"),
+        ("megavlm.model.vlm", "import torch\ntorch.load(f, weights_only=True)"),
+        ("megavlm.pipeline.timeline", "import torch\ntorch.tensor(1)"),
+    ],
+)
+def test_the_checker_lets_pass(name: str, source: str) -> None:
+    assert findings(Module(name, source, is_package=name == BACKEND)) == []
