@@ -63,7 +63,7 @@ def build_groups(dims: Dims, *, tied_owners: tuple[int, ...], seed: int) -> Grou
         tensor_model_parallel_size=dims.tp,
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
-        get_embedding_ranks=lambda ranks, split=None: [ranks[owner] for owner in sorted(set(tied_owners))],
+        get_embedding_ranks=lambda ranks, split=None: [ranks[owner] for owner in sorted(set(tied_owners)) or [0]],
         create_gloo_process_groups=False,
     )
     at = dims.coordinates(dist.get_rank())

@@ -1,0 +1,90 @@
+"""Core attention on `scaled_dot_product_attention`: full, causal, and block-diagonal for packed sequences.
+
+Stands where megatron-core's DotProductAttention would: that one materialises the score matrix and refuses packed
+sequences. Legend: S positions, B samples, N local query heads, G local key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class CoreAttention(nn.Module):
+    """softmax(q·kᵀ/√D)·v per sequence."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        assert config.context_parallel_size == 1, "context parallelism is refused by the configuration rules"
+        self.dropout = config.attention_dropout
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D]; packed sequences lie along S with B = 1."""
+        causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        if packed_seq_params is None:
+            out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal=causal)
+            return out.permute(2, 0, 1, 3).flatten(2)
+        outputs = [
+            self._attend_run(*(x[start : start + count * length] for x in (query, key, value)), count, causal=causal)
+            for start, count, length in _runs(packed_seq_params.cu_seqlens_q)
+        ]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _attend_run(self, query: Tensor, key: Tensor, value: Tensor, count: int, *, causal: bool) -> Tensor:
+        """`count` sequences of equal length, one after the other: [count·L, 1, heads, D] → [count·L, 1, N·D]."""
+        batched = (x.view(count, -1, *x.shape[2:]).transpose(1, 2) for x in (query, key, value))
+        out = self._attend(*batched, causal=causal)
+        return out.transpose(1, 2).reshape(query.shape[0], 1, -1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        """[B, heads, S, D] each → [B, N, S, D]."""
+        arguments: dict[str, Any] = {
+            "is_causal": causal,
+            "scale": self.scale,
+            "enable_gqa": query.shape[1] != key.shape[1],
+        }
+        if not self.dropout or not self.training:
+            return F.scaled_dot_product_attention(query, key, value, **arguments)
+        with get_cuda_rng_tracker().fork():
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, **arguments)
+
+
+def _runs(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
+    """(start, sequences, length) of each run of equally long sequences, so that a run is one batched call."""
+    bounds = cu_seqlens.tolist()
+    lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    runs, start = [], 0
+    for length, group in groupby(lengths):
+        count = len(list(group))
+        if length:
+            runs.append((start, count, length))
+        start += count * length
+    return runs

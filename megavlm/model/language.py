@@ -1,0 +1,100 @@
+"""The two ends of the language model: embedding with the image features merged in, and the output with its loss.
+
+Legend: B samples, S positions, H width, F image features, W vocabulary (padded to a multiple of TP).
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megavlm.data.batch import PackedBatch
+from megavlm.parallel.groups import Groups
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of TP."""
+    return -(-vocab_size // tp) * tp
+
+
+class Embedding(MegatronModule):
+    """Token embeddings with image features in their places: tokens [B, S], features [F, 1, H] → [S(/TP), B, H]."""
+
+    def __init__(self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups) -> None:
+        super().__init__(config=layer_config)
+        self.tp_group = groups.tp
+        self.word_embeddings = VocabParallelEmbedding(
+            padded_vocab(vocab_size, groups.dims.tp),
+            layer_config.hidden_size,
+            init_method=layer_config.init_method,
+            config=layer_config,
+            tp_group=groups.tp,
+        )
+
+    def forward(self, batch: PackedBatch, features: Tensor) -> Tensor:
+        samples, length = batch.tokens.shape
+        embedded = self.word_embeddings(batch.tokens).flatten(0, 1)
+        # With no image in the batch this copies nothing, yet keeps the features in the graph: the vision part of
+        # the pipeline gets its (zero) gradient like on any other micro-batch.
+        places = batch.feature_positions
+        merged = embedded.index_copy(0, places, features[: places.numel(), 0].to(embedded.dtype))
+        hidden = merged.view(samples, length, -1).transpose(0, 1).contiguous()
+        if self.config.sequence_parallel:
+            hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+        return hidden
+
+
+class Output(MegatronModule):
+    """Logits and their cross entropy: [S(/TP), B, H] → loss [B, S], or logits [B, S, W]."""
+
+    def __init__(
+        self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups, own_weight: bool
+    ) -> None:
+        super().__init__(config=layer_config)
+        self.vocab_size = vocab_size
+        self.tp_group = groups.tp
+        self.linear = ColumnParallelLinear(
+            layer_config.hidden_size,
+            padded_vocab(vocab_size, groups.dims.tp),
+            config=layer_config,
+            init_method=layer_config.init_method,
+            bias=False,
+            gather_output=False,
+            skip_weight_param_allocation=not own_weight,
+            tp_group=groups.tp,
+        )
+
+    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        """This rank's columns of the logits, [S, B, W/TP]; those that pad the vocabulary can never be chosen."""
+        logits, _ = self.linear(hidden, weight=weight)
+        local = logits.shape[-1]
+        real = max(0, min(local, self.vocab_size - self.tp_group.rank() * local))
+        if real < local:
+            logits[..., real:] = torch.finfo(logits.dtype).min
+        return logits
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy of each prediction, [B, S]."""
+        return vocab_parallel_cross_entropy(logits.float(), labels.t().contiguous()).t()
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Whole logits on every tensor-parallel rank, [B, S, vocabulary]."""
+        whole = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
+        return whole[..., : self.vocab_size].transpose(0, 1)
+
+
+def rope(positions: Tensor, *, head_width: int, base: float) -> Tensor:
+    """Rotary angles (Su et al. 2021) of each position: [B, S] → [S, B, 1, head_width], B = 1 where all are alike."""
+    if positions.shape[0] > 1 and bool((positions == positions[:1]).all()):
+        positions = positions[:1]
+    frequencies = base ** (-torch.arange(0, head_width, 2, device=positions.device).float() / head_width)
+    angles = positions.t()[:, :, None].float() * frequencies
+    return torch.cat([angles, angles], dim=-1)[:, :, None]

@@ -1,0 +1,102 @@
+"""LayerNorm and RMSNorm as megatron-core's layer specs build them, with sequence parallelism.
+
+Under sequence parallelism each tensor-parallel rank normalises its own part of the sequence, so the gradient of
+the (replicated) weight is a partial sum: `param.sequence_parallel` tells megatron-core to add them up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class Norm(nn.Module):
+    """The norm that the config names, over the last dimension: [..., hidden_size] → same shape."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.shape = (hidden_size,)
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for param in self.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class HeadRMSNorm(nn.Module):
+    """RMS norm of each query or key head (Qwen3): [..., heads, width] → same shape."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce forward and backward: every rank's loss depends on every rank's addend."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class FullRMSNorm(nn.Module):
+    """RMS norm over all query (or key) heads together (InternViT-6B): [..., local heads, width] → same shape.
+
+    mean(x²) runs over heads that lie on all tensor-parallel ranks. The weight is kept whole on every rank and each
+    uses its slice; the gradients of the slices add up over ranks like those of any replicated weight. Padding
+    heads hold zeros, so they add nothing to the sum, and the mean divides by the real heads only.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        real_heads: int,
+        tp_group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.real_width = real_heads * hidden_size
+        self.tp_group = tp_group
+        self.weight = nn.Parameter(torch.ones(real_heads * hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, width = x.shape[-2:]
+        local = x.float().reshape(*x.shape[:-2], heads * width)
+        squares = local.square().sum(-1, keepdim=True)
+        if self.tp_group.size() > 1:
+            squares = _SumOverRanks.apply(squares, self.tp_group)
+        start = self.tp_group.rank() * heads * width
+        weight = self.weight[start : start + heads * width]
+        weight = F.pad(weight, (0, heads * width - weight.numel()))
+        out = (local * torch.rsqrt(squares / self.real_width + self.eps)).type_as(x) * weight
+        return out.view_as(x)

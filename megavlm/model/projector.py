@@ -1,0 +1,73 @@
+"""From vision tokens to language embeddings: gather, drop what is no patch, merge neighbours, project."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megavlm.config.schema import ModelConfig
+from megavlm.model.vision import Grid, VisionLayout
+
+
+class Projector(MegatronModule):
+    """[V(/TP), 1, Hv] → [F, 1, Hl], whole on every tensor-parallel rank.
+
+    The MLP is tensor-parallel without sequence parallelism: pixel shuffle needs neighbouring patches together, and
+    the features are merged into whole text embeddings before those are scattered.
+    """
+
+    def __init__(
+        self, model: ModelConfig, *, layer_config: TransformerConfig, collection: ProcessGroupCollection
+    ) -> None:
+        assert not layer_config.sequence_parallel
+        super().__init__(config=layer_config)
+        self.pixel_shuffle = model.projector.pixel_shuffle
+        self.tp_group = collection.tp
+        inputs = model.vision.hidden_size * self.pixel_shuffle**2
+        outputs = model.language.hidden_size
+        hidden = model.projector.hidden_size or outputs
+        dtype = layer_config.params_dtype
+        self.norm = nn.LayerNorm(inputs, dtype=dtype) if model.projector.input_norm else nn.Identity()
+        bias = model.projector.bias
+        common = {"config": layer_config, "init_method": layer_config.init_method, "tp_group": collection.tp}
+        if model.projector.kind == "linear":
+            self.linear_fc1 = ColumnParallelLinear(inputs, outputs, bias=bias, gather_output=True, **common)
+            self.linear_fc2 = None
+        else:
+            self.linear_fc1 = ColumnParallelLinear(inputs, hidden, bias=bias, gather_output=False, **common)
+            self.linear_fc2 = RowParallelLinear(
+                hidden, outputs, bias=bias, input_is_parallel=True, skip_bias_add=False, is_expert=False, **common
+            )
+
+    def forward(self, hidden: Tensor, layout: VisionLayout, *, sequence_parallel: bool) -> Tensor:
+        if sequence_parallel:
+            # What follows is computed alike on every rank: its gradient is whole, so backward takes a slice.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        patches = hidden[:, 0].index_select(0, layout.patch_index(hidden.device))
+        merged = pixel_shuffle(patches, layout.grids, self.pixel_shuffle)
+        out, _ = self.linear_fc1(self.norm(merged)[:, None])
+        if self.linear_fc2 is not None:
+            out, _ = self.linear_fc2(F.gelu(out))
+        return out
+
+
+def pixel_shuffle(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tensor:
+    """Concatenate each factor × factor block of neighbouring patches: [P, H] → [P/factor², H·factor²].
+
+    Blocks are in row-major order, and inside a block (row, column, channel).
+    """
+    if factor == 1:
+        return patches
+    merged = []
+    for (rows, columns), image in zip(grids, patches.split([r * c for r, c in grids]), strict=True):
+        blocks = image.view(rows // factor, factor, columns // factor, factor, -1).transpose(1, 2)
+        merged.append(blocks.reshape(rows * columns // factor**2, -1))
+    return torch.cat(merged)

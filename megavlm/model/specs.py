@@ -1,0 +1,207 @@
+"""Layer specs and megatron-core configs for both towers: chosen once, here.
+
+Legend of the layers these build: hidden states are [S, B, H]; packed vision sequences lie along S with B = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from megavlm.config import sequence_parallel
+from megavlm.config.schema import Config
+from megavlm.model.attention import CoreAttention
+from megavlm.model.flops import head_width
+from megavlm.model.norm import FullRMSNorm, HeadRMSNorm, Norm
+from megavlm.parallel.groups import Groups
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x·σ(1.702x), the approximation that CLIP was trained with."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+    "swiglu": F.silu,
+}
+
+
+def padded_heads(heads: int, tp: int) -> int:
+    """Heads after padding to a multiple of TP; the padding's weights are zero and stay zero (`weights.py`)."""
+    return -(-heads // tp) * tp
+
+
+def common_config(config: Config, *, tp: int, **overrides: Any) -> TransformerConfig:
+    """What vision layers, language layers and the pipeline share.
+
+    Weights are not drawn here (`weights.py` does, by name), but the no-op initialisers must run: they mark the
+    tensor-parallel weights, which the gradient norm relies on.
+    """
+    dtype = DTYPES[config.train.precision]
+    recompute = config.train.recompute_granularity
+    return TransformerConfig(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel(config),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        hidden_dropout=config.model.hidden_dropout,
+        attention_dropout=config.model.attention_dropout,
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        embedding_init_method=_leave_as_is,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        attention_softmax_in_fp32=True,
+        calculate_per_token_loss=True,
+        recompute_granularity="selective" if recompute == "selective" else None,
+        recompute_modules=["core_attn"],
+        **overrides,
+    )
+
+
+def _leave_as_is(weight: Tensor) -> Tensor:
+    return weight
+
+
+def vision_config(config: Config, *, tp: int) -> TransformerConfig:
+    """megatron-core's view of the vision tower."""
+    vision = config.model.vision
+    return common_config(
+        config,
+        tp=tp,
+        num_layers=vision.num_layers,
+        hidden_size=vision.hidden_size,
+        ffn_hidden_size=vision.ffn_hidden_size,
+        num_attention_heads=padded_heads(vision.num_attention_heads, tp),
+        kv_channels=vision.hidden_size // vision.num_attention_heads,
+        normalization=vision.normalization,
+        layernorm_epsilon=vision.norm_epsilon,
+        activation_func=ACTIVATIONS[vision.activation],
+        gated_linear_unit=vision.activation == "swiglu",
+        add_bias_linear=vision.add_bias_linear,
+        add_qkv_bias=vision.add_qkv_bias,
+    )
+
+
+def language_config(config: Config, *, tp: int) -> TransformerConfig:
+    """megatron-core's view of the language model."""
+    language = config.model.language
+    return common_config(
+        config,
+        tp=tp,
+        num_layers=language.num_layers,
+        hidden_size=language.hidden_size,
+        ffn_hidden_size=language.ffn_hidden_size,
+        num_attention_heads=language.num_attention_heads,
+        num_query_groups=language.num_query_groups or language.num_attention_heads,
+        kv_channels=head_width(language),
+        normalization="RMSNorm",
+        layernorm_epsilon=language.norm_epsilon,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=language.add_qkv_bias,
+        qk_layernorm=language.qk_norm,
+    )
+
+
+def projector_config(config: Config, *, tp: int) -> TransformerConfig:
+    """For the projector's linear layers: tensor-parallel, and whole along the sequence."""
+    return replace(language_config(config, tp=tp), sequence_parallel=False)
+
+
+def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
+    """Vision layer `number` (from 0): no mask, images packed block-diagonally."""
+    vision = config.model.vision
+    branch: Any = get_bias_dropout_add
+    if vision.layer_scale:
+        branch = ModuleSpec(module=LayerScale, params={"config": layer_config})
+    qk_norm: Any = None
+    if vision.qk_norm == "head":
+        qk_norm = HeadRMSNorm
+    elif vision.qk_norm == "full":
+        params = {"real_heads": vision.num_attention_heads, "tp_group": groups.tp}
+        qk_norm = ModuleSpec(module=FullRMSNorm, params=params)
+    submodules = _submodules(AttnMaskType.no_mask, qk_norm=qk_norm, branch=branch)
+    return _layer(layer_config, submodules, groups, number)
+
+
+def language_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
+    """Language layer `number` (from 0): causal."""
+    qk_norm = HeadRMSNorm if config.model.language.qk_norm else None
+    submodules = _submodules(AttnMaskType.causal, qk_norm=qk_norm, branch=get_bias_dropout_add)
+    return _layer(layer_config, submodules, groups, number)
+
+
+def _layer(
+    layer_config: TransformerConfig, submodules: TransformerLayerSubmodules, groups: Groups, number: int
+) -> TransformerLayer:
+    # The layer's config says pipeline size 1 and its number is global: megatron-core would add stage offsets itself.
+    return TransformerLayer(layer_config, submodules, layer_number=number + 1, pg_collection=groups.collection)
+
+
+def _submodules(mask: AttnMaskType, *, qk_norm: Any, branch: Any) -> TransformerLayerSubmodules:
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=CoreAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return TransformerLayerSubmodules(
+        input_layernorm=Norm,
+        self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": mask}, submodules=attention),
+        self_attn_bda=branch,
+        pre_mlp_layernorm=Norm,
+        mlp=ModuleSpec(module=MLP, submodules=mlp),
+        mlp_bda=branch,
+    )
+
+
+class LayerScale(nn.Module):
+    """residual + dropout(scale · branch), a learned scale per channel (Touvron et al. 2021; InternViT)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
+        self.scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """megatron-core asks for the function first and calls it then."""
+
+        def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, bias = branch
+            x = (x if bias is None else x + bias) * self.scale
+            return residual + F.dropout(x, p=dropout, training=training)
+
+        return add
+
+
+def packed(cu_seqlens: Tensor) -> PackedSeqParams:
+    """Sequences packed along S. The layout stays [S, 1, heads, width] ("sbhd"): rotary angles come per position."""
+    return PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)

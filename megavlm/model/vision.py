@@ -1,0 +1,139 @@
+"""From pixels to patch embeddings, and where each patch stands.
+
+Legend: N images, C class tokens per image (0 or 1), V vision tokens = Σ (C + rows·columns) + padding, H width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from torch import Tensor, nn
+
+from megavlm.config.schema import VisionConfig
+from megavlm.parallel.groups import Groups
+
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class VisionLayout:
+    """Where the tokens of a micro-batch's images lie in the packed vision sequence.
+
+    A micro-batch without images still sends one empty image of `blank` patches through the tower: every rank then
+    runs the same collectives and every parameter gets a (zero) gradient, so nothing hangs and nothing changes.
+    The sequence is padded to a multiple of `multiple` (sequence parallelism) with a sequence of its own.
+    """
+
+    grids: tuple[Grid, ...]
+    class_tokens: int
+    padding: int
+    is_blank: bool
+
+    @classmethod
+    def of(cls, grids: tuple[Grid, ...], *, class_token: bool, multiple: int, blank: Grid) -> VisionLayout:
+        is_blank = not grids
+        grids = grids or (blank,)
+        tokens = sum(class_token + rows * columns for rows, columns in grids)
+        return cls(grids=grids, class_tokens=int(class_token), padding=-tokens % multiple, is_blank=is_blank)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each image."""
+        return [self.class_tokens + rows * columns for rows, columns in self.grids]
+
+    def cu_seqlens(self, device: torch.device) -> Tensor:
+        """[sequences + 1] int32: images, then the padding's own sequence where there is any."""
+        lengths = self.lengths + ([self.padding] if self.padding else [])
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+    def patch_index(self, device: torch.device) -> Tensor:
+        """[P] int64: which vision tokens are patches, in patch order."""
+        starts = [0, *accumulate(self.lengths)]
+        spans = [
+            torch.arange(start + self.class_tokens, end, device=device)
+            for start, end in zip(starts, starts[1:], strict=False)
+        ]
+        return torch.cat(spans)
+
+    def coordinates(self, device: torch.device) -> Tensor:
+        """[V, 2] (row, column) of each token; class tokens and padding stand at (0, 0)."""
+        spans = []
+        for rows, columns in self.grids:
+            grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(-1, 2)
+            spans += [torch.zeros(self.class_tokens, 2, dtype=torch.long), grid]
+        spans.append(torch.zeros(self.padding, 2, dtype=torch.long))
+        return torch.cat(spans).to(device)
+
+
+class PatchEmbed(nn.Module):
+    """Linear patch embedding, class token, learned positions and (CLIP) a first norm: [P, D] → [V(/TP), 1, H].
+
+    Computed whole on every tensor-parallel rank, then scattered: the scatter's backward gathers, so the replicated
+    parameters get equal gradients everywhere and need no reduction.
+    """
+
+    def __init__(self, vision: VisionConfig, *, dtype: torch.dtype, groups: Groups, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.vision = vision
+        self.groups = groups
+        self.sequence_parallel = sequence_parallel
+        hidden = vision.hidden_size
+        self.proj = nn.Linear(vision.in_channels * vision.patch_size**2, hidden, bias=vision.patch_bias, dtype=dtype)
+        self.class_token = nn.Parameter(torch.empty(hidden, dtype=dtype)) if vision.class_token else None
+        self.position = None
+        if vision.position_embedding == "learned":
+            side = vision.image_size // vision.patch_size
+            self.position = nn.Parameter(torch.empty(side * side + vision.class_token, hidden, dtype=dtype))
+        self.norm: nn.Module = nn.Identity()
+        if vision.pre_norm:
+            norm = nn.LayerNorm if vision.normalization == "LayerNorm" else nn.RMSNorm
+            self.norm = norm(hidden, eps=vision.norm_epsilon, dtype=dtype)
+
+    def forward(self, patches: Tensor, layout: VisionLayout) -> Tensor:
+        weight = self.proj.weight
+        if layout.is_blank:
+            rows, columns = layout.grids[0]
+            patches = weight.new_zeros(rows * columns, weight.shape[1])
+        embedded = self.proj(patches.to(weight.dtype)).split([rows * columns for rows, columns in layout.grids])
+        tables = {grid: self._positions(grid) for grid in dict.fromkeys(layout.grids)}
+        pieces: list[Tensor] = []
+        for grid, tokens in zip(layout.grids, embedded, strict=True):
+            if self.class_token is not None:
+                tokens = torch.cat([self.class_token[None], tokens])
+            table = tables[grid]
+            pieces.append(tokens if table is None else tokens + table)
+        hidden = F.pad(self.norm(torch.cat(pieces)), (0, 0, 0, layout.padding))[:, None]
+        if self.sequence_parallel:
+            hidden = scatter_to_sequence_parallel_region(hidden, group=self.groups.tp)
+        return hidden
+
+    def _positions(self, grid: Grid) -> Tensor | None:
+        """[C + rows·columns, H]: the learned table, bicubically resized for other grids than its own."""
+        if self.position is None:
+            return None
+        side = self.vision.image_size // self.vision.patch_size
+        if grid == (side, side):
+            return self.position
+        count = int(self.vision.class_token)
+        table = self.position[count:].view(1, side, side, -1).permute(0, 3, 1, 2)
+        resized = F.interpolate(table.float(), size=grid, mode="bicubic", align_corners=False).to(table.dtype)
+        return torch.cat([self.position[:count], resized.permute(0, 2, 3, 1).flatten(0, 2)])
+
+
+def rope2d(coordinates: Tensor, *, head_width: int, base: float) -> Tensor:
+    """2-D rotary angles (Qwen2-VL): the first quarter of the pairs turns with the row, the next with the column.
+
+    Args:
+        coordinates: [V, 2] rows and columns.
+
+    Returns:
+        [V, 1, 1, head_width] angles; both halves alike, as megatron-core's rotation (x, −y) pairs want them.
+    """
+    quarter = head_width // 4
+    frequencies = base ** (-torch.arange(quarter, device=coordinates.device).float() / quarter)
+    angles = (coordinates.float()[:, :, None] * frequencies).flatten(1)
+    return torch.cat([angles, angles], dim=-1)[:, None, None]

@@ -1,0 +1,255 @@
+"""`VLMChunk`: the layers of one pipeline chunk, whichever they are, as one module that the schedule runs.
+
+What travels between chunks is one tensor: packed vision tokens [V(/TP), 1, Hv] inside the tower, image features
+[F, 1, Hl] between projector and embedding, language states [S(/TP), B, Hl] after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import sharded_state_dict_default
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
+from torch import Tensor, nn
+
+from megavlm.config import sequence_parallel
+from megavlm.config.schema import Config
+from megavlm.data.batch import PackedBatch
+from megavlm.model import specs
+from megavlm.model.flops import head_width
+from megavlm.model.language import Embedding, Output, rope
+from megavlm.model.norm import Norm
+from megavlm.model.projector import Projector
+from megavlm.model.vision import PatchEmbed, VisionLayout, rope2d
+from megavlm.parallel.groups import Groups
+from megavlm.planner.layers import (
+    EMBEDDING,
+    LANGUAGE_LAYER,
+    LANGUAGE_NORM,
+    OUTPUT,
+    PATCH_EMBED,
+    PROJECTOR,
+    VISION_LAYER,
+    VISION_NORM,
+    module_of,
+)
+from megavlm.planner.plan import Plan
+
+TIED_KEY = f"{EMBEDDING}.word_embeddings.weight"
+
+
+class VLMChunk(MegatronModule):
+    """Chunk `index` of the plan. `forward(batch)` gives the tensor for the next chunk, the last one the losses."""
+
+    def __init__(
+        self, config: Config, plan: Plan, index: int, *, vocab_size: int, groups: Groups, pipeline: TransformerConfig
+    ) -> None:
+        super().__init__(config=pipeline)
+        self.model_type = ModelType.encoder_or_decoder
+        self.vp_stage = index // plan.dims.pp if plan.dims.vpp > 1 else None
+        self.run_config = config
+        self.groups = groups
+        self.names = plan.chunks[index]
+        self.upstream_trained = plan.trained_before(index, config.model.freeze)
+        self.sequence_parallel = sequence_parallel(config)
+        self.full_recompute = config.train.recompute_granularity == "full"
+        self.input_tensor: Tensor | None = None
+        build = _Builder(config, groups, vocab_size=vocab_size, ties_locally=EMBEDDING in self.names)
+        self.parts: dict[str, nn.Module] = {}
+        for name in self.names:
+            part = build(name)
+            part.requires_grad_(module_of(name) not in config.model.freeze)
+            self.parts[name] = part
+            _attach(self, name, part)
+        self.has_tied_copy = config.model.language.tie_embeddings and (EMBEDDING in self.names) != (OUTPUT in self.names)
+        if self.has_tied_copy:
+            _mark_tied_copy(self.parts)
+
+    def set_input_tensor(self, tensors: list[Tensor | None] | Tensor | None) -> None:
+        """Called by the schedule before forward: what the previous chunk sent."""
+        self.input_tensor = tensors[0] if isinstance(tensors, list) else tensors
+
+    def forward(self, batch: PackedBatch, *, logits: bool = False) -> Tensor:
+        """Run this chunk's layers on a micro-batch.
+
+        Returns:
+            The hidden tensor for the next chunk; from the last chunk the cross entropies [B, S], or with
+            `logits=True` the logits [B, S, vocabulary] (whole on every tensor-parallel rank).
+        """
+        view = _View(batch, self.run_config, self.groups, device=next(iter(self.parameters())).device)
+        hidden = self._received()
+        for name in self.names:
+            hidden = self._run(name, hidden, view, logits=logits)
+        assert hidden is not None
+        if OUTPUT in self.names:
+            return hidden
+        hidden = hidden.contiguous()
+        return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
+
+    def _run(self, name: str, hidden: Any, view: _View, *, logits: bool) -> Tensor:
+        part: Any = self.parts[name]
+        batch = view.batch
+        if name.startswith(VISION_LAYER):
+            kwargs = {"rotary_pos_emb": view.vision_rope, "packed_seq_params": view.vision_packing}
+            return self._transform(part, hidden, kwargs)
+        if name.startswith(LANGUAGE_LAYER):
+            return self._transform(part, hidden, {"rotary_pos_emb": view.language_rope})
+        if name == PATCH_EMBED:
+            return part(batch.patches, view.layout)
+        if name == PROJECTOR:
+            return part(hidden, view.layout, sequence_parallel=self.sequence_parallel)
+        if name == EMBEDDING:
+            return part(batch, hidden)
+        if name == OUTPUT:
+            tied = self.run_config.model.language.tie_embeddings and not self.has_tied_copy
+            weight = self.parts[EMBEDDING].word_embeddings.weight if tied else None  # type: ignore[union-attr]
+            scores = part.logits(hidden, weight)
+            return part.gather(scores) if logits else part.loss(scores, batch.labels)
+        return part(hidden)
+
+    def _transform(self, layer: TransformerLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        # A layer whose input needs no gradient is the first of a frozen stretch: nothing to recompute for.
+        if self.full_recompute and hidden.requires_grad and self.training:
+            return checkpoint(lambda x: layer(x, **kwargs)[0], False, hidden)
+        return layer(hidden, attention_mask=None, **kwargs)[0]
+
+    def _received(self) -> Tensor | None:
+        """The input from the previous chunk; cut off from the graph where nothing before it is trained.
+
+        The schedule sends `input.grad` back in any case. Zeros that are already there spare the backward pass
+        through this chunk's frozen layers, and the previous chunk, which needs no gradient, ignores them.
+        """
+        tensor = self.input_tensor
+        if tensor is None or self.upstream_trained or not torch.is_grad_enabled():
+            return tensor
+        tensor.grad = torch.zeros_like(tensor)
+        return tensor.detach()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Parameters under their global names, with how each is sharded: read by checkpoints, initialisation, import."""
+        metadata = {**(metadata or {}), "dp_cp_group": self.groups.dp}
+        state: dict[str, Any] = {}
+        for name, part in self.parts.items():
+            state |= sharded_state_dict_default(part, f"{prefix}{name}.", (), metadata, tp_group=self.groups.tp)
+        state = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+        if self.has_tied_copy and OUTPUT in self.names:
+            key = f"{prefix}{OUTPUT}.linear.weight"
+            state[key] = make_tp_sharded_tensor_for_checkpoint(
+                self.parts[OUTPUT].linear.weight,  # type: ignore[union-attr,arg-type]
+                f"{prefix}{TIED_KEY}",
+                replica_id=(1, 0, self.groups.at.dp),
+                allow_shape_mismatch=True,
+                tp_group=self.groups.tp,
+                dp_cp_group=self.groups.dp,
+            )
+        return state
+
+
+def _attach(root: nn.Module, name: str, part: nn.Module) -> None:
+    """Register a part under its dotted global name, so that parameter names are layout-free."""
+    *path, leaf = name.split(".")
+    for step in path:
+        if not hasattr(root, step):
+            root.add_module(step, nn.Module())
+        root = getattr(root, step)
+    root.add_module(leaf, part)
+
+
+def _mark_tied_copy(parts: dict[str, nn.Module]) -> None:
+    """Both copies of tied embeddings: same optimizer partition on both stages, and counted once in the norm."""
+    if EMBEDDING in parts:
+        parts[EMBEDDING].word_embeddings.weight.shared_embedding = True  # type: ignore[union-attr]
+    else:
+        weight: Any = parts[OUTPUT].linear.weight  # type: ignore[union-attr]
+        weight.shared_embedding = True
+        weight.shared = True
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Builds the part that a layer name stands for."""
+
+    config: Config
+    groups: Groups
+    vocab_size: int
+    ties_locally: bool
+
+    @cached_property
+    def vision(self) -> TransformerConfig:
+        return specs.vision_config(self.config, tp=self.groups.dims.tp)
+
+    @cached_property
+    def language(self) -> TransformerConfig:
+        return specs.language_config(self.config, tp=self.groups.dims.tp)
+
+    def __call__(self, name: str) -> nn.Module:
+        model, groups = self.config.model, self.groups
+        if name.startswith(VISION_LAYER):
+            return specs.vision_layer(self.config, self.vision, groups, int(name.removeprefix(VISION_LAYER)))
+        if name.startswith(LANGUAGE_LAYER):
+            return specs.language_layer(self.config, self.language, groups, int(name.removeprefix(LANGUAGE_LAYER)))
+        if name == PATCH_EMBED:
+            parallel = sequence_parallel(self.config)
+            return PatchEmbed(
+                model.vision, dtype=self.vision.params_dtype, groups=groups, sequence_parallel=parallel
+            )
+        if name == VISION_NORM:
+            used = model.vision.post_norm and model.vision.feature_layer == -1
+            return Norm(self.vision, model.vision.hidden_size, model.vision.norm_epsilon) if used else nn.Identity()
+        if name == PROJECTOR:
+            whole = specs.projector_config(self.config, tp=groups.dims.tp)
+            return Projector(model, layer_config=whole, collection=groups.collection)
+        if name == EMBEDDING:
+            return Embedding(self.vocab_size, layer_config=self.language, groups=groups)
+        if name == LANGUAGE_NORM:
+            return Norm(self.language, model.language.hidden_size, model.language.norm_epsilon)
+        assert name == OUTPUT
+        own = not (model.language.tie_embeddings and self.ties_locally)
+        return Output(self.vocab_size, layer_config=self.language, groups=groups, own_weight=own)
+
+
+@dataclass(frozen=True)
+class _View:
+    """What layers need to know of a micro-batch, computed once per chunk and only where it is asked for."""
+
+    batch: PackedBatch
+    config: Config
+    groups: Groups
+    device: torch.device
+
+    @cached_property
+    def layout(self) -> VisionLayout:
+        model = self.config.model
+        side = model.projector.pixel_shuffle
+        multiple = self.groups.dims.tp if sequence_parallel(self.config) else 1
+        return VisionLayout.of(
+            self.batch.grids, class_token=model.vision.class_token, multiple=multiple, blank=(side, side)
+        )
+
+    @cached_property
+    def vision_packing(self) -> Any:
+        return specs.packed(self.layout.cu_seqlens(self.device))
+
+    @cached_property
+    def vision_rope(self) -> Tensor | None:
+        vision = self.config.model.vision
+        if vision.position_embedding != "rope2d":
+            return None
+        width = vision.hidden_size // vision.num_attention_heads
+        return rope2d(self.layout.coordinates(self.device), head_width=width, base=vision.rotary_base)
+
+    @cached_property
+    def language_rope(self) -> Tensor:
+        language = self.config.model.language
+        return rope(self.batch.positions, head_width=head_width(language), base=language.rotary_base)

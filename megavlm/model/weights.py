@@ -1,0 +1,83 @@
+"""Initial weights from a seed and each tensor's global name: every layout starts from the same numbers.
+
+The sharding that checkpoints use says which slice of which named tensor a rank holds; the whole tensor is drawn
+from a generator seeded by the name, and the rank keeps its slice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from megavlm.config.schema import Config, ModelConfig
+from megavlm.model.vlm import TIED_KEY, VLMChunk
+from megavlm.planner.layers import OUTPUT, VISION_LAYER
+
+
+def named_shards(chunk: VLMChunk) -> Iterator[ShardedTensor]:
+    """Every slice of a parameter that this rank holds: key, global shape and offset, and a view of the data."""
+    for entry in chunk.sharded_state_dict().values():
+        if isinstance(entry, ShardedTensorFactory):
+            yield from entry.build()
+        else:
+            yield entry
+
+
+@torch.no_grad()
+def initialize(chunk: VLMChunk, config: Config, *, vocab_size: int) -> None:
+    """Fill a chunk's parameters: N(0, σ²), σ/√(2L) for the layers that end a residual branch (GPT-2), zero biases."""
+    last_key, last = "", torch.empty(0)
+    for shard in named_shards(chunk):
+        if shard.key != last_key:  # the two halves of a gated layer are slices of one tensor
+            last_key, last = shard.key, _whole(shard.key, tuple(shard.global_shape), config, vocab_size=vocab_size)
+        shard.data.copy_(last[_index(shard)])
+
+
+def _index(shard: ShardedTensor) -> tuple[slice, ...]:
+    return tuple(
+        slice(start, start + length) for start, length in zip(shard.global_offset, shard.local_shape, strict=True)
+    )
+
+
+def _whole(key: str, shape: tuple[int, ...], config: Config, *, vocab_size: int) -> Tensor:
+    """A whole parameter: drawn at its real shape, padded with zeros to the shape that TP needs."""
+    real = real_shape(key, shape, config.model, vocab_size=vocab_size)
+    whole = torch.zeros(shape)
+    whole[tuple(slice(size) for size in real)] = _draw(key, real, config)
+    return whole
+
+
+def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_size: int) -> tuple[int, ...]:
+    """A parameter's shape without the padding that TP may have needed (vocabulary rows, vision heads)."""
+    vision = model.vision
+    if key in (TIED_KEY, f"{OUTPUT}.linear.weight"):
+        return (vocab_size, *shape[1:])
+    if key.startswith(VISION_LAYER) and ".self_attention.linear_qkv." in key:
+        return (3 * vision.hidden_size, *shape[1:])
+    if key.startswith(VISION_LAYER) and key.endswith(".self_attention.linear_proj.weight"):
+        return (shape[0], vision.hidden_size)
+    return shape
+
+
+def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:
+    model = config.model
+    leaf = key.rpartition(".")[2]
+    if leaf == "bias":
+        return torch.zeros(shape)
+    if leaf == "scale":  # InternViT starts its residual branches small
+        return torch.full(shape, 0.1)
+    if leaf == "weight" and len(shape) == 1:
+        return torch.ones(shape)
+    std = model.init_method_std
+    if key.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")):
+        layers = model.vision.num_layers if key.startswith(VISION_LAYER) else model.language.num_layers
+        std /= math.sqrt(2 * layers)
+    digest = hashlib.sha256(f"{config.train.seed}:{key}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+

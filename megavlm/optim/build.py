@@ -1,0 +1,113 @@
+"""megatron-core's DDP, optimizer and learning-rate schedule, from our configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megavlm.config.schema import Config
+from megavlm.model.specs import DTYPES
+from megavlm.model.vlm import VLMChunk
+from megavlm.parallel.groups import Groups
+from megavlm.planner.layers import module_of
+
+
+def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> list[DistributedDataParallel]:
+    """Give each chunk gradient buffers that are reduced (or reduce-scattered) over data-parallel ranks."""
+    parallel = config.parallel
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        average_in_collective=False,
+    )
+    # Only the first chunk's gradients end on the critical path; bucketing the others buys no overlap.
+    return [
+        DistributedDataParallel(
+            chunk.config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=groups.collection
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], groups: Groups) -> Any:
+    """AdamW over this rank's (shard of the) parameters, grouped by module and by whether weights decay."""
+    options = config.optimizer
+    dtype = DTYPES[config.train.precision]
+    megatron_config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_eps,
+        # The norm is reported in any case; megatron-core computes it only to clip.
+        clip_grad=options.clip_grad or float("inf"),
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
+    return get_megatron_optimizer(
+        megatron_config,
+        list(chunks),
+        config_overrides=_overrides(config),
+        use_gloo_process_groups=False,
+        pg_collection=groups.collection,
+    )
+
+
+def _overrides(config: Config) -> dict[ParamKey, Any]:
+    """Parameter groups: no decay on norms and biases; a module's own peak learning rate, floor scaled alike."""
+    options = config.optimizer
+    overrides: dict[ParamKey, Any] = {
+        ParamKey(with_name_predicate=ParamWithNamePredicate(name="no_decay", fn=_no_decay)): {"wd_mult": 0.0}
+    }
+    own = {"vision": options.vision_lr, "projector": options.projector_lr, "language": options.language_lr}
+    for module, peak in own.items():
+        if peak is None or peak == options.lr:
+            continue
+        ratio = peak / options.lr
+        key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=module, fn=partial(_in_module, module)))
+        # lr_mult identifies the group in a checkpoint; the schedule reads max_lr and min_lr.
+        overrides[key] = {"max_lr": peak, "min_lr": options.min_lr * ratio, "lr_mult": ratio}
+    return overrides
+
+
+def _no_decay(param: torch.nn.Parameter, name: str) -> bool:
+    return param.dim() == 1 or name.endswith(".bias")
+
+
+def _in_module(module: str, param: torch.nn.Parameter, name: str) -> bool:
+    return module_of(name.removeprefix("module.")) == module
+
+
+def build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
+    """Warm-up and decay; `step(1)` before each update, so iteration k (from 1) uses the rate of step k."""
+    options = config.optimizer
+    decay = options.lr_decay_iters or config.train.train_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=options.lr_warmup_iters,
+        lr_decay_steps=decay,
+        lr_decay_style=options.lr_decay_style,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+        wsd_decay_steps=options.lr_wsd_decay_iters or max(1, decay // 10),
+        lr_wsd_decay_style="linear",
+    )

@@ -1,0 +1,141 @@
+"""megatron-core's pipeline schedules, driven with our batches: 1F1B, interleaved 1F1B, or plain accumulation.
+
+Every rank of a pipeline iterates the same micro-batches; each chunk takes from them what its layers need (patches at
+the first vision stage, tokens at the first language stage, labels at the last). Only hidden states travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megavlm.backend import Backend
+from megavlm.config.schema import Config
+from megavlm.data.batch import PackedBatch
+from megavlm.model.specs import common_config
+from megavlm.parallel.dims import Dims
+from megavlm.parallel.groups import Groups, broadcast_from_last_stage
+from megavlm.pipeline.tied import sum_tied_gradients
+
+
+def pipeline_config(config: Config, dims: Dims, backend: Backend) -> TransformerConfig:
+    """The config that megatron-core's schedules, DDP and gradient finalisation read."""
+    language = config.model.language
+    interleaved = dims.vpp > 1
+    return common_config(
+        config,
+        tp=dims.tp,
+        num_layers=dims.chunks,  # read by nothing here, but its validation divides it by the pipeline size
+        hidden_size=language.hidden_size,
+        num_attention_heads=language.num_attention_heads,
+        kv_channels=language.kv_channels,
+        num_query_groups=language.num_query_groups,
+        qk_layernorm=language.qk_norm or config.model.vision.qk_norm != "none",
+        pipeline_model_parallel_size=dims.pp,
+        virtual_pipeline_model_parallel_size=dims.vpp if interleaved else None,
+        # Vision and language stages differ in sequence length and width: transfers announce their shape first.
+        variable_seq_lengths=dims.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        # Freeing an output that gloo still sends corrupts it; two stages would cross their batched messages.
+        deallocate_pipeline_outputs=not backend.is_cpu,
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+    )
+
+
+class Schedule:
+    """Runs micro-batches through this rank's chunks and brings back what the last chunk says."""
+
+    def __init__(self, chunks: Sequence[Any], *, config: TransformerConfig, groups: Groups, backend: Backend) -> None:
+        dims = groups.dims
+        self.chunks = list(chunks)
+        self.config = config
+        self.groups = groups
+        self.backend = backend
+        self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
+        self._communicator = P2PCommunicator(groups.pp, config) if dims.pp > 1 else None
+
+    def train(self, batches: Sequence[PackedBatch]) -> Tensor:
+        """Forward and backward of one optimizer step's micro-batches.
+
+        Gradients end up in the parameters' `main_grad`, summed over the data-parallel ranks and divided by the
+        number of trained tokens of the global batch, so that no rank's or image's share is diluted.
+
+        Returns:
+            [2] float64 on every rank: sum of cross entropies and trained tokens of this data-parallel rank.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        return self._total(self._execute(batches, forward_only=False))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[PackedBatch]) -> Tensor:
+        """The same sums without gradients."""
+        return self._total(self._execute(batches, forward_only=True))
+
+    @torch.no_grad()
+    def logits(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Logits [B, S, vocabulary] of each micro-batch on the last stage's ranks; an empty list elsewhere."""
+        return self._execute(batches, forward_only=True, logits=True)
+
+    def _execute(self, batches: Sequence[PackedBatch], *, forward_only: bool, logits: bool = False) -> list[Any]:
+        on_device = [batch.to(self.backend.device) for batch in batches]
+        iterators = [iter(on_device) for _ in self.chunks]
+        single = len(self.chunks) == 1
+        arguments: dict[str, Any] = {}
+        if self._communicator is not None:
+            arguments["p2p_communicator"] = self._communicator
+        return self._run(
+            forward_step_func=_forward_logits if logits else _forward_loss,
+            data_iterator=iterators[0] if single else iterators,
+            model=self.chunks[0] if single else self.chunks,
+            num_microbatches=len(on_device),
+            seq_length=on_device[0].tokens.shape[1],  # shapes are announced: these two are not used
+            micro_batch_size=on_device[0].tokens.shape[0],
+            forward_only=forward_only,
+            collect_non_loss_data=logits,
+            pg_collection=self.groups.collection,
+            **arguments,
+        )
+
+    def _total(self, sums: list[Tensor]) -> Tensor:
+        total = torch.stack(sums).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=self.backend.device)
+        return broadcast_from_last_stage(total, self.groups)
+
+
+def _forward_loss(batches: Iterator[PackedBatch], chunk: Any) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    return chunk(batch), partial(_sum_loss, batch.loss_mask)
+
+
+def _sum_loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss to differentiate, tokens it is summed over, [2] record); losses and mask are [B, S]."""
+    total = (losses * mask).sum()
+    tokens = mask.sum()
+    return total, tokens.int(), torch.stack([total.detach().double(), tokens.double()])
+
+
+def _forward_logits(batches: Iterator[PackedBatch], chunk: Any) -> tuple[Tensor, Any]:
+    return chunk(next(batches), logits=True), lambda output, non_loss_data: output
+
+
+def finalize_gradients(
+    chunks: list[Any],
+    num_tokens: Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
+    *,
+    groups: Groups,
+) -> None:
+    """What the schedule calls after the last backward: reduce over DP and TP, divide by tokens, join tied copies."""
+    finalize_model_grads(chunks, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+    sum_tied_gradients(chunks, groups)

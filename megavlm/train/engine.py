@@ -1,0 +1,103 @@
+"""`Engine`: the model of one layout and one optimizer step on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from megavlm.backend import Backend
+from megavlm.config.schema import Config
+from megavlm.data.batch import PackedBatch
+from megavlm.model.vlm import VLMChunk
+from megavlm.model.weights import initialize
+from megavlm.optim.build import build_optimizer, build_scheduler, wrap_chunks
+from megavlm.parallel.groups import Groups
+from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
+from megavlm.planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step reports, equal on every rank."""
+
+    loss: float  # mean cross entropy over the trained tokens of the global batch
+    trained_tokens: int
+    grad_norm: float  # before clipping
+    learning_rate: float
+    updated: bool  # False where the optimizer skipped the step (overflow)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """This rank's chunks (wrapped for data parallelism) with what drives them."""
+
+    chunks: Sequence[Any]
+    schedule: Schedule
+    optimizer: Any
+    scheduler: Any
+    groups: Groups
+
+    def train_step(self, batches: Sequence[PackedBatch]) -> StepResult:
+        """Forward, backward and update on one global batch's share of this rank."""
+        totals = self.schedule.train(batches)
+        self.scheduler.step(increment=1)
+        updated, grad_norm, _ = self.optimizer.step()
+        dist.all_reduce(totals, group=self.groups.dp)
+        loss_sum, tokens = totals.tolist()
+        return StepResult(
+            loss=loss_sum / max(tokens, 1.0),
+            trained_tokens=int(tokens),
+            grad_norm=float(grad_norm),
+            learning_rate=self.learning_rate(),
+            updated=bool(updated),
+        )
+
+    def learning_rate(self) -> float:
+        """The rate of modules that have none of their own."""
+        return self.scheduler.get_lr({"max_lr": self.scheduler.max_lr, "min_lr": self.scheduler.min_lr})
+
+    def evaluating(self, evaluating: bool) -> None:
+        """Switch dropout off (or on again)."""
+        for chunk in self.chunks:
+            chunk.train(not evaluating)
+
+    def named_modules(self) -> list[VLMChunk]:
+        """The bare chunks, for checkpoints and inspection."""
+        return [chunk.module for chunk in self.chunks]
+
+
+def build_engine(config: Config, plan: Plan, groups: Groups, *, vocab_size: int, backend: Backend) -> Engine:
+    """Build, initialise and wrap this rank's chunks, then their optimizer and schedules."""
+    pipeline = pipeline_config(config, plan.dims, backend)
+    bare = [
+        VLMChunk(config, plan, index, vocab_size=vocab_size, groups=groups, pipeline=pipeline).to(backend.device)
+        for index in plan.dims.chunks_of(groups.at.pp)
+    ]
+    for chunk in bare:
+        initialize(chunk, config, vocab_size=vocab_size)
+    chunks = wrap_chunks(bare, config, groups)
+    optimizer = build_optimizer(config, chunks, groups)
+    _connect(pipeline, config, chunks, optimizer, groups)
+    return Engine(
+        chunks=chunks,
+        schedule=Schedule(chunks, config=pipeline, groups=groups, backend=backend),
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+        groups=groups,
+    )
+
+
+def _connect(pipeline: Any, config: Config, chunks: Sequence[Any], optimizer: Any, groups: Groups) -> None:
+    """The callbacks through which megatron-core's schedule scales, reduces and gathers."""
+    single = len(chunks) == 1
+    pipeline.grad_scale_func = optimizer.scale_loss
+    pipeline.finalize_model_grads_func = partial(finalize_gradients, groups=groups)
+    if config.parallel.overlap_grad_reduce:
+        pipeline.no_sync_func = chunks[0].no_sync if single else [chunk.no_sync for chunk in chunks]
+    if config.parallel.overlap_param_gather and not single:
+        pipeline.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+
