@@ -17,7 +17,7 @@ _BF16_PEAKS: tuple[tuple[frozenset[str], float], ...] = (
     (frozenset({"H100"}), 989.0),  # same datasheet, H100 SXM: 1,979 with sparsity
     (frozenset({"H200", "NVL"}), 835.0),  # "NVIDIA H200 Tensor Core GPU" datasheet, H200 NVL: 1,671 with sparsity
     (frozenset({"H200"}), 989.0),  # same datasheet, H200 SXM: 1,979 with sparsity
-    (frozenset({"B200"}), 2250.0),  # "NVIDIA HGX" page: 36 PFLOP/s with sparsity for the 8 GPUs of an HGX B200
+    (frozenset({"B200"}), 2250.0),  # "NVIDIA Blackwell" datasheet, a GPU of HGX B200: 4.5 PFLOP/s with sparsity
 )
 
 
