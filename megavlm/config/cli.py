@@ -165,16 +165,19 @@ def _is_odd_negative(word: str) -> bool:
 
 
 def _described(error: argparse.ArgumentError) -> str:
-    """argparse's complaint about one flag, with what that flag expects."""
+    """argparse's complaint about one flag, which is that it has too few values or too many, in our words."""
     names = (error.argument_name or "").split("/")
-    kinds: list[Kind] = [option.kind for option in options() if option.flag in names]
-    expects = f" ({kinds[0].expected})" if kinds else ""
-    return " ".join(f"{names[0]}: {error.message}{expects}".split())
+    for option in options():
+        if option.flag in names and option.kind.scalar is bool:
+            return f"{option.flag} takes no value: write {option.flag} or {option.negations[0]}"
+        if option.flag in names:
+            return f"{'/'.join(option.flags)} expects {option.kind.expected}, but no value follows it"
+    return f"{names[0]}: {error.message}"
 
 
 def _unexpected(rest: Sequence[str]) -> str:
     """The message for words that belong to no flag."""
-    flags = [word for word in rest if word.startswith("-") and word != "--"]
+    flags = [word for word in rest if word.lstrip("-")[:1].isalpha() and word.startswith("-")]
     if not flags:
         return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
     word = flags[0].partition("=")[0]

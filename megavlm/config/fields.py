@@ -83,6 +83,8 @@ class Kind:
             return _finite(value, wrong=wrong)
         if not isinstance(value, self.scalar):
             raise UserError(wrong)
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise UserError(f"{wrong}, which needs more than 64 bits")
         return value
 
 

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from megavlm.config.fields import Option, options, with_values
 from megavlm.config.schema import Config
-from megavlm.config.words import did_you_mean, plain, shown
+from megavlm.config.words import nearest_names, plain, shown
 from megavlm.errors import UserError
 
 
@@ -54,28 +54,22 @@ def _values(
         elif key in sections:
             yield from _values(value, prefix=f"{key}.", table=table, sections=sections)
         else:
-            raise UserError(
-                f"unknown key {plain(key)}{_suggestion(str(name), key=key, table=table, sections=sections)}"
-            )
+            hint = _suggestion(str(name), prefix=prefix, table=table, sections=sections)
+            raise UserError(f"unknown key {plain(key)}{hint}")
 
 
-def _suggestion(name: str, *, key: str, table: Mapping[str, Option], sections: set[str]) -> str:
-    """What an unknown key may have meant: an alias (`tp`), a sibling, or the same name in another section."""
-    for option in table.values():
-        if f"--{name.replace('_', '-')}" in option.flags:
-            return f": did you mean {option.key}?"
-    prefix = key.removesuffix(name)
-    siblings = [known for known in (*table, *sections) if known.startswith(prefix) and "." not in known[len(prefix) :]]
-    near = did_you_mean(key, siblings)
-    return (
-        near
-        or did_you_mean(name, table)
-        or f": {prefix.rstrip('.') or 'the top level'} has {_listed(siblings, prefix)}"
-    )
-
-
-def _listed(keys: list[str], prefix: str) -> str:
-    return ", ".join(key.removeprefix(prefix) for key in keys)
+def _suggestion(name: str, *, prefix: str, table: Mapping[str, Option], sections: set[str]) -> str:
+    """What an unknown key may have meant: the same name elsewhere, an alias (`tp`), or a name spelled much like it."""
+    leaves = {key: key.rpartition(".")[2] for key in table}
+    same = [key for key, leaf in leaves.items() if leaf == name.replace("-", "_")]
+    aliased = [key for key, option in table.items() if f"--{name.replace('_', '-')}" in option.flags]
+    siblings = [key.removeprefix(prefix) for key in (*table, *sorted(sections)) if key.startswith(prefix)]
+    siblings = [key for key in siblings if "." not in key]
+    alike = nearest_names(name, [*siblings, *leaves.values()])
+    alike = [prefix + word for word in alike if word in siblings] or [key for key in table if leaves[key] in alike]
+    if meant := same or aliased or alike:
+        return f": did you mean {' or '.join(meant[:3])}?"
+    return f": {prefix.rstrip('.') or 'the top level'} has {', '.join(siblings)}"
 
 
 def from_yaml_file(path: str | Path) -> Config:

@@ -16,6 +16,17 @@ def lr_decays_downwards(config: Config) -> str | None:
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
         return f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}: lower --min-lr or raise --lr"
+    parts = (
+        ("vision", optimizer.vision_lr),
+        ("projector", optimizer.projector_lr),
+        ("language", optimizer.language_lr),
+    )
+    for part, lr in parts:
+        if lr is not None and lr < optimizer.min_lr:
+            return (
+                f"--min-lr {optimizer.min_lr} is above --{part}-lr {lr}, which would rise instead of decay: lower "
+                f"--min-lr, or give --freeze {part} if it should not train"
+            )
     return None
 
 
@@ -84,6 +95,8 @@ def run_dir_is_a_folder(config: Config) -> str | None:
     run_dir = config.train.run_dir
     if not run_dir:
         return "--run-dir is empty: name the folder to write to"
+    if run_dir.startswith("~"):
+        return f"--run-dir {shown(run_dir)} begins with ~, which only a shell expands: write out the path"
     path = Path(run_dir)
     try:
         taken = [place for place in (path, *path.parents) if place.exists() and not place.is_dir()]
@@ -94,9 +107,11 @@ def run_dir_is_a_folder(config: Config) -> str | None:
     return None
 
 
-def load_is_named(config: Config) -> str | None:
+def load_is_a_path(config: Config) -> str | None:
     if config.checkpoint.load == "":
         return "--load is empty: name a run or a checkpoint, or leave it out"
+    if config.checkpoint.load is not None and config.checkpoint.load.startswith("~"):
+        return f"--load {shown(config.checkpoint.load)} begins with ~, which only a shell expands: write out the path"
     return None
 
 
@@ -112,5 +127,5 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     imageless_samples_exist,
     synthetic_samples_fit,
     run_dir_is_a_folder,
-    load_is_named,
+    load_is_a_path,
 )

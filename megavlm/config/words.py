@@ -12,22 +12,34 @@ _LARGEST = 256
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """`": did you mean X?"` for the nearest candidates, or nothing when none is near."""
+    near = nearest_names(word, candidates)
+    return f": did you mean {' or '.join(near[:3])}?" if near else ""
+
+
+def nearest_names(word: str, candidates: Iterable[str]) -> list[str]:
+    """The candidates that a word may have meant, best first; none where none is near."""
     names = {name: name.lstrip("-").replace("_", "-") for name in sorted(set(candidates))}
     bare = word.lstrip("-").replace("_", "-")
-    # Spelling comes last: `--train_iters` is a name but for its underscore, and `--num-layers`, as other trainers call
-    # it, is the end of two names here.
+    if not bare:
+        return []
+    # Spelling comes last: `--train_iters` is a name but for its underscore, `--num-layers`, as other trainers call it,
+    # is the end of two names here, and `--pipeline` begins two.
     near = [name for name, known in names.items() if known == bare]
-    near = near or [name for name, known in names.items() if bare and known.endswith(f".{bare}")]
-    near = near or [name for name, known in names.items() if bare and known.endswith(f"-{bare}")]
-    near = near or difflib.get_close_matches(word, names, n=1)
-    return f": did you mean {' or '.join(near[:3])}?" if near else ""
+    near = near or [name for name, known in names.items() if known.endswith(f"-{bare}")]
+    near = near or [name for name, known in names.items() if known.startswith(f"{bare}-")]
+    return sorted(near, key=len) or difflib.get_close_matches(word, names, n=1)
 
 
 def shown(value: object) -> str:
     """A value for a message: on one line, printable and not longer than a line should be."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
-    return "null" if value is None else " ".join(short.repr(value).split())
+    if value is None:
+        return "null"
+    try:
+        return " ".join(short.repr(value).split())
+    except ValueError:  # Python refuses to write out integers of thousands of digits
+        return f"a huge {type(value).__name__}"
 
 
 def plain(word: str) -> str:

@@ -1,0 +1,175 @@
+"""Flags: every option has one, they override recipes and files, and --help and --print-config answer and stop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped, unused-ignore]
+
+from megavlm.config.cli import RUN_FLAGS, parse
+from megavlm.config.fields import options, value_at
+from megavlm.config.load import from_dict
+from megavlm.config.schema import Config, TrainConfig
+from megavlm.errors import UserError
+from megavlm.recipes import RECIPES
+
+
+def leaves(section: Any, prefix: str = "") -> list[str]:
+    """Keys of every field, found without the code under test."""
+    found = []
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            found += leaves(value, f"{prefix}{field.name}.")
+        else:
+            found.append(prefix + field.name)
+    return found
+
+
+def test_every_field_is_an_option() -> None:
+    assert sorted(option.key for option in options()) == sorted(leaves(Config()))
+
+
+def test_every_flag_is_unique() -> None:
+    flags = [*RUN_FLAGS, "-h", *(flag for option in options() for flag in (*option.flags, *option.negations))]
+    assert [flag for flag, count in Counter(flags).items() if count > 1] == []
+
+
+def test_defaults_of_options_are_those_of_the_schema() -> None:
+    assert all(option.default == value_at(Config(), option.path) for option in options())
+
+
+def test_no_flags_give_the_defaults() -> None:
+    assert parse([]) == Config()
+
+
+def test_flags_of_every_kind() -> None:
+    argv = (
+        "--vision-num-layers 7 --language-hidden-size=96 --train-iters 12 --lr 1e-4 --freeze vision projector "
+        "--tp 2 --precision bf16 --no-save --vision-class-token --pipeline-cuts 3 9 --run-dir out/a "
+        "--language-num-query-groups 2 --no-sp --vision-feature-layer -2"
+    )
+    config = parse(argv.split())
+    assert config.model.vision.num_layers == 7
+    assert config.model.language.hidden_size == 96
+    assert config.train.train_iters == 12
+    assert config.optimizer.lr == 1e-4
+    assert config.model.freeze == ("vision", "projector")
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.train.precision == "bf16"
+    assert config.checkpoint.save is False
+    assert config.model.vision.class_token is True
+    assert config.parallel.pipeline_cuts == (3, 9)
+    assert config.train.run_dir == "out/a"
+    assert config.model.language.num_query_groups == 2
+    assert config.parallel.sequence_parallel is False
+    assert config.model.vision.feature_layer == -2
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {freeze: [vision], language: {num_query_groups: 2}}\n"
+        "parallel: {sequence_parallel: true, pipeline_cuts: [3], tensor_model_parallel_size: 2}\n"
+        "train: {train_iters: 7, seed: 5}\n"
+        "checkpoint: {load: elsewhere}\n"
+    )
+    return str(path)
+
+
+def test_flags_override_a_file_and_the_rest_of_it_stays(yaml_file: str) -> None:
+    config = parse(["--train-iters", "9", "--config", yaml_file])
+    assert (config.train.train_iters, config.train.seed) == (9, 5)
+    assert config.parallel.sequence_parallel is True
+    assert config.optimizer == Config().optimizer
+
+
+def test_a_flag_that_says_the_default_overrides_too(yaml_file: str) -> None:
+    config = parse(["--config", yaml_file, "--train-iters", str(TrainConfig().train_iters)])
+    assert config.train.train_iters == TrainConfig().train_iters
+
+
+def test_none_and_nothing_override_values(yaml_file: str) -> None:
+    unset = "--freeze --sp none --pipeline-cuts none --load none --language-num-query-groups none"
+    config = parse(["--config", yaml_file, *unset.split()])
+    assert config.model.freeze == ()
+    assert config.parallel.sequence_parallel is None
+    assert config.parallel.pipeline_cuts is None
+    assert config.checkpoint.load is None
+    assert config.model.language.num_query_groups is None
+    assert parse(["--pipeline-cuts"]).parallel.pipeline_cuts == ()
+
+
+def test_the_last_of_a_repeated_flag_counts() -> None:
+    assert parse(["--tp", "2", "--tensor-model-parallel-size", "4"]).parallel.tensor_model_parallel_size == 4
+    assert parse(["--save", "--no-save"]).checkpoint.save is False
+
+
+def test_a_flag_overrides_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(Config(), train=TrainConfig(train_iters=3, seed=4))
+    monkeypatch.setitem(RECIPES, "small", lambda: small)
+    assert parse(["--recipe", "small"]) == small
+    assert parse(["--recipe=small", "--seed=6"]).train == TrainConfig(train_iters=3, seed=6)
+
+
+@pytest.mark.parametrize("word", ["-1e-4", "-.5e3", "-1e5"])
+def test_negative_numbers_in_any_spelling_are_values(word: str) -> None:
+    assert parse(["--min-lr", word]).optimizer.min_lr == float(word)
+
+
+def test_help_lists_everything_with_defaults(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # nothing wraps
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for option in options():
+        assert all(flag in text for flag in (*option.flags, *option.negations)), option.key
+        assert option.help in text
+        assert f"\n{option.section}:\n" in text
+    for name in RECIPES:
+        assert name in text.split("recipes:")[1]
+    assert "Peak learning rate. (default: 0.001)" in text
+    assert "Write checkpoints. (default: on)" in text
+    assert "Parts that are not trained. (default: empty)" in text
+    assert "--tensor-model-parallel-size N, --tp N\n" in text
+    assert "--language-vocab-size N|none " in text
+    assert "--precision {fp32,bf16} " in text
+
+
+def test_print_config_prints_what_config_reads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["--tp", "2", "--lr", "3e-5", "--freeze", "vision"]
+    with pytest.raises(SystemExit) as stop:
+        parse([*argv, "--print-config"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert from_dict(yaml.safe_load(text)) == parse(argv)
+    path = tmp_path / "printed.yaml"
+    path.write_text(text)
+    assert parse(["--config", str(path)]) == parse(argv)
+
+
+def test_a_mistake_prints_nothing_and_never_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--tp"], ["--recipe"], ["--tp", "x"], ["--nope"], ["stray"], ["--dry-run=true"], ["--freeze", "all"]):
+        with pytest.raises(UserError):
+            parse(argv)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_parsing_imports_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys; from megavlm.config.cli import parse; from megavlm.config.rules import check; "
+        "check(parse([]), world=1); print([m for m in ('torch', 'megatron', 'numpy', 'sklearn') if m in sys.modules])"
+    )
+    root = Path(__file__).parents[3]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

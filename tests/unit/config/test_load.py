@@ -1,0 +1,73 @@
+"""YAML: what its looser notations mean here, and that recipes are found by name."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.config.load import from_dict, from_yaml_file, to_yaml
+from megavlm.config.schema import Config, TrainConfig
+from megavlm.errors import UserError
+from megavlm.recipes import RECIPES, recipe
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-4", 1e-4), ("1.0e-4", 1e-4), ("1", 1.0), ("'2.5'", 2.5), ("1e3", 1e3)]
+)
+def test_numbers_in_any_notation(tmp_path: Path, text: str, value: float) -> None:
+    lr = from_yaml_file(written(tmp_path, f"optimizer: {{lr: {text}}}")).optimizer.lr
+    assert lr == value
+    assert type(lr) is float
+
+
+def test_lists_become_tuples_and_the_rest_keeps_its_default(tmp_path: Path) -> None:
+    config = from_yaml_file(
+        written(tmp_path, "model:\n  freeze:\n  - vision\n  language:\n    num_query_groups: null\n")
+    )
+    assert config.model.freeze == ("vision",)
+    assert config.train == TrainConfig()
+
+
+def test_text_stays_text(tmp_path: Path) -> None:
+    assert from_yaml_file(written(tmp_path, "train: {run_dir: Läufe/1e-4}")).train.run_dir == "Läufe/1e-4"
+
+
+def test_an_empty_mapping_is_the_defaults() -> None:
+    assert from_dict({}) == Config()
+    assert from_dict({"model": {"vision": {}}}) == Config()
+
+
+def test_yaml_follows_the_schema_and_has_no_tags() -> None:
+    text = to_yaml(Config())
+    assert [line[:-1] for line in text.splitlines() if not line.startswith(" ")] == list(vars(Config()))
+    assert "!" not in text
+    assert text.isascii()
+
+
+def test_anchors_are_plain_yaml(tmp_path: Path) -> None:
+    config = from_yaml_file(written(tmp_path, "data: {image_sizes: &a [8, 16], images_per_sample: *a}"))
+    assert config.data.images_per_sample == (8, 16)
+
+
+def test_a_recipe_is_its_module_s_function_and_imported_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(train=TrainConfig(seed=9))
+    module: Any = types.ModuleType("megavlm.recipes.demo")
+    module.demo = lambda: config
+    monkeypatch.setitem(sys.modules, "megavlm.recipes.demo", module)
+    assert "demo" in RECIPES
+    assert recipe("demo") == config
+
+
+def test_an_unknown_recipe_is_refused() -> None:
+    with pytest.raises(UserError, match="unknown recipe demos: did you mean demo\\?"):
+        recipe("demos")

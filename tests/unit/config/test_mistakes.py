@@ -1,0 +1,365 @@
+"""What users get wrong: every mistake is refused in one line that names the option and the remedy.
+
+Rule mistakes also carry the flags that follow the remedy, and these must satisfy `check`: advice has to work.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megavlm.config.cli import RUN_FLAGS, parse
+from megavlm.config.fields import options
+from megavlm.config.layout_rules import WORLD_RULES
+from megavlm.config.rules import RULES, check
+from megavlm.errors import UserError
+
+
+class Mistake(NamedTuple):
+    argv: str
+    names: str  # the option, in the message
+    remedy: str  # a piece of the message
+    fix: str | None = None  # flags that follow the advice; appended, so that they override
+    world: int = 1
+
+
+SPELLING = (
+    Mistake(
+        "--tenser-model-parallel-size 2", "--tenser-model-parallel-size", "did you mean --tensor-model-parallel-size?"
+    ),
+    Mistake("--train_iters 5", "--train_iters", "did you mean --train-iters?"),
+    Mistake("--train_iters=5", "unknown option --train_iters:", "did you mean --train-iters?"),
+    Mistake("--num-layers 5", "--num-layers", "did you mean --vision-num-layers or --language-num-layers?"),
+    Mistake(
+        "--hidden-size 8", "--hidden-size", "--vision-hidden-size or --language-hidden-size or --projector-hidden-size?"
+    ),
+    Mistake("--pipeline 2", "--pipeline:", "--pipeline-cuts or --pipeline-model-parallel-size?"),
+    Mistake("-tp 2", "-tp", "did you mean --tp?"),
+    Mistake("--tensor-model 2", "unknown option --tensor-model:", "did you mean --tensor-model-parallel-size?"),
+    Mistake("--no-tensorbord", "--no-tensorbord", "did you mean --no-tensorboard?"),
+    Mistake("--qqqq", "--qqqq", "--help lists them all"),
+    Mistake("--print-confg", "--print-confg", "did you mean --print-config?"),
+    Mistake("train", "unexpected argument train", "right after their --flag"),
+    Mistake("--tp 2 3", "unexpected argument 3", "right after their --flag"),
+    Mistake("--recipe dmo", "recipe dmo", "did you mean demo?"),
+    Mistake("--recipe qwerty", "recipe qwerty", "choose one of demo"),
+    Mistake("--recipe", "--recipe", "expected one argument"),
+    Mistake("--recipe demo --config a.yaml", "--recipe and --config", "keep one"),
+    Mistake("--config no/such.yaml", "--config no/such.yaml", "No such file"),
+    Mistake("--config .", "--config .", "Is a directory"),
+)
+
+TYPES = (
+    Mistake("--tp two", "--tp", "expects an integer, got 'two'"),
+    Mistake("--tensor-model-parallel-size 2.0", "--tensor-model-parallel-size", "expects an integer, got '2.0'"),
+    Mistake("--tp=", "--tp", "expects an integer, got ''"),
+    Mistake("--tp", "--tp", "expects an integer, but no value follows it"),
+    Mistake("--train-iters none", "--train-iters", "expects an integer, got 'none'"),
+    Mistake("--lr fast", "--lr", "expects a number, got 'fast'"),
+    Mistake("--lr nan", "--lr", "expects a number, got 'nan'"),
+    Mistake("--clip-grad inf", "--clip-grad", "expects a number, got 'inf'"),
+    Mistake("--vision-lr x", "--vision-lr", "expects a number or none, got 'x'"),
+    Mistake("--seed 99999999999999999999", "--seed", "more than 64 bits"),
+    Mistake("--precision bf61", "--precision", "expects one of fp32, bf16, got 'bf61': did you mean bf16?"),
+    Mistake("--lr-decay-style wsd", "--lr-decay-style", "one of constant, linear, cosine, WSD"),
+    Mistake("--freeze vison", "--freeze", "did you mean vision?"),
+    Mistake("--freeze vision,projector", "--freeze", "separated by spaces"),
+    Mistake("--image-sizes 32 big", "--image-sizes", "expects a list of integers (separated by spaces), got 'big'"),
+    Mistake("--pipeline-cuts 3,5", "--pipeline-cuts", "separated by spaces"),
+    Mistake("--dry-run=true", "--dry-run", "takes no value: write --dry-run or --no-dry-run"),
+    Mistake("--no-save=1", "--save", "takes no value: write --save or --no-save"),
+    Mistake("--sp true", "--sp", "write --sp or --no-sp"),
+)
+
+RANGES = (
+    Mistake("--tp 0", "--tensor-model-parallel-size 0", "at least 1", "--tp 1"),
+    Mistake("--vpp 0", "--virtual-pipeline-model-parallel-size 0", "at least 1", "--vpp 1"),
+    Mistake("--cp 2", "--context-parallel-size 2", "must be 1, because it is not supported yet", "--cp 1"),
+    Mistake("--ep 2", "--expert-model-parallel-size 2", "not supported yet", "--ep 1"),
+    Mistake("--mbs -1", "--micro-batch-size -1", "at least 1", "--mbs 1"),
+    Mistake(
+        "--vision-num-attention-heads 0",
+        "--vision-num-attention-heads 0",
+        "at least 1",
+        "--vision-num-attention-heads 1",
+    ),
+    Mistake("--projector-pixel-shuffle 0", "--projector-pixel-shuffle 0", "at least 1", "--projector-pixel-shuffle 1"),
+    Mistake("--train-iters 0", "--train-iters 0", "at least 1", "--train-iters 1"),
+    Mistake("--lr 0", "--lr 0.0", "greater than 0", "--lr 1e-9"),
+    Mistake("--lr -1e-4", "--lr -0.0001", "greater than 0", "--lr 1e-4"),
+    Mistake("--projector-lr -1", "--projector-lr -1.0", "at least 0", "--projector-lr 0"),
+    Mistake("--adam-beta2 1", "--adam-beta2 1.0", "less than 1", "--adam-beta2 0.999"),
+    Mistake("--hidden-dropout 1", "--hidden-dropout 1.0", "less than 1", "--hidden-dropout 0.5"),
+    Mistake("--clip-grad -1", "--clip-grad -1.0", "at least 0", "--clip-grad 0"),
+    Mistake("--imageless-share 1.5", "--imageless-share 1.5", "between 0 and 1", "--imageless-share 1"),
+    Mistake("--answer-share 0", "--answer-share 0.0", "greater than 0 and at most 1", "--answer-share 1"),
+    Mistake("--images-per-sample 1 -1", "--images-per-sample -1", "at least 0", "--images-per-sample 1 0"),
+    Mistake("--image-sizes 32 0", "--image-sizes 0", "at least 1", "--image-sizes 32"),
+    Mistake("--save-interval -5", "--save-interval -5", "at least 0", "--save-interval 0"),
+    Mistake("--keep-checkpoints -1", "--keep-checkpoints -1", "at least 0", "--keep-checkpoints 0"),
+    Mistake("--eval-interval -1", "--eval-interval -1", "at least 0", "--eval-interval 0"),
+    Mistake("--log-interval 0", "--log-interval 0", "at least 1", "--log-interval 1"),
+    Mistake(
+        "--distributed-timeout-minutes 0",
+        "--distributed-timeout-minutes 0.0",
+        "greater than 0",
+        "--distributed-timeout-minutes 1",
+    ),
+    Mistake("--seed -1", "--seed -1", "between 0 and 2**32", "--seed 0"),
+)
+
+MODEL = (
+    Mistake("--vision-hidden-size 130", "--vision-num-attention-heads 4", "use 128 or 132", "--vision-hidden-size 132"),
+    Mistake(
+        "--vision-position-embedding rope2d --vision-hidden-size 120",
+        "--vision-position-embedding rope2d",
+        "divisible by 4",
+        "--vision-hidden-size 128",
+    ),
+    Mistake(
+        "--language-hidden-size 130",
+        "--language-hidden-size 130",
+        "set --language-kv-channels",
+        "--language-kv-channels 32",
+    ),
+    Mistake("--language-kv-channels 33", "--language-kv-channels 33", "add or take 1", "--language-kv-channels 34"),
+    Mistake(
+        "--language-hidden-size 132", "--language-hidden-size 132", "even head width", "--language-hidden-size 136"
+    ),
+    Mistake(
+        "--language-num-query-groups 3",
+        "--language-num-query-groups 3",
+        "use 4, 2 or 1",
+        "--language-num-query-groups 2",
+    ),
+    Mistake("--vision-feature-layer 0", "--vision-feature-layer 0", "between -1", "--vision-feature-layer -1"),
+    Mistake("--vision-feature-layer -5", "--vision-feature-layer -5", "and -4", "--vision-feature-layer -4"),
+    Mistake("--vision-image-size 36", "--vision-image-size 36", "use 32 or 40", "--vision-image-size 40"),
+    Mistake("--vision-image-size 4", "--vision-image-size 4", "use 8", "--vision-image-size 8"),
+    Mistake(
+        "--vision-image-size 40 --projector-pixel-shuffle 2",
+        "--vision-image-size 40 is 5 patches",
+        "use 32 or 48",
+        "--vision-image-size 48",
+    ),
+    Mistake("--image-sizes 32 20", "--image-sizes 20", "use 16 or 24", "--image-sizes 32 16"),
+    Mistake("--image-sizes 24 --projector-pixel-shuffle 2", "--image-sizes 24", "use 16 or 32", "--image-sizes 16"),
+    Mistake("--freeze vision language projector", "--freeze", "take one of them out", "--freeze vision language"),
+)
+
+LAYOUT = (
+    Mistake(
+        "--tp 3",
+        "--language-num-attention-heads 4",
+        "--tensor-model-parallel-size to 4, 2 or 1",
+        "--tp 4 --seq-length 64",
+        4,
+    ),
+    Mistake(
+        "--tp 2 --language-num-query-groups 3 --language-num-attention-heads 6 --language-hidden-size 96",
+        "--language-num-query-groups 3",
+        "3 or 1 or a multiple of 3",
+        "--tp 6 --vision-ffn-hidden-size 252 --language-ffn-hidden-size 252 --seq-length 66",
+        6,
+    ),
+    Mistake(
+        "--tp 4 --vision-ffn-hidden-size 254",
+        "--vision-ffn-hidden-size 254",
+        "use 252 or 256",
+        "--vision-ffn-hidden-size 252",
+        4,
+    ),
+    Mistake(
+        "--tp 4 --language-ffn-hidden-size 254",
+        "--language-ffn-hidden-size 254",
+        "use 252 or 256",
+        "--language-ffn-hidden-size 256",
+        4,
+    ),
+    Mistake("--tp 4 --projector-hidden-size 2", "--projector-hidden-size 2", "use 4", "--projector-hidden-size 4", 4),
+    Mistake(
+        "--tp 4 --language-hidden-size 90 --language-kv-channels 16",
+        "--language-hidden-size (the width of the projector) 90",
+        "use 88 or 92",
+        "--language-hidden-size 92",
+        4,
+    ),
+    Mistake("--sp", "--sequence-parallel", "leave --sequence-parallel out", "--sp none"),
+    Mistake("--tp 4 --seq-length 66", "--seq-length 66", "use 64 or 68, or give --no-sequence-parallel", "--no-sp", 4),
+    Mistake(
+        "--vpp 2",
+        "--virtual-pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size is 1: raise it",
+        "--pp 2",
+        2,
+    ),
+    Mistake(
+        "--overlap-param-gather",
+        "--overlap-param-gather",
+        "needs --overlap-grad-reduce: add it",
+        "--overlap-grad-reduce",
+    ),
+    Mistake(
+        "--overlap-param-gather --overlap-grad-reduce --no-use-distributed-optimizer",
+        "--overlap-param-gather",
+        "needs --use-distributed-optimizer",
+        "--use-distributed-optimizer",
+    ),
+    Mistake(
+        "--tp 2 --pp 2",
+        "--tensor-model-parallel-size 2 × --pipeline-model-parallel-size 2",
+        "--nproc-per-node 4",
+        "--pp 1",
+        2,
+    ),
+    Mistake("--gbs 10 --mbs 2", "--global-batch-size 10", "use 8 or 12", "--gbs 12", 2),
+    Mistake("--gbs 2", "--global-batch-size 2", "use 4", "--gbs 4", 4),
+    Mistake("--pp 2 --vpp 2 --gbs 6 --mbs 2", "--virtual-pipeline-model-parallel-size", "use 4 or 8", "--gbs 8", 2),
+)
+
+RUN = (
+    Mistake("--min-lr 1", "--min-lr 1.0", "lower --min-lr or raise --lr", "--lr 1"),
+    Mistake("--min-lr 1e-5 --vision-lr 1e-6", "--vision-lr 1e-06", "lower --min-lr", "--min-lr 1e-6"),
+    Mistake(
+        "--lr-warmup-iters 101", "--lr-warmup-iters 101", "shorten the warm-up or train longer", "--train-iters 101"
+    ),
+    Mistake(
+        "--lr-warmup-iters 50 --lr-decay-iters 40", "--lr-decay-iters 40", "shorten the warm-up", "--lr-warmup-iters 40"
+    ),
+    Mistake("--lr-wsd-decay-iters 5", "--lr-wsd-decay-iters", "--lr-decay-style WSD", "--lr-decay-style WSD"),
+    Mistake(
+        "--lr-decay-style WSD --lr-wsd-decay-iters 95 --lr-warmup-iters 10",
+        "--lr-wsd-decay-iters 95",
+        "at most 90",
+        "--lr-wsd-decay-iters 90",
+    ),
+    Mistake(
+        "--lr-decay-style WSD --lr-wsd-decay-iters 1 --lr-warmup-iters 50 --lr-decay-iters 50",
+        "--lr-decay-iters 50",
+        "shorten the warm-up",
+        "--lr-warmup-iters 49",
+    ),
+    Mistake("--imageless-samples 0 8", "--imageless-samples 8", "use 0 to 7", "--imageless-samples 0 7"),
+    Mistake("--seq-length 17", "--seq-length 17", "at least 18", "--seq-length 18"),
+    Mistake("--images-per-sample 1 4", "--seq-length 64", "at least 66", "--images-per-sample 1 3"),
+    Mistake("--image-sizes 32 64", "--image-sizes", "at least 66", "--seq-length 66"),
+    Mistake("--run-dir=", "--run-dir", "name the folder", "--run-dir a"),
+    Mistake("--run-dir=~/runs", "--run-dir '~/runs'", "write out the path", "--run-dir /root/runs"),
+    Mistake(f"--run-dir {__file__}", "--run-dir", "is a file: choose another", "--run-dir a"),
+    Mistake(f"--run-dir {__file__}/below", "--run-dir", "is a file: choose another", "--run-dir a"),
+    Mistake(f"--run-dir {'x' * 300}", "--run-dir", "cannot be used", "--run-dir a"),
+    Mistake("--load=", "--load", "leave it out", "--load none"),
+    Mistake("--load=~/runs", "--load", "write out the path", "--load none"),
+)
+
+RULE_MISTAKES = (*RANGES, *MODEL, *LAYOUT, *RUN)
+KNOWN = {
+    *RUN_FLAGS,
+    "--flag",
+    "--nproc-per-node",
+    *(flag for option in options() for flag in (*option.flags, *option.negations)),
+}
+
+
+def complaint(argv: list[str], *, world: int) -> str:
+    with pytest.raises(UserError) as caught:
+        check(parse(argv), world=world)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def test_there_are_many() -> None:
+    argvs = [mistake.argv for mistake in (*SPELLING, *TYPES, *RULE_MISTAKES)]
+    assert len(set(argvs)) == len(argvs) >= 100
+
+
+@pytest.mark.parametrize("mistake", [*SPELLING, *TYPES, *RULE_MISTAKES], ids=lambda mistake: mistake.argv[:60])
+def test_a_mistake_is_named_with_its_remedy(mistake: Mistake) -> None:
+    argv = shlex.split(mistake.argv)
+    message = complaint(argv, world=mistake.world)
+    assert mistake.names in message
+    assert mistake.remedy in message
+    unknown = {word.partition("=")[0] for word in argv} if mistake in SPELLING else set()
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", message)) <= KNOWN | unknown
+
+
+@pytest.mark.parametrize("mistake", RULE_MISTAKES, ids=lambda mistake: mistake.argv[:60])
+def test_the_remedy_works(mistake: Mistake) -> None:
+    assert mistake.fix is not None
+    check(parse(shlex.split(f"{mistake.argv} {mistake.fix}")), world=mistake.world)
+
+
+def test_every_rule_has_a_mistake() -> None:
+    """A rule that nothing here trips is a rule that nobody has seen work."""
+    tripped = set()
+    for mistake in (*MODEL, *LAYOUT, *RUN):
+        config = parse(shlex.split(mistake.argv))
+        # Lazily: a rule may rely on those before it.
+        of_config = (rule.__name__ for rule in RULES if rule(config))
+        of_world = (rule.__name__ for rule in WORLD_RULES if rule(config, mistake.world))
+        tripped.add(next(of_config, None) or next(of_world))
+    assert tripped == {rule.__name__ for rule in (*RULES, *WORLD_RULES)}
+
+
+YAML_MISTAKES = (
+    ("trian: {train_iters: 5}", "unknown key trian", "did you mean train?"),
+    ("train: {train_itres: 5}", "unknown key train.train_itres", "did you mean train.train_iters?"),
+    ("train: {train-iters: 5}", "unknown key train.train-iters", "did you mean train.train_iters?"),
+    ("parallel: {tp: 2}", "unknown key parallel.tp", "did you mean parallel.tensor_model_parallel_size?"),
+    ("lr: 0.1", "unknown key lr", "did you mean optimizer.lr?"),
+    ("model: {num_layers: 3}", "unknown key model.num_layers", "model.vision.num_layers or model.language.num_layers?"),
+    ("model: {vision: {xyzzy: 3}}", "unknown key model.vision.xyzzy", "model.vision has num_layers, hidden_size"),
+    ("train_itres: 5", "unknown key train_itres", "did you mean train.train_iters?"),
+    ("train: {lr: 0.1}", "unknown key train.lr", "did you mean optimizer.lr?"),
+    ("xyzzy: 1", "unknown key xyzzy", "the top level has"),
+    ("1: 2", "unknown key 1", "the top level has"),
+    ("train: {train_iters: '5'}", "train.train_iters", "expects an integer, got '5'"),
+    ("train: {train_iters: 5.0}", "train.train_iters", "expects an integer, got 5.0"),
+    ("train: {train_iters: true}", "train.train_iters", "expects an integer, got True"),
+    ("train: {train_iters: null}", "train.train_iters", "expects an integer, got null"),
+    ("train: {run_dir: 2024-01-01}", "train.run_dir", "expects a text"),
+    ("train: {run_dir: 5}", "train.run_dir", "expects a text, got 5"),
+    ("train: {dry_run: 1}", "train.dry_run", "expects true or false, got 1"),
+    ("train: {precision: fp16}", "train.precision", "expects one of fp32, bf16, got 'fp16': did you mean"),
+    ("optimizer: {lr: fast}", "optimizer.lr", "expects a number, got 'fast'"),
+    ("optimizer: {lr: .nan}", "optimizer.lr", "expects a number, got nan"),
+    ("optimizer: {lr: true}", "optimizer.lr", "expects a number, got True"),
+    ("optimizer: {vision_lr: none}", "optimizer.vision_lr", "expects a number or null, got 'none'"),
+    ("model: {freeze: vision}", "model.freeze", "write it in [brackets]"),
+    ("model: {freeze: [visoin]}", "model.freeze", "did you mean vision?"),
+    ("data: {image_sizes: [8, x]}", "data.image_sizes", "expects a list of integers, got 'x'"),
+    ("data: {image_sizes: null}", "data.image_sizes", "expects a list of integers, got null"),
+    ("train: 5", "train expects a mapping", "got 5"),
+    ("train:", "train expects a mapping", "leave it out"),
+    ("train: {seed: 1}\ntrain: {seed: 2}", "train twice", "merge them"),
+    ("train: {seed: 1, seed: 2}", "seed twice", "remove one"),
+    ("- train", "expects a mapping", "got ['train']"),
+    ("hello", "expects a mapping", "got 'hello'"),
+    ("", "is empty", "leave out --config"),
+    ("train: {seed: 1", "not valid YAML", "line 1"),
+    ("train:\n\tseed: 1", "not valid YAML", "line 2"),
+    ("train: !!python/object/apply:os.getcwd []", "not valid YAML", "line 1"),
+    ("train: {seed: \x00}", "not valid YAML", "--config"),
+)
+
+
+@pytest.mark.parametrize(("text", "names", "remedy"), YAML_MISTAKES)
+def test_a_mistake_in_a_file_is_named_with_its_remedy(tmp_path: Path, text: str, names: str, remedy: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    message = complaint(["--config", str(path)], world=1)
+    assert f"--config {path}" in message or path.name in message
+    assert names in message
+    assert remedy in message
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    assert "not UTF-8" in complaint(["--config", str(path)], world=1)

@@ -1,0 +1,168 @@
+"""Properties: YAML and flags both say any configuration exactly, and nothing but a UserError comes of garbage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped, unused-ignore]
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megavlm.config.cli import parse
+from megavlm.config.fields import Kind, Option, options, with_values
+from megavlm.config.load import from_dict, from_yaml_file, to_yaml
+from megavlm.config.schema import Config
+from megavlm.errors import UserError
+
+SCALARS: dict[type, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.integers(-(2**63) + 1, 2**63 - 1),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    # No surrogates and no NUL: neither is in a path that a command line can give.
+    str: st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
+}
+
+
+def values_of(kind: Kind) -> st.SearchStrategy[Any]:
+    scalar = st.sampled_from(kind.choices) if kind.choices else SCALARS[kind.scalar]
+    values = st.lists(scalar, max_size=4).map(tuple) if kind.many else scalar
+    return st.none() | values if kind.optional else values
+
+
+@st.composite
+def overrides(draw: st.DrawFn) -> dict[Option, Any]:
+    """A few options with any value that their type allows."""
+    chosen = draw(st.lists(st.sampled_from(options()), unique_by=lambda option: option.key, max_size=12))
+    return {option: draw(values_of(option.kind), label=option.key) for option in chosen}
+
+
+def config_of(values: dict[Option, Any]) -> Config:
+    return with_values(Config(), {option.path: value for option, value in values.items()})
+
+
+def words_for(option: Option, value: object) -> list[str]:
+    """A command line that says `option` is `value`."""
+    if isinstance(value, bool):
+        return [option.flag if value else option.negations[0]]
+    if isinstance(value, tuple):
+        return [option.flag, *map(str, value)]
+    return [option.flag, "none"] if value is None else [f"{option.flag}={value}"]
+
+
+def is_none_as_text(value: object) -> bool:
+    """The word `none` means None to a flag, so a file of that name has to be called ./none."""
+    return isinstance(value, str) and value.lower() == "none"
+
+
+@settings(deadline=None)
+@given(overrides())
+def test_yaml_is_exact(values: dict[Option, Any]) -> None:
+    config = config_of(values)
+    assert from_dict(yaml.safe_load(to_yaml(config))) == config
+
+
+@settings(deadline=None)
+@given(overrides())
+def test_partial_yaml_fills_in_defaults(values: dict[Option, Any]) -> None:
+    data: dict[str, Any] = {}
+    for option, value in values.items():
+        section = data
+        for name in option.path[:-1]:
+            section = section.setdefault(name, {})
+        section[option.path[-1]] = list(value) if isinstance(value, tuple) else value
+    assert from_dict(yaml.safe_load(yaml.safe_dump(data))) == config_of(values)
+
+
+@settings(deadline=None)
+@given(overrides())
+def test_flags_are_exact(values: dict[Option, Any]) -> None:
+    values = {option: value for option, value in values.items() if not is_none_as_text(value) or option.kind.choices}
+    argv = [word for option, value in values.items() for word in words_for(option, value)]
+    assert parse(argv) == config_of(values)
+
+
+@settings(deadline=None)
+@given(overrides(), overrides())
+def test_flags_override_a_file(below: dict[Option, Any], above: dict[Option, Any]) -> None:
+    above = {option: value for option, value in above.items() if not is_none_as_text(value) or option.kind.choices}
+    argv = [word for option, value in above.items() for word in words_for(option, value)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megavlm.config.cli.from_yaml_file", lambda path: config_of(below))
+        config = parse(["--config", "a.yaml", *argv])
+    assert config == config_of({**below, **above})
+
+
+def refusal(read: Callable[[Any], Config], source: object) -> str | None:
+    """The line that refuses `source`, or None where it is taken. Any other exception passes through and fails."""
+    try:
+        assert isinstance(read(source), Config)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def is_one_line(text: str) -> bool:
+    return text.isprintable() and len(text.splitlines()) == 1
+
+
+FLAGS = st.sampled_from([flag for option in options() for flag in (*option.flags, *option.negations)])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        FLAGS | st.text(max_size=8) | st.sampled_from(["--", "-", "none", "1", "-1", "-1e4", "--x=\n"]), max_size=6
+    )
+)
+@example(["--tp", "--", "2"])
+@example(["--tp", "9" * 5000])
+@example(["--lr", "nan"])
+@example(["--seed", "9" * 30])
+def test_any_words_parse_or_are_refused_in_one_line(argv: list[str]) -> None:
+    # -h and what begins with it is a question, not a mistake.
+    argv = [word for word in argv if not word.startswith("-h")]
+    message = refusal(parse, argv)
+    assert message is None or is_one_line(message), message
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(options()), JSON)
+def test_any_value_is_taken_or_refused_in_one_line(option: Option, value: object) -> None:
+    data: object = value
+    for name in reversed(option.path):
+        data = {name: data}
+    message = refusal(from_dict, data)
+    assert message is None or (is_one_line(message) and option.key in message), message
+
+
+@settings(deadline=None)
+@given(JSON)
+def test_any_data_is_taken_or_refused_in_one_line(data: object) -> None:
+    message = refusal(from_dict, data)
+    assert data == {} if message is None else is_one_line(message), message
+
+
+@given(st.binary(max_size=40) | st.text(alphabet="ab:{}[]&*!-? \n'\"#|>%@<0.", max_size=40).map(str.encode))
+@settings(max_examples=300, deadline=None)
+@example(b"[" * 2000)
+@example(b"a: &a {b: *a}")
+@example(b"train: !!bool maybe")
+@example(b"train: !!timestamp no")
+@example(b"train: 2024-99-99")
+@example(b"? [a]\n: b")
+@example(b"train: {seed: 0x" + b"f" * 5000 + b"}")
+@example(b"a: [" + b"&x [" + b"1]]")
+def test_any_file_is_taken_or_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    path.write_bytes(content)
+    message = refusal(from_yaml_file, path)
+    assert message is None or is_one_line(message), message

@@ -1,0 +1,66 @@
+"""Ranges cover every number, layouts that work are allowed, and sequence parallelism follows TP."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megavlm.config import sequence_parallel
+from megavlm.config.cli import parse
+from megavlm.config.fields import options
+from megavlm.config.ranges import RANGES, UNRANGED
+from megavlm.config.rules import check
+from megavlm.config.schema import Config
+
+
+def test_every_number_is_in_one_range() -> None:
+    numbers = Counter(option.key for option in options() if option.kind.scalar in (int, float))
+    assert Counter([*UNRANGED, *(key for allowed in RANGES for key in allowed.keys)]) == numbers
+
+
+def test_the_defaults_are_a_run() -> None:
+    for world in (1, 2, 4, 8):
+        check(Config(), world=world)
+
+
+@pytest.mark.parametrize(
+    ("argv", "world"),
+    [
+        ("--tp 2 --pp 2", 4),
+        ("--tp 2 --pp 2 --vpp 2 --gbs 8", 8),
+        ("--tp 4 --vision-num-attention-heads 2", 4),  # padded
+        ("--tp 4 --language-num-query-groups 2", 4),  # two ranks share a key/value head
+        ("--tp 2 --no-sp --seq-length 65", 2),
+        ("--language-hidden-size 90 --language-kv-channels 32", 1),
+        ("--projector-hidden-size 6 --tp 2", 2),
+        ("--projector-kind linear --projector-hidden-size 7 --tp 2", 2),  # a linear projector has no inner width
+        ("--data digits --image-sizes 20 --seq-length 2", 1),  # synthetic options do not concern other sources
+        ("--imageless-share 1", 1),
+        ("--images-per-sample 0 --seq-length 2", 1),
+        ("--images-per-sample --seq-length 2", 1),
+        ("--image-sizes 8 16 --images-per-sample 2 --seq-length 10", 1),
+        ("--vision-feature-layer -2", 1),
+        ("--freeze vision language", 1),
+        ("--lr-warmup-iters 100", 1),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 100", 1),
+        ("--vision-lr 0", 1),
+        ("--vision-qk-norm full --tp 4 --vision-num-attention-heads 2", 4),
+        ("--pipeline-cuts 1 2 3", 1),  # the planner's to judge
+        ("--run-dir no/such/place", 1),
+        ("--overlap-grad-reduce --overlap-param-gather", 2),
+    ],
+)
+def test_what_works_is_allowed(argv: str, world: int) -> None:
+    check(parse(argv.split()), world=world)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"), [("", False), ("--tp 2", True), ("--tp 2 --no-sp", False), ("--tp 2 --sp", True)]
+)
+def test_sequence_parallelism_follows_tp_unless_asked(argv: str, expected: bool) -> None:
+    assert sequence_parallel(parse(argv.split())) is expected
+
+
+def test_a_run_dir_that_exists_is_resumed(tmp_path: pytest.TempPathFactory) -> None:
+    check(parse(["--run-dir", str(tmp_path)]), world=1)
