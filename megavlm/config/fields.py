@@ -75,7 +75,8 @@ class Kind:
         if self.choices:
             if value in self.choices:
                 return value
-            raise UserError(wrong + did_you_mean(str(value), self.choices))
+            # `vision,projector` is several choices, not one misspelt.
+            raise UserError(wrong if "," in str(value) else wrong + did_you_mean(str(value), self.choices))
         # bool is an int to Python, but `micro_batch_size: true` is a mistake.
         if isinstance(value, bool) and self.scalar is not bool:
             raise UserError(wrong)

@@ -248,7 +248,7 @@ RUN = (
     Mistake("--images-per-sample 1 4", "--seq-length 64", "at least 66", "--images-per-sample 1 3"),
     Mistake("--image-sizes 32 64", "--image-sizes", "at least 66", "--seq-length 66"),
     Mistake("--run-dir=", "--run-dir", "name the folder", "--run-dir a"),
-    Mistake("--run-dir=~/runs", "--run-dir '~/runs'", "write out the path", "--run-dir /root/runs"),
+    Mistake("--run-dir=~/runs", "--run-dir '~/runs'", "write out the path", "--run-dir a"),
     Mistake(f"--run-dir {__file__}", "--run-dir", "is a file: choose another", "--run-dir a"),
     Mistake(f"--run-dir {__file__}/below", "--run-dir", "is a file: choose another", "--run-dir a"),
     Mistake(f"--run-dir {'x' * 300}", "--run-dir", "cannot be used", "--run-dir a"),
