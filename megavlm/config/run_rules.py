@@ -13,55 +13,38 @@ _LEAST_TEXT = 2
 
 
 def lr_decays_downwards(config: Config) -> str | None:
+    """The rates of the parts have floors of their own, in proportion, so that --min-lr concerns --lr alone."""
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
         return f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}: lower --min-lr or raise --lr"
-    parts = (
-        ("vision", optimizer.vision_lr),
-        ("projector", optimizer.projector_lr),
-        ("language", optimizer.language_lr),
-    )
-    for part, lr in parts:
-        if lr is not None and lr < optimizer.min_lr:
-            return (
-                f"--min-lr {optimizer.min_lr} is above --{part}-lr {lr}, which would rise instead of decay: lower "
-                f"--min-lr, or give --freeze {part} if it should not train"
-            )
     return None
 
 
 def warmup_fits(config: Config) -> str | None:
-    optimizer, iterations = config.optimizer, config.train.train_iters
-    if optimizer.lr_warmup_iters > iterations:
+    warmup, iterations = config.optimizer.lr_warmup_iters, config.train.train_iters
+    if warmup > iterations:
         return (
-            f"--lr-warmup-iters {optimizer.lr_warmup_iters} is longer than --train-iters {iterations}: shorten the "
-            f"warm-up or train longer"
+            f"--lr-warmup-iters {warmup} is longer than --train-iters {iterations}: shorten the warm-up or train longer"
         )
-    if optimizer.lr_decay_iters is not None and optimizer.lr_warmup_iters > optimizer.lr_decay_iters:
-        return (
-            f"--lr-warmup-iters {optimizer.lr_warmup_iters} ends after --lr-decay-iters {optimizer.lr_decay_iters}: "
-            f"shorten the warm-up or decay later"
-        )
+    flag, end = _decay_end(config)
+    if warmup >= end:
+        return f"--lr-warmup-iters {warmup} leaves nothing to decay before {flag} {end}: use at most {end - 1}"
     return None
 
 
 def wsd_decay_fits(config: Config) -> str | None:
-    optimizer, length = config.optimizer, config.optimizer.lr_wsd_decay_iters
-    if length is None:
-        return None
-    if optimizer.lr_decay_style != "WSD":
+    optimizer = config.optimizer
+    if optimizer.lr_decay_style != "WSD" and optimizer.lr_wsd_decay_iters is not None:
         return (
             f"--lr-wsd-decay-iters belongs to --lr-decay-style WSD, but that is {optimizer.lr_decay_style}: change the "
             f"style, or set --lr-wsd-decay-iters none"
         )
-    end = optimizer.lr_decay_iters or config.train.train_iters
-    if optimizer.lr_warmup_iters + length > end:
-        flag = "--lr-decay-iters" if optimizer.lr_decay_iters else "--train-iters"
-        room = end - optimizer.lr_warmup_iters
-        remedy = f"set --lr-wsd-decay-iters to at most {room}" if room else "shorten the warm-up"
+    flag, end = _decay_end(config)
+    length = optimizer.lr_wsd_decay_iters or max(1, end // 10)
+    if optimizer.lr_decay_style == "WSD" and optimizer.lr_warmup_iters + length > end:
         return (
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} + --lr-wsd-decay-iters {length} do not fit into {flag} "
-            f"{end}: {remedy}"
+            f"{end}: set --lr-wsd-decay-iters to at most {end - optimizer.lr_warmup_iters}"
         )
     return None
 
@@ -113,6 +96,13 @@ def load_is_a_path(config: Config) -> str | None:
     if config.checkpoint.load is not None and config.checkpoint.load.startswith("~"):
         return f"--load {shown(config.checkpoint.load)} begins with ~, which only a shell expands: write out the path"
     return None
+
+
+def _decay_end(config: Config) -> tuple[str, int]:
+    """The iteration at which the decay ends, and the option that says so."""
+    if config.optimizer.lr_decay_iters is not None:
+        return "--lr-decay-iters", config.optimizer.lr_decay_iters
+    return "--train-iters", config.train.train_iters
 
 
 def _most_features(data: DataConfig, vision: VisionConfig, shuffle: int) -> int:

@@ -223,13 +223,10 @@ LAYOUT = (
 
 RUN = (
     Mistake("--min-lr 1", "--min-lr 1.0", "lower --min-lr or raise --lr", "--lr 1"),
-    Mistake("--min-lr 1e-5 --vision-lr 1e-6", "--vision-lr 1e-06", "lower --min-lr", "--min-lr 1e-6"),
-    Mistake(
-        "--lr-warmup-iters 101", "--lr-warmup-iters 101", "shorten the warm-up or train longer", "--train-iters 101"
-    ),
-    Mistake(
-        "--lr-warmup-iters 50 --lr-decay-iters 40", "--lr-decay-iters 40", "shorten the warm-up", "--lr-warmup-iters 40"
-    ),
+    Mistake("--lr-warmup-iters 101", "--lr-warmup-iters 101", "or train longer", "--train-iters 102"),
+    Mistake("--lr-warmup-iters 100", "--lr-warmup-iters 100", "at most 99", "--lr-warmup-iters 99"),
+    Mistake("--train-iters 1 --lr-warmup-iters 1", "--lr-warmup-iters 1", "at most 0", "--lr-warmup-iters 0"),
+    Mistake("--lr-warmup-iters 50 --lr-decay-iters 40", "--lr-decay-iters 40", "at most 39", "--lr-warmup-iters 39"),
     Mistake("--lr-wsd-decay-iters 5", "--lr-wsd-decay-iters", "--lr-decay-style WSD", "--lr-decay-style WSD"),
     Mistake(
         "--lr-decay-style WSD --lr-wsd-decay-iters 95 --lr-warmup-iters 10",
@@ -238,10 +235,7 @@ RUN = (
         "--lr-wsd-decay-iters 90",
     ),
     Mistake(
-        "--lr-decay-style WSD --lr-wsd-decay-iters 1 --lr-warmup-iters 50 --lr-decay-iters 50",
-        "--lr-decay-iters 50",
-        "shorten the warm-up",
-        "--lr-warmup-iters 49",
+        "--lr-decay-style WSD --lr-warmup-iters 95", "--lr-wsd-decay-iters 10", "at most 5", "--lr-wsd-decay-iters 5"
     ),
     Mistake("--imageless-samples 0 8", "--imageless-samples 8", "use 0 to 7", "--imageless-samples 0 7"),
     Mistake("--seq-length 17", "--seq-length 17", "at least 18", "--seq-length 18"),

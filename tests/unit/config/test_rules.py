@@ -42,7 +42,9 @@ def test_the_defaults_are_a_run() -> None:
         ("--image-sizes 8 16 --images-per-sample 2 --seq-length 10", 1),
         ("--vision-feature-layer -2", 1),
         ("--freeze vision language", 1),
-        ("--lr-warmup-iters 100", 1),
+        ("--lr-warmup-iters 99", 1),
+        ("--lr-warmup-iters 100 --lr-decay-iters 101", 1),
+        ("--min-lr 1e-4 --vision-lr 1e-5", 1),  # the floor scales with the part's rate
         ("--lr-decay-style WSD --lr-wsd-decay-iters 100", 1),
         ("--vision-lr 0", 1),
         ("--vision-qk-norm full --tp 4 --vision-num-attention-heads 2", 4),
