@@ -23,7 +23,7 @@ from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.specs import common_config
 from megavlm.parallel.dims import Dims
-from megavlm.parallel.groups import Groups, broadcast_from_last_stage
+from megavlm.parallel.groups import Groups
 from megavlm.pipeline.tied import sum_tied_gradients
 
 
@@ -71,7 +71,8 @@ class Schedule:
         number of trained tokens of the global batch, so that no rank's or image's share is diluted.
 
         Returns:
-            [2] float64 on every rank: sum of cross entropies and trained tokens of this data-parallel rank.
+            [2] float64: sum of cross entropies and trained tokens of this data-parallel rank; zeros on all ranks
+            but the last stage's, so that sums over ranks count each token once per tensor-parallel rank.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -108,8 +109,7 @@ class Schedule:
         )
 
     def _total(self, sums: list[Tensor]) -> Tensor:
-        total = torch.stack(sums).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=self.backend.device)
-        return broadcast_from_last_stage(total, self.groups)
+        return torch.stack(sums).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=self.backend.device)
 
 
 def _forward_loss(batches: Iterator[PackedBatch], chunk: Any) -> tuple[Tensor, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.flops import Workload, layer_cost
-from megavlm.parallel.dims import Dims
+from megavlm.parallel.dims import Dims, dims_for
 from megavlm.planner.layers import EMBEDDING, OUTPUT, layer_names, module_of
 
 
@@ -42,6 +42,17 @@ class Plan:
 
     def dumps(self) -> str:
         return json.dumps(self.to_json(), indent=2) + "\n"
+
+
+def dims_of(config: Config, *, world: int) -> Dims:
+    """The layout's degrees on `world` processes."""
+    parallel = config.parallel
+    return dims_for(
+        world=world,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        vpp=parallel.virtual_pipeline_model_parallel_size,
+    )
 
 
 def make_plan(config: Config, dims: Dims) -> Plan:

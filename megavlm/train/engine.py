@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megavlm.backend import Backend
+from megavlm.checkpoint.state import Trained
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.vlm import VLMChunk
@@ -29,6 +31,7 @@ class StepResult:
     grad_norm: float  # before clipping
     learning_rate: float
     updated: bool  # False where the optimizer skipped the step (overflow)
+    counters: tuple[float, ...]  # the caller's numbers, added up over the ranks that speak for a replica
 
 
 @dataclass(frozen=True)
@@ -41,19 +44,25 @@ class Engine:
     scheduler: Any
     groups: Groups
 
-    def train_step(self, batches: Sequence[PackedBatch]) -> StepResult:
-        """Forward, backward and update on one global batch's share of this rank."""
+    def train_step(self, batches: Sequence[PackedBatch], counters: Sequence[float] = ()) -> StepResult:
+        """Forward, backward and update on one global batch's share of this rank.
+
+        `counters` are numbers of this rank to add up on the way: the one small all-reduce of a step carries them.
+        """
         totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)
         updated, grad_norm, _ = self.optimizer.step()
-        dist.all_reduce(totals, group=self.groups.dp)
-        loss_sum, tokens = totals.tolist()
+        totals = totals if self.groups.at.tp == 0 else torch.zeros_like(totals)
+        totals = torch.cat([totals, totals.new_tensor(counters)])
+        dist.all_reduce(totals)
+        loss_sum, tokens, *summed = totals.tolist()
         return StepResult(
             loss=loss_sum / max(tokens, 1.0),
             trained_tokens=int(tokens),
             grad_norm=float(grad_norm),
             learning_rate=self.learning_rate(),
             updated=bool(updated),
+            counters=tuple(summed),
         )
 
     def learning_rate(self) -> float:
@@ -65,9 +74,9 @@ class Engine:
         for chunk in self.chunks:
             chunk.train(not evaluating)
 
-    def named_modules(self) -> list[VLMChunk]:
-        """The bare chunks, for checkpoints and inspection."""
-        return [chunk.module for chunk in self.chunks]
+    def trained(self) -> Trained:
+        """What checkpoints hold of this rank."""
+        return Trained(chunks=[chunk.module for chunk in self.chunks], optimizer=self.optimizer, groups=self.groups)
 
 
 def build_engine(config: Config, plan: Plan, groups: Groups, *, vocab_size: int, backend: Backend) -> Engine:

@@ -1,0 +1,88 @@
+"""Checkpoint folders of a run: which are complete, how one becomes complete, which are kept. No torch.
+
+A save writes into `tmp-iter_0000100`; renaming it to `iter_0000100` is the commit. A rename is atomic, so whatever
+kills the run, every folder named `iter_*` is whole and the newest one is where the run resumes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megavlm.errors import UserError
+
+_COMPLETE = re.compile(r"iter_(\d{7,})")
+
+
+def folder_for(root: Path, iteration: int) -> Path:
+    return root / f"iter_{iteration:07d}"
+
+
+def temporary_for(root: Path, iteration: int) -> Path:
+    return root / f"tmp-iter_{iteration:07d}"
+
+
+def complete(root: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints as (iteration, folder), oldest first."""
+    if not root.is_dir():
+        return []
+    found = ((_COMPLETE.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def newest(root: Path) -> Path | None:
+    """The checkpoint to resume from, if there is any."""
+    folders = complete(root)
+    return folders[-1][1] if folders else None
+
+
+def resolve(path: Path) -> Path:
+    """A checkpoint folder from what a user may name: the folder itself, a run, or its `checkpoints/`."""
+    if _COMPLETE.fullmatch(path.name) and path.is_dir():
+        return path
+    found = newest(path / "checkpoints") or newest(path)
+    if found is None:
+        raise UserError(f"--load {path} holds no complete checkpoint: give a run folder or one of its iter_* folders")
+    return found
+
+
+def prepare(root: Path, iteration: int) -> Path:
+    """An empty folder to write a checkpoint into."""
+    temporary = temporary_for(root, iteration)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def commit(root: Path, iteration: int) -> Path:
+    """Make a written checkpoint count: flush its files, then rename it."""
+    temporary, final = temporary_for(root, iteration), folder_for(root, iteration)
+    for path in [*temporary.rglob("*"), temporary]:
+        _flush(path)
+    if final.exists():  # the same iteration again, after resuming from an older checkpoint by hand
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _flush(root)
+    return final
+
+
+def retain(root: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints (0: none is deleted), and what unfinished saves left behind."""
+    for _, path in complete(root)[:-keep] if keep else []:
+        # Renamed first: a kill in the middle of deleting must not leave half a folder that looks complete.
+        doomed = path.with_name(f"tmp-{path.name}")
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    for leftover in root.glob("tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

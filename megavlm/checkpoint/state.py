@@ -1,0 +1,184 @@
+"""Save and load a whole run in megatron-core's distributed checkpoint format, at any layout.
+
+What is saved: parameters and optimizer moments as sharded tensors under global names (they reshard), the common
+state once (iteration, data position, schedule position, the model and layout they belong to), and each rank's
+random states (restored only on the same layout: another one has other ranks).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megavlm.checkpoint import folders, safety
+from megavlm.config.schema import Config
+from megavlm.errors import UserError
+from megavlm.model.vlm import VLMChunk
+from megavlm.parallel.groups import Groups
+from megavlm.planner.plan import Plan
+
+FORMAT = 1
+# Moments in the shape of their parameters, so that TP, PP and DP may all change.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+SUMMARY = "megavlm.json"  # in every checkpoint: what it is, readable without torch
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint holds of this rank: its chunks and their optimizer."""
+
+    chunks: Sequence[VLMChunk]
+    optimizer: Any
+    groups: Groups
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: all the state that is neither a tensor nor random."""
+
+    iteration: int
+    loader: dict[str, int]
+
+
+def save(trained: Trained, position: Position, *, config: Config, plan: Plan, root: Path, keep: int) -> Path:
+    """Write and commit a checkpoint; every rank calls it. Returns its folder."""
+    temporary = folders.temporary_for(root, position.iteration)
+    if dist.get_rank() == 0:
+        folders.prepare(root, position.iteration)
+    dist.barrier()
+    state = _sharded_state(trained, loading=False)
+    state["position"] = asdict(position)
+    with _quiet():
+        dist_checkpointing.save(state, str(temporary), content_metadata=dict(_METADATA))
+    if dist.get_rank() == 0:
+        summary = _summary(config, plan, position)
+        (temporary / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+        folders.commit(root, position.iteration)
+        folders.retain(root, keep)
+    dist.barrier()
+    return folders.folder_for(root, position.iteration)
+
+
+def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Position:
+    """Restore a checkpoint of any layout into this one. Raises UserError where it belongs to another model."""
+    summary = read_summary(folder)
+    check_fits(summary, config, folder)
+    safety.check_metadata(folder)
+    same_layout = summary["plan"] == plan.to_json()
+    state = _sharded_state(trained, loading=True)
+    if not same_layout:
+        del state["random"]
+    with _quiet():
+        loaded = dist_checkpointing.load(state, str(folder))
+    for index, chunk in enumerate(trained.chunks):
+        chunk.load_state_dict(loaded[f"chunk{index}"])
+    trained.optimizer.load_state_dict(loaded["optimizer"])
+    position = Position(**loaded["position"])
+    if same_layout:
+        _set_random_state(loaded["random"])
+    return position
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    try:
+        summary = json.loads((folder / SUMMARY).read_text())
+        if summary["format"] != FORMAT:
+            raise UserError(f"{folder} has checkpoint format {summary['format']}; this megavlm reads {FORMAT}")
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder} is no megavlm checkpoint: its {SUMMARY} cannot be read ({error})") from error
+    return summary
+
+
+def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
+    """Refuse a checkpoint of another model, naming the first option that differs."""
+    expected = _jsonable(asdict(config.model))
+    for section, fields in expected.items():
+        saved = summary["model"].get(section)
+        pairs = fields.items() if isinstance(fields, dict) else [(section, fields)]
+        for name, value in pairs:
+            before = saved.get(name) if isinstance(fields, dict) and isinstance(saved, dict) else saved
+            if before != value and name not in _MAY_CHANGE:
+                option = f"{section}.{name}" if isinstance(fields, dict) else name
+                raise UserError(
+                    f"checkpoint {folder} was made with model.{option} = {before}, but this run has {value}: "
+                    "use the saved value, or another --run-dir to start anew"
+                )
+    if summary["use_distributed_optimizer"] != config.parallel.use_distributed_optimizer:
+        flag = "--use-distributed-optimizer" if summary["use_distributed_optimizer"] else "--no-use-distributed-optimizer"
+        raise UserError(f"checkpoint {folder} was made with {flag}: give the same option to resume it")
+    if sorted(summary["model"]["freeze"]) != sorted(config.model.freeze):
+        raise UserError(
+            f"checkpoint {folder} was made with --freeze {' '.join(summary['model']['freeze']) or '(nothing)'}: "
+            "its optimizer state belongs to those parameters; give the same --freeze"
+        )
+
+
+# They change how the run goes on, not what the saved tensors mean.
+_MAY_CHANGE = ("init_method_std", "attention_dropout", "hidden_dropout", "freeze")
+
+
+def _summary(config: Config, plan: Plan, position: Position) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "iteration": position.iteration,
+        "consumed_samples": position.loader.get("consumed_samples"),
+        "plan": plan.to_json(),
+        "model": _jsonable(asdict(config.model)),
+        "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+    }
+
+
+def _jsonable(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
+    metadata = {**_METADATA, "dp_cp_group": trained.groups.dp}
+    chunks = {
+        f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(trained.chunks)
+    }
+    optimizer = trained.optimizer.sharded_state_dict(
+        {key: value for chunk in chunks.values() for key, value in chunk.items()},
+        is_loading=loading,
+        metadata=metadata,
+    )
+    return {**chunks, "optimizer": optimizer, "random": _random_state()}
+
+
+def _random_state() -> ShardedObject:
+    """Generator states of this rank, as one of `world` objects."""
+    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _set_random_state(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    get_cuda_rng_tracker().set_states(states["tracker"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+class _quiet:
+    """megatron-core narrates saves through the root logger's levels; a person wants our one line."""
+
+    def __enter__(self) -> None:
+        logging.disable(logging.WARNING)
+
+    def __exit__(self, *_: Any) -> None:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,128 @@
+"""The composition root: config → dims → plan → groups → data → model chunks → schedule, optimizer → restore → sinks."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import megavlm
+from megavlm.backend import Backend
+from megavlm.checkpoint import folders, state
+from megavlm.config.load import to_yaml
+from megavlm.config.schema import Config
+from megavlm.data.loader import Loader
+from megavlm.data.source import Source, build_source
+from megavlm.metrics.progress import ProgressLine
+from megavlm.metrics.sinks import JsonlSink, Sink, TensorBoardSink
+from megavlm.parallel.groups import build_groups, start
+from megavlm.planner.layers import PATCH_EMBED
+from megavlm.planner.plan import Plan, dims_of, make_plan, table
+from megavlm.train.engine import Engine, build_engine
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that the loop needs, on this rank."""
+
+    config: Config
+    plan: Plan
+    backend: Backend
+    source: Source
+    loader: Loader
+    engine: Engine
+    first_iteration: int  # iterations already done
+    run_dir: Path
+    progress: ProgressLine | None  # on rank 0
+    sinks: Sequence[Sink]  # on rank 0; empty elsewhere
+
+
+def build(config: Config, backend: Backend) -> Run:
+    """Put a run together; raises UserError before anything is written when the configuration does not fit."""
+    start(backend.communication, timeout_minutes=config.parallel.distributed_timeout_minutes)
+    rank, run_dir = dist.get_rank(), Path(config.train.run_dir)
+    plan = make_plan(config, dims_of(config, world=dist.get_world_size()))
+    tied_owners = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
+    groups = build_groups(plan.dims, tied_owners=tied_owners, seed=config.train.seed)
+    if rank == 0:
+        _write_run_files(run_dir, config, plan, backend)
+        print(table(plan, config), flush=True)
+    dist.barrier()
+
+    source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
+    loader = Loader(
+        source,
+        dp_rank=groups.at.dp,
+        dp_size=plan.dims.dp,
+        micro_batch_size=config.train.micro_batch_size,
+        global_batch_size=config.train.global_batch_size,
+        seq_length=config.train.seq_length,
+        with_patches=plan.owner_of(PATCH_EMBED) == groups.at.pp,
+    )
+    engine = build_engine(config, plan, groups, vocab_size=source.vocab_size, backend=backend)
+    first_iteration = _restore(engine, loader, config, plan, run_dir)
+    progress, sinks = _outputs(config, run_dir, first_iteration) if rank == 0 else (None, [])
+    return Run(
+        config=config,
+        plan=plan,
+        backend=backend,
+        source=source,
+        loader=loader,
+        engine=engine,
+        first_iteration=first_iteration,
+        run_dir=run_dir,
+        progress=progress,
+        sinks=sinks,
+    )
+
+
+def _restore(engine: Engine, loader: Loader, config: Config, plan: Plan, run_dir: Path) -> int:
+    """Go on from the run's newest checkpoint, else from `--load`, else from the start. Returns iterations done."""
+    folder = folders.newest(run_dir / "checkpoints")
+    if folder is None and config.checkpoint.load is not None:
+        folder = folders.resolve(Path(config.checkpoint.load))
+    if folder is None:
+        return 0
+    position = state.load(engine.trained(), folder, config=config, plan=plan)
+    loader.load_state_dict(position.loader)
+    engine.scheduler.step(increment=position.iteration)
+    if dist.get_rank() == 0:
+        print(f"resumed from {folder} at iteration {position.iteration}", flush=True)
+    return position.iteration
+
+
+def _outputs(config: Config, run_dir: Path, first_iteration: int) -> tuple[ProgressLine, list[Sink]]:
+    progress = ProgressLine(config.train.train_iters, sys.stderr, log_interval=config.logging.log_interval)
+    sinks: list[Sink] = [progress, JsonlSink(run_dir / "metrics.jsonl", resume_iteration=first_iteration)]
+    if config.logging.tensorboard:
+        sinks.append(TensorBoardSink(run_dir / "tensorboard", purge_step=first_iteration + 1 if first_iteration else None))
+    return progress, sinks
+
+
+def _write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend) -> None:
+    """`config.yaml`, `plan.json` and `environment.json`: what ran, readable without us."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    (run_dir / "plan.json").write_text(plan.dumps())
+    environment = {
+        "megavlm": megavlm.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": version("megatron-core"),
+        "device": backend.name,
+        "communication": backend.communication,
+        "world": dist.get_world_size(),
+        "threads": torch.get_num_threads(),
+        "hostname": platform.node(),
+        "cpus": os.cpu_count(),
+        "command": sys.argv,
+    }
+    (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")

@@ -1,0 +1,97 @@
+"""Held-out questions: asked through the training pipeline, scored by exact match."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from megavlm.data.sample import Sample
+from megavlm.data.source import Source
+from megavlm.train.engine import Engine
+from megavlm.train.generate import generate
+
+
+class Question(Protocol):
+    """`sample` is the prompt; `answer` what should follow."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
+
+    @property
+    def sample(self) -> Sample: ...
+
+
+@runtime_checkable
+class Examiner(Source, Protocol):
+    """A source that also has held-out questions."""
+
+    max_answer_tokens: int
+
+    def questions(self, per_kind: int) -> Sequence[Any]: ...
+
+    def with_shuffled_images(self, questions: Sequence[Any]) -> Sequence[Any]: ...
+
+    def decode_answer(self, token_ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Questions with the answers that the model gave, with their own images and with shuffled ones."""
+
+    questions: Sequence[Any]
+    predictions: Sequence[str]
+    shuffled_questions: Sequence[Any]
+    shuffled_predictions: Sequence[str]
+
+
+def answer_all(engine: Engine, source: Examiner, questions: Sequence[Any], *, micro_batch_size: int) -> list[str]:
+    """The model's answer to each question, on every rank."""
+    tokens = generate(
+        engine,
+        source,
+        [question.sample for question in questions],
+        micro_batch_size=micro_batch_size,
+        max_new_tokens=source.max_answer_tokens,
+    )
+    return [source.decode_answer(ids) for ids in tokens]
+
+
+def exact_match(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+    """Share of exactly right answers per kind of question."""
+    hits: dict[str, list[bool]] = defaultdict(list)
+    for question, prediction in zip(questions, predictions, strict=True):
+        hits[question.kind].append(prediction == question.answer)
+    return {kind: sum(right) / len(right) for kind, right in hits.items()}
+
+
+def examine(engine: Engine, source: Examiner, *, per_kind: int, micro_batch_size: int) -> Examination:
+    """The final evaluation: every question twice, with its own image and with another question's."""
+    questions = source.questions(per_kind)
+    shuffled = source.with_shuffled_images(questions)
+    return Examination(
+        questions=questions,
+        predictions=answer_all(engine, source, questions, micro_batch_size=micro_batch_size),
+        shuffled_questions=shuffled,
+        shuffled_predictions=answer_all(engine, source, shuffled, micro_batch_size=micro_batch_size),
+    )
+
+
+def report(examination: Examination, run_dir: Path) -> str:
+    """Write RUN_DIR/evaluation.txt and RUN_DIR/examples.png; returns the table."""
+    from megavlm.train.demo_report import draw_examples, exact_match_table
+
+    table = exact_match_table(
+        examination.questions,
+        examination.predictions,
+        examination.shuffled_questions,
+        examination.shuffled_predictions,
+    )
+    (run_dir / "evaluation.txt").write_text(table + "\n")
+    draw_examples(examination.questions, examination.predictions, run_dir / "examples.png")
+    return table

@@ -1,0 +1,67 @@
+"""Greedy generation through the training pipeline: whole sequences again for each token, no key/value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megavlm.data.sample import Sample
+from megavlm.data.source import Source, batch_of
+from megavlm.parallel.groups import broadcast_from_last_stage
+from megavlm.train.engine import Engine
+
+
+def generate(
+    engine: Engine, source: Source, prompts: Sequence[Sample], *, micro_batch_size: int, max_new_tokens: int
+) -> list[list[int]]:
+    """The `max_new_tokens` most likely next tokens of each prompt, on every rank.
+
+    Data-parallel ranks take every D-th prompt; a rank's prompts are padded with repetitions to whole rounds of
+    micro-batches, as the interleaved schedule wants them.
+    """
+    groups = engine.groups
+    mine = list(prompts[groups.at.dp :: groups.dims.dp])
+    round_size = micro_batch_size * groups.dims.pp
+    work = [*mine, *[prompts[0]] * (-max(len(mine), 1) % round_size + (0 if mine else 1))]
+    answers: list[list[int]] = [[] for _ in work]
+    longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
+    seq_length = -(-longest // groups.dims.tp) * groups.dims.tp
+    engine.evaluating(True)
+    for _ in range(max_new_tokens):
+        extended = [_extend(prompt, answer) for prompt, answer in zip(work, answers, strict=True)]
+        batches = [
+            batch_of(source, extended[i : i + micro_batch_size], seq_length=seq_length, with_patches=True)
+            for i in range(0, len(extended), micro_batch_size)
+        ]
+        lengths = torch.tensor([len(sample.tokens) for sample in extended])
+        for answer, token in zip(answers, _next_tokens(engine, engine.schedule.logits(batches), lengths), strict=True):
+            answer.append(token)
+    engine.evaluating(False)
+    return _interleave(engine, answers[: len(mine)], total=len(prompts))
+
+
+def _extend(prompt: Sample, answer: Sequence[int]) -> Sample:
+    tokens = np.concatenate([prompt.tokens, np.asarray(answer, dtype=prompt.tokens.dtype)])
+    return replace(prompt, tokens=tokens, trained=np.zeros(len(tokens), dtype=np.bool_))
+
+
+def _next_tokens(engine: Engine, logits: Sequence[torch.Tensor], lengths: torch.Tensor) -> list[int]:
+    """Arg-max after the last token of each sequence, known to all pipeline stages."""
+    device = engine.schedule.backend.device
+    chosen = torch.zeros(len(lengths), dtype=torch.long, device=device)
+    if logits:
+        scores = torch.cat(list(logits))
+        chosen = scores[torch.arange(len(lengths), device=device), lengths.to(device) - 1].argmax(-1)
+    return broadcast_from_last_stage(chosen, engine.groups).tolist()
+
+
+def _interleave(engine: Engine, mine: list[list[int]], *, total: int) -> list[list[int]]:
+    """Undo the distribution over data-parallel ranks."""
+    degree = engine.groups.dims.dp
+    shares: list[list[list[int]]] = [[] for _ in range(degree)]
+    dist.all_gather_object(shares, mine, group=engine.groups.dp)
+    return [shares[i % degree][i // degree] for i in range(total)]

@@ -1,0 +1,63 @@
+"""Train a vision-language model: `torchrun --nproc-per-node 4 pretrain_vlm.py --recipe demo --tp 2 --pp 2`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from megavlm.config.cli import parse
+from megavlm.config.rules import check
+from megavlm.config.schema import Config
+from megavlm.errors import UserError
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse → check → build → fit. Nothing heavy is imported before the configuration is known to be right."""
+    config = parse(argv)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.train.dry_run:
+        return dry_run(config, world=world)
+    check(config, world=world)
+
+    from megavlm import backend
+    from megavlm.train.build import build
+    from megavlm.train.loop import fit
+
+    fit(build(config, backend.activate()))
+
+
+def dry_run(config: Config, *, world: int) -> None:
+    """Print the plan for this layout, for at least as many processes as it needs; touches no device."""
+    from megavlm.planner.plan import dims_of, make_plan, table
+
+    parallel = config.parallel
+    world = max(world, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    check(config, world=world)
+    print(table(make_plan(config, dims_of(config, world=world)), config))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Exit status: 0 done, 2 the user's configuration or data is wrong (said once, in one line)."""
+    try:
+        main(argv)
+    except UserError as error:
+        if _speaks():
+            print(f"pretrain_vlm.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _speaks() -> bool:
+    """Whether this rank says what is wrong: rank 0, or whoever asks the run's store first once there is one."""
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            return store.add("megavlm/user_error", 1) == 1
+    return os.environ.get("RANK", "0") == "0"
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
