@@ -68,7 +68,9 @@ class LanguageConfig:
     num_attention_heads: int = option(4, "Query heads.")
     num_query_groups: int | None = option(None, "Key/value heads (GQA); default: as many as query heads.")
     kv_channels: int | None = option(None, "Width of a head; default: hidden size / heads.")
-    vocab_size: int | None = option(None, "Vocabulary; default: the tokenizer's. Padded for TP without changing results.")
+    vocab_size: int | None = option(
+        None, "Vocabulary; default: the tokenizer's. Padded for TP without changing results."
+    )
     rotary_base: float = option(10000.0, "Base of the rotary positions.")
     norm_epsilon: float = option(1e-6, "Epsilon of the RMS norms.")
     add_qkv_bias: bool = option(False, "Biases of query, key and value (Qwen2).")
@@ -93,10 +95,14 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = option(1, "Processes that share each layer.", "--tp")
     pipeline_model_parallel_size: int = option(1, "Pipeline stages.", "--pp")
-    virtual_pipeline_model_parallel_size: int = option(1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp")
+    virtual_pipeline_model_parallel_size: int = option(
+        1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp"
+    )
     context_parallel_size: int = option(1, "Processes that share each sequence (only 1 so far).", "--cp")
     expert_model_parallel_size: int = option(1, "Processes that share the experts (only 1 so far).", "--ep")
-    sequence_parallel: bool | None = option(None, "Shard activations between TP regions; default: on where TP > 1.", "--sp")
+    sequence_parallel: bool | None = option(
+        None, "Shard activations between TP regions; default: on where TP > 1.", "--sp"
+    )
     pipeline_cuts: tuple[int, ...] | None = option(
         None, "Layer-list indices where chunks begin, PP·VPP−1 of them (--dry-run prints the list); default: even."
     )
@@ -143,7 +149,9 @@ class OptimizerConfig:
 class DataConfig:
     source: Literal["synthetic", "digits"] = option("synthetic", "Where samples come from.", "--data")
     images_per_sample: tuple[int, ...] = option((1,), "Synthetic: image counts, cycled over samples.")
-    image_sizes: tuple[int, ...] = option((), "Synthetic: image sides in pixels, cycled over images; default: the model's.")
+    image_sizes: tuple[int, ...] = option(
+        (), "Synthetic: image sides in pixels, cycled over images; default: the model's."
+    )
     imageless_share: float = option(0.0, "Synthetic: share of samples without any image.")
     imageless_samples: tuple[int, ...] = option((), "Synthetic: places in each global batch that have no image.")
     answer_share: float = option(0.5, "Synthetic: share of a sample's text that is trained on.")
