@@ -32,7 +32,7 @@ class AdamW(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient."""
         assert closure is None, "a closure would recompute the forward pass outside the pipeline schedule"
         for group in self.param_groups:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import queue
 import sys
 import types
 import warnings
@@ -42,7 +43,19 @@ _MODULES = (
     "megatron.core.transformer.moe.moe_layer",
     "megatron.core.extensions.transformer_engine",
 )
-_FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like")
+_FACTORIES = (
+    "arange",
+    "empty",
+    "empty_like",
+    "full",
+    "ones",
+    "ones_like",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
 
 
 def install() -> None:
@@ -61,6 +74,7 @@ def install() -> None:
     _patch_tensor_methods()
     _patch_rng()
     _patch_optimizer()
+    _patch_checkpoint_writer()
 
 
 class _CpuTorch(types.ModuleType):
@@ -141,7 +155,6 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int) or str(device).startswith("cuda")
 
 
-
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -167,7 +180,7 @@ def _without_compilation() -> Any:
         return function if function is not None else identity
 
     original = torch.compile
-    torch.compile = identity
+    torch.compile = identity  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -191,7 +204,7 @@ def _patch_rng() -> None:
     # megatron-core keeps a "CUDA" generator state beside the CPU's and swaps states in it. Its setter is a lazy
     # no-op without CUDA: dropout and recomputation would silently use wrong numbers. The "CUDA" state of a CPU run
     # is the default generator's.
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random.CudaRNGStatesTracker.fork = _fork
@@ -216,10 +229,17 @@ def _patch_optimizer() -> None:
     # Ours keeps `step` in the parameter group, as TE's and Apex's do, so megatron-core's path for those applies.
     from megavlm.backend.adamw import AdamW
 
-    optimizer = importlib.import_module("megatron.core.optimizer")
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
     optimizer.Adam = AdamW
     optimizer.USING_PYTORCH_OPTIMIZER = False
-    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     distributed.Adam = AdamW
     distributed.HAVE_APEX_OR_TE = True
     distributed.USING_APEX_OPTIMIZER = True
+
+
+def _patch_checkpoint_writer() -> None:
+    # The writer hands its results over through a manager process of its own, which imports torch again: seconds per
+    # rank at the first save. We save synchronously, so results never leave the process.
+    writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer._results_queue = queue.Queue()

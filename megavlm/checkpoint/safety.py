@@ -28,6 +28,7 @@ _ALLOWED = {
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     },
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
     "collections": {"OrderedDict", "defaultdict"},

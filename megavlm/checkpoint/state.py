@@ -117,7 +117,9 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
                     "use the saved value, or another --run-dir to start anew"
                 )
     if summary["use_distributed_optimizer"] != config.parallel.use_distributed_optimizer:
-        flag = "--use-distributed-optimizer" if summary["use_distributed_optimizer"] else "--no-use-distributed-optimizer"
+        flag = (
+            "--use-distributed-optimizer" if summary["use_distributed_optimizer"] else "--no-use-distributed-optimizer"
+        )
         raise UserError(f"checkpoint {folder} was made with {flag}: give the same option to resume it")
     if sorted(summary["model"]["freeze"]) != sorted(config.model.freeze):
         raise UserError(
@@ -148,8 +150,7 @@ def _jsonable(value: Any) -> Any:
 def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
     metadata = {**_METADATA, "dp_cp_group": trained.groups.dp}
     chunks = {
-        f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(trained.chunks)
+        f"chunk{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(trained.chunks)
     }
     optimizer = trained.optimizer.sharded_state_dict(
         {key: value for chunk in chunks.values() for key, value in chunk.items()},

@@ -7,6 +7,7 @@ Legend: B samples, S language positions per sample, N images, P patches of all i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in vars(self).items()
         }

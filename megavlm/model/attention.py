@@ -6,7 +6,7 @@ sequences. Legend: S positions, B samples, N local query heads, G local key/valu
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -52,13 +52,13 @@ class CoreAttention(nn.Module):
         if packed_seq_params is None:
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal=causal)
             return out.permute(2, 0, 1, 3).flatten(2)
-        outputs = [
-            self._attend_run(*(x[start : start + count * length] for x in (query, key, value)), count, causal=causal)
-            for start, count, length in _runs(packed_seq_params.cu_seqlens_q)
-        ]
+        outputs = []
+        for start, count, length in _runs(packed_seq_params.cu_seqlens_q):
+            span = slice(start, start + count * length)
+            outputs.append(self._attend_run(query[span], key[span], value[span], count=count, causal=causal))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _attend_run(self, query: Tensor, key: Tensor, value: Tensor, count: int, *, causal: bool) -> Tensor:
+    def _attend_run(self, query: Tensor, key: Tensor, value: Tensor, *, count: int, causal: bool) -> Tensor:
         """`count` sequences of equal length, one after the other: [count·L, 1, heads, D] → [count·L, 1, N·D]."""
         batched = (x.view(count, -1, *x.shape[2:]).transpose(1, 2) for x in (query, key, value))
         out = self._attend(*batched, causal=causal)
@@ -80,7 +80,7 @@ class CoreAttention(nn.Module):
 def _runs(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
     """(start, sequences, length) of each run of equally long sequences, so that a run is one batched call."""
     bounds = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    lengths = [end - start for start, end in pairwise(bounds)]
     runs, start = [], 0
     for length, group in groupby(lengths):
         count = len(list(group))

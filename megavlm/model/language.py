@@ -55,9 +55,7 @@ class Embedding(MegatronModule):
 class Output(MegatronModule):
     """Logits and their cross entropy: [S(/TP), B, H] → loss [B, S], or logits [B, S, W]."""
 
-    def __init__(
-        self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups, own_weight: bool
-    ) -> None:
+    def __init__(self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups, own_weight: bool) -> None:
         super().__init__(config=layer_config)
         self.vocab_size = vocab_size
         self.tp_group = groups.tp

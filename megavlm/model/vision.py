@@ -6,7 +6,7 @@ Legend: N images, C class tokens per image (0 or 1), V vision tokens = Σ (C + r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -53,10 +53,7 @@ class VisionLayout:
     def patch_index(self, device: torch.device) -> Tensor:
         """[P] int64: which vision tokens are patches, in patch order."""
         starts = [0, *accumulate(self.lengths)]
-        spans = [
-            torch.arange(start + self.class_tokens, end, device=device)
-            for start, end in zip(starts, starts[1:], strict=False)
-        ]
+        spans = [torch.arange(start + self.class_tokens, end, device=device) for start, end in pairwise(starts)]
         return torch.cat(spans)
 
     def coordinates(self, device: torch.device) -> Tensor:

@@ -70,7 +70,9 @@ class VLMChunk(MegatronModule):
             part.requires_grad_(module_of(name) not in config.model.freeze)
             self.parts[name] = part
             _attach(self, name, part)
-        self.has_tied_copy = config.model.language.tie_embeddings and (EMBEDDING in self.names) != (OUTPUT in self.names)
+        self.has_tied_copy = config.model.language.tie_embeddings and (EMBEDDING in self.names) != (
+            OUTPUT in self.names
+        )
         if self.has_tied_copy:
             _mark_tied_copy(self.parts)
 
@@ -137,7 +139,7 @@ class VLMChunk(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Parameters under their global names, with how each is sharded: read by checkpoints, initialisation, import."""
+        """Parameters by global name, with how each is sharded: read by checkpoints and initialisation."""
         metadata = {**(metadata or {}), "dp_cp_group": self.groups.dp}
         state: dict[str, Any] = {}
         for name, part in self.parts.items():
@@ -146,7 +148,7 @@ class VLMChunk(MegatronModule):
         if self.has_tied_copy and OUTPUT in self.names:
             key = f"{prefix}{OUTPUT}.linear.weight"
             state[key] = make_tp_sharded_tensor_for_checkpoint(
-                self.parts[OUTPUT].linear.weight,  # type: ignore[union-attr,arg-type]
+                self.parts[OUTPUT].linear.weight,  # type: ignore[union-attr]
                 f"{prefix}{TIED_KEY}",
                 replica_id=(1, 0, self.groups.at.dp),
                 allow_shape_mismatch=True,
@@ -201,9 +203,7 @@ class _Builder:
             return specs.language_layer(self.config, self.language, groups, int(name.removeprefix(LANGUAGE_LAYER)))
         if name == PATCH_EMBED:
             parallel = sequence_parallel(self.config)
-            return PatchEmbed(
-                model.vision, dtype=self.vision.params_dtype, groups=groups, sequence_parallel=parallel
-            )
+            return PatchEmbed(model.vision, dtype=self.vision.params_dtype, groups=groups, sequence_parallel=parallel)
         if name == VISION_NORM:
             used = model.vision.post_norm and model.vision.feature_layer == -1
             return Norm(self.vision, model.vision.hidden_size, model.vision.norm_epsilon) if used else nn.Identity()

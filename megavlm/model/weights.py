@@ -80,4 +80,3 @@ def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:
     digest = hashlib.sha256(f"{config.train.seed}:{key}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
     return torch.empty(shape).normal_(0.0, std, generator=generator)
-

@@ -81,7 +81,6 @@ def destroy_groups() -> None:
     parallel_state.destroy_model_parallel()
 
 
-
 def broadcast_from_last_stage(tensor: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Give every pipeline stage what the last one holds, in place."""
     if groups.dims.pp > 1:

@@ -38,7 +38,11 @@ class Plan:
         return any(module_of(name) not in freeze for names in self.chunks[:chunk] for name in names)
 
     def to_json(self) -> dict[str, Any]:
-        return {"dims": asdict(self.dims), "placement": self.placement, "chunks": [list(names) for names in self.chunks]}
+        return {
+            "dims": asdict(self.dims),
+            "placement": self.placement,
+            "chunks": [list(names) for names in self.chunks],
+        }
 
     def dumps(self) -> str:
         return json.dumps(self.to_json(), indent=2) + "\n"
@@ -138,9 +142,10 @@ def table(plan: Plan, config: Config) -> str:
             (str(index), str(plan.dims.owner_of(index)), span, f"{sum(c.parameters for c in costs):,}", f"{share:.0%}")
         )
         start += len(chunk)
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ["{:>{}}", "{:>{}}", "{:<{}}", "{:>{}}", "{:>{}}"]
     lines = [
-        f"{row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]:>{widths[4]}}"
+        "  ".join(align.format(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True))
         for row in rows
     ]
     degrees = f"TP {plan.dims.tp} × PP {plan.dims.pp} × VPP {plan.dims.vpp} × DP {plan.dims.dp}"

@@ -103,7 +103,9 @@ def _outputs(config: Config, run_dir: Path, first_iteration: int) -> tuple[Progr
     progress = ProgressLine(config.train.train_iters, sys.stderr, log_interval=config.logging.log_interval)
     sinks: list[Sink] = [progress, JsonlSink(run_dir / "metrics.jsonl", resume_iteration=first_iteration)]
     if config.logging.tensorboard:
-        sinks.append(TensorBoardSink(run_dir / "tensorboard", purge_step=first_iteration + 1 if first_iteration else None))
+        sinks.append(
+            TensorBoardSink(run_dir / "tensorboard", purge_step=first_iteration + 1 if first_iteration else None)
+        )
     return progress, sinks
 
 

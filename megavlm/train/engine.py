@@ -109,4 +109,3 @@ def _connect(pipeline: Any, config: Config, chunks: Sequence[Any], optimizer: An
         pipeline.no_sync_func = chunks[0].no_sync if single else [chunk.no_sync for chunk in chunks]
     if config.parallel.overlap_param_gather and not single:
         pipeline.param_sync_func = [chunk.start_param_sync for chunk in chunks]
-
