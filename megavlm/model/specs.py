@@ -146,14 +146,19 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
     elif vision.qk_norm == "full":
         params = {"real_heads": vision.num_attention_heads, "tp_group": groups.tp}
         qk_norm = ModuleSpec(module=FullRMSNorm, params=params)
-    submodules = _submodules(AttnMaskType.no_mask, qk_norm=qk_norm, branch=branch)
+    submodules = _submodules(AttnMaskType.no_mask, qk_norm=qk_norm, branch=branch, qkv_bias=vision.add_qkv_bias)
     return _layer(layer_config, submodules, groups, number)
 
 
 def language_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
     """Language layer `number` (from 0): causal."""
     qk_norm = HeadRMSNorm if config.model.language.qk_norm else None
-    submodules = _submodules(AttnMaskType.causal, qk_norm=qk_norm, branch=get_bias_dropout_add)
+    submodules = _submodules(
+        AttnMaskType.causal,
+        qk_norm=qk_norm,
+        branch=get_bias_dropout_add,
+        qkv_bias=config.model.language.add_qkv_bias,
+    )
     return _layer(layer_config, submodules, groups, number)
 
 
@@ -164,9 +169,9 @@ def _layer(
     return TransformerLayer(layer_config, submodules, layer_number=number + 1, pg_collection=groups.collection)
 
 
-def _submodules(mask: AttnMaskType, *, qk_norm: Any, branch: Any) -> TransformerLayerSubmodules:
+def _submodules(mask: AttnMaskType, *, qk_norm: Any, branch: Any, qkv_bias: bool) -> TransformerLayerSubmodules:
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
+        linear_qkv=partial(_qkv_linear, qkv_bias=qkv_bias),
         core_attention=CoreAttention,
         linear_proj=RowParallelLinear,
         q_layernorm=qk_norm,
@@ -181,6 +186,14 @@ def _submodules(mask: AttnMaskType, *, qk_norm: Any, branch: Any) -> Transformer
         mlp=ModuleSpec(module=MLP, submodules=mlp),
         mlp_bda=branch,
     )
+
+
+def _qkv_linear(*args: Any, qkv_bias: bool, bias: bool, **kwargs: Any) -> ColumnParallelLinear:
+    """The fused projection, with a bias only where our configuration says so.
+
+    megatron-core gives it one wherever any other linear layer has one; InternViT-6B has none here alone.
+    """
+    return ColumnParallelLinear(*args, bias=qkv_bias, **kwargs)
 
 
 class LayerScale(nn.Module):

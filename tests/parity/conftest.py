@@ -1,0 +1,26 @@
+"""One process as a world of its own, with megatron-core on CPU, for every parity test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megavlm.backend import activate
+
+BACKEND = activate()  # before any test module imports megatron-core
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[Any]:
+    """The backend and the groups of a world of one."""
+    from megavlm.parallel.dims import Dims
+    from megavlm.parallel.groups import build_groups, destroy_groups, start
+    from tests.parity.harness import Single
+
+    start(BACKEND.communication, timeout_minutes=1)
+    yield Single(BACKEND, build_groups(Dims(tp=1, pp=1, vpp=1, dp=1), tied_owners=(0, 0), seed=1))
+    destroy_groups()
+    dist.destroy_process_group()
