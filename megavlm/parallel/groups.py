@@ -21,7 +21,7 @@ class Groups:
     dims: Dims
     at: Coordinates
     collection: ProcessGroupCollection
-    tied: dist.ProcessGroup | None  # ranks that hold a copy of tied embeddings; None where this one holds none
+    tied: dist.ProcessGroup | None  # where tied embeddings lie on two stages: the two ranks that hold a copy
 
     @property
     def tp(self) -> dist.ProcessGroup:
@@ -52,33 +52,43 @@ def start(communication: str, *, timeout_minutes: float) -> None:
         dist.init_process_group(communication, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
 
 
-def build_groups(dims: Dims, *, tied_owners: tuple[int, ...], seed: int) -> Groups:
+def build_groups(dims: Dims, *, tied_owners: tuple[int, ...], seed: int, timeout_minutes: float) -> Groups:
     """Make every group of a layout, and the dropout generators that go with it.
 
     Args:
         tied_owners: pipeline ranks that hold tied embeddings (first language stage and last stage); may be one.
+        timeout_minutes: collectives that take longer end the run.
         seed: dropout seed; pipeline stages and data-parallel ranks draw different numbers.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=dims.tp,
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
-        get_embedding_ranks=lambda ranks, split=None: [ranks[owner] for owner in sorted(set(tied_owners)) or [0]],
+        distributed_timeout_minutes=timeout_minutes,  # type: ignore[arg-type]
+        # Tied embeddings are ours to synchronise: megatron-core only knows copies on the first and last stage.
+        get_embedding_ranks=lambda ranks, split=None: ranks[:1],
         create_gloo_process_groups=False,
     )
     at = dims.coordinates(dist.get_rank())
-    tied = parallel_state.get_embedding_group(check_initialized=False) if at.pp in tied_owners else None
-    collection = ProcessGroupCollection.use_mpu_process_groups()
-    # Tied embeddings are ours to synchronise: megatron-core only knows copies on the first and last stage.
-    collection.embd = None
-    collection.pos_embd = None
     model_parallel_cuda_manual_seed(seed + 100 * at.pp + 10_000 * at.dp, force_reset_rng=True)
+    tied = _tied_group(dims, sorted(set(tied_owners)), timeout=timedelta(minutes=timeout_minutes))
+    collection = ProcessGroupCollection.use_mpu_process_groups()
     return Groups(dims=dims, at=at, collection=collection, tied=tied)
+
+
+def _tied_group(dims: Dims, owners: list[int], *, timeout: timedelta) -> dist.ProcessGroup | None:
+    """This rank's group of tied copies, if they lie on two stages. Every rank makes every group, as torch wants it."""
+    if len(owners) < 2:
+        return None
+    columns = [[column + owner * dims.tp * dims.dp for owner in owners] for column in range(dims.tp * dims.dp)]
+    made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in columns]
+    return next((group for ranks, group in made if dist.get_rank() in ranks), None)
 
 
 def destroy_groups() -> None:
     """Forget a layout, so that the same processes can build another one."""
-    parallel_state.destroy_model_parallel()
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
 
 
 def broadcast_from_last_stage(tensor: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -22,8 +22,6 @@ def sum_tied_gradients(chunks: Sequence[Any], groups: Groups) -> None:
     this point. megatron-core gives shared embeddings a bucket of their own, so copies are sharded alike and the sum
     of equal shards is right.
     """
-    if groups.tied is None:
-        return
     copies: list[Tensor] = [
         param.main_grad
         for chunk in chunks
@@ -35,7 +33,7 @@ def sum_tied_gradients(chunks: Sequence[Any], groups: Groups) -> None:
     total = copies[0]
     for other in copies[1:]:
         total += other
-    if groups.tied.size() > 1:
+    if groups.tied is not None:
         dist.all_reduce(total, group=groups.tied)
     for other in copies[1:]:
         other.copy_(total)

@@ -51,7 +51,8 @@ def build(config: Config, backend: Backend) -> Run:
     rank, run_dir = dist.get_rank(), Path(config.train.run_dir)
     plan = make_plan(config, dims_of(config, world=dist.get_world_size()))
     tied_owners = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
-    groups = build_groups(plan.dims, tied_owners=tied_owners, seed=config.train.seed)
+    timeout = config.parallel.distributed_timeout_minutes
+    groups = build_groups(plan.dims, tied_owners=tied_owners, seed=config.train.seed, timeout_minutes=timeout)
     if rank == 0:
         _write_run_files(run_dir, config, plan, backend)
         print(table(plan, config), flush=True)

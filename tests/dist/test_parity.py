@@ -1,0 +1,130 @@
+"""Any layout, same numbers: 20 steps of one model on every layout against one process.
+
+The tolerance is 1e-5 relative on loss and gradient norm. fp32 sums of a few thousand terms in another order differ
+by about 1e-7; AdamW's normalised updates carry such differences along without amplifying them much in 20 steps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.pool import Pools
+from tests.dist.training import SMALL, assert_same_curve, metrics, train
+
+# What the model is and which samples it sees; each is compared with its own run on one process.
+MODELS = {
+    "plain": "",
+    "rich": "--language-tie-embeddings --language-num-query-groups 2 --language-qk-norm --language-add-qkv-bias "
+    "--vision-class-token --vision-pre-norm --vision-normalization RMSNorm --vision-activation swiglu "
+    "--vision-position-embedding rope2d --vision-qk-norm head --vision-layer-scale --vision-feature-layer -2",
+    "frozen-vision": "--freeze vision",
+    "frozen-vision-projector": "--freeze vision projector --language-tie-embeddings",
+    "frozen-language": "--freeze language --vision-qk-norm full",
+    # The first sample of each global batch has images, the others none: with DP 2 and micro-batches of one, rank 1
+    # never sees an image, and most micro-batches of rank 0 are text only.
+    "one-image-rank": "--imageless-samples 1 2 3 --images-per-sample 1",
+    "no-image": "--images-per-sample 0",
+    "padded-heads": "--vision-num-attention-heads 3 --vision-hidden-size 36 --language-vocab-size 101",
+    "shared-kv": "--language-num-query-groups 1",
+    "recompute": "--recompute-granularity full",
+    "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
+}
+
+LAYOUTS = {
+    "tp2": (2, "--tp 2"),
+    "tp4": (4, "--tp 4"),
+    "pp2": (2, "--pp 2"),
+    "pp4": (4, "--pp 4"),
+    "pp2-vpp2": (2, "--pp 2 --vpp 2"),
+    "pp4-vpp2": (4, "--pp 4 --vpp 2"),
+    "tp2-pp2": (4, "--tp 2 --pp 2"),
+    "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2"),
+    "dp2": (2, ""),
+    "tp2-dp2": (4, "--tp 2"),
+    "pp2-vpp2-dp2": (4, "--pp 2 --vpp 2"),
+    "tp2-pp2-dp2": (8, "--tp 2 --pp 2"),
+}
+
+OPTIONS = {
+    "": "",
+    "no-zero": "--no-use-distributed-optimizer",
+    "no-sp": "--no-sequence-parallel",
+    "overlap": "--overlap-grad-reduce --overlap-param-gather",
+    "mbs2": "--micro-batch-size 2",
+    # patch_embed | vision 0-1 | vision 2-4, norm, projector, embedding, language 0 | the rest: cuts inside the tower,
+    # and a chunk with vision and language layers.
+    "cuts4": "--pipeline-cuts 1 3 10",
+    # language.layers.0 and its embedding in one chunk of the last rank, the output in another
+    "cuts-late-embedding": "--pipeline-cuts 2 8 12",
+}
+
+# Every layout, model and option at least once; `slow` runs the whole product of layouts and models.
+FAST = [
+    ("tp2", "plain", ""),
+    ("tp2", "padded-heads", "no-sp"),
+    ("tp2", "frozen-language", ""),
+    ("tp4", "shared-kv", "no-zero"),
+    ("pp2", "frozen-vision", ""),
+    ("pp2", "one-image-rank", ""),
+    ("pp4", "rich", ""),
+    ("pp4", "plain", "cuts4"),
+    ("pp2-vpp2", "rich", "cuts-late-embedding"),
+    ("pp2-vpp2", "frozen-vision-projector", ""),
+    ("pp4-vpp2", "plain", "no-zero"),
+    ("tp2-pp2", "rich", ""),
+    ("tp2-pp2", "recompute", ""),
+    ("tp2-pp2", "learning-rates", "mbs2"),
+    ("tp2-pp2-vpp2", "frozen-vision", "cuts4"),
+    ("dp2", "plain", "overlap"),
+    ("dp2", "one-image-rank", ""),
+    ("dp2", "no-image", "no-zero"),
+    ("tp2-dp2", "rich", ""),
+    ("pp2-vpp2-dp2", "one-image-rank", "overlap"),
+]
+SLOW = [
+    *[(layout, model, "") for layout in LAYOUTS for model in MODELS],
+    *[(layout, "rich", "no-zero") for layout in LAYOUTS],
+    *[("tp2-pp2-dp2", model, "overlap") for model in MODELS],
+]
+
+
+@pytest.fixture(scope="session")
+def one_process(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
+    """Curve of a model on one process, computed once."""
+    curves = {}
+
+    def curve(model: str):
+        if model not in curves:
+            run_dir = str(tmp_path_factory.mktemp("one"))
+            pools(1).run(train, [*SMALL, "--no-save", *MODELS[model].split()], run_dir)
+            curves[model] = metrics(run_dir)
+        return curves[model]
+
+    return curve
+
+
+def check_case(pools: Pools, one_process, tmp_path: Path, layout: str, model: str, option: str) -> None:
+    world, flags = LAYOUTS[layout]
+    argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.split(), *OPTIONS[option].split()]
+    pools(world).run(train, argv, str(tmp_path))
+    assert_same_curve(metrics(tmp_path), one_process(model))
+
+
+@pytest.mark.parametrize(("layout", "model", "option"), FAST)
+def test_layout_gives_the_numbers_of_one_process(pools, one_process, tmp_path, layout, model, option):
+    check_case(pools, one_process, tmp_path, layout, model, option)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "model", "option"), [case for case in SLOW if case not in FAST])
+def test_every_layout_gives_the_numbers_of_one_process(pools, one_process, tmp_path, layout, model, option):
+    check_case(pools, one_process, tmp_path, layout, model, option)
+
+
+def test_every_name_is_in_the_fast_set():
+    layouts, models, options = (set(names) for names in zip(*FAST, strict=True))
+    assert layouts == set(LAYOUTS) - {"tp2-pp2-dp2"}  # eight processes are for `make test-all`
+    assert models == set(MODELS)
+    assert options == set(OPTIONS)

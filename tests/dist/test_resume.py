@@ -1,0 +1,120 @@
+"""Stopping and going on changes nothing: bit for bit on the same layout, within fp32 sums on another one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megavlm.checkpoint import folders
+from tests.dist.pool import Pools
+from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+
+ROOT = Path(__file__).parents[2]
+
+# Dropout on: the random state must be restored too, for the same layout to go on bit for bit.
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1".split()
+MODEL = "--language-tie-embeddings --language-num-query-groups 2 --vision-num-attention-heads 3 --vision-hidden-size 36"
+HALF = "--train-iters 10 --lr-decay-iters 20".split()
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(4, "--tp 2 --pp 2 --recompute-granularity full"), (2, "--no-use-distributed-optimizer"), (4, "--pp 2 --vpp 2")],
+)
+def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, layout: str):
+    argv = [*SMALL, *DROPOUT, *layout.split()]
+    pools(world).run(train, argv, str(tmp_path / "whole"))
+    pools(world).run(train, [*argv, *HALF], str(tmp_path / "halves"))
+    pools(world).run(train, argv, str(tmp_path / "halves"))
+    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+
+
+@pytest.fixture(scope="module")
+def half_of_tp2_pp2(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 10 iterations on TP2·PP2."""
+    run_dir = tmp_path_factory.mktemp("half")
+    pools(4).run(train, [*SMALL, *MODEL.split(), *HALF, *"--tp 2 --pp 2".split()], str(run_dir))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def whole_on_one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole")
+    pools(1).run(train, [*SMALL, *MODEL.split(), "--no-save"], str(run_dir))
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(4, "--pp 4"), (4, "--tp 4"), (2, "--pp 2 --vpp 2"), (2, ""), (1, ""), (4, "--tp 2")],
+)
+def test_checkpoint_resumes_on_any_layout(
+    pools: Pools, half_of_tp2_pp2: Path, whole_on_one: Path, tmp_path: Path, world: int, layout: str
+):
+    run_dir = tmp_path / "run"
+    shutil.copytree(half_of_tp2_pp2, run_dir)
+    pools(world).run(train, [*SMALL, *MODEL.split(), *layout.split()], str(run_dir))
+    assert_same_curve(metrics(run_dir), metrics(whole_on_one))
+
+
+def test_load_starts_from_another_run(pools: Pools, half_of_tp2_pp2: Path, whole_on_one: Path, tmp_path: Path):
+    argv = [*SMALL, *MODEL.split(), "--load", str(half_of_tp2_pp2), "--pp", "2"]
+    pools(2).run(train, argv, str(tmp_path))
+    assert_same_curve(metrics(tmp_path), metrics(whole_on_one)[10:])
+
+
+def start_program(run_dir: Path) -> subprocess.Popen[bytes]:
+    argv = [*SMALL, *"--save-interval 2 --keep-checkpoints 0 --vision-num-layers 1 --language-num-layers 1".split()]
+    return subprocess.Popen(
+        [sys.executable, "pretrain_vlm.py", *argv, "--run-dir", str(run_dir)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def kill_once(process: subprocess.Popen[bytes], condition, *, within: float = 120) -> None:
+    """kill -9 the program and its children as soon as the condition holds."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert process.poll() is None, f"ended before it could be killed: {process.stderr.read().decode()}"
+        assert time.monotonic() < deadline, "never got that far"
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_killed_at_any_moment_resumes_from_the_newest_complete_checkpoint(tmp_path: Path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    checkpoints = killed / "checkpoints"
+    assert start_program(whole).wait(timeout=300) == 0
+
+    kill_once(start_program(killed), lambda: folders.temporary_for(checkpoints, 4).exists())  # inside a save
+    survivors = [iteration for iteration, _ in folders.complete(checkpoints)]
+    assert survivors in ([2], [2, 4])
+    kill_once(start_program(killed), lambda: len(folders.complete(checkpoints)) >= 4)  # between two saves
+    assert start_program(killed).wait(timeout=300) == 0
+
+    assert without_wall_time(metrics(killed)) == without_wall_time(metrics(whole))
+    assert not list(checkpoints.glob("tmp-*"))
+
+
+def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
+    process = start_program(tmp_path)
+    metrics_file = tmp_path / "metrics.jsonl"
+    while not (metrics_file.exists() and metrics_file.read_bytes().count(b"\n") >= 3):
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.002)
+    process.terminate()
+    assert process.wait(timeout=120) == 0
+    done = len(metrics(tmp_path))
+    assert done < 20
+    assert folders.newest(tmp_path / "checkpoints") == folders.folder_for(tmp_path / "checkpoints", done)

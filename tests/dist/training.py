@@ -1,0 +1,67 @@
+"""The training program as cases run it: same parser, rules, builder and loop as `pretrain_vlm.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Uneven on purpose: vision 5 layers, language 7, odd widths, images of none, one, two and two sizes.
+SMALL = (
+    "--train-iters 20 --global-batch-size 4 --micro-batch-size 1 --seq-length 32 --no-tensorboard "
+    "--vision-num-layers 5 --vision-hidden-size 32 --vision-ffn-hidden-size 48 --vision-num-attention-heads 4 "
+    "--vision-image-size 16 --vision-patch-size 4 --projector-pixel-shuffle 2 "
+    "--language-num-layers 7 --language-hidden-size 48 --language-ffn-hidden-size 64 "
+    "--language-num-attention-heads 4 --language-num-query-groups 4 --language-vocab-size 97 "
+    "--images-per-sample 1 0 2 1 --image-sizes 16 24 --lr 1e-3 --lr-warmup-iters 3"
+).split()
+
+WALL_TIME = {"step_time_s", "data_time_s", "tokens_per_second", "model_tflops_per_device", "mfu"}
+
+
+def train(argv: Sequence[str], run_dir: str) -> None:
+    """One run of the program on this process's world, in place of whatever layout ran before."""
+    import torch.distributed as dist
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.config.rules import check
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.loop import fit
+
+    config = parse([*argv, "--run-dir", run_dir])
+    check(config, world=dist.get_world_size())
+    destroy_groups()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        fit(build(config, backend.activate()))
+
+
+def metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_curve(
+    actual: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], *, tolerance: float = 1e-5
+) -> None:
+    """Loss and gradient norm of every iteration agree within a relative tolerance; counts agree exactly."""
+    assert [record["iteration"] for record in actual] == [record["iteration"] for record in expected]
+    assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in actual)
+    for name in ("tokens", "trained_tokens", "images", "image_tokens", "learning_rate"):
+        assert [record[name] for record in actual] == [record[name] for record in expected], name
+    worst = max(
+        (abs(a[name] - e[name]) / abs(e[name]), name, a["iteration"])
+        for a, e in zip(actual, expected, strict=True)
+        for name in ("loss", "grad_norm")
+    )
+    assert worst[0] <= tolerance, f"{worst[1]} of iteration {worst[2]} is off by {worst[0]:.2e} (relative)"
+
+
+def without_wall_time(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must be bit-identical when a run is repeated."""
+    return [{name: value for name, value in record.items() if name not in WALL_TIME} for record in records]
