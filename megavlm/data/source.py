@@ -8,6 +8,7 @@ from typing import Protocol
 
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
+from megavlm.data.digits import DigitsSource
 from megavlm.data.sample import Sample, collate
 from megavlm.data.synthetic import SyntheticSource
 
@@ -39,11 +40,15 @@ class Source(Protocol):
     def sample(self, index: int) -> Sample: ...
 
 
-def build_source(config: Config, *, run_dir: Path, rank: int = 0, barrier: Callable[[], None] = lambda: None) -> Source:
+def build_source(
+    config: Config, *, run_dir: Path, rank: int = 0, barrier: Callable[[], None] = lambda: None
+) -> SyntheticSource | DigitsSource:
     """The source that `--data` names.
 
     Rank 0 writes what the source stores in `run_dir` (the tokenizer); the others call `barrier` to wait for it.
     """
+    if config.data.source == "digits":
+        return DigitsSource.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
     return SyntheticSource(config)
 
 

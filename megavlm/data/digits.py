@@ -1,0 +1,137 @@
+"""Questions about handwritten digits, in words: the demo's source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.config.schema import Config
+from megavlm.data.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
+from megavlm.data.images import features_of, grid_of
+from megavlm.data.randomness import generator
+from megavlm.data.sample import Image, Sample
+from megavlm.data.tokenizer import Tokenizer, ensure_tokenizer
+from megavlm.errors import UserError
+
+_VOCABULARY = 160  # enough for every word of the captions to be one piece
+_TOKENIZER_TEXTS = 2000
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A held-out question. `sample` is the prompt alone: up to and including the token before the answer."""
+
+    kind: str
+    text: str
+    answer: str
+    sample: Sample
+    canvas: NDArray[np.uint8]  # [side, side, channels]
+
+
+class DigitsSource:
+    """An endless stream of canvases, each with a question and its answer; held-out questions for evaluation.
+
+    A sequence is: begin mark, image tokens, question, answer, end mark. The answer and the end mark are trained.
+    """
+
+    def __init__(self, config: Config, canvases: Canvases, tokenizer: Tokenizer) -> None:
+        """Raises UserError when the sequence or the vocabulary is too small."""
+        vision = config.model.vision
+        self.image_token = tokenizer.image
+        self.pad_token = tokenizer.pad
+        self.vocab_size = config.model.language.vocab_size or tokenizer.vocab_size
+        self.pixel_shuffle = config.model.projector.pixel_shuffle
+        self.patch_dim = vision.in_channels * vision.patch_size**2
+        # Tokens of the longest answer, end mark included.
+        self.max_answer_tokens = MAX_DIGITS * max(len(tokenizer.encode(word)) for word in WORDS) + 1
+        self._canvases = canvases
+        self._tokenizer = tokenizer
+        self._channels = vision.in_channels
+        self._patch_size = vision.patch_size
+        image_tokens = features_of(grid_of(canvases.side, canvases.side, vision.patch_size), self.pixel_shuffle)
+        self._prompts = {
+            text: (tokenizer.bos, *[tokenizer.image] * image_tokens, *tokenizer.encode(text))
+            for phrasings in PHRASINGS.values()
+            for text in phrasings
+        }
+        if self.vocab_size < tokenizer.vocab_size:
+            raise UserError(
+                f"--language-vocab-size {self.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
+                "leave it out, or set it to at least that"
+            )
+        needed = max(len(prompt) for prompt in self._prompts.values()) + self.max_answer_tokens
+        if needed > config.train.seq_length:
+            raise UserError(
+                f"--seq-length {config.train.seq_length} is too short for --data digits with {image_tokens} image "
+                f"tokens: set --seq-length to at least {needed}"
+            )
+
+    @classmethod
+    def build(cls, config: Config, *, run_dir: Path, rank: int, barrier: Callable[[], None]) -> DigitsSource:
+        """The source with the run's tokenizer; where there is none yet, rank 0 trains it on the first captions."""
+        canvases = Canvases(seed=config.train.seed, side=config.model.vision.image_size)
+        captions = (" ".join(canvases.dialogue(canvases.training_scene(index))) for index in range(_TOKENIZER_TEXTS))
+        path = run_dir / "tokenizer.model"
+        tokenizer = ensure_tokenizer(captions, path, vocab_size=_VOCABULARY, rank=rank, barrier=barrier)
+        return cls(config, canvases, tokenizer)
+
+    def sample(self, index: int) -> Sample:
+        """Training sample `index`."""
+        scene = self._canvases.training_scene(index)
+        question, answer = self._canvases.dialogue(scene)
+        prompt = self._prompts[question]
+        reply = (*self._tokenizer.encode(answer), self._tokenizer.eos)
+        return Sample(
+            tokens=np.array(prompt + reply, dtype=np.int64),
+            trained=np.arange(len(prompt) + len(reply)) >= len(prompt),
+            images=(self._image(lambda: self._pixels(scene)),),
+        )
+
+    def questions(self, per_kind: int) -> list[Question]:
+        """Held-out questions, `per_kind` of each kind: the same for every call and every run."""
+        kinds = list(PHRASINGS)
+        scenes = [
+            self._canvases.held_out_scene(index, kind=kinds[index % len(kinds)])
+            for index in range(per_kind * len(kinds))
+        ]
+        return [self._question(scene) for scene in scenes]
+
+    def with_shuffled_images(self, questions: Sequence[Question]) -> list[Question]:
+        """The same questions, each with the canvas of another: no question keeps its own.
+
+        Sattolo's algorithm draws one cycle through all questions, which has no fixed point. A canvas goes to any kind
+        of question, for canvases follow the same distribution for all kinds.
+        """
+        rng = generator(seed=0, index=len(questions))
+        donors = list(questions)
+        for last in range(len(donors) - 1, 0, -1):
+            other = int(rng.integers(last))
+            donors[last], donors[other] = donors[other], donors[last]
+        return [
+            replace(question, sample=replace(question.sample, images=donor.sample.images), canvas=donor.canvas)
+            for question, donor in zip(questions, donors, strict=True)
+        ]
+
+    def decode_answer(self, token_ids: Sequence[int]) -> str:
+        """Text of generated tokens up to the end mark."""
+        return self._tokenizer.decode(token_ids)
+
+    def _question(self, scene: Scene) -> Question:
+        text, answer = self._canvases.dialogue(scene)
+        tokens = np.array(self._prompts[text], dtype=np.int64)
+        canvas = self._pixels(scene)
+        images = (self._image(lambda: canvas),)
+        prompt = Sample(tokens=tokens, trained=np.zeros(len(tokens), dtype=np.bool_), images=images)
+        return Question(kind=scene.kind, text=text, answer=answer, sample=prompt, canvas=canvas)
+
+    def _pixels(self, scene: Scene) -> NDArray[np.uint8]:
+        """[side, side, channels]; the scans are grey, so all channels are equal."""
+        return np.repeat(self._canvases.draw(scene)[:, :, None], self._channels, axis=2)
+
+    def _image(self, render: Callable[[], NDArray[np.uint8]]) -> Image:
+        side = self._canvases.side
+        return Image(height=side, width=side, patch_size=self._patch_size, render=render)
