@@ -1,0 +1,137 @@
+"""Collation: what is predicted, what is trained, which token takes which feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from megavlm.data.batch import PackedBatch
+from megavlm.data.images import patchify
+from megavlm.data.sample import Image, Sample, collate
+from megavlm.errors import UserError
+
+IMAGE, PAD, PATCH = 99, 0, 4
+
+
+def flat(shade: int, *, height: int = PATCH, width: int = PATCH) -> Image:
+    """An image of one shade of grey."""
+    return Image(
+        height=height,
+        width=width,
+        patch_size=PATCH,
+        render=lambda: np.full((height, width, 1), shade, dtype=np.uint8),
+    )
+
+
+def text(tokens: list[int], *, answer: int, images: tuple[Image, ...] = ()) -> Sample:
+    """A sample whose last `answer` tokens are trained."""
+    trained = np.arange(len(tokens)) >= len(tokens) - answer
+    return Sample(tokens=np.array(tokens, dtype=np.int64), trained=trained, images=images)
+
+
+def batch(
+    samples: list[Sample], *, seq_length: int = 8, pixel_shuffle: int = 1, with_patches: bool = True
+) -> PackedBatch:
+    return collate(
+        samples,
+        seq_length=seq_length,
+        image_token=IMAGE,
+        pad_token=PAD,
+        pixel_shuffle=pixel_shuffle,
+        patch_dim=PATCH**2,
+        with_patches=with_patches,
+    )
+
+
+def test_a_position_is_trained_where_the_next_token_is_an_answer() -> None:
+    given_batch = batch([text([5, 6, 7, 8, 9], answer=2), text([3, 4], answer=1)])
+    assert given_batch.tokens.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0], [3, 4, 0, 0, 0, 0, 0, 0]]
+    assert given_batch.labels.tolist() == [[6, 7, 8, 9, 0, 0, 0, 0], [4, 0, 0, 0, 0, 0, 0, 0]]
+    assert given_batch.loss_mask.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
+    assert given_batch.positions.tolist() == [list(range(8))] * 2
+    assert given_batch.num_tokens == 7
+    assert given_batch.loss_mask.dtype == torch.float32
+
+
+samples_of_text = st.lists(
+    st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=8), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(samples_of_text)
+def test_exactly_the_trained_tokens_are_predicted_once_each(rows: list[list[tuple[int, bool]]]) -> None:
+    samples = [
+        Sample(tokens=np.array([token for token, _ in row]), trained=np.array([trained for _, trained in row]))
+        for row in rows
+    ]
+    given_batch = batch(samples)
+    for row, sample in enumerate(samples):
+        predicted = given_batch.labels[row][given_batch.loss_mask[row] == 1]
+        assert predicted.tolist() == sample.tokens[1:][sample.trained[1:]].tolist(), (
+            "the first token has no predecessor"
+        )
+
+
+def test_features_follow_the_images_sample_by_sample() -> None:
+    two = text([IMAGE, 5, IMAGE, 6], answer=1, images=(flat(10), flat(20)))
+    none = text([7, 8], answer=1)
+    wide = text([9, IMAGE, IMAGE], answer=1, images=(flat(30, width=2 * PATCH),))
+    given_batch = batch([two, none, wide], seq_length=4)
+    assert given_batch.grids == ((1, 1), (1, 1), (1, 2))
+    assert given_batch.num_patches == 4
+    assert given_batch.feature_positions.tolist() == [0, 2, 9, 10]
+    assert given_batch.patches is not None
+    shades = ((given_batch.patches.mean(dim=1) / 2 + 0.5) * 255).round().int().tolist()
+    assert shades == [10, 20, 30, 30]
+
+
+def test_pixel_shuffle_merges_features_not_patches() -> None:
+    sample = text([IMAGE, 5, 6], answer=1, images=(flat(1, height=2 * PATCH, width=2 * PATCH),))
+    given_batch = batch([sample], pixel_shuffle=2)
+    assert given_batch.num_patches == 4
+    assert given_batch.feature_positions.tolist() == [0]
+
+
+def test_a_batch_without_images_still_knows_the_size_of_a_patch() -> None:
+    given_batch = batch([text([5, 6], answer=1)])
+    assert given_batch.patches is not None
+    assert given_batch.patches.shape == (0, PATCH**2)
+    assert given_batch.grids == ()
+    assert given_batch.feature_positions.shape == (0,)
+    assert given_batch.feature_positions.dtype == torch.int64
+
+
+def test_nothing_is_rendered_without_patches() -> None:
+    def fail() -> NDArray[np.uint8]:
+        raise AssertionError("rendered")
+
+    render: Callable[[], NDArray[np.uint8]] = fail
+    sample = text([IMAGE, 5], answer=1, images=(Image(height=4, width=4, patch_size=PATCH, render=render),))
+    assert batch([sample], with_patches=False).patches is None
+    with pytest.raises(AssertionError, match="rendered"):
+        batch([sample], with_patches=True)
+
+
+def test_a_sample_that_is_too_long_names_the_length_it_needs() -> None:
+    with pytest.raises(UserError, match="--seq-length is 8: set --seq-length to at least 9"):
+        batch([text([1] * 9, answer=1)])
+
+
+def test_image_tokens_must_match_the_features() -> None:
+    with pytest.raises(AssertionError, match="2 image tokens for 1 image features"):
+        batch([text([IMAGE, IMAGE, 5], answer=1, images=(flat(1),))])
+
+
+def test_patches_are_those_of_the_pixels() -> None:
+    pixels = np.arange(32, dtype=np.uint8).reshape(4, 8, 1)
+    image = Image(height=4, width=8, patch_size=PATCH, render=lambda: pixels)
+    given_batch = batch([text([IMAGE, IMAGE, 5], answer=1, images=(image,))])
+    assert given_batch.patches is not None
+    assert torch.equal(given_batch.patches, patchify(pixels, PATCH))

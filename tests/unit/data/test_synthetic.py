@@ -1,0 +1,117 @@
+"""Synthetic samples: sizes, shares, and nothing but the seed and the index."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megavlm.config.schema import Config, DataConfig, TrainConfig, VisionConfig
+from megavlm.data.images import features_of
+from megavlm.data.synthetic import SyntheticSource
+from megavlm.errors import UserError
+
+
+def config(
+    data: DataConfig | None = None, *, seq_length: int = 64, global_batch_size: int = 8, seed: int = 1
+) -> Config:
+    return Config(
+        train=TrainConfig(seq_length=seq_length, global_batch_size=global_batch_size, seed=seed),
+        data=data or DataConfig(),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(index=st.integers(0, 2**40), seed=st.integers(0, 2**31), share=st.floats(0.0, 1.0))
+def test_a_sample_is_well_formed(index: int, seed: int, share: float) -> None:
+    data = DataConfig(images_per_sample=(1, 3, 0), image_sizes=(16, 8, 32), answer_share=share, imageless_share=0.3)
+    source = SyntheticSource(config(data, seed=seed))
+    sample = source.sample(index)
+    image_tokens = sample.tokens == source.image_token
+    assert len(sample) == 64
+    assert image_tokens.sum() == sum(features_of(image.grid, 1) for image in sample.images)
+    assert sample.tokens.min() > source.pad_token
+    assert sample.tokens.max() < source.vocab_size
+    assert sample.trained.any(), "every sample has an answer"
+    assert not sample.trained[0], "nothing precedes the first token"
+    assert not (sample.trained & image_tokens).any()
+    for image in sample.images:
+        pixels = image.render()
+        assert pixels.shape == (image.height, image.width, 3)
+        assert pixels.dtype == np.uint8
+        assert np.array_equal(pixels, image.render())
+
+
+def test_samples_depend_on_the_seed_and_the_index_alone() -> None:
+    first, again, other = (SyntheticSource(config(seed=seed)) for seed in (1, 1, 2))
+    again.sample(11)
+    assert np.array_equal(first.sample(3).tokens, again.sample(3).tokens)
+    assert np.array_equal(first.sample(3).images[0].render(), again.sample(3).images[0].render())
+    assert not np.array_equal(first.sample(3).tokens, first.sample(4).tokens)
+    assert not np.array_equal(first.sample(3).tokens, other.sample(3).tokens)
+    assert not np.array_equal(first.sample(3).images[0].render(), other.sample(3).images[0].render())
+
+
+def test_counts_cycle_over_samples_and_sizes_over_images() -> None:
+    source = SyntheticSource(config(DataConfig(images_per_sample=(1, 2), image_sizes=(8, 16, 24))))
+    sides = [[image.height for image in source.sample(index).images] for index in range(4)]
+    assert sides == [[8], [16, 24], [8], [16, 24]]
+    source = SyntheticSource(config(DataConfig(images_per_sample=(2,), image_sizes=(8, 16, 24))))
+    assert [[image.height for image in source.sample(index).images] for index in range(3)] == [
+        [8, 16],
+        [24, 8],
+        [16, 24],
+    ]
+
+
+def test_images_of_a_sample_differ() -> None:
+    first, second = SyntheticSource(config(DataConfig(images_per_sample=(2,)))).sample(0).images
+    assert not np.array_equal(first.render(), second.render())
+
+
+def test_imageless_share_is_met_and_imageless_places_are_exact() -> None:
+    source = SyntheticSource(config(DataConfig(imageless_share=0.25)))
+    share = np.mean([not source.sample(index).images for index in range(2000)])
+    assert abs(share - 0.25) < 0.04  # 4 standard deviations of 2,000 draws
+    source = SyntheticSource(config(DataConfig(imageless_samples=(0, 5)), global_batch_size=8))
+    assert [index for index in range(16) if not source.sample(index).images] == [0, 5, 8, 13]
+
+
+def test_answers_vary_and_average_the_share() -> None:
+    source = SyntheticSource(config(DataConfig(answer_share=0.4, images_per_sample=(0,)), seq_length=100))
+    lengths = [int(source.sample(index).trained.sum()) for index in range(500)]
+    assert len(set(lengths)) > 20
+    assert abs(np.mean(lengths) - 40) < 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        (config(seq_length=17), "--seq-length 17 .* at least 18"),
+        (config(DataConfig(image_sizes=(20,))), "--vision-patch-size"),
+    ],
+)
+def test_sizes_that_do_not_fit_name_the_option(changed: Config, match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        SyntheticSource(changed)
+
+
+def test_a_vocabulary_without_room_for_text_is_refused() -> None:
+    given_config = config()
+    language = replace(given_config.model.language, vocab_size=2)
+    with pytest.raises(UserError, match="--language-vocab-size 2"):
+        SyntheticSource(replace(given_config, model=replace(given_config.model, language=language)))
+
+
+def test_pixel_shuffle_shortens_the_image() -> None:
+    given_config = config()
+    model = replace(
+        given_config.model,
+        vision=VisionConfig(image_size=32, patch_size=8),
+        projector=replace(given_config.model.projector, pixel_shuffle=2),
+    )
+    source = SyntheticSource(replace(given_config, model=model))
+    assert (source.sample(0).tokens == source.image_token).sum() == 4
