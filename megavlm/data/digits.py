@@ -18,7 +18,7 @@ from megavlm.data.tokenizer import Tokenizer, ensure_tokenizer
 from megavlm.errors import UserError
 
 _VOCABULARY = 160  # enough for every word of the captions to be one piece
-_TOKENIZER_TEXTS = 2000
+_TOKENIZER_TEXTS = 500
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,189 @@
+"""The demo's data: what is held out stays out, answers are true, and questions ask about their own canvas."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megavlm.config.schema import Config, DataConfig, ModelConfig, TrainConfig, VisionConfig
+from megavlm.data.canvases import PHRASINGS, SCAN_SIDE, WORDS, Canvases, load_scans, split_scans
+from megavlm.data.digits import DigitsSource
+from megavlm.data.source import batch_of, build_source
+from megavlm.errors import UserError
+
+CONFIG = Config(
+    model=ModelConfig(vision=VisionConfig(image_size=40, patch_size=10, in_channels=1)),
+    train=TrainConfig(seq_length=48),
+    data=DataConfig(source="digits"),
+)
+SCANS = load_scans()
+TRAINING, HELD_OUT = (set(part.tolist()) for part in split_scans(SCANS.labels))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run folder for all, so that its tokenizer is trained once."""
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def source(run_dir: Path) -> DigitsSource:
+    built = build_source(CONFIG, run_dir=run_dir)
+    assert isinstance(built, DigitsSource)
+    return built
+
+
+@pytest.fixture(scope="module")
+def canvases() -> Canvases:
+    return Canvases(seed=1, side=40)
+
+
+def test_a_third_of_each_digit_is_held_out_and_no_image_is_on_both_sides() -> None:
+    assert len(TRAINING) + len(HELD_OUT) == len(SCANS.labels) == 1797
+    assert not TRAINING & HELD_OUT
+    for digit in range(10):
+        held_out = sum(SCANS.labels[scan] == digit for scan in HELD_OUT)
+        assert held_out == (SCANS.labels == digit).sum() // 3
+    pixels = [{SCANS.pixels[scan].tobytes() for scan in part} for part in (TRAINING, HELD_OUT)]
+    assert not pixels[0] & pixels[1]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_held_out_scans_are_never_trained_on(seed: int) -> None:
+    canvases = Canvases(seed=seed, side=40)
+    shown = {scan for index in range(2000) for scan in canvases.training_scene(index).scans}
+    assert shown <= TRAINING
+    assert len(shown) > 0.8 * len(TRAINING)
+    asked = {scan for index in range(300) for scan in canvases.held_out_scene(index, kind="largest").scans}
+    assert asked <= HELD_OUT
+
+
+def test_pixels_of_a_canvas_are_its_scans_and_nothing_else(canvases: Canvases) -> None:
+    for index in range(50):
+        scene = canvases.training_scene(index)
+        canvas = canvases.draw(scene)
+        assert canvas.shape == (40, 40)
+        for scan, (top, left), contrast in zip(scene.scans, scene.corners, scene.contrasts, strict=True):
+            cut = canvas[top : top + SCAN_SIDE, left : left + SCAN_SIDE]
+            assert np.array_equal(cut, (SCANS.pixels[scan] * (255 * contrast / 16)).astype(np.uint8))
+            cut[:] = 0
+        assert not canvas.any()
+        assert all(left + SCAN_SIDE <= right for (_, left), (_, right) in pairwise(scene.corners))
+
+
+def test_answers_are_true(canvases: Canvases) -> None:
+    seen = set()
+    for index in range(200):
+        scene = canvases.training_scene(index)
+        question, answer = canvases.dialogue(scene)
+        digits = [SCANS.labels[scan] for scan in scene.scans]
+        if scene.kind == "which digits":
+            assert [WORDS.index(word) for word in answer.split()] == digits
+        elif scene.kind == "how many":
+            assert WORDS.index(answer) == len(digits)
+        else:
+            assert WORDS.index(answer) == max(digits)
+        assert question in PHRASINGS[scene.kind]
+        seen.add((scene.kind, len(digits)))
+    assert seen == {(kind, count) for kind in PHRASINGS for count in (1, 2, 3, 4)}
+
+
+def test_a_sample_trains_the_answer_and_the_end_mark(source: DigitsSource) -> None:
+    for index in range(20):
+        sample = source.sample(index)
+        prompt, answer = sample.tokens[~sample.trained], sample.tokens[sample.trained]
+        assert (sample.tokens == source.image_token).sum() == 16
+        assert any(source.decode_answer(prompt).endswith(text) for texts in PHRASINGS.values() for text in texts)
+        words = source.decode_answer(answer).split()
+        assert words
+        assert set(words) <= set(WORDS)
+        assert len(answer) == len(words) + 1 <= source.max_answer_tokens
+
+
+def test_the_number_of_image_tokens_tells_nothing(source: DigitsSource) -> None:
+    assert {int((source.sample(index).tokens == source.image_token).sum()) for index in range(100)} == {16}
+
+
+def test_samples_depend_on_the_seed_and_the_index_alone(source: DigitsSource, run_dir: Path) -> None:
+    same = build_source(CONFIG, run_dir=run_dir)
+    same.sample(9)
+    assert np.array_equal(source.sample(4).tokens, same.sample(4).tokens)
+    assert np.array_equal(source.sample(4).images[0].render(), same.sample(4).images[0].render())
+    other = build_source(replace(CONFIG, train=replace(CONFIG.train, seed=7)), run_dir=run_dir)
+    assert not np.array_equal(source.sample(4).images[0].render(), other.sample(4).images[0].render())
+
+
+def test_questions_are_the_same_for_every_seed_and_show_their_canvas(source: DigitsSource, run_dir: Path) -> None:
+    other = build_source(replace(CONFIG, train=replace(CONFIG.train, seed=7)), run_dir=run_dir)
+    assert isinstance(other, DigitsSource)
+    questions, again = source.questions(10), other.questions(10)
+    assert [question.kind for question in questions] == list(PHRASINGS) * 10
+    for ours, theirs in zip(questions, again, strict=True):
+        assert (ours.text, ours.answer) == (theirs.text, theirs.answer)
+        assert np.array_equal(ours.canvas, theirs.canvas)
+        assert np.array_equal(ours.sample.images[0].render(), ours.canvas)
+        assert not ours.sample.trained.any()
+        assert source.decode_answer(ours.sample.tokens).endswith(ours.text), "the prompt ends where the answer begins"
+
+
+def test_shuffling_gives_every_question_the_canvas_of_another(source: DigitsSource) -> None:
+    questions = source.questions(20)
+    shuffled = source.with_shuffled_images(questions)
+    places = {question.canvas.tobytes(): place for place, question in enumerate(questions)}
+    taken = [places[question.canvas.tobytes()] for question in shuffled]
+    assert sorted(taken) == list(range(len(questions)))
+    assert all(place != donor for place, donor in enumerate(taken))
+    for before, after in zip(questions, shuffled, strict=True):
+        assert (before.kind, before.text, before.answer) == (after.kind, after.text, after.answer)
+        assert np.array_equal(before.sample.tokens, after.sample.tokens)
+        assert np.array_equal(after.sample.images[0].render(), after.canvas)
+
+
+def test_prompts_collate(source: DigitsSource) -> None:
+    prompts = [question.sample for question in source.questions(2)]
+    batch = batch_of(source, prompts, seq_length=48, with_patches=True)
+    assert batch.patches is not None
+    assert batch.patches.shape == (6 * 16, source.patch_dim)
+    assert batch.loss_mask.sum() == 0
+
+
+def test_channels_follow_the_model(run_dir: Path) -> None:
+    vision = replace(CONFIG.model.vision, in_channels=3)
+    colour = build_source(replace(CONFIG, model=replace(CONFIG.model, vision=vision)), run_dir=run_dir)
+    pixels = colour.sample(0).images[0].render()
+    assert pixels.shape == (40, 40, 3)
+    assert np.array_equal(pixels[:, :, 0], pixels[:, :, 2])
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        (replace(CONFIG, train=replace(CONFIG.train, seq_length=24)), r"--seq-length 24 .* at least \d+"),
+        (
+            replace(CONFIG, model=ModelConfig(vision=VisionConfig(image_size=24))),
+            "--vision-image-size 24 .* at least 32",
+        ),
+        (
+            replace(CONFIG, model=replace(CONFIG.model, vision=VisionConfig(image_size=40, patch_size=16))),
+            "--vision-patch-size 16",
+        ),
+        (
+            replace(CONFIG, model=replace(CONFIG.model, language=replace(CONFIG.model.language, vocab_size=50))),
+            "--language-vocab-size 50",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_name_the_option(changed: Config, match: str, run_dir: Path) -> None:
+    with pytest.raises(UserError, match=match):
+        build_source(changed, run_dir=run_dir)
+
+
+def test_a_missing_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UserError, match=r"pip install megavlm\[demo\]"):
+        load_scans()

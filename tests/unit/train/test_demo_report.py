@@ -1,0 +1,73 @@
+"""The demo's table and picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from megavlm.train.demo_report import draw_examples, exact_match_table
+
+GREEN, RED = (22, 131, 74), (198, 47, 59)
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    kind: str
+    text: str
+    answer: str
+    canvas: NDArray[np.uint8]
+
+
+def asked(kind: str, answer: str, *, channels: int = 1) -> Asked:
+    canvas = np.full((40, 40, channels), 128, dtype=np.uint8)
+    return Asked(kind=kind, text="Which digits are there, from left to right?", answer=answer, canvas=canvas)
+
+
+def test_the_table_counts_per_kind() -> None:
+    questions = [asked("how many", answer) for answer in ("one", "two", "two", "three")] + [asked("largest", "nine")]
+    table = exact_match_table(
+        questions,
+        ["one", "two", "two", "four", "nine"],
+        questions,
+        ["two", "two", "one", "one", "eight"],
+    )
+    how_many, largest = table.splitlines()[2:]
+    assert how_many.split() == ["how", "many", "4", "75.0%", "25.0%", "50.0%"]
+    assert largest.split() == ["largest", "1", "100.0%", "0.0%", "100.0%"]
+
+
+def test_a_prediction_must_match_exactly() -> None:
+    questions = [asked("which digits", "one two")] * 3
+    table = exact_match_table(questions, ["one two three", "one", "two one"], questions, [""] * 3)
+    assert table.splitlines()[2].split()[3] == "0.0%"
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, 1), (4, 1), (5, 2)])
+def test_examples_are_green_where_right_and_red_where_wrong(tmp_path: Path, count: int, rows: int) -> None:
+    questions = [asked("which digits", "one", channels=3 if place % 2 else 1) for place in range(count)]
+    predictions = ["one", *["three seven seven seven seven seven"] * (count - 1)]
+    path = tmp_path / "run" / "examples.png"
+    draw_examples(questions, predictions, path)
+    with Image.open(path) as picture:
+        colours = {colour: number for number, colour in picture.convert("RGB").getcolors(maxcolors=1 << 16)}
+        heights = picture.height
+    assert colours[GREEN] > 1000
+    assert (colours.get(RED, 0) > 1000) == (count > 1)
+    draw_examples(questions[:1], predictions[:1], path)
+    with Image.open(path) as one:
+        assert heights > (rows - 0.5) * one.height
+
+
+def test_only_some_of_many_questions_are_drawn(tmp_path: Path) -> None:
+    questions = [asked("largest", "nine") for _ in range(100)]
+    sizes = []
+    for count in (12, 100):
+        draw_examples(questions[:count], ["nine"] * count, tmp_path / "examples.png")
+        with Image.open(tmp_path / "examples.png") as picture:
+            sizes.append(picture.size)
+    assert sizes[0] == sizes[1]
