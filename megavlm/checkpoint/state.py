@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megavlm.checkpoint import folders, safety
@@ -78,6 +79,9 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     state = _sharded_state(trained, loading=True)
     if not same_layout:
         del state["random"]
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedTensor) and entry.allow_shape_mismatch:
+            entry.data.zero_()  # a saved tensor that is padded less leaves the rest as it is
     with _quiet():
         loaded = dist_checkpointing.load(state, str(folder))
     for index, chunk in enumerate(trained.chunks):

@@ -6,7 +6,7 @@ What travels between chunks is one tensor: packed vision tokens [V(/TP), 1, Hv] 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -145,6 +145,10 @@ class VLMChunk(MegatronModule):
         for name, part in self.parts.items():
             state |= sharded_state_dict_default(part, f"{prefix}{name}.", (), metadata, tp_group=self.groups.tp)
         state = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+        for key, entry in state.items():
+            if is_padded_for_tp(key):
+                # Another TP pads to another size: what lies beyond the smaller one is padding, and zero.
+                state[key] = replace(entry, allow_shape_mismatch=True)
         if self.has_tied_copy and OUTPUT in self.names:
             key = f"{prefix}{OUTPUT}.linear.weight"
             state[key] = make_tp_sharded_tensor_for_checkpoint(
@@ -156,6 +160,13 @@ class VLMChunk(MegatronModule):
                 dp_cp_group=self.groups.dp,
             )
         return state
+
+
+def is_padded_for_tp(key: str) -> bool:
+    """Whether a parameter's shape may hold padding for TP: vocabulary rows, vision heads."""
+    if key.startswith(VISION_LAYER):
+        return ".self_attention.linear_qkv." in key or key.endswith(".self_attention.linear_proj.weight")
+    return key in (TIED_KEY, f"{OUTPUT}.linear.weight")
 
 
 def _attach(root: nn.Module, name: str, part: nn.Module) -> None:

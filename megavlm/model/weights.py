@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from megavlm.config.schema import Config, ModelConfig
-from megavlm.model.vlm import TIED_KEY, VLMChunk
-from megavlm.planner.layers import OUTPUT, VISION_LAYER
+from megavlm.model.vlm import VLMChunk, is_padded_for_tp
+from megavlm.planner.layers import VISION_LAYER
 
 
 def named_shards(chunk: VLMChunk) -> Iterator[ShardedTensor]:
@@ -54,14 +54,13 @@ def _whole(key: str, shape: tuple[int, ...], config: Config, *, vocab_size: int)
 
 def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_size: int) -> tuple[int, ...]:
     """A parameter's shape without the padding that TP may have needed (vocabulary rows, vision heads)."""
-    vision = model.vision
-    if key in (TIED_KEY, f"{OUTPUT}.linear.weight"):
+    if not is_padded_for_tp(key):
+        return shape
+    if not key.startswith(VISION_LAYER):
         return (vocab_size, *shape[1:])
-    if key.startswith(VISION_LAYER) and ".self_attention.linear_qkv." in key:
-        return (3 * vision.hidden_size, *shape[1:])
-    if key.startswith(VISION_LAYER) and key.endswith(".self_attention.linear_proj.weight"):
-        return (shape[0], vision.hidden_size)
-    return shape
+    if key.endswith("linear_proj.weight"):
+        return (shape[0], model.vision.hidden_size)
+    return (3 * model.vision.hidden_size, *shape[1:])
 
 
 def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:

@@ -49,6 +49,7 @@ class Engine:
 
         `counters` are numbers of this rank to add up on the way: the one small all-reduce of a step carries them.
         """
+        self.optimizer.zero_grad()
         totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)
         updated, grad_norm, _ = self.optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing as mp
 import os
 import socket
@@ -23,11 +24,13 @@ class Pool:
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, world, port, theirs), daemon=True)
+            process = context.Process(target=_work, args=(rank, world, port, theirs))
             process.start()
             theirs.close()
             self._ends.append(ours)
             self._processes.append(process)
+        # Not daemons: those may have no children, and a checkpoint is written by some.
+        atexit.register(self.close)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
         """Call a module-level function on every rank; returns their results by rank."""
