@@ -1,7 +1,7 @@
-"""Core attention on `scaled_dot_product_attention`: full, causal, and block-diagonal for packed sequences.
+"""Self-attention with rotary positions, on `scaled_dot_product_attention`: full, causal, or block-diagonal.
 
-Stands where megatron-core's DotProductAttention would: that one materialises the score matrix and refuses packed
-sequences. Legend: S positions, B samples, N local query heads, G local key/value heads, D head width.
+`CoreAttention` stands where megatron-core's DotProductAttention would: that one materialises the score matrix and
+refuses packed sequences. Legend: S positions, B samples, N local query heads, G local key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -14,9 +14,66 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles, [S, B or 1, 1, D] float32; both halves of D alike
+
+
+def rotation(angles: Tensor) -> Rotation:
+    """What layers need of rotary angles, once for all of them."""
+    return angles.cos(), angles.sin()
+
+
+class Attention(SelfAttention):
+    """megatron-core's self-attention, rotated by `rotate`: its own takes cos and sin anew in each layer and copies
+    queries and keys four times more often.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Rotation | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self.rotation = rotary_pos_emb  # read during this call only, by the method below
+        output = super().forward(hidden_states, attention_mask, **kwargs)
+        self.rotation = None
+        return output
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        if self.rotation is not None:
+            query, key = (_Rotate.apply(x, *self.rotation) for x in (query, key))
+        return query, key, value
+
+
+class _Rotate(torch.autograd.Function):
+    """x·cos θ + (−x₂, x₁)·sin θ on halves (x₁, x₂) of the last dimension; backward turns by −θ."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate(grad, cos, -sin), None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[S, B, heads, D] turned by angles: two passes over memory."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
 
 
 class CoreAttention(nn.Module):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
-from megavlm.model.attention import CoreAttention
+from megavlm.model.attention import Attention, CoreAttention
 from megavlm.model.flops import head_width
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm, Norm
 from megavlm.parallel.groups import Groups
@@ -36,6 +36,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def quick_gelu(x: Tensor) -> Tensor:
     """x·σ(1.702x), the approximation that CLIP was trained with."""
     return x * torch.sigmoid(1.702 * x)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate)·up of [gate, up]. megatron-core takes it from the spec where `use_te_activation_func` says so.
+
+    Its own formula adds an offset of zero to `up`: one more pass, and one more tensor kept for backward.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -102,6 +111,7 @@ def vision_config(config: Config, *, tp: int) -> TransformerConfig:
         layernorm_epsilon=vision.norm_epsilon,
         activation_func=ACTIVATIONS[vision.activation],
         gated_linear_unit=vision.activation == "swiglu",
+        use_te_activation_func=vision.activation == "swiglu",
         add_bias_linear=vision.add_bias_linear,
         add_qkv_bias=vision.add_qkv_bias,
     )
@@ -123,6 +133,7 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
         layernorm_epsilon=language.norm_epsilon,
         activation_func=F.silu,
         gated_linear_unit=True,
+        use_te_activation_func=True,
         add_bias_linear=False,
         add_qkv_bias=language.add_qkv_bias,
         qk_layernorm=language.qk_norm,
@@ -177,10 +188,10 @@ def _submodules(mask: AttnMaskType, *, qk_norm: Any, branch: Any, qkv_bias: bool
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=swiglu)
     return TransformerLayerSubmodules(
         input_layernorm=Norm,
-        self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": mask}, submodules=attention),
+        self_attention=ModuleSpec(module=Attention, params={"attn_mask_type": mask}, submodules=attention),
         self_attn_bda=branch,
         pre_mlp_layernorm=Norm,
         mlp=ModuleSpec(module=MLP, submodules=mlp),

@@ -25,6 +25,7 @@ from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model import specs
+from megavlm.model.attention import Rotation, rotation
 from megavlm.model.flops import head_width
 from megavlm.model.language import Embedding, Output, rope
 from megavlm.model.norm import Norm
@@ -253,14 +254,14 @@ class _View:
         return specs.packed(self.layout.cu_seqlens(self.device))
 
     @cached_property
-    def vision_rope(self) -> Tensor | None:
+    def vision_rope(self) -> Rotation | None:
         vision = self.config.model.vision
         if vision.position_embedding != "rope2d":
             return None
         width = vision.hidden_size // vision.num_attention_heads
-        return rope2d(self.layout.coordinates(self.device), head_width=width, base=vision.rotary_base)
+        return rotation(rope2d(self.layout.coordinates(self.device), head_width=width, base=vision.rotary_base))
 
     @cached_property
-    def language_rope(self) -> Tensor:
+    def language_rope(self) -> Rotation:
         language = self.config.model.language
-        return rope(self.batch.positions, head_width=head_width(language), base=language.rotary_base)
+        return rotation(rope(self.batch.positions, head_width=head_width(language), base=language.rotary_base))
