@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megavlm.checkpoint import folders, safety
@@ -79,9 +79,6 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     state = _sharded_state(trained, loading=True)
     if not same_layout:
         del state["random"]
-    for entry in nested_values(state):
-        if isinstance(entry, ShardedTensor) and entry.allow_shape_mismatch:
-            entry.data.zero_()  # a saved tensor that is padded less leaves the rest as it is
     with _quiet():
         loaded = dist_checkpointing.load(state, str(folder))
     for index, chunk in enumerate(trained.chunks):
@@ -156,12 +153,37 @@ def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
     chunks = {
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(trained.chunks)
     }
-    optimizer = trained.optimizer.sharded_state_dict(
-        {key: value for chunk in chunks.values() for key, value in chunk.items()},
-        is_loading=loading,
-        metadata=metadata,
-    )
+    with _whole_buckets(trained.optimizer):
+        optimizer = trained.optimizer.sharded_state_dict(
+            {key: value for chunk in chunks.values() for key, value in chunk.items()},
+            is_loading=loading,
+            metadata=metadata,
+        )
     return {**chunks, "optimizer": optimizer, "random": _random_state()}
+
+
+@contextmanager
+def _whole_buckets(optimizer: Any) -> Iterator[None]:
+    """Let megatron-core gather moments with the padding of its buckets left in.
+
+    It joins the buckets of a gradient buffer without their padding, but then cuts parameters out by their offsets in
+    the padded buffer: from the second bucket on (tied embeddings, overlapped reduction) every parameter would be
+    saved with its neighbour's numbers. Told that nothing is padding, both sides count alike.
+    """
+    padded = [part for buffer in _buffers(optimizer) for part in (buffer, *buffer.buckets)]
+    true_sizes = [part.numel_unpadded for part in padded]
+    try:
+        for part in padded:
+            part.numel_unpadded = part.numel if hasattr(part, "buckets") else part.grad_data.numel()
+        yield
+    finally:
+        for part, size in zip(padded, true_sizes, strict=True):
+            part.numel_unpadded = size
+
+
+def _buffers(optimizer: Any) -> list[Any]:
+    """Gradient buffers that a distributed optimizer shards; none for other optimizers."""
+    return [buffer for part in optimizer.chained_optimizers for buffer in getattr(part, "buffers", [])]
 
 
 def _random_state() -> ShardedObject:
