@@ -1,0 +1,262 @@
+"""The VLM that `cpu_step.py` measures, as both sides build it: SigLIP ViT, GELU MLP, Llama, fp32."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megavlm.backend import Backend
+from megavlm.config.schema import (
+    Config,
+    LanguageConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    VisionConfig,
+)
+from megavlm.data.batch import PackedBatch
+from megavlm.data.sample import Image, Sample, collate
+
+VOCABULARY, IMAGE_TOKEN, PAD_TOKEN = 32_000, 31_999, 0
+IMAGE_TOKENS, TEXT_TOKENS = 256, 256
+OPTIMIZER = OptimizerConfig(lr=1e-4, lr_decay_style="constant", weight_decay=0.01, clip_grad=1.0)
+
+
+def config(*, layers: int, micro_batch: int, global_batch: int, parallel: ParallelConfig | None = None) -> Config:
+    """ViT layers × 384 (6 heads) on 16×16 patches, language layers × 512 (8 heads), 512 tokens."""
+    return Config(
+        model=ModelConfig(
+            vision=VisionConfig(
+                num_layers=layers,
+                hidden_size=384,
+                ffn_hidden_size=1536,
+                num_attention_heads=6,
+                image_size=224,
+                patch_size=14,
+                activation="gelu_tanh",
+                norm_epsilon=1e-6,
+            ),
+            language=LanguageConfig(num_layers=layers, hidden_size=512, ffn_hidden_size=1376, num_attention_heads=8),
+        ),
+        train=TrainConfig(
+            seq_length=IMAGE_TOKENS + TEXT_TOKENS, micro_batch_size=micro_batch, global_batch_size=global_batch
+        ),
+        optimizer=OPTIMIZER,
+        parallel=parallel or ParallelConfig(),
+    )
+
+
+@dataclass(frozen=True)
+class Times:
+    """One step of one side, seconds. `optimizer` is all that is neither forward nor backward.
+
+    `cpu` is the processor time of all threads: on a machine with other work it tells more than the clock.
+    """
+
+    step: float
+    forward: float
+    backward: float
+    optimizer: float
+    cpu: float
+    loss: float
+    busy: float = 0.0  # in forward and backward of chunks; of the time between the first and the last of them
+    schedule: float = 0.0
+
+
+class Stopwatch:
+    """megatron-core's `config.timers`: seconds spent between start and stop, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
+        return _Timer(self.seconds, name)
+
+
+@dataclass(frozen=True)
+class _Timer:
+    seconds: dict[str, float]
+    name: str
+
+    def start(self, barrier: bool = False) -> None:
+        self.seconds[self.name] = self.seconds.get(self.name, 0.0) - time.perf_counter()
+
+    def stop(self, barrier: bool = False) -> None:
+        self.seconds[self.name] += time.perf_counter()
+
+
+def micro_batch(options: Config, *, seed: int) -> PackedBatch:
+    """Random images, each followed by random text that is trained throughout."""
+    vision, random = options.model.vision, np.random.default_rng(seed)
+    samples = []
+    for _ in range(options.train.micro_batch_size):
+        pixels = random.integers(0, 256, (vision.image_size, vision.image_size, 3), dtype=np.uint8)
+        image = Image(vision.image_size, vision.image_size, vision.patch_size, partial(np.asarray, pixels))
+        tokens = np.full(options.train.seq_length, IMAGE_TOKEN)
+        tokens[IMAGE_TOKENS:] = random.integers(1, IMAGE_TOKEN, TEXT_TOKENS)
+        samples.append(Sample(tokens, tokens != IMAGE_TOKEN, (image,)))
+    return collate(
+        samples,
+        seq_length=options.train.seq_length,
+        image_token=IMAGE_TOKEN,
+        pad_token=PAD_TOKEN,
+        pixel_shuffle=1,
+        patch_dim=vision.in_channels * vision.patch_size**2,
+        with_patches=True,
+    )
+
+
+def our_engine(options: Config, backend: Backend) -> Any:
+    """An engine for whatever layout this process is part of."""
+    import torch.distributed as dist
+
+    from megavlm.parallel.groups import build_groups, start
+    from megavlm.planner.plan import dims_of, make_plan
+    from megavlm.train.engine import build_engine
+
+    start(backend.communication, timeout_minutes=5)
+    plan = make_plan(options, dims_of(options, world=dist.get_world_size()))
+    groups = build_groups(plan.dims, tied_owners=(), seed=options.train.seed, timeout_minutes=5)
+    return build_engine(options, plan, groups, vocab_size=VOCABULARY, backend=backend)
+
+
+def our_step(engine: Any, batches: list[PackedBatch]) -> Callable[[], Times]:
+    """One training step of ours, timed by megatron-core's own timers."""
+
+    def step() -> Times:
+        watch = Stopwatch()
+        engine.schedule.config.timers = watch
+        cpu, start = time.process_time(), time.perf_counter()
+        result = engine.train_step(batches)
+        total, cpu = time.perf_counter() - start, time.process_time() - cpu
+        forward, backward = watch.seconds["forward-compute"], watch.seconds["backward-compute"]
+        return Times(
+            step=total,
+            forward=forward,
+            backward=backward,
+            optimizer=total - forward - backward,
+            cpu=cpu,
+            loss=result.loss,
+            busy=forward + backward,
+            schedule=watch.seconds["forward-backward"],
+        )
+
+    return step
+
+
+def their_model(options: Config) -> Any:
+    """The same architecture from Transformers."""
+    import transformers
+
+    vision, language = options.model.vision, options.model.language
+    tower = transformers.SiglipVisionConfig(
+        hidden_size=vision.hidden_size,
+        intermediate_size=vision.ffn_hidden_size,
+        num_hidden_layers=vision.num_layers,
+        num_attention_heads=vision.num_attention_heads,
+        image_size=vision.image_size,
+        patch_size=vision.patch_size,
+        hidden_act="gelu_pytorch_tanh",
+        layer_norm_eps=vision.norm_epsilon,
+        vision_use_head=False,
+        tie_last_hidden_states=True,  # LLaVA takes the last hidden state, and that after the last norm, as ours
+    )
+    text = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=language.hidden_size,
+        intermediate_size=language.ffn_hidden_size,
+        num_hidden_layers=language.num_layers,
+        num_attention_heads=language.num_attention_heads,
+        rms_norm_eps=language.norm_epsilon,
+        use_cache=False,
+    )
+    whole = transformers.LlavaConfig(
+        vision_config=tower,
+        text_config=text,
+        image_token_index=IMAGE_TOKEN,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        attn_implementation="sdpa",
+    )
+    return transformers.LlavaForConditionalGeneration(whole).train()
+
+
+def their_batch(batch: PackedBatch, options: Config) -> dict[str, Tensor]:
+    """The same micro-batch as Transformers takes it: images instead of patches, labels at their own token."""
+    assert batch.patches is not None
+    patch, side = options.model.vision.patch_size, options.model.vision.image_size
+    columns = batch.patches.unflatten(0, (-1, IMAGE_TOKENS)).transpose(1, 2)
+    pixels = torch.nn.functional.fold(columns, (side, side), kernel_size=patch, stride=patch)
+    labels = torch.full_like(batch.tokens, -100)
+    labels[:, 1:] = torch.where(batch.loss_mask[:, :-1].bool(), batch.labels[:, :-1], -100)
+    return {"input_ids": batch.tokens, "pixel_values": pixels, "labels": labels}
+
+
+def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
+    """Write their weights under our names and in our shapes."""
+    from tests.parity.mapping import SIGLIP, whole_to_ours
+
+    vision, language = options.model.vision, options.model.language
+    weights = whole_to_ours(
+        {name: param.detach() for name, param in model.named_parameters()},
+        SIGLIP,
+        vision_layers=vision.num_layers,
+        vision_heads=vision.num_attention_heads,
+        language_layers=language.num_layers,
+        groups=language.num_attention_heads,
+    )
+    torch.save({name: weight.clone() for name, weight in weights.items()}, path)
+
+
+def their_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+    """torch's AdamW, fused (the fastest on CPU), with our groups: no decay on norms and biases."""
+    options, params = OPTIMIZER, list(model.parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in params if p.dim() > 1]},
+        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=options.lr,
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_eps,
+        weight_decay=options.weight_decay,
+        fused=True,
+    )
+
+
+def their_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]
+) -> Callable[[], Times]:
+    """One training step as Transformers' users write it, clipping included."""
+
+    def step() -> Times:
+        cpu, start = time.process_time(), time.perf_counter()
+        loss = model(**batch).loss
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        value = loss.item()
+        end, cpu = time.perf_counter(), time.process_time() - cpu
+        return Times(
+            step=end - start,
+            forward=forward - start,
+            backward=backward - forward,
+            optimizer=end - backward,
+            cpu=cpu,
+            loss=value,
+        )
+
+    return step
