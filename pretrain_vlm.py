@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
 
 from megavlm.config.cli import parse
@@ -21,10 +23,13 @@ def main(argv: Sequence[str]) -> None:
     check(config, world=world)
 
     from megavlm import backend
+
+    chosen = backend.activate()  # before anything imports megatron-core
+
     from megavlm.train.build import build
     from megavlm.train.loop import fit
 
-    fit(build(config, backend.activate()))
+    fit(build(config, chosen))
 
 
 def dry_run(config: Config, *, world: int) -> None:
@@ -42,8 +47,12 @@ def run(argv: Sequence[str]) -> int:
     try:
         main(argv)
     except UserError as error:
+        # torchrun ends the other ranks as soon as one has failed: each still leaves with its own status.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if _speaks():
             print(f"pretrain_vlm.py: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # the rank that speaks may have started later
         return 2
     return 0
 

@@ -62,9 +62,12 @@ def install() -> None:
     """Make megatron-core importable and runnable without CUDA. Idempotent."""
     if isinstance(getattr(sys.modules.get("megatron.core.parallel_state"), "torch", None), _CpuTorch):
         return
+    assert "megatron.core" not in sys.modules, "activate the backend before anything imports megatron-core"
+    # "Transformer Engine and Apex are not installed", "set CUDA_DEVICE_MAX_CONNECTIONS": no news on a CPU.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     _hide_transformer_engine()
-    with _without_compilation(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed": true, and intended here
+    with _without_compilation():
         for name in _MODULES:
             importlib.import_module(name)
     proxy = _CpuTorch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megavlm.errors import UserError
 from megavlm.parallel.dims import Coordinates, Dims
 
 
@@ -50,6 +52,19 @@ def start(communication: str, *, timeout_minutes: float) -> None:
         dist.init_process_group(communication, timeout=timeout)
     else:
         dist.init_process_group(communication, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+
+
+def on_rank_0(action: Callable[[], None]) -> None:
+    """Do something on rank 0 while the others wait; a UserError there is raised on every rank, so none hangs."""
+    message: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except UserError as error:
+            message = [str(error)]
+    dist.broadcast_object_list(message, src=0)
+    if message[0] is not None:
+        raise UserError(message[0])
 
 
 def build_groups(dims: Dims, *, tied_owners: tuple[int, ...], seed: int, timeout_minutes: float) -> Groups:

@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.data.loader import Loader
 from megavlm.data.source import Source, build_source
+from megavlm.errors import UserError
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, TensorBoardSink
-from megavlm.parallel.groups import build_groups, start
+from megavlm.parallel.groups import build_groups, on_rank_0, start
 from megavlm.planner.layers import PATCH_EMBED
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
 from megavlm.train.engine import Engine, build_engine
@@ -53,10 +55,9 @@ def build(config: Config, backend: Backend) -> Run:
     tied_owners = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
     timeout = config.parallel.distributed_timeout_minutes
     groups = build_groups(plan.dims, tied_owners=tied_owners, seed=config.train.seed, timeout_minutes=timeout)
+    on_rank_0(partial(_write_run_files, run_dir, config, plan, backend))
     if rank == 0:
-        _write_run_files(run_dir, config, plan, backend)
         print(table(plan, config), flush=True)
-    dist.barrier()
 
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
     loader = Loader(
@@ -112,8 +113,11 @@ def _outputs(config: Config, run_dir: Path, first_iteration: int) -> tuple[Progr
 
 def _write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend) -> None:
     """`config.yaml`, `plan.json` and `environment.json`: what ran, readable without us."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(to_yaml(config))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(to_yaml(config))
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
     (run_dir / "plan.json").write_text(plan.dumps())
     environment = {
         "megavlm": megavlm.__version__,

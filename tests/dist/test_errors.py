@@ -1,0 +1,110 @@
+"""What a user sees of a mistake: one line, once, on every rank exit status 2, and no waiting."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megavlm.checkpoint import folders
+from tests.dist.training import SMALL, train
+
+ROOT = Path(__file__).parents[2]
+
+
+def program(*argv: str, processes: int = 1) -> tuple[int, str, float]:
+    """(exit status, output, seconds) of the training program, alone or under torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else []), "pretrain_vlm.py", *argv]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - began
+
+
+def lines_of_ours(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("pretrain_vlm.py: ")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--tenser-model-parallel-size", "2"], "--tensor-model-parallel-size"),
+        (["--recipe", "demmo"], "demo"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--tp", "2"], "--nproc-per-node"),
+        (["--lr", "fast"], "--lr"),
+        (["--pp", "4", "--dry-run", "--pipeline-cuts", "3", "2", "1"], "--pipeline-cuts"),
+        (["--pp", "20", "--gbs", "20", "--dry-run"], "--pp"),
+        (["--load", "nowhere", "--run-dir", "{tmp}/run"], "--load"),
+        (["--run-dir", "/proc/nowhere"], "--run-dir"),
+    ],
+)
+def test_one_line_and_status_2(tmp_path: Path, argv: list[str], named: str):
+    status, output, _ = program(*(word.replace("{tmp}", str(tmp_path)) for word in argv))
+    assert status == 2, output
+    (line,) = lines_of_ours(output)
+    assert named in line
+    assert "Traceback" not in output
+
+
+def test_every_rank_ends_with_status_2_and_one_speaks():
+    status, output, seconds = program("--tp", "2", "--pp", "2", processes=3)
+    assert status != 0
+    assert len(lines_of_ours(output)) == 1, output
+    assert len(re.findall(r"exitcode +: 2 ", output)) == 3, output
+    assert seconds < 60
+
+
+@pytest.fixture(scope="module")
+def finished(pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one process with a checkpoint at iteration 20."""
+    run_dir = tmp_path_factory.mktemp("finished")
+    pools(1).run(train, [*SMALL, "--vision-num-layers", "1", "--language-num-layers", "1"], str(run_dir))
+    return run_dir
+
+
+def resume(run_dir: Path, *argv: str) -> tuple[int, str, float]:
+    small = [*SMALL, "--vision-num-layers", "1", "--language-num-layers", "1", "--train-iters", "22"]
+    return program(*small, *argv, "--run-dir", str(run_dir))
+
+
+def copy_of(finished: Path, tmp_path: Path) -> tuple[Path, Path]:
+    import shutil
+
+    shutil.copytree(finished, tmp_path / "run")
+    checkpoint = folders.newest(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None
+    return tmp_path / "run", checkpoint
+
+
+def test_checkpoint_of_another_model_is_refused(finished: Path, tmp_path: Path):
+    run_dir, _ = copy_of(finished, tmp_path)
+    status, output, _ = resume(run_dir, "--language-hidden-size", "64")
+    assert status == 2, output
+    (line,) = lines_of_ours(output)
+    assert "language.hidden_size" in line
+
+
+def test_checkpoint_of_a_newer_format_is_refused(finished: Path, tmp_path: Path):
+    run_dir, checkpoint = copy_of(finished, tmp_path)
+    summary = json.loads((checkpoint / "megavlm.json").read_text())
+    (checkpoint / "megavlm.json").write_text(json.dumps(summary | {"format": 99}))
+    status, output, _ = resume(run_dir)
+    assert status == 2, output
+    assert "99" in lines_of_ours(output)[0]
+
+
+def test_checkpoint_that_runs_code_is_refused(finished: Path, tmp_path: Path):
+    run_dir, checkpoint = copy_of(finished, tmp_path)
+    proof = tmp_path / "executed"
+    # What a hand-written pickle that opens a file when loaded looks like.
+    (checkpoint / ".metadata").write_bytes(f"cbuiltins\nopen\n(V{proof}\nVw\ntR.".encode())
+    status, output, _ = resume(run_dir)
+    assert status == 2, output
+    assert "builtins.open" in lines_of_ours(output)[0]
+    assert not proof.exists()
