@@ -1,0 +1,33 @@
+"""The demo's way through the program, cut short: data, training, evaluation, generation on a pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.pool import Pools
+from tests.dist.training import assert_same_curve, metrics, train
+
+SHORT = (
+    "--recipe demo --train-iters 6 --lr-warmup-iters 1 --lr-wsd-decay-iters 2 --eval-samples 6 --eval-interval 3 "
+    "--save-interval 0 --micro-batch-size 8 --global-batch-size 32"
+).split()
+
+
+@pytest.fixture(scope="module")
+def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("demo")
+    pools(1).run(train, SHORT, str(run_dir))
+    return run_dir
+
+
+@pytest.mark.parametrize(("world", "layout"), [(4, "--tp 2 --pp 2"), (4, "--pp 2 --vpp 2")])
+def test_any_layout_trains_and_answers_alike(pools: Pools, one: Path, tmp_path: Path, world: int, layout: str):
+    pools(world).run(train, [*SHORT, *layout.split()], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), metrics(one))
+    assert (tmp_path / "evaluation.txt").read_text() == (one / "evaluation.txt").read_text()
+    evaluated = [record for record in metrics(tmp_path) if any(name.startswith("eval_") for name in record)]
+    assert [record["iteration"] for record in evaluated] == [3]
+    for name in ("examples.png", "tokenizer.model", "config.yaml", "plan.json", "environment.json", "tensorboard"):
+        assert (tmp_path / name).exists(), name

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ParallelConfig, VisionConfig
+from megavlm.errors import UserError
+from megavlm.model.flops import Workload, layer_cost, step_flops
+from megavlm.parallel.dims import Dims, dims_for
+from megavlm.planner.layers import layer_names, module_of
+from megavlm.planner.plan import even_cuts, make_plan, table, typical_workload
+
+
+def largest(costs, cuts):
+    bounds = (0, *cuts, len(costs))
+    return max(sum(costs[a:b]) for a, b in pairwise(bounds))
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=9), st.data())
+def test_even_cuts_are_as_good_as_brute_force(costs, data):
+    chunks = data.draw(st.integers(1, len(costs)))
+    cuts = even_cuts(costs, chunks)
+    assert list(cuts) == sorted(set(cuts))
+    assert len(cuts) == chunks - 1
+    assert all(0 < cut < len(costs) for cut in cuts)
+    best = min(largest(costs, other) for other in combinations(range(1, len(costs)), chunks - 1))
+    assert largest(costs, cuts) <= best + 1e-5 * (sum(costs) + 1)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
+def test_coordinates_are_one_to_one_and_tp_varies_fastest(tp, pp, vpp, dp):
+    dims = Dims(tp=tp, pp=pp, vpp=vpp, dp=dp)
+    seen = [dims.coordinates(rank) for rank in range(dims.world)]
+    assert len(set(seen)) == dims.world
+    assert [at.tp for at in seen[:tp]] == list(range(tp))
+    assert [at.pp for at in seen] == sorted(at.pp for at in seen)
+    owned = [chunk for rank in range(pp) for chunk in dims.chunks_of(rank)]
+    assert sorted(owned) == list(range(dims.chunks))
+    assert all(dims.owner_of(chunk) == rank for rank in range(pp) for chunk in dims.chunks_of(rank))
+
+
+def test_world_that_does_not_fit_names_the_options():
+    with pytest.raises(UserError, match=r"--tp 2 × --pp 2 .* 4 processes"):
+        dims_for(world=6, tp=2, pp=2, vpp=1)
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
+def test_chunks_are_the_layer_list_in_order(pp, vpp):
+    config = Config()
+    plan = make_plan(config, Dims(tp=1, pp=pp, vpp=vpp, dp=1))
+    assert tuple(name for chunk in plan.chunks for name in chunk) == layer_names(config.model)
+    assert len(plan.chunks) == pp * vpp
+    assert all(plan.chunks)
+    printed = table(plan, config)
+    assert len(printed.splitlines()) == 2 + pp * vpp
+    assert "language.layers" in printed
+
+
+def test_cuts_by_hand_and_their_mistakes():
+    def planned(*cuts):
+        config = replace(Config(), parallel=ParallelConfig(pipeline_cuts=cuts))
+        return make_plan(config, Dims(tp=1, pp=3, vpp=1, dp=1))
+
+    assert planned(2, 8).chunks[0] == ("patch_embed", "vision.layers.0")
+    for cuts in [(2,), (8, 2), (2, 2), (0, 3), (3, 99)]:
+        with pytest.raises(UserError, match="--pipeline-cuts"):
+            planned(*cuts)
+
+
+def test_too_many_chunks_are_refused():
+    with pytest.raises(UserError, match="--pp"):
+        make_plan(Config(), Dims(tp=1, pp=40, vpp=1, dp=1))
+
+
+def test_feature_layer_leaves_layers_out():
+    names = layer_names(ModelConfig(vision=VisionConfig(num_layers=4, feature_layer=-2)))
+    assert [name for name in names if name.startswith("vision.layers.")] == [f"vision.layers.{i}" for i in range(3)]
+
+
+def test_trained_before_knows_what_is_frozen():
+    # patch_embed, layer 0 | layers 1-3, norm | projector, embedding, language 0-1 | the rest
+    config = replace(Config(), parallel=ParallelConfig(pipeline_cuts=(2, 6, 10)))
+    plan = make_plan(config, Dims(tp=1, pp=4, vpp=1, dp=1))
+    assert not plan.trained_before(0, ())
+    assert plan.trained_before(1, ())
+    assert not plan.trained_before(2, ("vision",))
+    assert plan.trained_before(3, ("vision", "projector"))  # the embedding
+    assert not plan.trained_before(3, ("vision", "projector", "language"))
+
+
+def test_flops_count_two_four_or_six_per_parameter_and_token():
+    """Attention aside: frozen with nothing trained below 2, frozen above a trained part 4, trained above 6."""
+    work = Workload(patches=10, patch_squares=0, tokens=20, token_squares=0)
+    model = ModelConfig(language=LanguageConfig(vocab_size=100))
+
+    def forward(module):
+        return sum(
+            layer_cost(name, model, work).forward_flops for name in layer_names(model) if module_of(name) == module
+        )
+
+    first = layer_cost("patch_embed", model, work).forward_flops  # its input needs no gradient
+    everything = sum(map(forward, ("vision", "projector", "language")))
+    assert step_flops(model, work) == 3 * everything - first
+    frozen_vision = replace(model, freeze=("vision",))
+    projector = forward("projector")
+    assert step_flops(frozen_vision, work) == forward("vision") + 2 * projector + 3 * forward("language")
+    projector_only = replace(model, freeze=("vision", "language"))
+    assert step_flops(projector_only, work) == forward("vision") + 2 * projector + 2 * forward("language")
+
+
+def test_parameters_of_a_layer_match_the_textbook():
+    work = typical_workload(Config())
+    llama = ModelConfig(
+        language=LanguageConfig(hidden_size=8, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2)
+    )
+    # q 8·8, k and v 8·4 each, o 8·8; gate, up and down 8·24 each
+    assert layer_cost("language.layers.0", llama, work).parameters == 64 + 32 + 32 + 64 + 3 * 8 * 24
