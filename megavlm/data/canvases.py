@@ -7,6 +7,7 @@ show them, and held-out canvases show nothing else.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,12 @@ from megavlm.data.randomness import generator
 from megavlm.errors import UserError
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-MAX_DIGITS = 4
 SCAN_SIDE = 8
+# A canvas is a lattice of ROWS × MAX_DIGITS square cells.
+MAX_DIGITS = 4
+ROWS = 2
+# A scan for bilinear look-up: a ring of paper around it, and one more so that the next pixel always exists.
+_PADDED = SCAN_SIDE + 3
 
 # What may be asked; training draws from the second list, for reading all digits teaches most.
 PHRASINGS = {
@@ -62,29 +67,43 @@ def split_scans(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[n
 
 
 @dataclass(frozen=True)
+class Glyph:
+    """A scan as it stands on a canvas: in which cell, and how it is turned, stretched, shifted and lit."""
+
+    scan: int
+    row: int
+    column: int
+    angle: float  # radians, clockwise
+    size: tuple[float, float]  # (height, width) of the scan's square, as shares of the cell's side
+    shift: tuple[float, float]  # (down, right) from the middle of the cell, likewise
+    contrast: float  # brightness of full ink, at most 1
+
+
+@dataclass(frozen=True)
 class Scene:
     """What a canvas shows and what is asked about it; the pixels follow from this."""
 
-    scans: tuple[int, ...]  # scan numbers, left to right
-    corners: tuple[tuple[int, int], ...]  # (top, left) of each scan in pixels
-    contrasts: tuple[float, ...]  # brightness of full ink, at most 1
+    glyphs: tuple[Glyph, ...]  # left to right
     kind: str
     phrasing: int
 
 
 class Canvases:
-    """Composes scenes from their index alone, and draws them on canvases of `side` × `side` pixels."""
+    """Composes scenes from their index alone, and draws them on canvases `width` pixels wide and half as high."""
 
-    def __init__(self, *, seed: int, side: int) -> None:
+    def __init__(self, *, seed: int, width: int) -> None:
         """Raises UserError when the canvas is too small for a row of digits, or scikit-learn is missing."""
-        if side < MAX_DIGITS * SCAN_SIDE:
+        if width < MAX_DIGITS * SCAN_SIDE or width % MAX_DIGITS:
             raise UserError(
-                f"--vision-image-size {side} cannot show {MAX_DIGITS} digits of {SCAN_SIDE} pixels: "
-                f"--data digits needs at least {MAX_DIGITS * SCAN_SIDE}"
+                f"--vision-image-size {width} cannot be divided into {MAX_DIGITS} cells for digits of {SCAN_SIDE} "
+                f"pixels: --data digits needs a multiple of {MAX_DIGITS}, at least {MAX_DIGITS * SCAN_SIDE}"
             )
-        self.side = side
+        self.width = width
+        self._cell = width // MAX_DIGITS
+        self.height = ROWS * self._cell
         self._seed = seed
         self._scans = load_scans()
+        self._ink = np.pad(self._scans.pixels, ((0, 0), (1, 2), (1, 2))).reshape(-1, _PADDED**2).astype(np.float64)
         self._training, self._held_out = split_scans(self._scans.labels)
 
     def training_scene(self, index: int) -> Scene:
@@ -99,7 +118,7 @@ class Canvases:
 
     def dialogue(self, scene: Scene) -> tuple[str, str]:
         """(question, answer) of a scene."""
-        digits = [int(self._scans.labels[scan]) for scan in scene.scans]
+        digits = [int(self._scans.labels[glyph.scan]) for glyph in scene.glyphs]
         answers = {
             "which digits": " ".join(WORDS[digit] for digit in digits),
             "how many": WORDS[len(digits)],
@@ -108,25 +127,48 @@ class Canvases:
         return PHRASINGS[scene.kind][scene.phrasing], answers[scene.kind]
 
     def draw(self, scene: Scene) -> NDArray[np.uint8]:
-        """Pixels [side, side] of a scene: bright ink on black."""
-        canvas = np.zeros((self.side, self.side), dtype=np.uint8)
-        for scan, (top, left), contrast in zip(scene.scans, scene.corners, scene.contrasts, strict=True):
-            ink = self._scans.pixels[scan] * (255 * contrast / 16)
-            canvas[top : top + SCAN_SIDE, left : left + SCAN_SIDE] = ink.astype(np.uint8)
+        """Pixels [height, width] of a scene: bright ink on black."""
+        canvas = np.zeros((self.height, self.width), dtype=np.uint8)
+        for glyph in scene.glyphs:
+            top, left = glyph.row * self._cell, glyph.column * self._cell
+            canvas[top : top + self._cell, left : left + self._cell] = self._glyph(glyph)
         return canvas
 
+    def _glyph(self, glyph: Glyph) -> NDArray[np.uint8]:
+        """Pixels [cell, cell] of a glyph: each looks up its place in the scan, bilinearly; outside is paper."""
+        across = (np.arange(self._cell) - (self._cell - 1) / 2) / self._cell  # from the middle, as shares of the cell
+        down, right = across[:, None] - glyph.shift[0], across[None, :] - glyph.shift[1]
+        # Turn the cell's axes to the scan's, then go from shares of the cell to scan pixels, in the padded scan.
+        sine, cosine, middle = math.sin(glyph.angle), math.cos(glyph.angle), (_PADDED - 2) / 2
+        y = (down * cosine - right * sine) * (SCAN_SIDE / glyph.size[0]) + middle
+        x = (down * sine + right * cosine) * (SCAN_SIDE / glyph.size[1]) + middle
+        y, x = np.clip(y, 0, _PADDED - 2), np.clip(x, 0, _PADDED - 2)
+        i, j = y.astype(np.intp), x.astype(np.intp)
+        y, x = y - i, x - j
+        ink, corner = self._ink[glyph.scan], i * _PADDED + j
+        upper = ink[corner] * (1 - x) + ink[corner + 1] * x
+        lower = ink[corner + _PADDED] * (1 - x) + ink[corner + _PADDED + 1] * x
+        return ((upper * (1 - y) + lower * y) * (255 * glyph.contrast / 16)).astype(np.uint8)
+
     def _scene(self, rng: np.random.Generator, scans: NDArray[np.int64], *, kind: str) -> Scene:
-        """The canvas is a lattice of 4×4 cells; digits stand in one row of it, each anywhere within its cell."""
-        count = int(rng.integers(1, MAX_DIGITS + 1))
-        columns = np.sort(rng.permutation(MAX_DIGITS)[:count])
-        row = rng.integers(MAX_DIGITS)
-        cell = self.side // MAX_DIGITS
-        down, right = rng.integers(0, cell - SCAN_SIDE + 1, size=(2, count))
-        corners = zip(row * cell + down, columns * cell + right, strict=True)
+        """Digits stand in columns of their own, each in any row."""
+        columns = np.sort(rng.permutation(MAX_DIGITS)[: rng.integers(1, MAX_DIGITS + 1)])
         return Scene(
-            scans=tuple(int(scan) for scan in scans[rng.integers(len(scans), size=count)]),
-            corners=tuple((int(top), int(left)) for top, left in corners),
-            contrasts=tuple(float(contrast) for contrast in rng.uniform(0.6, 1.0, size=count)),
+            glyphs=tuple(self._pose(rng, int(scans[rng.integers(len(scans))]), int(column)) for column in columns),
             kind=kind,
             phrasing=int(rng.integers(len(PHRASINGS[kind]))),
+        )
+
+    def _pose(self, rng: np.random.Generator, scan: int, column: int) -> Glyph:
+        """A glyph at a random place in its cell, slightly turned and stretched."""
+        height, width = rng.uniform(0.65, 0.9, size=2).tolist()
+        down, right, angle, contrast = rng.uniform(-1, 1, size=4).tolist()
+        return Glyph(
+            scan=scan,
+            row=int(rng.integers(ROWS)),
+            column=column,
+            angle=0.2 * angle,
+            size=(height, width),
+            shift=(down * (1 - height) / 2, right * (1 - width) / 2),
+            contrast=0.8 + 0.2 * contrast,
         )

@@ -29,7 +29,7 @@ class Question:
     text: str
     answer: str
     sample: Sample
-    canvas: NDArray[np.uint8]  # [side, side, channels]
+    canvas: NDArray[np.uint8]  # [height, width, channels]
 
 
 class DigitsSource:
@@ -52,7 +52,7 @@ class DigitsSource:
         self._tokenizer = tokenizer
         self._channels = vision.in_channels
         self._patch_size = vision.patch_size
-        image_tokens = features_of(grid_of(canvases.side, canvases.side, vision.patch_size), self.pixel_shuffle)
+        image_tokens = features_of(grid_of(canvases.height, canvases.width, vision.patch_size), self.pixel_shuffle)
         self._prompts = {
             text: (tokenizer.bos, *[tokenizer.image] * image_tokens, *tokenizer.encode(text))
             for phrasings in PHRASINGS.values()
@@ -73,7 +73,7 @@ class DigitsSource:
     @classmethod
     def build(cls, config: Config, *, run_dir: Path, rank: int, barrier: Callable[[], None]) -> DigitsSource:
         """The source with the run's tokenizer; where there is none yet, rank 0 trains it on the first captions."""
-        canvases = Canvases(seed=config.train.seed, side=config.model.vision.image_size)
+        canvases = Canvases(seed=config.train.seed, width=config.model.vision.image_size)
         captions = (" ".join(canvases.dialogue(canvases.training_scene(index))) for index in range(_TOKENIZER_TEXTS))
         path = run_dir / "tokenizer.model"
         tokenizer = ensure_tokenizer(captions, path, vocab_size=_VOCABULARY, rank=rank, barrier=barrier)
@@ -129,9 +129,9 @@ class DigitsSource:
         return Question(kind=scene.kind, text=text, answer=answer, sample=prompt, canvas=canvas)
 
     def _pixels(self, scene: Scene) -> NDArray[np.uint8]:
-        """[side, side, channels]; the scans are grey, so all channels are equal."""
+        """[height, width, channels]; the scans are grey, so all channels are equal."""
         return np.repeat(self._canvases.draw(scene)[:, :, None], self._channels, axis=2)
 
     def _image(self, render: Callable[[], NDArray[np.uint8]]) -> Image:
-        side = self._canvases.side
-        return Image(height=side, width=side, patch_size=self._patch_size, render=render)
+        height, width = self._canvases.height, self._canvases.width
+        return Image(height=height, width=width, patch_size=self._patch_size, render=render)

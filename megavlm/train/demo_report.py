@@ -62,28 +62,23 @@ def draw_examples(questions: Sequence[Question], predictions: Sequence[str], pat
     Examples are spread evenly over the questions, as they come: right and wrong ones alike.
     """
     shown = [round(place) for place in np.linspace(0, len(questions) - 1, min(count, len(questions)))]
-    columns = min(_COLUMNS, len(shown))
-    rows = -(-len(shown) // columns)
-    sheet = Image.new(
-        "RGB",
-        (columns * _CARD_WIDTH + (columns + 1) * _GAP, rows * _CARD_HEIGHT + (rows + 1) * _GAP),
-        _PAPER,
-    )
-    for place, number in enumerate(shown):
+    cards = [_card(questions[number], predictions[number]) for number in shown]
+    columns = min(_COLUMNS, len(cards))
+    rows = -(-len(cards) // columns)
+    width, height = cards[0].width + _GAP, max(card.height for card in cards) + _GAP
+    sheet = Image.new("RGB", (columns * width + _GAP, rows * height + _GAP), _PAPER)
+    for place, card in enumerate(cards):
         row, column = divmod(place, columns)
-        card = _card(questions[number], predictions[number])
-        sheet.paste(card, (_GAP + column * (_CARD_WIDTH + _GAP), _GAP + row * (_CARD_HEIGHT + _GAP)))
+        sheet.paste(card, (_GAP + column * width, _GAP + row * height))
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
 
 
 _COLUMNS = 4
-_CANVAS_SIDE = 240
+_CANVAS_WIDTH = 240
 _MARGIN = 14
 _GAP = 16
 _LINE = 20
-_CARD_WIDTH = _CANVAS_SIDE + 2 * _MARGIN
-_CARD_HEIGHT = _CANVAS_SIDE + 4 * _MARGIN + 4 * _LINE
 
 _PAPER, _CARD, _INK, _MUTED = "#e9ecf1", "#ffffff", "#1d2430", "#6b7484"
 _RIGHT, _WRONG = "#16834a", "#c62f3b"
@@ -91,28 +86,31 @@ _RIGHT, _WRONG = "#16834a", "#c62f3b"
 
 def _card(question: Question, prediction: str) -> Image.Image:
     """One example: the canvas, the question on two lines, the answer, the model's answer."""
-    right = prediction == question.answer
-    verdict = _RIGHT if right else _WRONG
-    card = Image.new("RGB", (_CARD_WIDTH, _CARD_HEIGHT), _CARD)
-    card.paste(_enlarged(question.canvas), (_MARGIN, _MARGIN))
+    verdict = _RIGHT if prediction == question.answer else _WRONG
+    canvas = _enlarged(question.canvas)
+    width, height = canvas.width + 2 * _MARGIN, canvas.height + 4 * _MARGIN + 4 * _LINE
+    card = Image.new("RGB", (width, height), _CARD)
+    card.paste(canvas, (_MARGIN, _MARGIN))
     pen = ImageDraw.Draw(card)
-    pen.rectangle((0, _CARD_HEIGHT - 6, _CARD_WIDTH, _CARD_HEIGHT), fill=verdict)
-    top = _CANVAS_SIDE + 2 * _MARGIN - 4
+    pen.rectangle((0, height - 6, width, height), fill=verdict)
+    top = canvas.height + 2 * _MARGIN - 4
     for line in wrap(question.text, width=34)[:2]:
         pen.text((_MARGIN, top), line, font=_font(14), fill=_INK)
         top += _LINE
-    top = _CARD_HEIGHT - _MARGIN - 2 * _LINE - 4
+    top = height - _MARGIN - 2 * _LINE - 4
     for label, words, colour in (("answer", question.answer, _INK), ("model", prediction or "(nothing)", verdict)):
         pen.text((_MARGIN, top), label, font=_font(12), fill=_MUTED)
-        pen.text((_MARGIN + 52, top - 2), _fitting(words, width=_CANVAS_SIDE - 52), font=_font(14), fill=colour)
+        pen.text((_MARGIN + 52, top - 2), _fitting(words, width=canvas.width - 52), font=_font(14), fill=colour)
         top += _LINE
     return card
 
 
 def _enlarged(canvas: NDArray[np.uint8]) -> Image.Image:
     """The canvas as the model sees it, in large square pixels."""
-    pixels = canvas if canvas.shape[2] == 3 else np.repeat(canvas[:, :, :1], 3, axis=2)
-    return Image.fromarray(pixels).resize((_CANVAS_SIDE, _CANVAS_SIDE), Image.Resampling.NEAREST)
+    height, width, channels = canvas.shape
+    pixels = canvas if channels == 3 else np.repeat(canvas[:, :, :1], 3, axis=2)
+    size = (_CANVAS_WIDTH, round(_CANVAS_WIDTH * height / width))
+    return Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
 
 
 def _fitting(text: str, *, width: int) -> str:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megavlm.config.schema import Config, DataConfig, ModelConfig, TrainConfig, VisionConfig
-from megavlm.data.canvases import PHRASINGS, SCAN_SIDE, WORDS, Canvases, load_scans, split_scans
+from megavlm.data.canvases import PHRASINGS, WORDS, Canvases, Glyph, Scene, load_scans, split_scans
 from megavlm.data.digits import DigitsSource
 from megavlm.data.source import batch_of, build_source
 from megavlm.errors import UserError
 
 CONFIG = Config(
-    model=ModelConfig(vision=VisionConfig(image_size=40, patch_size=10, in_channels=1)),
+    model=ModelConfig(vision=VisionConfig(image_size=64, patch_size=16, in_channels=1)),
     train=TrainConfig(seq_length=48),
     data=DataConfig(source="digits"),
 )
@@ -40,7 +39,7 @@ def source(run_dir: Path) -> DigitsSource:
 
 @pytest.fixture(scope="module")
 def canvases() -> Canvases:
-    return Canvases(seed=1, side=40)
+    return Canvases(seed=1, width=64)
 
 
 def test_a_third_of_each_digit_is_held_out_and_no_image_is_on_both_sides() -> None:
@@ -55,25 +54,43 @@ def test_a_third_of_each_digit_is_held_out_and_no_image_is_on_both_sides() -> No
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_held_out_scans_are_never_trained_on(seed: int) -> None:
-    canvases = Canvases(seed=seed, side=40)
-    shown = {scan for index in range(2000) for scan in canvases.training_scene(index).scans}
+    canvases = Canvases(seed=seed, width=64)
+    shown = {glyph.scan for index in range(2000) for glyph in canvases.training_scene(index).glyphs}
     assert shown <= TRAINING
     assert len(shown) > 0.8 * len(TRAINING)
-    asked = {scan for index in range(300) for scan in canvases.held_out_scene(index, kind="largest").scans}
+    asked = {glyph.scan for index in range(300) for glyph in canvases.held_out_scene(index, kind="largest").glyphs}
     assert asked <= HELD_OUT
 
 
-def test_pixels_of_a_canvas_are_its_scans_and_nothing_else(canvases: Canvases) -> None:
+def test_an_upright_glyph_of_scan_size_is_the_scan(canvases: Canvases) -> None:
+    scan = 17
+    glyph = Glyph(scan=scan, row=1, column=2, angle=0.0, size=(0.5, 0.5), shift=(0.0, 0.125), contrast=1.0)
+    canvas = canvases.draw(Scene(glyphs=(glyph,), kind="largest", phrasing=0))
+    assert canvas.shape == (32, 64)
+    expected = np.zeros((32, 64))
+    # Cell (1, 2) begins at (16, 32); the scan of 8 pixels stands in its middle, 0.125 · 16 = 2 pixels to the right.
+    expected[20:28, 38:46] = SCANS.pixels[scan] * (255 / 16)
+    assert np.abs(canvas - expected).max() <= 1, "up to rounding"
+
+
+def test_a_turned_glyph_turns_clockwise(canvases: Canvases) -> None:
+    upright = Glyph(scan=17, row=0, column=0, angle=0.0, size=(0.5, 0.5), shift=(0.0, 0.0), contrast=1.0)
+    turned = replace(upright, angle=np.pi / 2)
+    cells = [canvases.draw(Scene(glyphs=(g,), kind="largest", phrasing=0))[:16, :16] for g in (upright, turned)]
+    assert np.abs(np.rot90(cells[0], k=-1).astype(int) - cells[1]).max() <= 1
+
+
+def test_glyphs_stay_in_their_cells_from_left_to_right(canvases: Canvases) -> None:
     for index in range(50):
         scene = canvases.training_scene(index)
+        columns = [glyph.column for glyph in scene.glyphs]
+        assert columns == sorted(set(columns))
         canvas = canvases.draw(scene)
-        assert canvas.shape == (40, 40)
-        for scan, (top, left), contrast in zip(scene.scans, scene.corners, scene.contrasts, strict=True):
-            cut = canvas[top : top + SCAN_SIDE, left : left + SCAN_SIDE]
-            assert np.array_equal(cut, (SCANS.pixels[scan] * (255 * contrast / 16)).astype(np.uint8))
-            cut[:] = 0
+        for glyph in scene.glyphs:
+            cell = canvas[glyph.row * 16 : glyph.row * 16 + 16, glyph.column * 16 : glyph.column * 16 + 16]
+            assert cell.max() > 64, "every digit can be seen"
+            cell[:] = 0
         assert not canvas.any()
-        assert all(left + SCAN_SIDE <= right for (_, left), (_, right) in pairwise(scene.corners))
 
 
 def test_answers_are_true(canvases: Canvases) -> None:
@@ -81,7 +98,7 @@ def test_answers_are_true(canvases: Canvases) -> None:
     for index in range(200):
         scene = canvases.training_scene(index)
         question, answer = canvases.dialogue(scene)
-        digits = [SCANS.labels[scan] for scan in scene.scans]
+        digits = [SCANS.labels[glyph.scan] for glyph in scene.glyphs]
         if scene.kind == "which digits":
             assert [WORDS.index(word) for word in answer.split()] == digits
         elif scene.kind == "how many":
@@ -97,7 +114,7 @@ def test_a_sample_trains_the_answer_and_the_end_mark(source: DigitsSource) -> No
     for index in range(20):
         sample = source.sample(index)
         prompt, answer = sample.tokens[~sample.trained], sample.tokens[sample.trained]
-        assert (sample.tokens == source.image_token).sum() == 16
+        assert (sample.tokens == source.image_token).sum() == 8
         assert any(source.decode_answer(prompt).endswith(text) for texts in PHRASINGS.values() for text in texts)
         words = source.decode_answer(answer).split()
         assert words
@@ -106,7 +123,7 @@ def test_a_sample_trains_the_answer_and_the_end_mark(source: DigitsSource) -> No
 
 
 def test_the_number_of_image_tokens_tells_nothing(source: DigitsSource) -> None:
-    assert {int((source.sample(index).tokens == source.image_token).sum()) for index in range(100)} == {16}
+    assert {int((source.sample(index).tokens == source.image_token).sum()) for index in range(100)} == {8}
 
 
 def test_samples_depend_on_the_seed_and_the_index_alone(source: DigitsSource, run_dir: Path) -> None:
@@ -148,7 +165,7 @@ def test_prompts_collate(source: DigitsSource) -> None:
     prompts = [question.sample for question in source.questions(2)]
     batch = batch_of(source, prompts, seq_length=48, with_patches=True)
     assert batch.patches is not None
-    assert batch.patches.shape == (6 * 16, source.patch_dim)
+    assert batch.patches.shape == (6 * 8, source.patch_dim)
     assert batch.loss_mask.sum() == 0
 
 
@@ -156,21 +173,21 @@ def test_channels_follow_the_model(run_dir: Path) -> None:
     vision = replace(CONFIG.model.vision, in_channels=3)
     colour = build_source(replace(CONFIG, model=replace(CONFIG.model, vision=vision)), run_dir=run_dir)
     pixels = colour.sample(0).images[0].render()
-    assert pixels.shape == (40, 40, 3)
+    assert pixels.shape == (32, 64, 3)
     assert np.array_equal(pixels[:, :, 0], pixels[:, :, 2])
 
 
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        (replace(CONFIG, train=replace(CONFIG.train, seq_length=24)), r"--seq-length 24 .* at least \d+"),
+        (replace(CONFIG, train=replace(CONFIG.train, seq_length=20)), r"--seq-length 20 .* at least \d+"),
         (
-            replace(CONFIG, model=ModelConfig(vision=VisionConfig(image_size=24))),
-            "--vision-image-size 24 .* at least 32",
+            replace(CONFIG, model=ModelConfig(vision=VisionConfig(image_size=30))),
+            "--vision-image-size 30 .* at least 32",
         ),
         (
-            replace(CONFIG, model=replace(CONFIG.model, vision=VisionConfig(image_size=40, patch_size=16))),
-            "--vision-patch-size 16",
+            replace(CONFIG, model=replace(CONFIG.model, vision=VisionConfig(image_size=64, patch_size=24))),
+            "--vision-patch-size 24",
         ),
         (
             replace(CONFIG, model=replace(CONFIG.model, language=replace(CONFIG.model.language, vocab_size=50))),
