@@ -79,7 +79,7 @@ def build_groups(dims: Dims, *, tied_owners: tuple[int, ...], seed: int, timeout
         tensor_model_parallel_size=dims.tp,
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
-        distributed_timeout_minutes=timeout_minutes,  # type: ignore[arg-type]
+        distributed_timeout_minutes=timeout_minutes,
         # Tied embeddings are ours to synchronise: megatron-core only knows copies on the first and last stage.
         get_embedding_ranks=lambda ranks, split=None: ranks[:1],
         create_gloo_process_groups=False,
