@@ -77,6 +77,7 @@ def install() -> None:
     _patch_tensor_methods()
     _patch_rng()
     _patch_optimizer()
+    _patch_gradient_passes()
     _patch_checkpoint_writer()
 
 
@@ -239,6 +240,33 @@ def _patch_optimizer() -> None:
     distributed.Adam = AdamW
     distributed.HAVE_APEX_OR_TE = True
     distributed.USING_APEX_OPTIMIZER = True
+
+
+def _patch_gradient_passes() -> None:
+    # Passes over all gradients that change nothing. gloo's reduce-scatter and all-gather copy their buffers even in a
+    # group of one, where the shard that they fill is the buffer itself; and without TE or Apex, clipping scales into
+    # a new tensor and copies that back.
+    buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    buffers.dist_reduce_scatter_func = _unless_alone(buffers.dist_reduce_scatter_func)
+    buffers.dist_all_gather_func = _unless_alone(buffers.dist_all_gather_func)
+    clipping: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
+    clipping.multi_tensor_scale_impl = _scale_in_place
+
+
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def communicate(output: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["group"].size() == 1 and output.data_ptr() == source.data_ptr():
+            return None
+        return collective(output, source, *args, **kwargs)
+
+    return communicate
+
+
+def _scale_in_place(chunk_size: int, flag: Any, tensors: list[list[torch.Tensor]], scale: float) -> None:
+    source, target = tensors
+    assert source is target
+    torch._foreach_mul_(target, scale)
 
 
 def _patch_checkpoint_writer() -> None:

@@ -47,6 +47,7 @@ CPU_BACKEND = "megavlm.backend.cpu"  # … through this module, which a GPU run 
 SETTINGS = "torch.backends."  # switches that torch documents: to set one is no patch
 IMPORTERS = ("import_module", "importlib.import_module", "__import__")
 RUNS_CODE = ("pickle", "cloudpickle", "dill", "shelve", "marshal")  # reading these formats runs what they say
+SAFETY = "megavlm.checkpoint.safety"  # reads one pickle, with an unpickler that refuses to run anything
 
 
 Finding = tuple[int, str]  # line, what is there
@@ -154,7 +155,7 @@ def forbidden_names(module: Module) -> Iterator[Finding]:
             yield line, "uses torch, but is pure Python"
         if within(name, "torch.distributed", "torch.cuda") and within(module.name, *DEVICE_FREE):
             yield line, "uses torch.distributed or torch.cuda, but is a pure calculation"
-        if within(name, *RUNS_CODE):
+        if within(name, *RUNS_CODE) and module.name != SAFETY:
             yield line, "uses a format that runs code out of data and checkpoints"
 
 
