@@ -20,7 +20,7 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 SCAN_SIDE = 8
 # A canvas is a lattice of ROWS × MAX_DIGITS square cells.
 MAX_DIGITS = 4
-ROWS = 2
+ROWS = 1
 # A scan for bilinear look-up: a ring of paper around it, and one more so that the next pixel always exists.
 _PADDED = SCAN_SIDE + 3
 
@@ -89,7 +89,7 @@ class Scene:
 
 
 class Canvases:
-    """Composes scenes from their index alone, and draws them on canvases `width` pixels wide and half as high."""
+    """Composes scenes from their index alone, and draws them on canvases `width` pixels wide and a cell high."""
 
     def __init__(self, *, seed: int, width: int) -> None:
         """Raises UserError when the canvas is too small for a row of digits, or scikit-learn is missing."""
@@ -161,13 +161,13 @@ class Canvases:
 
     def _pose(self, rng: np.random.Generator, scan: int, column: int) -> Glyph:
         """A glyph at a random place in its cell, slightly turned and stretched."""
-        height, width = rng.uniform(0.65, 0.9, size=2).tolist()
+        height, width = rng.uniform(0.85, 1.0, size=2).tolist()
         down, right, angle, contrast = rng.uniform(-1, 1, size=4).tolist()
         return Glyph(
             scan=scan,
             row=int(rng.integers(ROWS)),
             column=column,
-            angle=0.2 * angle,
+            angle=0.08 * angle,
             size=(height, width),
             shift=(down * (1 - height) / 2, right * (1 - width) / 2),
             contrast=0.8 + 0.2 * contrast,

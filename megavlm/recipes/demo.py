@@ -11,6 +11,7 @@ from megavlm.config.schema import (
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     ProjectorConfig,
     TrainConfig,
     VisionConfig,
@@ -21,7 +22,7 @@ def demo() -> Config:
     """A VLM of 0.4 million parameters on canvases of one to four digits.
 
     A patch is as large as a cell of the canvas, so that each digit begins as one vision token and the language model
-    has 8 image tokens to read in order: with many more, most of the run passes before it learns to read the order.
+    has 4 image tokens to read in order: with many more, most of the run passes before it learns to read the order.
     Narrow layers need larger initial weights than 0.02 (1/√96 is 0.1), and normalised queries and keys learn sooner.
     """
     return Config(
@@ -46,10 +47,14 @@ def demo() -> Config:
             ),
             init_method_std=0.1,
         ),
+        # Tensors of a few kilobytes: fewer collectives are worth more than smaller activations.
+        parallel=ParallelConfig(sequence_parallel=False),
         train=TrainConfig(
-            train_iters=800, micro_batch_size=32, global_batch_size=64, seq_length=24, run_dir="runs/demo"
+            train_iters=850, micro_batch_size=32, global_batch_size=64, seq_length=24, run_dir="runs/demo"
         ),
-        optimizer=OptimizerConfig(lr=1e-3, lr_decay_style="WSD", lr_warmup_iters=50, lr_wsd_decay_iters=240),
+        optimizer=OptimizerConfig(
+            lr=1.5e-3, lr_decay_style="WSD", lr_warmup_iters=50, lr_wsd_decay_iters=350, weight_decay=0.05
+        ),
         data=DataConfig(source="digits"),
         checkpoint=CheckpointConfig(save_interval=200),
         evaluation=EvaluationConfig(eval_interval=200, eval_samples=96),

@@ -64,12 +64,12 @@ def test_held_out_scans_are_never_trained_on(seed: int) -> None:
 
 def test_an_upright_glyph_of_scan_size_is_the_scan(canvases: Canvases) -> None:
     scan = 17
-    glyph = Glyph(scan=scan, row=1, column=2, angle=0.0, size=(0.5, 0.5), shift=(0.0, 0.125), contrast=1.0)
+    glyph = Glyph(scan=scan, row=0, column=2, angle=0.0, size=(0.5, 0.5), shift=(0.0, 0.125), contrast=1.0)
     canvas = canvases.draw(Scene(glyphs=(glyph,), kind="largest", phrasing=0))
-    assert canvas.shape == (32, 64)
-    expected = np.zeros((32, 64))
-    # Cell (1, 2) begins at (16, 32); the scan of 8 pixels stands in its middle, 0.125 · 16 = 2 pixels to the right.
-    expected[20:28, 38:46] = SCANS.pixels[scan] * (255 / 16)
+    assert canvas.shape == (16, 64)
+    expected = np.zeros((16, 64))
+    # Cell (0, 2) begins at (0, 32); the scan of 8 pixels stands in its middle, 0.125 · 16 = 2 pixels to the right.
+    expected[4:12, 38:46] = SCANS.pixels[scan] * (255 / 16)
     assert np.abs(canvas - expected).max() <= 1, "up to rounding"
 
 
@@ -114,7 +114,7 @@ def test_a_sample_trains_the_answer_and_the_end_mark(source: DigitsSource) -> No
     for index in range(20):
         sample = source.sample(index)
         prompt, answer = sample.tokens[~sample.trained], sample.tokens[sample.trained]
-        assert (sample.tokens == source.image_token).sum() == 8
+        assert (sample.tokens == source.image_token).sum() == 4
         assert any(source.decode_answer(prompt).endswith(text) for texts in PHRASINGS.values() for text in texts)
         words = source.decode_answer(answer).split()
         assert words
@@ -123,7 +123,7 @@ def test_a_sample_trains_the_answer_and_the_end_mark(source: DigitsSource) -> No
 
 
 def test_the_number_of_image_tokens_tells_nothing(source: DigitsSource) -> None:
-    assert {int((source.sample(index).tokens == source.image_token).sum()) for index in range(100)} == {8}
+    assert {int((source.sample(index).tokens == source.image_token).sum()) for index in range(100)} == {4}
 
 
 def test_samples_depend_on_the_seed_and_the_index_alone(source: DigitsSource, run_dir: Path) -> None:
@@ -165,7 +165,7 @@ def test_prompts_collate(source: DigitsSource) -> None:
     prompts = [question.sample for question in source.questions(2)]
     batch = batch_of(source, prompts, seq_length=48, with_patches=True)
     assert batch.patches is not None
-    assert batch.patches.shape == (6 * 8, source.patch_dim)
+    assert batch.patches.shape == (6 * 4, source.patch_dim)
     assert batch.loss_mask.sum() == 0
 
 
@@ -173,14 +173,14 @@ def test_channels_follow_the_model(run_dir: Path) -> None:
     vision = replace(CONFIG.model.vision, in_channels=3)
     colour = build_source(replace(CONFIG, model=replace(CONFIG.model, vision=vision)), run_dir=run_dir)
     pixels = colour.sample(0).images[0].render()
-    assert pixels.shape == (32, 64, 3)
+    assert pixels.shape == (16, 64, 3)
     assert np.array_equal(pixels[:, :, 0], pixels[:, :, 2])
 
 
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        (replace(CONFIG, train=replace(CONFIG.train, seq_length=20)), r"--seq-length 20 .* at least \d+"),
+        (replace(CONFIG, train=replace(CONFIG.train, seq_length=12)), r"--seq-length 12 .* at least \d+"),
         (
             replace(CONFIG, model=ModelConfig(vision=VisionConfig(image_size=30))),
             "--vision-image-size 30 .* at least 32",
