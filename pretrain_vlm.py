@@ -47,12 +47,13 @@ def run(argv: Sequence[str]) -> int:
     try:
         main(argv)
     except UserError as error:
-        # torchrun ends the other ranks as soon as one has failed: each still leaves with its own status.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if _speaks():
             print(f"pretrain_vlm.py: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(2)  # the rank that speaks may have started later
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            # torchrun ends the other ranks as soon as one has failed: let those that started later get here as well,
+            # so that the one that speaks is heard and each leaves with its own status.
+            time.sleep(4)
         return 2
     return 0
 

@@ -38,7 +38,9 @@ def generate(
             for i in range(0, len(extended), micro_batch_size)
         ]
         lengths = torch.tensor([len(sample.tokens) for sample in extended])
-        for answer, token in zip(answers, _next_tokens(engine, engine.schedule.logits(batches), lengths), strict=True):
+        logits = engine.schedule.logits(batches)
+        tokens = _next_tokens(engine, logits, lengths, never=source.image_token)
+        for answer, token in zip(answers, tokens, strict=True):
             answer.append(token)
     engine.evaluating(False)
     return _interleave(engine, answers[: len(mine)], total=len(prompts))
@@ -49,13 +51,18 @@ def _extend(prompt: Sample, answer: Sequence[int]) -> Sample:
     return replace(prompt, tokens=tokens, trained=np.zeros(len(tokens), dtype=np.bool_))
 
 
-def _next_tokens(engine: Engine, logits: Sequence[torch.Tensor], lengths: torch.Tensor) -> list[int]:
-    """Arg-max after the last token of each sequence, known to all pipeline stages."""
+def _next_tokens(engine: Engine, logits: Sequence[torch.Tensor], lengths: torch.Tensor, *, never: int) -> list[int]:
+    """Arg-max after the last token of each sequence, known to all pipeline stages.
+
+    `never` is the image token: it stands for a feature that an answer has none of.
+    """
     device = engine.schedule.backend.device
     chosen = torch.zeros(len(lengths), dtype=torch.long, device=device)
     if logits:
         scores = torch.cat(list(logits))
-        chosen = scores[torch.arange(len(lengths), device=device), lengths.to(device) - 1].argmax(-1)
+        last = scores[torch.arange(len(lengths), device=device), lengths.to(device) - 1]
+        last[:, never] = -torch.inf
+        chosen = last.argmax(-1)
     return broadcast_from_last_stage(chosen, engine.groups).tolist()
 
 
