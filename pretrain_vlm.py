@@ -70,4 +70,8 @@ def _speaks() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: gloo's threads now and then abort the interpreter's teardown, which would change the status.
+    os._exit(status)
