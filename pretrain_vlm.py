@@ -16,7 +16,7 @@ from megavlm.errors import UserError
 
 def main(argv: Sequence[str]) -> None:
     """Parse → check → build → fit. Nothing heavy is imported before the configuration is known to be right."""
-    config = parse(argv)
+    config = with_model(parse(argv))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if config.train.dry_run:
         return dry_run(config, world=world)
@@ -30,6 +30,16 @@ def main(argv: Sequence[str]) -> None:
     from megavlm.train.loop import fit
 
     fit(build(config, chosen))
+
+
+def with_model(config: Config) -> Config:
+    """The configuration with the model of the Hugging Face folders that it names, if it names any."""
+    options = config.checkpoint
+    if options.init_from is None and options.vision_from is None and options.language_from is None:
+        return config
+    from megavlm.checkpoint.hf.source import with_model_of_origins
+
+    return with_model_of_origins(config)
 
 
 def dry_run(config: Config, *, world: int) -> None:

@@ -90,6 +90,23 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     return position
 
 
+def is_weights_only(folder: Path) -> bool:
+    """Whether a checkpoint holds a model without a run: no optimizer state, no position."""
+    return read_summary(folder).get("contents") == "weights"
+
+
+def load_weights(chunks: Sequence[VLMChunk], *, folder: Path, config: Config) -> None:
+    """Only the parameters of a checkpoint, into this layout; every rank calls it."""
+    check_model(read_summary(folder), config, folder)
+    safety.check_metadata(folder)
+    with _quiet():
+        loaded = dist_checkpointing.load(
+            {f"chunk{index}": chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}, str(folder)
+        )
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"chunk{index}"])
+
+
 def read_summary(folder: Path) -> dict[str, Any]:
     """What a checkpoint says of itself."""
     try:
@@ -103,7 +120,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
+def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
     """Refuse a checkpoint of another model, naming the first option that differs."""
     expected = _jsonable(asdict(config.model))
     for section, fields in expected.items():
@@ -117,6 +134,11 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
                     f"checkpoint {folder} was made with model.{option} = {before}, but this run has {value}: "
                     "use the saved value, or another --run-dir to start anew"
                 )
+
+
+def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
+    """Refuse a checkpoint whose model or optimizer state does not belong to this run."""
+    check_model(summary, config, folder)
     if summary["use_distributed_optimizer"] != config.parallel.use_distributed_optimizer:
         flag = (
             "--use-distributed-optimizer" if summary["use_distributed_optimizer"] else "--no-use-distributed-optimizer"

@@ -55,6 +55,26 @@ def language_rotary_pairs(config: Config) -> str | None:
     return None
 
 
+def rope_scaling_has_a_middle(config: Config) -> str | None:
+    language = config.model.language
+    if language.rope_scaling == "llama3" and language.rope_high_freq_factor <= language.rope_low_freq_factor:
+        return (
+            f"--language-rope-high-freq-factor {language.rope_high_freq_factor} must be above "
+            f"--language-rope-low-freq-factor {language.rope_low_freq_factor}: raise it (Llama 3.1 has 4 and 1)"
+        )
+    return None
+
+
+def sequence_is_not_too_long(config: Config) -> str | None:
+    longest = config.model.language.max_positions
+    if longest is not None and config.train.seq_length > longest:
+        return (
+            f"--seq-length {config.train.seq_length} is longer than the {longest} positions that the language model is "
+            "made for: lower it, or set --language-max-positions none to extrapolate"
+        )
+    return None
+
+
 def query_groups_divide_heads(config: Config) -> str | None:
     language = config.model.language
     if language.num_query_groups is not None and language.num_attention_heads % language.num_query_groups:
@@ -103,6 +123,8 @@ MODEL_RULES: tuple[Callable[[Config], str | None], ...] = (
     vision_rotary_pairs,
     language_heads_divide_hidden,
     language_rotary_pairs,
+    rope_scaling_has_a_middle,
+    sequence_is_not_too_long,
     query_groups_divide_heads,
     feature_layer_exists,
     patches_tile_images,

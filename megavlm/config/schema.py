@@ -72,6 +72,14 @@ class LanguageConfig:
         None, "Vocabulary; default: the tokenizer's. Padded for TP without changing results."
     )
     rotary_base: float = option(10000.0, "Base of the rotary positions.")
+    rope_scaling: Literal["none", "linear", "llama3"] = option(
+        "none", "Slower rotation for longer texts: all frequencies alike, or low ones alone (Llama 3.1)."
+    )
+    rope_scaling_factor: float = option(1.0, "How many times slower.")
+    rope_low_freq_factor: float = option(1.0, "Llama 3.1: waves longer than ORIGINAL/this turn slower.")
+    rope_high_freq_factor: float = option(4.0, "Llama 3.1: waves shorter than ORIGINAL/this turn as before.")
+    rope_original_positions: int = option(8192, "Llama 3.1: ORIGINAL, the sequence length before scaling.")
+    max_positions: int | None = option(None, "Longest sequence the model is made for; default: any.")
     norm_epsilon: float = option(1e-6, "Epsilon of the RMS norms.")
     add_qkv_bias: bool = option(False, "Biases of query, key and value (Qwen2).")
     qk_norm: bool = option(False, "RMS-normalise queries and keys per head (Qwen3).")
@@ -83,6 +91,7 @@ class ModelConfig:
     vision: VisionConfig = field(default_factory=VisionConfig)
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)
+    image_token: int | None = option(None, "Token whose places image features take; default: the tokenizer's.")
     init_method_std: float = option(0.02, "Standard deviation of the initial weights.")
     attention_dropout: float = option(0.0, "Dropout on attention probabilities.")
     hidden_dropout: float = option(0.0, "Dropout on each residual branch.")
@@ -163,6 +172,9 @@ class CheckpointConfig:
     keep_checkpoints: int = option(2, "How many checkpoints to keep; 0: all.")
     save: bool = option(True, "Write checkpoints.")
     load: str | None = option(None, "Start from this run's or checkpoint's state (any layout) when RUN_DIR has none.")
+    init_from: str | None = option(None, "Hugging Face folder whose model and weights a new run starts from.")
+    vision_from: str | None = option(None, "Hugging Face folder for the vision tower alone; the projector is new.")
+    language_from: str | None = option(None, "Hugging Face folder for the language model alone.")
 
 
 @dataclass(frozen=True)

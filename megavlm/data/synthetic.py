@@ -20,8 +20,8 @@ _IMAGELESS, _TEXT, _FIRST_IMAGE = 0, 1, 2
 class SyntheticSource:
     """Samples of exactly `--seq-length` tokens: text with images inside it, then an answer of varying length.
 
-    Image counts cycle over samples and image sizes over images, so shapes are the same for every seed. The last
-    entry of the vocabulary is the image token, entry 0 is padding, and text is drawn from what is between.
+    Image counts cycle over samples and image sizes over images, so shapes are the same for every seed. The image token
+    is the model's or the last of the vocabulary, entry 0 is padding, and text is drawn from all others.
     """
 
     pad_token = 0
@@ -32,6 +32,7 @@ class SyntheticSource:
         self.vocab_size = config.model.language.vocab_size or 256
         self.pixel_shuffle = config.model.projector.pixel_shuffle
         self.patch_dim = vision.in_channels * vision.patch_size**2
+        self.image_token = self.vocab_size - 1 if config.model.image_token is None else config.model.image_token
         self._seed = config.train.seed
         self._seq_length = config.train.seq_length
         self._global_batch_size = config.train.global_batch_size
@@ -46,6 +47,11 @@ class SyntheticSource:
         }
         if self.vocab_size < 3:
             raise UserError(f"--language-vocab-size {self.vocab_size} leaves no room for text: use at least 3")
+        if not 0 < self.image_token < self.vocab_size:
+            raise UserError(
+                f"--image-token {self.image_token} is not between 1 and {self.vocab_size - 1}, the end of the "
+                "vocabulary: choose another, or leave it out"
+            )
         needed = max(self._counts) * max(self._features.values()) + 2
         if needed > self._seq_length:
             raise UserError(
@@ -54,17 +60,14 @@ class SyntheticSource:
                 f"--images-per-sample, --image-sizes or --vision-image-size"
             )
 
-    @property
-    def image_token(self) -> int:
-        return self.vocab_size - 1
-
     def sample(self, index: int) -> Sample:
         """Sample `index` of the stream; answers average `--answer-share` of the text and vary by half of that."""
         images = () if self._is_imageless(index) else self._images(index)
         feature_counts = [self._features[image.height] for image in images]
         rng = generator(seed=self._seed, index=index, stream=_TEXT)
         text_length = self._seq_length - sum(feature_counts)
-        text = rng.integers(1, self.image_token, size=text_length, dtype=np.int64)
+        text = rng.integers(1, self.vocab_size - 1, size=text_length, dtype=np.int64)
+        text += text >= self.image_token
         answer_length = round(text_length * self._data.answer_share * rng.uniform(0.5, 1.5))
         answer_length = min(max(answer_length, 1), text_length - 1)
         # Images divide the prompt evenly, beginning after its first piece: the text before an image is never trained.

@@ -5,6 +5,8 @@ Legend: B samples, S positions, H width, F image features, W vocabulary (padded 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -16,7 +18,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megavlm.config.schema import LanguageConfig
 from megavlm.data.batch import PackedBatch
+from megavlm.model.flops import head_width
 from megavlm.parallel.groups import Groups
 
 
@@ -89,10 +93,29 @@ class Output(MegatronModule):
         return whole[..., : self.vocab_size].transpose(0, 1)
 
 
-def rope(positions: Tensor, *, head_width: int, base: float) -> Tensor:
+def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
     """Rotary angles (Su et al. 2021) of each position: [B, S] → [S, B, 1, head_width], B = 1 where all are alike."""
     if positions.shape[0] > 1 and bool((positions == positions[:1]).all()):
         positions = positions[:1]
-    frequencies = base ** (-torch.arange(0, head_width, 2, device=positions.device).float() / head_width)
-    angles = positions.t()[:, :, None].float() * frequencies
+    angles = positions.t()[:, :, None].float() * frequencies(language, device=positions.device)
     return torch.cat([angles, angles], dim=-1)[:, :, None]
+
+
+def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
+    """Angle per position of each pair of channels, [head_width/2]: base^(−2i/D), slower where scaled.
+
+    Llama 3.1's scaling by s (its reference implementation, `apply_scaling`): with w the wavelength 2π/f, a wave shorter
+    than L/high keeps its frequency, one longer than L/low turns s times slower, and in between the two are mixed in
+    proportion to how far L/w lies from low to high.
+    """
+    width = head_width(language)
+    plain = language.rotary_base ** (-torch.arange(0, width, 2, device=device).float() / width)
+    if language.rope_scaling == "none":
+        return plain
+    slow = plain / language.rope_scaling_factor
+    if language.rope_scaling == "linear":
+        return slow
+    low, high = language.rope_low_freq_factor, language.rope_high_freq_factor
+    turns = language.rope_original_positions * plain / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return torch.lerp(slow, plain, share)

@@ -26,7 +26,6 @@ from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model import specs
 from megavlm.model.attention import Rotation, rotation
-from megavlm.model.flops import head_width
 from megavlm.model.language import Embedding, Output, rope
 from megavlm.model.norm import Norm
 from megavlm.model.projector import Projector
@@ -263,5 +262,4 @@ class _View:
 
     @cached_property
     def language_rope(self) -> Rotation:
-        language = self.config.model.language
-        return rotation(rope(self.batch.positions, head_width=head_width(language), base=language.rotary_base))
+        return rotation(rope(self.batch.positions, self.config.model.language))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -29,16 +29,24 @@ def named_shards(chunk: VLMChunk) -> Iterator[ShardedTensor]:
 
 
 @torch.no_grad()
-def initialize(chunk: VLMChunk, config: Config, *, vocab_size: int) -> None:
-    """Fill a chunk's parameters: N(0, σ²), σ/√(2L) for the layers that end a residual branch (GPT-2), zero biases."""
+def initialize(
+    chunk: VLMChunk, config: Config, *, vocab_size: int, drawn: Callable[[str], bool] = lambda key: True
+) -> None:
+    """Fill a chunk's parameters: N(0, σ²), σ/√(2L) for the layers that end a residual branch (GPT-2), zero biases.
+
+    `drawn` says by name which parameters; the others stay as they are.
+    """
     last_key, last = "", torch.empty(0)
     for shard in named_shards(chunk):
+        if not drawn(shard.key):
+            continue
         if shard.key != last_key:  # the two halves of a gated layer are slices of one tensor
             last_key, last = shard.key, _whole(shard.key, tuple(shard.global_shape), config, vocab_size=vocab_size)
-        shard.data.copy_(last[_index(shard)])
+        shard.data.copy_(last[index_of(shard)])
 
 
-def _index(shard: ShardedTensor) -> tuple[slice, ...]:
+def index_of(shard: ShardedTensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor a shard is."""
     return tuple(
         slice(start, start + length) for start, length in zip(shard.global_offset, shard.local_shape, strict=True)
     )

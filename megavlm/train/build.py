@@ -18,6 +18,9 @@ import torch.distributed as dist
 import megavlm
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
+from megavlm.checkpoint.hf.load import load_weights
+from megavlm.checkpoint.hf.sidecar import carry_sidecar, write_sidecar
+from megavlm.checkpoint.hf.source import ALL_PARTS, origins_of
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.data.loader import Loader
@@ -28,7 +31,7 @@ from megavlm.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megavlm.parallel.groups import build_groups, on_rank_0, start
 from megavlm.planner.layers import PATCH_EMBED
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
-from megavlm.train.engine import Engine, build_engine
+from megavlm.train.engine import Engine, Fill, build_engine
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,10 @@ def build(config: Config, backend: Backend) -> Run:
         seq_length=config.train.seq_length,
         with_patches=plan.owner_of(PATCH_EMBED) == groups.at.pp,
     )
-    engine = build_engine(config, plan, groups, vocab_size=source.vocab_size, backend=backend)
-    first_iteration = _restore(engine, loader, config, plan, run_dir)
+    folder = _start(config, run_dir)
+    fill = _weights(config, folder, vocab_size=source.vocab_size)
+    engine = build_engine(config, plan, groups, vocab_size=source.vocab_size, backend=backend, fill=fill)
+    first_iteration = _restore(engine, loader, config, plan, folder)
     progress, sinks = _outputs(config, run_dir, first_iteration) if rank == 0 else (None, [])
     return Run(
         config=config,
@@ -86,12 +91,30 @@ def build(config: Config, backend: Backend) -> Run:
     )
 
 
-def _restore(engine: Engine, loader: Loader, config: Config, plan: Plan, run_dir: Path) -> int:
-    """Go on from the run's newest checkpoint, else from `--load`, else from the start. Returns iterations done."""
+def _start(config: Config, run_dir: Path) -> Path | None:
+    """The checkpoint to go on from: the run's newest, else `--load`'s."""
     folder = folders.newest(run_dir / "checkpoints")
     if folder is None and config.checkpoint.load is not None:
         folder = folders.resolve(Path(config.checkpoint.load))
-    if folder is None:
+    return folder
+
+
+def _weights(config: Config, folder: Path | None, *, vocab_size: int) -> Fill | None:
+    """Where a run's first weights come from, unless the seed or a checkpoint with optimizer state gives them."""
+    run_dir = Path(config.train.run_dir)
+    if folder is not None:
+        on_rank_0(partial(carry_sidecar, folder, run_dir))
+        return partial(state.load_weights, folder=folder, config=config) if state.is_weights_only(folder) else None
+    origins = origins_of(config)
+    for origin in origins:
+        if origin.parts == ALL_PARTS:
+            on_rank_0(partial(write_sidecar, origin, run_dir))
+    return partial(load_weights, origins=origins, config=config, vocab_size=vocab_size) if origins else None
+
+
+def _restore(engine: Engine, loader: Loader, config: Config, plan: Plan, folder: Path | None) -> int:
+    """Go on from a checkpoint, if it is of a run. Returns iterations done."""
+    if folder is None or state.is_weights_only(folder):
         return 0
     position = state.load(engine.trained(), folder, config=config, plan=plan)
     loader.load_state_dict(position.loader)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,8 @@ from megavlm.optim.build import build_optimizer, build_scheduler, wrap_chunks
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
 from megavlm.planner.plan import Plan
+
+Fill = Callable[[Sequence[VLMChunk]], None]  # sets the weights of this rank's chunks; every rank calls it
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,26 @@ class Engine:
         return Trained(chunks=[chunk.module for chunk in self.chunks], optimizer=self.optimizer, groups=self.groups)
 
 
-def build_engine(config: Config, plan: Plan, groups: Groups, *, vocab_size: int, backend: Backend) -> Engine:
-    """Build, initialise and wrap this rank's chunks, then their optimizer and schedules."""
+def build_engine(
+    config: Config,
+    plan: Plan,
+    groups: Groups,
+    *,
+    vocab_size: int,
+    backend: Backend,
+    fill: Fill | None = None,
+) -> Engine:
+    """Build and wrap this rank's chunks, then their optimizer and schedules; `fill` sets the weights, else the seed."""
     pipeline = pipeline_config(config, plan.dims, backend)
     bare = [
         VLMChunk(config, plan, index, vocab_size=vocab_size, groups=groups, pipeline=pipeline).to(backend.device)
         for index in plan.dims.chunks_of(groups.at.pp)
     ]
-    for chunk in bare:
-        initialize(chunk, config, vocab_size=vocab_size)
+    if fill is not None:
+        fill(bare)
+    else:
+        for chunk in bare:
+            initialize(chunk, config, vocab_size=vocab_size)
     chunks = wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
     _connect(pipeline, config, chunks, optimizer, groups)

@@ -136,6 +136,13 @@ MODEL = (
         "use 4, 2 or 1",
         "--language-num-query-groups 2",
     ),
+    Mistake(
+        "--language-rope-scaling llama3 --language-rope-high-freq-factor 1",
+        "--language-rope-high-freq-factor 1.0",
+        "must be above",
+        "--language-rope-high-freq-factor 4",
+    ),
+    Mistake("--language-max-positions 32", "--seq-length 64", "lower it", "--seq-length 32"),
     Mistake("--vision-feature-layer 0", "--vision-feature-layer 0", "between -1", "--vision-feature-layer -1"),
     Mistake("--vision-feature-layer -5", "--vision-feature-layer -5", "and -4", "--vision-feature-layer -4"),
     Mistake("--vision-image-size 36", "--vision-image-size 36", "use 32 or 40", "--vision-image-size 40"),

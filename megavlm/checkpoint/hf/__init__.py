@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints, in and out: `table.py` says what a name table is, `families/` has one per architecture."""

@@ -1,0 +1,116 @@
+"""A checkpoint of ours as a Hugging Face folder: the same files and names that it came from, streamed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megavlm.checkpoint import safety
+from megavlm.checkpoint.hf.families import family_of
+from megavlm.checkpoint.hf.files import INDEX, HfFolder, read_json
+from megavlm.checkpoint.hf.importing import PIECE_BYTES, Stored
+from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, StreamedFile
+from megavlm.checkpoint.hf.settings import Settings
+from megavlm.checkpoint.hf.sidecar import TENSORS, UNUSED, Sidecar
+from megavlm.checkpoint.hf.source import refuse
+from megavlm.checkpoint.hf.table import Table
+from megavlm.config.schema import ModelConfig
+from megavlm.errors import UserError
+from megavlm.model.weights import real_shape
+
+Declared = dict[str, tuple[str, tuple[int, ...]]]  # tensor → (type, shape)
+
+
+def export(checkpoint: Path, sidecar: Sidecar, model: ModelConfig, out: Path) -> None:
+    """Write `out`, complete or not at all. Raises UserError when the checkpoint lacks tensors."""
+    safety.check_metadata(checkpoint)
+    settings = Settings(read_json(sidecar.path / "config.json"), str(sidecar.path / "config.json"))
+    family = family_of(settings)
+    table = family.table(model, family.spellings[sidecar.spelling])
+    stored = stored_tensors(checkpoint)
+    refuse((f"missing {key}" for key in table.keys() - stored.keys()), f"{checkpoint} cannot be exported")
+    if out.exists():
+        raise UserError(f"{out} exists: choose another folder, or remove it")
+    unused = HfFolder(sidecar.path)
+    temporary = out.with_name(f"tmp-{out.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    files = _files(_declared(table, stored, model), unused, sidecar)
+    with ExitStack() as stack:
+        writers = {file: stack.enter_context(StreamedFile(temporary / file, held)) for file, held in files.items()}
+        writer_of = {name: writers[file] for file, held in files.items() for name in held}
+        for key, values in _values(checkpoint, table, stored, model):
+            first = 0
+            for span in table[key].spans(tuple(values.shape)):
+                writer_of[span.name].write(span.name, values[first : first + span.rows], first_row=span.start)
+                first += span.rows
+        for name in unused.tensors:
+            writer_of[name].write(name, unused.read(name, slice(None)))
+    _write_rest(temporary, files, sidecar, stored)
+    temporary.rename(out)
+
+
+def stored_tensors(checkpoint: Path) -> dict[str, Stored]:
+    """The tensors of a checkpoint, as its metadata describes them."""
+    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {
+        key: Stored(tuple(entry.size), entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _real(key: str, stored: Stored, model: ModelConfig) -> tuple[int, ...]:
+    assert model.language.vocab_size is not None
+    return real_shape(key, stored.shape, model, vocab_size=model.language.vocab_size)
+
+
+def _declared(table: Table, stored: Mapping[str, Stored], model: ModelConfig) -> Declared:
+    return {
+        name: (DTYPE_NAMES[stored[key].dtype], shape)
+        for key, rule in table.items()
+        for name, shape in rule.their_shapes(_real(key, stored[key], model)).items()
+    }
+
+
+def _files(declared: Declared, unused: HfFolder, sidecar: Sidecar) -> dict[str, Declared]:
+    """Each file's tensors, in the order that the original files have them."""
+    declared = {**declared, **{name: (info.dtype, info.shape) for name, info in unused.tensors.items()}}
+    files: dict[str, Declared] = {}
+    for name, file in sidecar.file_of.items():
+        files.setdefault(file, {})[name] = declared[name]
+    return files
+
+
+def _values(
+    checkpoint: Path, table: Table, stored: Mapping[str, Stored], model: ModelConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors whole, without padding, read some at a time."""
+    reader = dcp.FileSystemReader(checkpoint)
+    batch: dict[str, Tensor] = {}
+    for number, key in enumerate(table, start=1):
+        batch[key] = torch.empty(stored[key].shape, dtype=stored[key].dtype)
+        if number == len(table) or sum(tensor.nbytes for tensor in batch.values()) >= PIECE_BYTES:
+            dcp.load(batch, storage_reader=reader, no_dist=True)
+            for name, values in batch.items():
+                yield name, values[tuple(slice(size) for size in _real(name, stored[name], model))]
+            batch = {}
+
+
+def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar, stored: Mapping[str, Stored]) -> None:
+    for file in sidecar.path.iterdir():
+        if file.name not in (UNUSED, TENSORS):
+            shutil.copyfile(file, folder / file.name)
+    if len(files) > 1:
+        total = sum((folder / file).stat().st_size for file in files)
+        weight_map = {name: file for file, held in files.items() for name in held}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,117 @@
+"""Language models of Transformers that one table describes: Llama, Vicuna, Mistral, Qwen2, Qwen2.5, Qwen3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megavlm.checkpoint.hf.settings import Settings, refuse
+from megavlm.checkpoint.hf.table import QKV, Same, Stack, Table, linear
+from megavlm.config.schema import LanguageConfig
+from megavlm.model.flops import head_width
+from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
+
+# Defaults of the configuration classes: config.json leaves out what equals them.
+_LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {**_LLAMA, "intermediate_size": 11008, "vocab_size": 32000},
+    "mistral": {
+        **_LLAMA,
+        "intermediate_size": 14336,
+        "vocab_size": 32000,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {**_LLAMA, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
+    "qwen3": {
+        **_LLAMA,
+        "intermediate_size": 22016,
+        "vocab_size": 151936,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+    },
+}
+LANGUAGE_TYPES = tuple(_DEFAULTS)
+
+
+def language(settings: Settings, *, kind: str | None = None, tied: bool | None = None) -> LanguageConfig:
+    """A text configuration. `kind` overrides its model_type; `tied` is what an enclosing configuration says."""
+    kind = kind or settings.get("model_type", "llama")
+    if kind not in _DEFAULTS:
+        refuse(settings, "model_type", f"known language models are {', '.join(_DEFAULTS)}")
+    settings = Settings({**_DEFAULTS[kind], **_given(settings.values)}, settings.where)
+    settings.require("hidden_act", "silu", why="only SwiGLU language models are known here")
+    settings.require("attention_bias", False, why="a bias on the attention output is not known here")
+    settings.require("mlp_bias", False, why="biases in the language MLP are not known here")
+    heads = settings.need("num_attention_heads")
+    return LanguageConfig(
+        num_layers=settings.need("num_hidden_layers"),
+        hidden_size=settings.need("hidden_size"),
+        ffn_hidden_size=settings.need("intermediate_size"),
+        num_attention_heads=heads,
+        num_query_groups=settings.get("num_key_value_heads", heads),
+        kv_channels=settings.values.get("head_dim"),
+        vocab_size=settings.need("vocab_size"),
+        norm_epsilon=settings.get("rms_norm_eps", 1e-6),
+        add_qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        tie_embeddings=settings.get("tie_word_embeddings", False) if tied is None else tied,
+        max_positions=_max_positions(settings, kind),
+        **_rope(settings, kind),
+    )
+
+
+def _given(values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _max_positions(settings: Settings, kind: str) -> int | None:
+    """Longest sequence that full attention with these positions reproduces: shorter windows would mask beyond it."""
+    longest = settings.values.get("max_position_embeddings")
+    window = settings.values.get("sliding_window")
+    slides = settings.get("use_sliding_window", False) if kind.startswith("qwen") else window is not None
+    limits = [limit for limit in (longest, window if slides else None) if limit is not None]
+    return min(limits) if limits else None
+
+
+def _rope(settings: Settings, kind: str) -> dict[str, Any]:
+    """Rotary settings; Transformers 5 writes `rope_parameters`, before it was `rope_theta` and `rope_scaling`."""
+    rope = {**settings.get("rope_scaling", {}), **settings.get("rope_parameters", {})}
+    found: dict[str, Any] = {"rotary_base": float(rope.get("rope_theta", settings.get("rope_theta", 10000.0)))}
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    if scaling in ("default", "dynamic", "mrope"):  # dynamic: plain up to max_position_embeddings, which is our limit
+        return found
+    if scaling == "linear":
+        return found | {"rope_scaling": "linear", "rope_scaling_factor": float(rope["factor"])}
+    if scaling == "llama3":
+        return found | {
+            "rope_scaling": "llama3",
+            "rope_scaling_factor": float(rope["factor"]),
+            "rope_low_freq_factor": float(rope["low_freq_factor"]),
+            "rope_high_freq_factor": float(rope["high_freq_factor"]),
+            "rope_original_positions": int(rope["original_max_position_embeddings"]),
+        }
+    refuse(settings, "rope_parameters", "known rotary scalings are default, dynamic, linear and llama3")
+
+
+def language_table(language: LanguageConfig, prefix: str, *, head: str) -> Table:
+    """LlamaModel and its kin below `prefix`, with the output layer's name where it has a weight of its own."""
+    table: Table = {f"{EMBEDDING}.word_embeddings.weight": Same(f"{prefix}embed_tokens.weight")}
+    groups, width = language.num_query_groups or language.num_attention_heads, head_width(language)
+    for number in range(language.num_layers):
+        ours, theirs = f"{LANGUAGE_LAYER}{number}.", f"{prefix}layers.{number}."
+        table |= linear(f"{ours}input_layernorm", f"{theirs}input_layernorm", bias=False)
+        for leaf in ("weight", "bias") if language.add_qkv_bias else ("weight",):
+            pattern = f"{theirs}self_attn.{{}}_proj.{leaf}"
+            table[f"{ours}self_attention.linear_qkv.{leaf}"] = QKV(pattern, groups=groups, head_width=width)
+        if language.qk_norm:
+            table |= linear(f"{ours}self_attention.q_layernorm", f"{theirs}self_attn.q_norm", bias=False)
+            table |= linear(f"{ours}self_attention.k_layernorm", f"{theirs}self_attn.k_norm", bias=False)
+        table |= linear(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", bias=False)
+        table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm", bias=False)
+        table[f"{ours}mlp.linear_fc1.weight"] = Stack((f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"))
+        table |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.down_proj", bias=False)
+    table |= linear(LANGUAGE_NORM, f"{prefix}norm", bias=False)
+    if not language.tie_embeddings:
+        table[f"{OUTPUT}.linear.weight"] = Same(head)
+    return table

@@ -1,0 +1,166 @@
+"""Vision towers of Transformers: CLIP, SigLIP and InternViT. For each, its config and its names."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from megavlm.checkpoint.hf.settings import Settings, refuse
+from megavlm.checkpoint.hf.table import QKV, Same, Table, linear
+from megavlm.config.schema import VisionConfig
+from megavlm.planner.layers import PATCH_EMBED, VISION_LAYER, VISION_NORM, vision_layers_run
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "silu": "swiglu",
+}
+
+
+def clip(settings: Settings, *, feature_layer: int) -> VisionConfig:
+    """CLIPVisionConfig; defaults are those of CLIP's base model, which config.json leaves out."""
+    return VisionConfig(
+        **_sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=32),
+        class_token=True,
+        norm_epsilon=settings.get("layer_norm_eps", 1e-5),
+        activation=_activation(settings, "quick_gelu"),
+        patch_bias=False,
+        pre_norm=True,
+        post_norm=False,  # of the class token alone, which no feature comes from
+        feature_layer=feature_layer,
+    )
+
+
+def siglip(settings: Settings, *, feature_layer: int, post_norm: bool) -> VisionConfig:
+    """SiglipVisionConfig."""
+    return VisionConfig(
+        **_sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=16),
+        norm_epsilon=settings.get("layer_norm_eps", 1e-6),
+        activation=_activation(settings, "gelu_pytorch_tanh"),
+        post_norm=post_norm,
+        feature_layer=feature_layer,
+    )
+
+
+def intern(settings: Settings, *, feature_layer: int) -> VisionConfig:
+    """InternVLVisionConfig: InternViT-300M (LayerNorm) and 6B (RMSNorm, normalised queries and keys)."""
+    norm: Literal["LayerNorm", "RMSNorm"] = (
+        "RMSNorm" if settings.get("norm_type", "layer_norm") == "rms_norm" else "LayerNorm"
+    )
+    if not settings.get("use_absolute_position_embeddings", True):
+        refuse(settings, "use_absolute_position_embeddings", "InternViT without learned positions is not known here")
+    post_norm = feature_layer == -1 and not settings.get("use_mean_pooling", True)
+    if post_norm and norm == "RMSNorm":
+        refuse(settings, "use_mean_pooling", "a final LayerNorm after RMSNorm layers is not known here")
+    return VisionConfig(
+        **_sizes(settings, layers=24, width=1024, inner=4096, heads=16, image=448, patch=14),
+        class_token=True,
+        normalization=norm,
+        norm_epsilon=settings.get("layer_norm_eps", 1e-6),
+        activation=_activation(settings, "gelu"),
+        add_qkv_bias=settings.get("attention_bias", False),
+        qk_norm="full" if settings.get("use_qk_norm", False) else "none",
+        layer_scale=True,
+        post_norm=post_norm,
+        feature_layer=feature_layer,
+    )
+
+
+def _sizes(
+    settings: Settings, *, layers: int, width: int, inner: int, heads: int, image: int, patch: int
+) -> dict[str, Any]:
+    """The sizes that all towers spell alike, with the defaults of their configuration class."""
+    return {
+        "num_layers": settings.get("num_hidden_layers", layers),
+        "hidden_size": settings.get("hidden_size", width),
+        "ffn_hidden_size": settings.get("intermediate_size", inner),
+        "num_attention_heads": settings.get("num_attention_heads", heads),
+        "image_size": settings.square("image_size", image),
+        "patch_size": settings.square("patch_size", patch),
+        "in_channels": settings.get("num_channels", 3),
+    }
+
+
+def _activation(settings: Settings, default: str) -> Any:
+    return settings.choice("hidden_act", ACTIVATIONS, default)
+
+
+def clip_table(vision: VisionConfig, prefix: str) -> Table:
+    """CLIPVisionModel below `prefix`."""
+    table = _embeddings(vision, f"{prefix}embeddings.")
+    table["patch_embed.class_token"] = Same(f"{prefix}embeddings.class_embedding")
+    return table | linear("patch_embed.norm", f"{prefix}pre_layrnorm", bias=True) | _clip_layers(vision, prefix)
+
+
+def siglip_table(vision: VisionConfig, prefix: str) -> Table:
+    """SiglipVisionModel below `prefix`, without its pooling head."""
+    table = _embeddings(vision, f"{prefix}embeddings.") | _clip_layers(vision, prefix)
+    if vision.post_norm and vision.feature_layer == -1:
+        table |= linear(VISION_NORM, f"{prefix}post_layernorm", bias=True)
+    return table
+
+
+def _embeddings(vision: VisionConfig, prefix: str) -> Table:
+    table: Table = {f"{PATCH_EMBED}.proj.weight": Same(f"{prefix}patch_embedding.weight", view=kernel(vision))}
+    if vision.patch_bias:
+        table[f"{PATCH_EMBED}.proj.bias"] = Same(f"{prefix}patch_embedding.bias")
+    table[f"{PATCH_EMBED}.position"] = Same(f"{prefix}position_embedding.weight")
+    return table
+
+
+def kernel(vision: VisionConfig) -> tuple[int, ...]:
+    """Shape of the patch convolution's weight: [H, C, p, p]."""
+    return (vision.hidden_size, vision.in_channels, vision.patch_size, vision.patch_size)
+
+
+def _clip_layers(vision: VisionConfig, prefix: str) -> Table:
+    table: Table = {}
+    for number in range(vision_layers_run(vision)):
+        ours, theirs = f"{VISION_LAYER}{number}.", f"{prefix}encoder.layers.{number}."
+        table |= qkv(f"{ours}self_attention.linear_qkv", f"{theirs}self_attn.{{}}_proj", vision, bias=True)
+        table |= linear(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.out_proj", bias=True)
+        table |= linear(f"{ours}input_layernorm", f"{theirs}layer_norm1", bias=True)
+        table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}layer_norm2", bias=True)
+        table |= linear(f"{ours}mlp.linear_fc1", f"{theirs}mlp.fc1", bias=True)
+        table |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.fc2", bias=True)
+    return table
+
+
+def qkv(ours: str, theirs: str, vision: VisionConfig, *, bias: bool) -> Table:
+    """Query, key and value of a vision layer; `theirs` has {} where q, k and v differ."""
+    heads, width = vision.num_attention_heads, vision.hidden_size // vision.num_attention_heads
+    return {
+        f"{ours}.{leaf}": QKV(f"{theirs}.{leaf}", groups=heads, head_width=width)
+        for leaf in (("weight", "bias") if bias else ("weight",))
+    }
+
+
+def intern_table(vision: VisionConfig, prefix: str) -> Table:
+    """InternVLVisionModel below `prefix`."""
+    embeddings, width = f"{prefix}embeddings.", vision.hidden_size
+    side = vision.image_size // vision.patch_size
+    table: Table = {
+        "patch_embed.proj.weight": Same(f"{embeddings}patch_embeddings.projection.weight", view=kernel(vision)),
+        "patch_embed.proj.bias": Same(f"{embeddings}patch_embeddings.projection.bias"),
+        "patch_embed.class_token": Same(f"{embeddings}cls_token", view=(1, 1, width)),
+        "patch_embed.position": Same(f"{embeddings}position_embeddings", view=(1, side * side + 1, width)),
+    }
+    norm_bias = vision.normalization == "LayerNorm"
+    for number in range(vision_layers_run(vision)):
+        ours, theirs = f"{VISION_LAYER}{number}.", f"{prefix}encoder.layer.{number}."
+        attention = f"{theirs}attention."
+        table |= qkv(f"{ours}self_attention.linear_qkv", f"{attention}{{}}_proj", vision, bias=vision.add_qkv_bias)
+        table |= linear(f"{ours}self_attention.linear_proj", f"{attention}projection_layer", bias=True)
+        if vision.qk_norm != "none":
+            table |= linear(f"{ours}self_attention.q_layernorm", f"{attention}q_norm", bias=False)
+            table |= linear(f"{ours}self_attention.k_layernorm", f"{attention}k_norm", bias=False)
+        table |= linear(f"{ours}input_layernorm", f"{theirs}layernorm_before", bias=norm_bias)
+        table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}layernorm_after", bias=norm_bias)
+        table |= linear(f"{ours}mlp.linear_fc1", f"{theirs}mlp.fc1", bias=True)
+        table |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.fc2", bias=True)
+        table[f"{ours}self_attn_bda.scale"] = Same(f"{theirs}lambda_1")
+        table[f"{ours}mlp_bda.scale"] = Same(f"{theirs}lambda_2")
+    if vision.post_norm:
+        table |= linear(VISION_NORM, f"{prefix}layernorm", bias=True)
+    return table

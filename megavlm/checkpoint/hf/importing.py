@@ -1,0 +1,106 @@
+"""A Hugging Face folder as a checkpoint of ours, without holding it in memory.
+
+torch's checkpoint writer asks its planner for each item's values when it writes them; this planner declares all items
+from the files' headers and reads a value when asked. The result is what a run would have saved, without optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.hf.safetensors_writer import DTYPES
+from megavlm.checkpoint.hf.sidecar import write_sidecar
+from megavlm.checkpoint.hf.source import Origin
+from megavlm.checkpoint.hf.table import Shape
+from megavlm.checkpoint.state import FORMAT, SUMMARY
+from megavlm.config.schema import Config
+
+# What is read, and written, at once: it bounds the memory that a conversion needs.
+PIECE_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One of our tensors as the checkpoint will hold it."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+def import_checkpoint(origin: Origin, shapes: Mapping[str, Shape], config: Config, plan: Any, *, root: Path) -> Path:
+    """Write `root`/iter_0000000 with the weights in the type of the files. `shapes`: ours, without padding."""
+    temporary = folders.prepare(root, 0)
+    stored = {key: Stored(shape, _dtype(origin, key)) for key, shape in shapes.items()}
+    dcp.save(
+        dict.fromkeys(stored),
+        storage_writer=dcp.FileSystemWriter(temporary, single_file_per_rank=False, sync_files=False),
+        planner=_StreamingPlanner(origin, stored),
+        no_dist=True,
+    )
+    save_config(CheckpointingConfig("torch_dist"), str(temporary))
+    torch.save({}, temporary / "common.pt")
+    write_sidecar(origin, temporary)
+    summary = {
+        "format": FORMAT,
+        "contents": "weights",
+        "iteration": 0,
+        "consumed_samples": 0,
+        "plan": plan.to_json(),
+        "model": json.loads(json.dumps(asdict(config.model))),
+    }
+    (temporary / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    return folders.commit(root, 0)
+
+
+def _dtype(origin: Origin, key: str) -> torch.dtype:
+    return DTYPES[origin.folder.tensors[origin.table[key].names[0]].dtype]
+
+
+class _StreamingPlanner(DefaultSavePlanner):
+    def __init__(self, origin: Origin, stored: Mapping[str, Stored]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.origin = origin
+        self.stored = stored
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([item for key, tensor in self.stored.items() for item in _items(key, tensor)])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        assert write_item.tensor_data is not None
+        chunk, key = write_item.tensor_data.chunk, write_item.index.fqn
+        index = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        values = self.origin.read_slice(key, self.stored[key].shape, index)
+        return values.to(self.stored[key].dtype)
+
+
+def _items(key: str, tensor: Stored) -> Iterator[WriteItem]:
+    """A tensor in runs of rows of at most PIECE_BYTES."""
+    row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+    rows = max(1, PIECE_BYTES // row)
+    for number, start in enumerate(range(0, tensor.shape[0], rows)):
+        offsets = torch.Size([start, *(0 for _ in tensor.shape[1:])])
+        sizes = torch.Size([min(rows, tensor.shape[0] - start), *tensor.shape[1:]])
+        yield WriteItem(
+            index=MetadataIndex(key, offsets, number),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets, sizes),
+                properties=TensorProperties(dtype=tensor.dtype),
+                size=torch.Size(tensor.shape),
+            ),
+        )

@@ -1,0 +1,61 @@
+"""`config.json` as its families read it: nested, with the defaults of Transformers' classes, strict about meanings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megavlm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A section of a `config.json`. `where` names it in messages."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def get(self, name: str, default: Any) -> Any:
+        """A setting; what is absent or null has the default of the configuration's class."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def need(self, name: str) -> Any:
+        """A setting without a default."""
+        value = self.values.get(name)
+        if value is None:
+            raise UserError(f"{self.where} has no {name!r}: this folder is incomplete or of another kind")
+        return value
+
+    def section(self, name: str) -> Settings:
+        """A nested section, empty where it is absent."""
+        values = self.get(name, {})
+        if not isinstance(values, Mapping):
+            raise UserError(f"{self.where}: {name!r} is no section: the file is damaged")
+        return Settings(values, f"{self.where}: {name}")
+
+    def square(self, name: str, default: int) -> int:
+        """A side length that may be written as [side, side]."""
+        value = self.get(name, default)
+        sides = {value} if isinstance(value, int) else set(value)
+        if len(sides) != 1:
+            refuse(self, name, "only square ones are known here")
+        return int(sides.pop())
+
+    def choice(self, name: str, choices: Mapping[str, str], default: str) -> str:
+        """A setting translated to our word for it."""
+        value = self.get(name, default)
+        if value not in choices:
+            refuse(self, name, f"known are {', '.join(choices)}")
+        return choices[value]
+
+    def require(self, name: str, *expected: Any, why: str) -> None:
+        """Refuse anything but the given values; absent is fine."""
+        if self.get(name, expected[0]) not in expected:
+            refuse(self, name, why)
+
+
+def refuse(settings: Settings, name: str, why: str) -> NoReturn:
+    """A setting that we know but cannot express: say so rather than compute something else."""
+    raise UserError(f"{settings.where}: {name} = {settings.values.get(name)!r} is not supported: {why}")

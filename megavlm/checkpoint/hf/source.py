@@ -1,0 +1,154 @@
+"""Where weights come from: Hugging Face folders whose tables together name (part of) a model's tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavlm.checkpoint.hf.families import family_of
+from megavlm.checkpoint.hf.family import Family
+from megavlm.checkpoint.hf.files import HfFolder
+from megavlm.checkpoint.hf.table import Shape, Table, fits, pieces
+from megavlm.config.schema import Config, ModelConfig, VisionConfig
+from megavlm.errors import UserError
+from megavlm.planner.layers import module_of
+
+ALL_PARTS = ("vision", "projector", "language")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A folder, and what it is a source of."""
+
+    folder: HfFolder
+    family: Family
+    parts: tuple[str, ...]  # of the model, that are taken from here
+    spelling: int  # which of the family's spellings the files use
+    table: Table  # of all parts that the folder has
+
+    @classmethod
+    def of(cls, path: Path, *parts: str) -> Origin:
+        """A folder that must hold these parts, under the spelling that fits its files best."""
+        folder = HfFolder(path)
+        family = family_of(folder.settings)
+        if missing := [part for part in parts if part not in family.parts]:
+            raise UserError(
+                f"{path} is a {family.name} checkpoint, which has no {' and no '.join(missing)}: give a whole VLM to "
+                "--init-from, or compose one with --vision-from and --language-from"
+            )
+        model = family.config(folder.settings)
+        tables = [family.table(model, spelling) for spelling in family.spellings]
+        found = folder.tensors.keys()
+        best = max(range(len(tables)), key=lambda number: len(found & _names(tables[number])))
+        return cls(folder, family, parts, best, tables[best])
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model that config.json describes; sections of parts that it lacks mean nothing."""
+        return self.family.config(self.folder.settings)
+
+    def provides(self, key: str) -> bool:
+        """Whether one of our tensors comes from here."""
+        return module_of(key) in self.parts
+
+    @property
+    def unused(self) -> list[str]:
+        """Weights in the folder that no tensor of ours holds."""
+        names = _names(self.table)
+        return [name for name in self.folder.tensors if name not in names]
+
+    def problems(self) -> list[str]:
+        """Missing and surplus names."""
+        found = self.folder.tensors
+        missing = [f"missing {name}" for name in sorted(_names(self.table) - found.keys())]
+        known = [re.compile(pattern) for pattern in self.family.unused]
+        surplus = [name for name in self.unused if not any(pattern.fullmatch(name) for pattern in known)]
+        return missing + [f"surplus {name}" for name in surplus]
+
+    def wrong_shapes(self, ours: dict[str, Shape]) -> list[str]:
+        """Tensors whose shape contradicts ours, for those of ours that are given."""
+        found = self.folder.tensors
+        return [
+            f"{name} is {list(found[name].shape)} where {key} needs {list(shape)}"
+            for key in ours.keys() & self.table.keys()
+            for name, shape in self.table[key].their_shapes(ours[key]).items()
+            if name in found and not fits(found[name].shape, shape)
+        ]
+
+    def read_slice(self, key: str, real: Shape, index: tuple[slice, ...]) -> Tensor:
+        """A slice of one of our tensors, in the files' type; what lies beyond its `real` shape pads it with zeros."""
+        rows, rest = index[0], tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index[1:], real[1:], strict=True))
+        out: Tensor | None = None
+        for piece in pieces(self.table[key].spans(real), rows.start, rows.stop):
+            part = self._rows(piece.name, piece.theirs, real)[(slice(None), *rest)]
+            if out is None:
+                out = torch.zeros([s.stop - s.start for s in index], dtype=part.dtype)
+            out[(piece.ours, *(slice(size) for size in part.shape[1:]))] = part
+        return torch.zeros([s.stop - s.start for s in index]) if out is None else out
+
+    def _rows(self, name: str, rows: slice, real: Shape) -> Tensor:
+        """Rows of one of their tensors, with our trailing dimensions."""
+        shape = self.folder.tensors[name].shape
+        if len(shape) > len(real) and shape[0] == 1:  # [1, N, H] for our [N, H]: small, and read whole
+            return self.folder.read(name, slice(None)).reshape(-1, *real[1:])[rows]
+        return self.folder.read(name, rows).reshape(-1, *real[1:])
+
+
+def _names(table: Table) -> set[str]:
+    return {name for rule in table.values() for name in rule.names}
+
+
+def origins_of(config: Config) -> list[Origin]:
+    """The folders that a run's options name, as sources."""
+    options = config.checkpoint
+    if options.init_from is not None:
+        if options.vision_from is not None or options.language_from is not None:
+            raise UserError("--init-from brings a whole VLM: leave out --vision-from and --language-from")
+        return [Origin.of(Path(options.init_from), *ALL_PARTS)]
+    named = (("vision", options.vision_from), ("language", options.language_from))
+    return [Origin.of(Path(path), part) for part, path in named if path is not None]
+
+
+def with_model_of_origins(config: Config) -> Config:
+    """The configuration with the model that its folders hold: nobody types layer counts.
+
+    Raises UserError where an option contradicts a folder. `--vision-feature-layer` may choose another layer of a tower.
+    """
+    model = config.model
+    for origin in origins_of(config):
+        found = origin.model
+        layer = model.vision.feature_layer
+        if origin.parts == ("vision",) and layer != VisionConfig().feature_layer:
+            found = replace(found, vision=replace(found.vision, feature_layer=layer))
+        for part in origin.parts:
+            _agree(part, getattr(model, part), getattr(found, part), origin)
+            model = replace(model, **{part: getattr(found, part)})
+        if "projector" in origin.parts:
+            model = replace(model, image_token=found.image_token)
+    return replace(config, model=model)
+
+
+def _agree(part: str, given: Any, found: Any, origin: Origin) -> None:
+    if given in (type(given)(), found):  # not set at all, or read back from the run's own config.yaml
+        return
+    for name, value in vars(found).items():
+        if (wanted := getattr(given, name)) not in (value, getattr(type(given)(), name)):
+            raise UserError(
+                f"--{part}-{name.replace('_', '-')} {wanted} contradicts {origin.folder.path}, which has {value}: "
+                "leave it out, the folder decides"
+            )
+
+
+def refuse(problems: Iterable[str], what: str) -> None:
+    """One UserError that lists every problem."""
+    listed = list(problems)
+    if listed:
+        shown = "\n  ".join(listed[:40])
+        more = f"\n  … and {len(listed) - 40} more" if len(listed) > 40 else ""
+        raise UserError(f"{what}: {len(listed)} tensors do not fit, nothing was written\n  {shown}{more}")

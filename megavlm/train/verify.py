@@ -1,0 +1,82 @@
+"""The same images and text through a Hugging Face model and through ours: how far are the logits apart?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megavlm.backend import Backend
+from megavlm.checkpoint import folders, state
+from megavlm.checkpoint.hf.load import load_weights
+from megavlm.checkpoint.hf.source import Origin
+from megavlm.config.schema import Config
+from megavlm.data.batch import PackedBatch
+from megavlm.data.images import features_of
+from megavlm.data.source import batch_of
+from megavlm.data.synthetic import SyntheticSource
+from megavlm.errors import UserError
+from megavlm.train.whole import groups_of_one, whole_model
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of all logits: the largest difference, the largest value, and how often both predict the same token."""
+
+    largest: float
+    scale: float
+    same_choice: float
+
+
+@torch.no_grad()
+def compare(origin: Origin, checkpoint: Path | None, config: Config, backend: Backend, *, samples: int) -> Difference:
+    """Run both models in fp32 on CPU or GPU; without `checkpoint`, ours is read from the folder itself."""
+    groups = groups_of_one(backend)
+    chunk = whole_model(config, groups, backend)
+    if checkpoint is None:
+        load_weights([chunk], [origin], config, vocab_size=config.model.language.vocab_size or 0)
+    else:
+        state.load_weights([chunk], folder=folders.resolve(checkpoint), config=config)
+    chunk.to(backend.device).eval()
+    theirs = _transformers_model(origin).to(backend.device)
+    worst = scale = 0.0
+    same: list[float] = []
+    for batch in _batches(config, samples):
+        moved = batch.to(backend.device)
+        ours = chunk(moved, logits=True).float()
+        assert origin.family.inputs is not None
+        given = origin.family.inputs(moved, config.model)
+        expected = theirs(**given, use_cache=False).logits[:, : ours.shape[1]].float()
+        worst = max(worst, (ours - expected).abs().max().item())
+        scale = max(scale, expected.abs().max().item())
+        same.append((ours.argmax(-1) == expected.argmax(-1)).float().mean().item())
+    return Difference(worst, scale, float(np.mean(same)))
+
+
+def _batches(config: Config, samples: int) -> list[PackedBatch]:
+    source = SyntheticSource(config)
+    return [
+        batch_of(source, [source.sample(index)], seq_length=config.train.seq_length, with_patches=True)
+        for index in range(samples)
+    ]
+
+
+def _transformers_model(origin: Origin) -> torch.nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError("verify compares with Transformers, which is not installed: pip install megavlm[hf]") from error
+    path = str(origin.folder.path)
+    model: torch.nn.Module = transformers.AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    return model.eval()
+
+
+def needed_length(config: Config) -> int:
+    """One image, and some text after it."""
+    vision = config.model.vision
+    side = vision.image_size // vision.patch_size
+    return features_of((side, side), config.model.projector.pixel_shuffle) + 32

@@ -1,0 +1,44 @@
+"""A whole model in this one process, without optimizer: for conversions and comparisons."""
+
+from __future__ import annotations
+
+from megavlm.backend import Backend
+from megavlm.config.schema import Config
+from megavlm.model.vlm import VLMChunk
+from megavlm.model.weights import named_shards, real_shape
+from megavlm.parallel.dims import Dims
+from megavlm.parallel.groups import Groups, build_groups, destroy_groups, start
+from megavlm.pipeline.schedule import pipeline_config
+from megavlm.planner.plan import make_plan
+
+ONE = Dims(tp=1, pp=1, vpp=1, dp=1)
+
+
+def groups_of_one(backend: Backend, *, seed: int = 0) -> Groups:
+    """A world of this process alone, in place of whatever layout was before."""
+    destroy_groups()
+    start(backend.communication, timeout_minutes=10)
+    return build_groups(ONE, tied_owners=(0, 0), seed=seed, timeout_minutes=10)
+
+
+def whole_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
+    """The model as one chunk, its weights not set (on CPU they take no memory until they are)."""
+    assert config.model.language.vocab_size is not None
+    return VLMChunk(
+        config,
+        make_plan(config, ONE),
+        0,
+        vocab_size=config.model.language.vocab_size,
+        groups=groups,
+        pipeline=pipeline_config(config, ONE, backend),
+    )
+
+
+def real_shapes(chunk: VLMChunk, config: Config) -> dict[str, tuple[int, ...]]:
+    """Every parameter's whole shape by name."""
+    assert config.model.language.vocab_size is not None
+    vocabulary = config.model.language.vocab_size
+    return {
+        shard.key: real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocabulary)
+        for shard in named_shards(chunk)
+    }

@@ -1,0 +1,177 @@
+"""What every family of Hugging Face checkpoints must show, in one process: logits, gradients, training, round trip."""
+
+from __future__ import annotations
+
+import copy
+import filecmp
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from megavlm.checkpoint.hf.load import load_weights
+from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, with_model_of_origins
+from megavlm.config.schema import CheckpointConfig, Config, OptimizerConfig, TrainConfig
+from megavlm.data.batch import PackedBatch
+from megavlm.data.images import features_of, grid_of
+from megavlm.data.sample import Image, Sample, collate
+from megavlm.planner.plan import make_plan
+from megavlm.train.engine import Engine, build_engine
+from megavlm.train.whole import real_shapes
+from tests.parity.harness import Single, assert_same, random_image, randomize
+from tools import convert
+
+LENGTH = 48
+# The tolerances that users are promised.
+LOGITS, GRADIENTS, LOSSES = 1e-4, 1e-3, 1e-4
+
+
+def save(theirs: transformers.PreTrainedModel, folder: Path) -> Path:
+    """A checkpoint with no parameter at its start value, and files beside it that an export must bring back."""
+    randomize(theirs, seed=1).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text('{"kept": "as it is"}')
+    (folder / "chat_template.jinja").write_text("{{ kept }}")
+    return folder
+
+
+def config_for(folder: Path, **train: Any) -> Config:
+    """A run that starts from the folder."""
+    training = TrainConfig(**{"seq_length": LENGTH, "run_dir": str(folder / "run"), **train})
+    optimizer = OptimizerConfig(lr=1e-3, lr_decay_style="constant", weight_decay=0.0, adam_beta2=0.999, clip_grad=0.0)
+    config = Config(train=training, optimizer=optimizer, checkpoint=CheckpointConfig(init_from=str(folder)))
+    return with_model_of_origins(config)
+
+
+def engine_for(config: Config, folder: Path, single: Single) -> Engine:
+    """The engine that training uses, its weights from the folder."""
+    vocabulary = config.model.language.vocab_size
+    assert vocabulary is not None
+    fill = partial(load_weights, origins=[Origin.of(folder, *ALL_PARTS)], config=config, vocab_size=vocabulary)
+    plan = make_plan(config, single.groups.dims)
+    return build_engine(config, plan, single.groups, vocab_size=vocabulary, backend=single.backend, fill=fill)
+
+
+def batch_of(
+    config: Config, images: Sequence[Sequence[tuple[int, int]]] = (((32, 32), (32, 32)), ()), *, seed: int = 3
+) -> PackedBatch:
+    """A micro-batch: for each sample the (height, width) of its images, words before, between and after them."""
+    model = config.model
+    image_token, vocabulary = model.image_token, model.language.vocab_size
+    assert image_token is not None
+    assert vocabulary is not None
+    rng = np.random.default_rng(seed)
+    patch, shuffle = model.vision.patch_size, model.projector.pixel_shuffle
+    samples = []
+    for number, sizes in enumerate(images):
+        words = [word for word in rng.integers(1, vocabulary, 64).tolist() if word != image_token]
+        arrays = [random_image(*size, seed=seed + 10 * number + place) for place, size in enumerate(sizes)]
+        held = tuple(Image(*size, patch, partial(np.asarray, array)) for size, array in zip(sizes, arrays, strict=True))
+        tokens: list[int] = []
+        for size in sizes:
+            tokens += [words.pop(), words.pop()] + [image_token] * features_of(grid_of(*size, patch), shuffle)
+        tokens += [words.pop() for _ in range(12 + number)]
+        samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held))
+    return collate(
+        samples,
+        seq_length=config.train.seq_length,
+        image_token=image_token,
+        pad_token=0,
+        pixel_shuffle=shuffle,
+        patch_dim=model.vision.in_channels * patch**2,
+        with_patches=True,
+    )
+
+
+def loss_of(theirs: Any, origin: Origin, batch: PackedBatch, config: Config) -> tuple[Tensor, Tensor]:
+    """Mean cross entropy over the trained tokens, and the logits, of the Transformers model."""
+    assert origin.family.inputs is not None
+    logits = theirs(**origin.family.inputs(batch, config.model), use_cache=False).logits
+    labels = torch.where(batch.loss_mask.bool(), batch.labels, -100)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def assert_same_logits_and_gradients(folder: Path, theirs: Any, single: Single, batches: Sequence[Any]) -> None:
+    """Logits within 1e-4, and the gradient of every parameter within 1e-3 of its largest value.
+
+    `batches`: for each micro-batch what `batch_of` takes: the image sizes of each sample.
+    """
+    config = config_for(folder)
+    engine, origin = engine_for(config, folder, single), Origin.of(folder, *ALL_PARTS)
+    assert origin.problems() == []
+    chunk = engine.chunks[0].module
+    shapes = real_shapes(chunk, config)
+    assert origin.table.keys() == shapes.keys()
+    for number, images in enumerate(batches):
+        given = batch_of(config, images, seed=number)
+        (logits,) = engine.schedule.logits([given])
+        theirs.zero_grad()
+        loss, expected = loss_of(theirs, origin, given, config)
+        assert_same(logits, expected.detach(), tolerance=LOGITS, what="logits")
+
+        loss.backward()
+        engine.optimizer.zero_grad()
+        loss_sum, tokens = engine.schedule.train([given]).tolist()
+        assert abs(loss_sum / tokens - loss.item()) <= 1e-5 * loss.item()
+        wanted = _through_files(theirs, folder / f"gradients{number}", shapes)
+        for name, param in chunk.named_parameters():
+            if wanted[name].abs().max() > 1e-7:
+                assert_same(param.main_grad, wanted[name], tolerance=GRADIENTS, what=f"gradient of {name}")
+            else:
+                assert param.main_grad.abs().max() < 1e-6, f"gradient of {name} where Transformers has none"
+
+
+def _through_files(theirs: Any, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Gradients under our names: saved as if they were weights, and read through the same table."""
+    holder = copy.deepcopy(theirs)
+    with torch.no_grad():
+        for param, trained in zip(holder.parameters(), theirs.parameters(), strict=True):
+            param.copy_(torch.zeros_like(trained) if trained.grad is None else trained.grad)
+    holder.save_pretrained(folder)
+    origin = Origin.of(folder, *ALL_PARTS)
+    return {
+        key: origin.read_slice(key, shape, tuple(map(slice, (0,) * len(shape), shape))) for key, shape in shapes.items()
+    }
+
+
+def assert_same_training(folder: Path, theirs: Any, single: Single, batches: Sequence[Any]) -> None:
+    """Five AdamW steps on the same batches: losses within 1e-4 relative."""
+    config = config_for(folder)
+    engine, origin = engine_for(config, folder, single), Origin.of(folder, *ALL_PARTS)
+    options = config.optimizer
+    betas = (options.adam_beta1, options.adam_beta2)
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=options.lr, betas=betas, eps=options.adam_eps, weight_decay=0.0)
+    for number in range(5):
+        given = batch_of(config, batches[number % len(batches)], seed=number % 2)
+        # Zeros, not None: without an image, AdamW goes on with the moments of the vision part, as it does here.
+        adamw.zero_grad(set_to_none=False)
+        loss, _ = loss_of(theirs, origin, given, config)
+        loss.backward()
+        adamw.step()
+        ours = engine.train_step([given]).loss
+        assert abs(ours - loss.item()) <= LOSSES * loss.item(), f"step {number}: {ours} against {loss.item()}"
+
+
+def assert_round_trip(folder: Path, out: Path) -> None:
+    """import → export gives every file back: the same tensors bit for bit, and all others byte for byte."""
+    assert convert.main(["import", str(folder), str(out / "ours")]) == 0
+    assert convert.main(["export", str(out / "ours"), str(out / "theirs")]) == 0
+    names = sorted(file.name for file in folder.iterdir() if file.is_file())
+    assert sorted(file.name for file in (out / "theirs").iterdir()) == names
+    _, different, unreadable = filecmp.cmpfiles(folder, out / "theirs", names, shallow=False)
+    assert different + unreadable == [], "safetensors files are written in the library's own layout, too"
+
+
+def assert_same_generation(folder: Path, out: Path, **inputs: Tensor) -> None:
+    """The exported folder loads with `from_pretrained` and generates the same tokens."""
+    both = [
+        transformers.AutoModelForImageTextToText.from_pretrained(path).generate(
+            **inputs, max_new_tokens=8, do_sample=False
+        )
+        for path in (folder, out / "theirs")
+    ]
+    assert torch.equal(*both)

@@ -1,0 +1,153 @@
+"""Hugging Face checkpoints in and out: `python tools/convert.py import HF_DIR OUT_DIR`, `export`, `verify`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, refuse, with_model_of_origins
+from megavlm.config.cli import parse
+from megavlm.config.load import from_dict, to_yaml
+from megavlm.config.rules import check
+from megavlm.config.schema import CheckpointConfig, Config, TrainConfig
+from megavlm.errors import UserError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 done, 1 verify found a difference, 2 something given is wrong (said in one line)."""
+    options, rest = _parser().parse_known_args(argv)
+    try:
+        status: int = options.run(options, rest)
+    except UserError as error:
+        print(f"convert.py: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Convert between Hugging Face folders and megavlm checkpoints.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    into = commands.add_parser("import", help="Hugging Face → a checkpoint that --load takes, for any layout")
+    into.add_argument("source", metavar="HF_DIR", type=Path)
+    into.add_argument("out", metavar="OUT_DIR", type=Path)
+    into.set_defaults(run=import_)
+    out = commands.add_parser("export", help="run or checkpoint → Hugging Face")
+    out.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
+    out.add_argument("out", metavar="HF_OUT_DIR", type=Path)
+    out.set_defaults(run=export)
+    compare = commands.add_parser("verify", help="compare logits of both; exit status 1 past the tolerance")
+    compare.add_argument("folder", metavar="HF_DIR", type=Path)
+    compare.add_argument("checkpoint", metavar="CHECKPOINT_OR_RUN", type=Path, nargs="?")
+    compare.add_argument("--tolerance", type=float, default=1e-4, help="largest allowed difference of a logit")
+    compare.add_argument("--samples", type=int, default=2)
+    compare.add_argument("--seq-length", type=int, default=None)
+    compare.set_defaults(run=verify)
+    return parser
+
+
+def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Other flags are those of a run (--tp 2 …): its layout is checked and stored for `--config`."""
+    config = with_model_of_origins(parse([*rest, "--init-from", str(options.source)]))
+    parallel = config.parallel
+    check(config, world=parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    origin = Origin.of(options.source, *ALL_PARTS)
+
+    from megavlm import backend
+
+    chosen = backend.activate()
+
+    from megavlm.checkpoint.hf.importing import import_checkpoint
+    from megavlm.planner.plan import make_plan
+    from megavlm.train.whole import ONE, groups_of_one, real_shapes, whole_model
+
+    single = replace(config, parallel=type(parallel)(), train=replace(config.train, micro_batch_size=1))
+    shapes = real_shapes(whole_model(single, groups_of_one(chosen), chosen), single)
+    found = [*origin.problems(), *sorted(origin.wrong_shapes(shapes))]
+    refuse(found, f"{options.source} does not hold the model that its config.json says")
+    start = time.perf_counter()
+    plan = make_plan(single, ONE)
+    folder = import_checkpoint(origin, shapes, config, plan, root=options.out / "checkpoints")
+    (options.out / "config.yaml").write_text(to_yaml(_loading(config, options.out)))
+    parameters = sum(_size(shape) for shape in shapes.values())
+    print(f"{folder}: {parameters / 1e6:.1f} million parameters in {time.perf_counter() - start:.1f} s")
+    print(f"start from it: torchrun … pretrain_vlm.py --config {options.out / 'config.yaml'} --run-dir RUN")
+    return 0
+
+
+def _loading(config: Config, out: Path) -> Config:
+    return replace(config, checkpoint=replace(config.checkpoint, init_from=None, load=str(out)))
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Any checkpoint of a run that began with a Hugging Face folder."""
+    _nothing_left(rest)
+
+    from megavlm import backend
+
+    backend.activate()
+
+    from megavlm.checkpoint import folders, state
+    from megavlm.checkpoint.hf.exporting import export as write
+    from megavlm.checkpoint.hf.sidecar import read_sidecar
+
+    checkpoint = folders.resolve(options.source)
+    sidecar = read_sidecar(checkpoint)
+    if sidecar is None:
+        raise UserError(
+            f"{options.source} did not begin with a Hugging Face folder, so there is no config.json to give it: only "
+            "runs that started with --init-from or an imported checkpoint can be exported"
+        )
+    write(checkpoint, sidecar, model_of(state.read_summary(checkpoint)), options.out)
+    print(options.out)
+    return 0
+
+
+def model_of(summary: dict[str, Any]) -> Any:
+    """The model that a checkpoint says it holds."""
+    return from_dict({"model": summary["model"]}).model
+
+
+def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Both models in fp32 on the same random images and text."""
+    _nothing_left(rest)
+    config = with_model_of_origins(Config(checkpoint=CheckpointConfig(init_from=str(options.folder))))
+    origin = Origin.of(options.folder, *ALL_PARTS)
+
+    from megavlm import backend
+
+    chosen = backend.activate()
+
+    from megavlm.train.verify import compare, needed_length
+
+    length = options.seq_length or needed_length(config)
+    config = replace(config, train=TrainConfig(seq_length=length))
+    found = compare(origin, options.checkpoint, config, chosen, samples=options.samples)
+    print(
+        f"largest logit difference {found.largest:.2e} (largest logit {found.scale:.2f}), "
+        f"same prediction at {100 * found.same_choice:.2f} % of {options.samples} × {length} positions"
+    )
+    if found.largest > options.tolerance:
+        print(f"convert.py: that is more than --tolerance {options.tolerance}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _nothing_left(rest: Sequence[str]) -> None:
+    if rest:
+        raise UserError(f"unknown option {rest[0]}: --help lists them")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
