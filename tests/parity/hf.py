@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import filecmp
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ LENGTH = 48
 LOGITS, GRADIENTS, LOSSES = 1e-4, 1e-3, 1e-4
 
 
-def save(theirs: transformers.PreTrainedModel, folder: Path) -> Path:
+def save(theirs: transformers.PreTrainedModel, folder: Path, **options: Any) -> Path:
     """A checkpoint with no parameter at its start value, and files beside it that an export must bring back."""
-    randomize(theirs, seed=1).save_pretrained(folder)
+    randomize(theirs, seed=1).save_pretrained(folder, **options)
     (folder / "tokenizer_config.json").write_text('{"kept": "as it is"}')
     (folder / "chat_template.jinja").write_text("{{ kept }}")
     return folder
@@ -117,25 +117,23 @@ def assert_same_logits_and_gradients(folder: Path, theirs: Any, single: Single, 
         engine.optimizer.zero_grad()
         loss_sum, tokens = engine.schedule.train([given]).tolist()
         assert abs(loss_sum / tokens - loss.item()) <= 1e-5 * loss.item()
-        wanted = _through_files(theirs, folder / f"gradients{number}", shapes)
+        gradients = Origin.of(save_gradients(theirs, folder / f"gradients{number}"), *ALL_PARTS)
         for name, param in chunk.named_parameters():
-            if wanted[name].abs().max() > 1e-7:
-                assert_same(param.main_grad, wanted[name], tolerance=GRADIENTS, what=f"gradient of {name}")
+            wanted = gradients.read_slice(name, shapes[name], tuple(slice(0, size) for size in shapes[name]))
+            if wanted.abs().max() > 1e-7:
+                assert_same(param.main_grad, wanted, tolerance=GRADIENTS, what=f"gradient of {name}")
             else:
                 assert param.main_grad.abs().max() < 1e-6, f"gradient of {name} where Transformers has none"
 
 
-def _through_files(theirs: Any, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Gradients under our names: saved as if they were weights, and read through the same table."""
+def save_gradients(theirs: Any, folder: Path) -> Path:
+    """Gradients saved as if they were weights, to be read through the same table."""
     holder = copy.deepcopy(theirs)
     with torch.no_grad():
         for param, trained in zip(holder.parameters(), theirs.parameters(), strict=True):
             param.copy_(torch.zeros_like(trained) if trained.grad is None else trained.grad)
     holder.save_pretrained(folder)
-    origin = Origin.of(folder, *ALL_PARTS)
-    return {
-        key: origin.read_slice(key, shape, tuple(map(slice, (0,) * len(shape), shape))) for key, shape in shapes.items()
-    }
+    return folder
 
 
 def assert_same_training(folder: Path, theirs: Any, single: Single, batches: Sequence[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -17,9 +18,9 @@ from megavlm.checkpoint import safety
 from megavlm.checkpoint.hf.families import family_of
 from megavlm.checkpoint.hf.files import INDEX, HfFolder, read_json
 from megavlm.checkpoint.hf.importing import PIECE_BYTES, Stored
-from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, StreamedFile
+from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
 from megavlm.checkpoint.hf.settings import Settings
-from megavlm.checkpoint.hf.sidecar import TENSORS, UNUSED, Sidecar
+from megavlm.checkpoint.hf.sidecar import Sidecar
 from megavlm.checkpoint.hf.source import refuse
 from megavlm.checkpoint.hf.table import Table
 from megavlm.config.schema import ModelConfig
@@ -32,7 +33,7 @@ Declared = dict[str, tuple[str, tuple[int, ...]]]  # tensor → (type, shape)
 def export(checkpoint: Path, sidecar: Sidecar, model: ModelConfig, out: Path) -> None:
     """Write `out`, complete or not at all. Raises UserError when the checkpoint lacks tensors."""
     safety.check_metadata(checkpoint)
-    settings = Settings(read_json(sidecar.path / "config.json"), str(sidecar.path / "config.json"))
+    settings = Settings(read_json(sidecar.files / "config.json"), str(sidecar.files / "config.json"))
     family = family_of(settings)
     table = family.table(model, family.spellings[sidecar.spelling])
     stored = stored_tensors(checkpoint)
@@ -54,7 +55,7 @@ def export(checkpoint: Path, sidecar: Sidecar, model: ModelConfig, out: Path) ->
                 first += span.rows
         for name in unused.tensors:
             writer_of[name].write(name, unused.read(name, slice(None)))
-    _write_rest(temporary, files, sidecar, stored)
+    _write_rest(temporary, files, sidecar)
     temporary.rename(out)
 
 
@@ -105,12 +106,21 @@ def _values(
             batch = {}
 
 
-def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar, stored: Mapping[str, Stored]) -> None:
-    for file in sidecar.path.iterdir():
-        if file.name not in (UNUSED, TENSORS):
-            shutil.copyfile(file, folder / file.name)
-    if len(files) > 1:
-        total = sum((folder / file).stat().st_size for file in files)
-        weight_map = {name: file for file, held in files.items() for name in held}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -> None:
+    """The other files as they were; what they say of types and sizes is corrected where training changed those."""
+    for file in sidecar.files.iterdir():
+        shutil.copyfile(file, folder / file.name)
+    tensors = [tensor for held in files.values() for tensor in held.values()]
+    size = sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in tensors)
+    if (folder / INDEX).exists():
+        index = read_json(folder / INDEX)
+        if index.get("metadata", {}).get("total_size") != size:
+            index["metadata"] = {**index.get("metadata", {}), "total_size": size}
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    floating = {dtype for dtype, _ in tensors if DTYPES[dtype].is_floating_point}
+    config = read_json(folder / "config.json")
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    if len(floating) == 1 and key in config:
+        dtype = str(DTYPES[floating.pop()]).removeprefix("torch.")
+        if config[key] != dtype:
+            (folder / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2, sort_keys=True) + "\n")

@@ -1,7 +1,7 @@
 """What a Hugging Face folder holds besides the weights we train: kept beside them, so that an export gives it back.
 
-`hf/` in a run or checkpoint has config.json, the tokenizer's and processor's files, the tensors that we do not run
-(`unused.safetensors`), and which of their files each tensor was in (`tensors.json`).
+`hf/` in a run or checkpoint has config.json and the files of tokenizer and processor (`files/`), the tensors that we do
+not run (`unused.safetensors`), and which of their files each tensor was in (`tensors.json`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megavlm.checkpoint.hf.files import INDEX, HfFolder, read_json
+from megavlm.checkpoint.hf.files import read_json
 from megavlm.checkpoint.hf.safetensors_writer import StreamedFile
 from megavlm.checkpoint.hf.source import Origin
 
-NAME = "hf"
+NAME, FILES = "hf", "files"
 UNUSED, TENSORS = "unused.safetensors", "tensors.json"
 _KEPT = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # never *.py: an export must not hand on code
 
@@ -25,6 +25,7 @@ class Sidecar:
     """The kept part of a folder, read back."""
 
     path: Path
+    files: Path  # copied as they were
     spelling: int  # which of the family's spellings its files use
     file_of: dict[str, str]  # tensor → file, in the order of the files
 
@@ -32,10 +33,10 @@ class Sidecar:
 def write_sidecar(origin: Origin, parent: Path) -> None:
     """Copy what an export will need to `parent`/hf, streaming."""
     target = parent / NAME
-    target.mkdir(parents=True, exist_ok=True)
+    (target / FILES).mkdir(parents=True, exist_ok=True)
     for file in sorted(origin.folder.path.iterdir()):
-        if file.is_file() and file.suffix in _KEPT and file.name != INDEX:
-            shutil.copyfile(file, target / file.name)
+        if file.is_file() and file.suffix in _KEPT:
+            shutil.copyfile(file, target / FILES / file.name)
     tensors = origin.folder.tensors
     with StreamedFile(
         target / UNUSED, {name: (tensors[name].dtype, tensors[name].shape) for name in origin.unused}
@@ -60,9 +61,4 @@ def read_sidecar(checkpoint: Path) -> Sidecar | None:
         return None
     path = found[0]
     listing = read_json(path / TENSORS)
-    return Sidecar(path, spelling=listing["spelling"], file_of=listing["files"])
-
-
-def unused_of(sidecar: Sidecar) -> HfFolder:
-    """The tensors that were kept as they came."""
-    return HfFolder(sidecar.path)
+    return Sidecar(path, path / FILES, spelling=listing["spelling"], file_of=listing["files"])

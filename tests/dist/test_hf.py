@@ -1,0 +1,52 @@
+"""Families of Hugging Face checkpoints at layouts of two and four processes, against Transformers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from megavlm.backend import activate
+from tests.dist.pool import Pools
+
+activate()  # before the modules below import megatron-core
+
+from tests.dist.hf import Reference, assert_layout, make_reference  # noqa: E402
+from tests.parity import test_hf_internvl, test_hf_llava  # noqa: E402
+
+# Two micro-batches with equally many trained tokens: two images and none, one and one.
+IMAGES = ([[(32, 32), (32, 32)], []], [[(32, 32)], [(32, 32)]])
+
+FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
+    "llava": (lambda: transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), IMAGES),
+    "llava-tied": (lambda: transformers.LlavaForConditionalGeneration(test_hf_llava.mistral_tied()), IMAGES),
+    "internvl": (lambda: transformers.InternVLForConditionalGeneration(test_hf_internvl.small()), IMAGES),
+    "internvl-6b": (lambda: transformers.InternVLForConditionalGeneration(test_hf_internvl.large()), IMAGES),
+}
+LAYOUTS = {"tp2": (2, "--tp 2"), "pp2": (2, "--pp 2"), "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2")}
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """Each family's reference, computed when first asked for."""
+    made: dict[str, Reference] = {}
+
+    def reference(family: str) -> Reference:
+        if family not in made:
+            build, images = FAMILIES[family]
+            folder: Path = tmp_path_factory.mktemp(family) / "hf"
+            made[family] = make_reference(build(), folder, images)
+        return made[family]
+
+    return reference
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layouts_equal_transformers(
+    pools: Pools, references: Callable[[str], Reference], family: str, layout: str
+) -> None:
+    world, flags = LAYOUTS[layout]
+    assert_layout(pools, world, references(family), flags)
