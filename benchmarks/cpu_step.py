@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from record import append, circumstances
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -74,12 +73,8 @@ def main() -> None:
         rounds=arguments.rounds,
     )
     print_layouts(record["layouts"])
-    record["load_average_after"] = os.getloadavg()[0]
     if not arguments.quick:
-        path = HERE / "records" / "cpu_step.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        with path.open("a", encoding="utf-8") as records:
-            records.write(json.dumps(record, ensure_ascii=False) + "\n")
+        append("cpu_step", record)
 
 
 class Worker:
@@ -206,29 +201,6 @@ def run_layout(layout: Layout, *, layers: int, micro_batches: int, steps: int) -
         }
         for step in zip(*ranks, strict=True)
     ]
-
-
-def circumstances() -> dict[str, Any]:
-    """When, what and on what."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-
-    models = [line for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "megatron-core", "transformers")},
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "load_average_before": os.getloadavg()[0],
-    }
-
-
-def read(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""
 
 
 def print_sides(result: dict[str, Any]) -> None:

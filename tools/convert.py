@@ -16,6 +16,7 @@ from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
 from megavlm.config.schema import CheckpointConfig, Config, TrainConfig
 from megavlm.errors import UserError
+from megavlm.planner.plan import dims_of, make_plan
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,7 +55,9 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Other flags are those of a run (--tp 2 …): its layout is checked and stored for `--config`."""
     config = with_model_of_origins(parse([*rest, "--init-from", str(options.source)]))
     parallel = config.parallel
-    check(config, world=parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    world = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    check(config, world=world)
+    make_plan(config, dims_of(config, world=world))
     origin = Origin.of(options.source, *ALL_PARTS)
 
     from megavlm import backend
@@ -62,7 +65,6 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     chosen = backend.activate()
 
     from megavlm.checkpoint.hf.importing import import_checkpoint
-    from megavlm.planner.plan import make_plan
     from megavlm.train.whole import ONE, groups_of_one, real_shapes, whole_model
 
     single = replace(config, parallel=type(parallel)(), train=replace(config.train, micro_batch_size=1))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import megavlm
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
+from megavlm.checkpoint.hf.compose import is_llava, write_composed_sidecar
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, write_sidecar
 from megavlm.checkpoint.hf.source import ALL_PARTS, origins_of
@@ -73,7 +74,7 @@ def build(config: Config, backend: Backend) -> Run:
         with_patches=plan.owner_of(PATCH_EMBED) == groups.at.pp,
     )
     folder = _start(config, run_dir)
-    fill = _weights(config, folder, vocab_size=source.vocab_size)
+    fill = _weights(config, folder, vocab_size=source.vocab_size, image_token=source.image_token)
     engine = build_engine(config, plan, groups, vocab_size=source.vocab_size, backend=backend, fill=fill)
     first_iteration = _restore(engine, loader, config, plan, folder)
     progress, sinks = _outputs(config, run_dir, first_iteration) if rank == 0 else (None, [])
@@ -99,7 +100,7 @@ def _start(config: Config, run_dir: Path) -> Path | None:
     return folder
 
 
-def _weights(config: Config, folder: Path | None, *, vocab_size: int) -> Fill | None:
+def _weights(config: Config, folder: Path | None, *, vocab_size: int, image_token: int) -> Fill | None:
     """Where a run's first weights come from, unless the seed or a checkpoint with optimizer state gives them."""
     run_dir = Path(config.train.run_dir)
     if folder is not None:
@@ -109,6 +110,8 @@ def _weights(config: Config, folder: Path | None, *, vocab_size: int) -> Fill | 
     for origin in origins:
         if origin.parts == ALL_PARTS:
             on_rank_0(partial(write_sidecar, origin, run_dir))
+    if is_llava(origins, config.model):
+        on_rank_0(partial(write_composed_sidecar, origins, config.model, run_dir, image_token=image_token))
     return partial(load_weights, origins=origins, config=config, vocab_size=vocab_size) if origins else None
 
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ SMALL = (
 WALL_TIME = {"step_time_s", "data_time_s", "tokens_per_second", "model_tflops_per_device", "mfu"}
 
 
-def train(argv: Sequence[str], run_dir: str) -> None:
+def train(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lambda config: config) -> None:
     """One run of the program on this process's world, in place of whatever layout ran before."""
     import torch.distributed as dist
 
@@ -34,7 +34,7 @@ def train(argv: Sequence[str], run_dir: str) -> None:
     from megavlm.train.build import build
     from megavlm.train.loop import fit
 
-    config = parse([*argv, "--run-dir", run_dir])
+    config = prepare(parse([*argv, "--run-dir", run_dir]))
     check(config, world=dist.get_world_size())
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

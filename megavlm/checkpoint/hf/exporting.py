@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,6 +27,8 @@ from megavlm.checkpoint.hf.table import Table
 from megavlm.config.schema import ModelConfig
 from megavlm.errors import UserError
 from megavlm.model.weights import real_shape
+
+FILE_BYTES = 5 * 10**9
 
 Declared = dict[str, tuple[str, tuple[int, ...]]]  # tensor → (type, shape)
 
@@ -83,12 +86,30 @@ def _declared(table: Table, stored: Mapping[str, Stored], model: ModelConfig) ->
 
 
 def _files(declared: Declared, unused: HfFolder, sidecar: Sidecar) -> dict[str, Declared]:
-    """Each file's tensors, in the order that the original files have them."""
+    """Each file's tensors, in the order that the original files have them; where there were none, cut by size."""
     declared = {**declared, **{name: (info.dtype, info.shape) for name, info in unused.tensors.items()}}
     files: dict[str, Declared] = {}
-    for name, file in sidecar.file_of.items():
+    for name, file in (sidecar.file_of or _cut(declared)).items():
         files.setdefault(file, {})[name] = declared[name]
     return files
+
+
+def _cut(declared: Declared) -> dict[str, str]:
+    """Tensor → file, for files of at most FILE_BYTES named as Transformers names them."""
+    number_of, size, number = {}, 0, 1
+    for name, tensor in declared.items():
+        if size and size + _bytes(tensor) > FILE_BYTES:
+            size, number = 0, number + 1
+        size += _bytes(tensor)
+        number_of[name] = number
+    if number == 1:
+        return dict.fromkeys(declared, "model.safetensors")
+    return {name: f"model-{at:05}-of-{number:05}.safetensors" for name, at in number_of.items()}
+
+
+def _bytes(tensor: tuple[str, tuple[int, ...]]) -> int:
+    dtype, shape = tensor
+    return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 def _values(
@@ -111,9 +132,10 @@ def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -
     for file in sidecar.files.iterdir():
         shutil.copyfile(file, folder / file.name)
     tensors = [tensor for held in files.values() for tensor in held.values()]
-    size = sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in tensors)
-    if (folder / INDEX).exists():
-        index = read_json(folder / INDEX)
+    size = sum(map(_bytes, tensors))
+    if len(files) > 1:
+        weight_map = {name: file for file, held in files.items() for name in held}
+        index: dict[str, Any] = read_json(folder / INDEX) if (folder / INDEX).exists() else {"weight_map": weight_map}
         if index.get("metadata", {}).get("total_size") != size:
             index["metadata"] = {**index.get("metadata", {}), "total_size": size}
             (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -17,7 +17,7 @@ from megavlm.checkpoint.hf.source import Origin
 
 NAME, FILES = "hf", "files"
 UNUSED, TENSORS = "unused.safetensors", "tensors.json"
-_KEPT = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # never *.py: an export must not hand on code
+KEPT = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # never *.py: an export must not hand on code
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def write_sidecar(origin: Origin, parent: Path) -> None:
     target = parent / NAME
     (target / FILES).mkdir(parents=True, exist_ok=True)
     for file in sorted(origin.folder.path.iterdir()):
-        if file.is_file() and file.suffix in _KEPT:
+        if file.is_file() and file.suffix in KEPT:
             shutil.copyfile(file, target / FILES / file.name)
     tensors = origin.folder.tensors
     with StreamedFile(

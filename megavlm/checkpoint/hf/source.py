@@ -28,13 +28,17 @@ class Origin:
 
     folder: HfFolder
     family: Family
+    model: ModelConfig  # what config.json describes; sections of parts that the folder lacks mean nothing
     parts: tuple[str, ...]  # of the model, that are taken from here
     spelling: int  # which of the family's spellings the files use
     table: Table  # of all parts that the folder has
 
     @classmethod
-    def of(cls, path: Path, *parts: str) -> Origin:
-        """A folder that must hold these parts, under the spelling that fits its files best."""
+    def of(cls, path: Path, *parts: str, feature_layer: int | None = None) -> Origin:
+        """A folder that must hold these parts, under the spelling that fits its files best.
+
+        `feature_layer` takes features from another layer than the folder's own choice.
+        """
         folder = HfFolder(path)
         family = family_of(folder.settings)
         if missing := [part for part in parts if part not in family.parts]:
@@ -43,15 +47,12 @@ class Origin:
                 "--init-from, or compose one with --vision-from and --language-from"
             )
         model = family.config(folder.settings)
+        if feature_layer is not None:
+            model = replace(model, vision=replace(model.vision, feature_layer=feature_layer))
         tables = [family.table(model, spelling) for spelling in family.spellings]
         found = folder.tensors.keys()
         best = max(range(len(tables)), key=lambda number: len(found & _names(tables[number])))
-        return cls(folder, family, parts, best, tables[best])
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model that config.json describes; sections of parts that it lacks mean nothing."""
-        return self.family.config(self.folder.settings)
+        return cls(folder, family, model, parts, best, tables[best])
 
     def provides(self, key: str) -> bool:
         """Whether one of our tensors comes from here."""
@@ -111,8 +112,14 @@ def origins_of(config: Config) -> list[Origin]:
         if options.vision_from is not None or options.language_from is not None:
             raise UserError("--init-from brings a whole VLM: leave out --vision-from and --language-from")
         return [Origin.of(Path(options.init_from), *ALL_PARTS)]
-    named = (("vision", options.vision_from), ("language", options.language_from))
-    return [Origin.of(Path(path), part) for part, path in named if path is not None]
+    origins = []
+    if options.vision_from is not None:
+        layer = config.model.vision.feature_layer
+        chosen = layer if layer != VisionConfig().feature_layer else None
+        origins.append(Origin.of(Path(options.vision_from), "vision", feature_layer=chosen))
+    if options.language_from is not None:
+        origins.append(Origin.of(Path(options.language_from), "language"))
+    return origins
 
 
 def with_model_of_origins(config: Config) -> Config:
@@ -122,15 +129,12 @@ def with_model_of_origins(config: Config) -> Config:
     """
     model = config.model
     for origin in origins_of(config):
-        found = origin.model
-        layer = model.vision.feature_layer
-        if origin.parts == ("vision",) and layer != VisionConfig().feature_layer:
-            found = replace(found, vision=replace(found.vision, feature_layer=layer))
         for part in origin.parts:
-            _agree(part, getattr(model, part), getattr(found, part), origin)
-            model = replace(model, **{part: getattr(found, part)})
+            found = getattr(origin.model, part)
+            _agree(part, getattr(model, part), found, origin)
+            model = replace(model, **{part: found})
         if "projector" in origin.parts:
-            model = replace(model, image_token=found.image_token)
+            model = replace(model, image_token=origin.model.image_token)
     return replace(config, model=model)
 
 

@@ -33,20 +33,27 @@ def _tower(
     return Family(name, kinds, config, table, spellings, parts=("vision",), unused=unused)
 
 
-# LLaVA's choice for CLIP, the second to last layer, is the default here too.
+# Layers after the features', the pooled output's parts; a whole CLIP's or SigLIP's text side.
+_BESIDE = (
+    r"(vision_model\.)?(encoder\.layers|post_layernorm|head)\..*",
+    r"(text_model|text_projection|visual_projection)\..*",
+    r"logit_scale|logit_bias|.*position_ids",
+)
+
+# Features of the second to last layer, LLaVA's choice, are the default; --vision-feature-layer takes others.
 CLIP = _tower(
     "clip",
     ("clip", "clip_vision_model"),
     lambda settings: clip(settings, feature_layer=-2),
     clip_table,
-    unused=(r".*",),  # the last layer and post_layernorm; a whole CLIP's text model, projections and logit scale
+    unused=_BESIDE,
 )
 SIGLIP = _tower(
     "siglip",
     ("siglip", "siglip_vision_model"),
-    lambda settings: siglip(settings, feature_layer=-1, post_norm=True),
+    lambda settings: siglip(settings, feature_layer=-2, post_norm=False),
     siglip_table,
-    unused=(r"(vision_model\.)?head\..*", r"text_model\..*", r"logit_scale", r"logit_bias", r".*position_ids"),
+    unused=_BESIDE,
 )
 INTERN_VIT = _tower(
     "internvl_vision",

@@ -1,0 +1,65 @@
+"""A VLM composed of an encoder and a language model: trains at any layout, and leaves as a LLaVA of Transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from megavlm.backend import activate
+from tests.dist.pool import Pools
+from tests.dist.training import assert_same_curve, metrics, train
+
+activate()  # before the modules below import megatron-core
+
+from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
+from tests.parity import hf  # noqa: E402
+from tests.parity.test_hf_llava import TEXT, VISION  # noqa: E402
+from tools import convert  # noqa: E402
+
+RUN = "--train-iters 5 --global-batch-size 4 --seq-length 40 --lr 1e-3 --no-tensorboard --image-token 60".split()
+
+
+@pytest.mark.parametrize(
+    ("tower", "layer"),
+    [
+        (transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)), "-2"),
+        (transformers.SiglipModel(transformers.SiglipConfig(vision_config=VISION, text_config=VISION)), "-3"),
+    ],
+    ids=["clip", "siglip"],
+)
+def test_compose_train_and_export(
+    pools: Pools, tower: transformers.PreTrainedModel, layer: str, tmp_path: Path
+) -> None:
+    vision = hf.save(tower, tmp_path / "vision")
+    language = hf.save(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TEXT)), tmp_path / "language")
+    argv = [*RUN, "--vision-from", str(vision), "--language-from", str(language), "--vision-feature-layer", layer]
+    pools(1).run(train_composed, argv, str(tmp_path / "one"))
+    pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(tmp_path / "four"))
+    assert_same_curve(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
+
+    exported = tmp_path / "exported"
+    assert convert.main(["export", str(tmp_path / "four"), str(exported)]) == 0
+    theirs = transformers.LlavaForConditionalGeneration.from_pretrained(exported)
+    assert convert.main(["verify", str(exported), str(tmp_path / "four")]) == 0
+    assert torch.isfinite(theirs.lm_head.weight).all()
+    assert (exported / "tokenizer_config.json").exists()
+
+
+def train_composed(argv: list[str], run_dir: str) -> None:
+    """`train`, with the model that the folders hold."""
+    from megavlm.checkpoint.hf.source import with_model_of_origins
+
+    train(argv, run_dir, prepare=with_model_of_origins)
+
+
+def test_an_encoder_of_another_kind_is_refused(tmp_path: Path) -> None:
+    from megavlm.checkpoint.hf.source import with_model_of_origins
+    from megavlm.errors import UserError
+
+    language = hf.save(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TEXT)), tmp_path / "language")
+    options = CheckpointConfig(vision_from=str(language))
+    with pytest.raises(UserError, match="is a text checkpoint, which has no vision"):
+        with_model_of_origins(Config(checkpoint=options))

@@ -1,0 +1,129 @@
+"""What is wrong with a folder is said in one error that lists all of it, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.parity import hf
+from tests.parity.test_hf_llava import vicuna
+from tools import convert
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return hf.save(transformers.LlavaForConditionalGeneration(vicuna()), tmp_path / "hf")
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What `import` says; it must not have written anything."""
+    out = folder.with_name("out")
+    assert convert.main(["import", str(folder), str(out), *flags]) == 2
+    assert not out.exists()
+    return capsys.readouterr().err
+
+
+def test_missing_surplus_and_misshapen_tensors_are_listed_together(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def damage(weights: dict[str, Any]) -> None:
+        del weights["multi_modal_projector.linear_2.bias"]
+        del weights["language_model.model.layers.1.self_attn.k_proj.weight"]
+        weights["language_model.model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+        weights["language_model.model.norm.weight"] = torch.zeros(31)
+
+    change_weights(folder, damage)
+    message = refusal(folder, capsys)
+    for expected in (
+        "4 tensors do not fit, nothing was written",
+        "missing multi_modal_projector.linear_2.bias",
+        "missing language_model.model.layers.1.self_attn.k_proj.weight",
+        "surplus language_model.model.layers.0.self_attn.q_proj.bias",
+        "language_model.model.norm.weight is [31] where language.norm.weight needs [32]",
+    ):
+        assert expected in message
+
+
+def test_pickles_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    assert "unpickling can run code" in refusal(folder, capsys)
+
+
+def test_half_a_file_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert "is no complete safetensors file" in refusal(folder, capsys)
+
+
+def test_an_index_must_not_lead_out_of_the_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../other.safetensors"}}')
+    assert "'../other.safetensors', which is not in the folder" in refusal(folder, capsys)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are llava, internvl"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu' is not supported"),
+        ({"vision_feature_layer": [1, 2]}, "vision_feature_layer = [1, 2] is not supported"),
+        ({"vision_feature_select_strategy": "full"}, "the class token as a feature is not known here"),
+        ({"text_config": {"model_type": "gemma"}}, "text_config: model_type = 'gemma' is not supported"),
+        ({"text_config": {"model_type": "llama", "hidden_act": "gelu"}}, "only SwiGLU language models are known here"),
+        ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "known rotary scalings are"),
+        ({"vision_config": {"image_size": [224, 448]}}, "image_size = [224, 448] is not supported: only square"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], expected: str
+) -> None:
+    change_config(folder, **values)
+    assert expected in refusal(folder, capsys)
+
+
+def test_an_option_that_contradicts_the_folder_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(folder, capsys, "--vision-num-layers", "7")
+    assert "--vision-num-layers 7 contradicts" in message
+    assert "which has 3: leave it out" in message
+
+
+def test_a_layout_that_does_not_work_is_refused_before_converting(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--pp 16 × --vpp 1 needs 16 chunks" in refusal(folder, capsys, "--pp", "16")
+
+
+def test_export_needs_to_know_where_a_run_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
+    assert "holds no complete checkpoint" in capsys.readouterr().err
+
+
+def test_verify_finds_a_difference(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert.main(["import", str(folder), str(tmp_path / "ours")]) == 0
+    assert convert.main(["verify", str(folder), str(tmp_path / "ours")]) == 0
+    assert "largest logit difference" in capsys.readouterr().out
+
+    def nudge(weights: dict[str, Any]) -> None:
+        weights["language_model.model.layers.0.mlp.up_proj.weight"][0, 0] += 1
+
+    change_weights(folder, nudge)
+    assert convert.main(["verify", str(folder), str(tmp_path / "ours")]) == 1
+    assert "more than --tolerance 0.0001" in capsys.readouterr().err

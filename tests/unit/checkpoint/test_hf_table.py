@@ -1,0 +1,84 @@
+"""Every rule is a rearrangement of rows: nothing is lost, nothing doubled, and slices are slices of the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megavlm.checkpoint.hf.table import QKV, FusedQKV, Rule, Same, Stack, fits, pieces
+
+GROUPS, HEADS, WIDTH, COLUMNS = 3, 6, 4, 5
+
+RULES: list[tuple[Rule, tuple[int, ...]]] = [
+    (Same("w"), (7, COLUMNS)),
+    (Same("b"), (7,)),
+    (Stack(("gate", "up")), (8, COLUMNS)),
+    (QKV("{}_proj", groups=GROUPS, head_width=WIDTH), ((HEADS + 2 * GROUPS) * WIDTH, COLUMNS)),
+    (QKV("{}_proj", groups=HEADS, head_width=WIDTH), (3 * HEADS * WIDTH,)),
+    (FusedQKV("qkv", heads=HEADS), (3 * HEADS * WIDTH, COLUMNS)),
+]
+
+
+def their_tensors(rule: Rule, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Tensors in which every value tells where it was."""
+    tensors, first = {}, 0
+    for name, size in rule.their_shapes(shape).items():
+        count = torch.Size(size).numel()
+        tensors[name] = torch.arange(first, first + count).view(size)
+        first += count
+    return tensors
+
+
+def assemble(rule: Rule, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+    tensors = their_tensors(rule, shape)
+    out = torch.full((stop - start, *shape[1:]), -1)
+    for piece in pieces(rule.spans(shape), start, stop):
+        out[piece.ours] = tensors[piece.name][piece.theirs]
+    return out
+
+
+@pytest.mark.parametrize(("rule", "shape"), RULES)
+def test_every_value_of_theirs_is_in_ours_once(rule: Rule, shape: tuple[int, ...]) -> None:
+    values = torch.cat([tensor.flatten() for tensor in their_tensors(rule, shape).values()])
+    assert torch.equal(assemble(rule, shape, 0, shape[0]).flatten().sort().values, values)
+    assert set(rule.names) == set(rule.their_shapes(shape))
+
+
+@given(st.sampled_from(RULES), st.data())
+def test_a_slice_is_a_slice_of_the_whole(case: tuple[Rule, tuple[int, ...]], data: st.DataObject) -> None:
+    rule, shape = case
+    start = data.draw(st.integers(0, shape[0] - 1))
+    stop = data.draw(st.integers(start + 1, shape[0] + 3))
+    whole = assemble(rule, shape, 0, shape[0])
+    part = assemble(rule, shape, start, stop)
+    assert torch.equal(part[: shape[0] - start], whole[start:stop])
+    assert (part[shape[0] - start :] == -1).all(), "rows past the tensor are padding"
+
+
+def test_query_key_value_are_grouped_as_megatron_core_wants_them() -> None:
+    rule = QKV("{}", groups=2, head_width=1)
+    assert [(span.name, span.start) for span in rule.spans((8, 1))] == [
+        ("q", 0),
+        ("k", 0),
+        ("v", 0),
+        ("q", 2),
+        ("k", 1),
+        ("v", 1),
+    ]
+
+
+def test_fused_equals_apart() -> None:
+    shape = (3 * HEADS * WIDTH, COLUMNS)
+    apart = assemble(QKV("{}", groups=HEADS, head_width=WIDTH), shape, 0, shape[0])
+    assert torch.equal(assemble(FusedQKV("qkv", heads=HEADS), shape, 0, shape[0]), apart)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "does"),
+    [((1, 17, 24), (1, 17, 24), True), ((17, 24), (1, 17, 24), True), ((24, 17), (17, 24), False), ((8,), (9,), False)],
+)
+def test_shapes_fit_but_for_dimensions_of_one(found: tuple[int, ...], expected: tuple[int, ...], does: bool) -> None:
+    assert fits(found, expected) == does
