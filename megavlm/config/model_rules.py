@@ -22,11 +22,11 @@ def vision_rotary_pairs(config: Config) -> str | None:
     """2-D rotary positions turn pairs of channels, half of them by row and half by column: 4 divides the head."""
     vision = config.model.vision
     head = vision.hidden_size // vision.num_attention_heads
-    if vision.position_embedding == "rope2d" and head % 4:
+    if vision.position_embedding != "learned" and head % 4:
         return (
-            f"--vision-position-embedding rope2d needs a head width divisible by 4, but --vision-hidden-size "
-            f"{vision.hidden_size} / --vision-num-attention-heads {vision.num_attention_heads} is {head}: change "
-            f"either, or use learned"
+            f"--vision-position-embedding {vision.position_embedding} needs a head width divisible by 4, but "
+            f"--vision-hidden-size {vision.hidden_size} / --vision-num-attention-heads {vision.num_attention_heads} "
+            f"is {head}: change either, or use learned"
         )
     return None
 
@@ -75,6 +75,21 @@ def sequence_is_not_too_long(config: Config) -> str | None:
     return None
 
 
+def mrope_sections_fill_the_head(config: Config) -> str | None:
+    """Every pair of channels turns with one of three axes."""
+    language = config.model.language
+    sections = language.mrope_section
+    if language.mrope_interleaved and not sections:
+        return "--language-mrope-interleaved says how sections lie: give them with --language-mrope-section"
+    pairs = (language.kv_channels or language.hidden_size // language.num_attention_heads) // 2
+    if sections and (len(sections) != 3 or sum(sections) != pairs):
+        return (
+            f"--language-mrope-section {' '.join(map(str, sections))} must be three numbers (time, height, width) that "
+            f"add up to {pairs}, the channel pairs of a language head"
+        )
+    return None
+
+
 def query_groups_divide_heads(config: Config) -> str | None:
     language = config.model.language
     if language.num_query_groups is not None and language.num_attention_heads % language.num_query_groups:
@@ -92,6 +107,37 @@ def feature_layer_exists(config: Config) -> str | None:
             f"--vision-feature-layer {vision.feature_layer} must be between -1 (the last layer) and "
             f"{-vision.num_layers} (the first of --vision-num-layers {vision.num_layers})"
         )
+    return None
+
+
+def windows_hold_features(config: Config) -> str | None:
+    """A window is whole features (blocks of merged patches), and nothing but patches."""
+    vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
+    if vision.window_size is None:
+        if vision.full_attention_layers:
+            return "--vision-full-attention-layers are exceptions from windows: give --vision-window-size too"
+        return None
+    if vision.window_size < vision.patch_size * shuffle:
+        return (
+            f"--vision-window-size {vision.window_size} is smaller than a feature: set it to at least "
+            f"--vision-patch-size {vision.patch_size} × --projector-pixel-shuffle {shuffle}"
+        )
+    if vision.class_token:
+        return "--vision-window-size and --vision-class-token exclude each other: a class token is in no window"
+    return None
+
+
+def deepstack_layers_exist(config: Config) -> str | None:
+    """Feature j comes from the j-th of them and is added after language layer j."""
+    vision, language = config.model.vision, config.model.language
+    layers, last = vision.deepstack_layers, vision.num_layers + vision.feature_layer
+    shown = f"--vision-deepstack-layers {' '.join(map(str, layers))}"
+    if list(layers) != sorted(set(layers)):
+        return f"{shown} must rise: list each layer once, in the order of the tower"
+    if layers and layers[-1] > last:
+        return f"{shown} must be layers that run, 0 to {last}: see --vision-num-layers and --vision-feature-layer"
+    if len(layers) > language.num_layers:
+        return f"{shown} are more layers than --language-num-layers {language.num_layers} can take: list fewer"
     return None
 
 
@@ -125,8 +171,11 @@ MODEL_RULES: tuple[Callable[[Config], str | None], ...] = (
     language_rotary_pairs,
     rope_scaling_has_a_middle,
     sequence_is_not_too_long,
+    mrope_sections_fill_the_head,
     query_groups_divide_heads,
     feature_layer_exists,
+    windows_hold_features,
+    deepstack_layers_exist,
     patches_tile_images,
     something_trains,
 )

@@ -18,7 +18,7 @@ def option(default: Any, help: str, *aliases: str) -> Any:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """A pre-norm ViT: expresses CLIP, SigLIP and InternViT."""
+    """A pre-norm ViT: expresses CLIP, SigLIP, InternViT and the towers of Qwen2.5-VL and Qwen3-VL."""
 
     num_layers: int = option(4, "Transformer layers of the vision tower.")
     hidden_size: int = option(128, "Width of the vision tower.")
@@ -27,9 +27,13 @@ class VisionConfig:
     image_size: int = option(32, "Side in pixels of the images the learned positions are made for.")
     patch_size: int = option(8, "Side in pixels of a patch.")
     in_channels: int = option(3, "Colour channels of an image.")
+    temporal_patch_size: int = option(1, "Frames that a patch spans; a still image fills all of them (Qwen: 2).")
     class_token: bool = option(False, "Prepend a learned class token to each image (dropped before the projector).")
-    position_embedding: Literal["learned", "rope2d"] = option(
-        "learned", "Learned table (interpolated for other sizes) or 2-D rotary positions."
+    position_embedding: Literal["learned", "rope2d", "learned_rope2d"] = option(
+        "learned", "Learned table (interpolated for other sizes), 2-D rotary positions, or both (Qwen3-VL)."
+    )
+    position_interpolation: Literal["bicubic", "bilinear"] = option(
+        "bicubic", "How the learned table is resized: bicubic, or bilinear with aligned corners (Qwen3-VL)."
     )
     rotary_base: float = option(10000.0, "Base of the 2-D rotary positions.")
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Norm of the vision tower.")
@@ -45,6 +49,11 @@ class VisionConfig:
     pre_norm: bool = option(False, "A norm right after the patch embedding (CLIP).")
     post_norm: bool = option(True, "A norm after the last layer; only applied when that layer's output is used.")
     feature_layer: int = option(-1, "Which layer's output feeds the projector: -1 the last, -2 the one before, …")
+    window_size: int | None = option(None, "Side in pixels of the windows that layers attend in; default: the image.")
+    full_attention_layers: tuple[int, ...] = option((), "Layers (from 0) that attend over the image, windows or not.")
+    deepstack_layers: tuple[int, ...] = option(
+        (), "Layers (from 0) whose features are also added after the first language layers (Qwen3-VL's DeepStack)."
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class ProjectorConfig:
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """A decoder-only transformer: expresses Llama, Qwen2 and Qwen3."""
+    """A decoder-only transformer: expresses Llama, Qwen2, Qwen3 and the language models of their VLMs."""
 
     num_layers: int = option(4, "Transformer layers of the language model.")
     hidden_size: int = option(128, "Width of the language model.")
@@ -80,6 +89,12 @@ class LanguageConfig:
     rope_high_freq_factor: float = option(4.0, "Llama 3.1: waves shorter than ORIGINAL/this turn as before.")
     rope_original_positions: int = option(8192, "Llama 3.1: ORIGINAL, the sequence length before scaling.")
     max_positions: int | None = option(None, "Longest sequence the model is made for; default: any.")
+    mrope_section: tuple[int, ...] = option(
+        (), "M-RoPE: channel pairs that turn with time, height and width (Qwen-VL); default: one axis for all."
+    )
+    mrope_interleaved: bool = option(
+        False, "M-RoPE: axes alternate over the pairs instead of dividing them (Qwen3-VL)."
+    )
     norm_epsilon: float = option(1e-6, "Epsilon of the RMS norms.")
     add_qkv_bias: bool = option(False, "Biases of query, key and value (Qwen2).")
     qk_norm: bool = option(False, "RMS-normalise queries and keys per head (Qwen3).")

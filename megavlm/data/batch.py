@@ -26,7 +26,7 @@ class PackedBatch:
     tokens: Tensor  # [B, S] int64; image places hold the tokenizer's image token
     labels: Tensor  # [B, S] int64; the token each position must predict
     loss_mask: Tensor  # [B, S] float32; 1 where the prediction is trained
-    positions: Tensor  # [B, S] int64; rotary position of each token
+    positions: Tensor  # [B, S] int64; rotary position of each token; with M-RoPE [3, B, S]: time, height, width
     grids: tuple[tuple[int, int], ...]  # per image: (rows, columns) in patches
     feature_positions: Tensor  # [F] int64; index into the flattened [B·S] tokens, in feature order
     patches: Tensor | None  # [P, D] float32, normalised pixels (channel, row, column within a patch)

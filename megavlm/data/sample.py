@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megavlm.data.batch import PackedBatch
 from megavlm.data.images import features_of, grid_of, patchify
+from megavlm.data.positions import mrope_positions
 from megavlm.errors import UserError
 
 
@@ -57,13 +58,15 @@ def collate(
     pixel_shuffle: int,
     patch_dim: int,
     with_patches: bool,
+    mrope: bool = False,
 ) -> PackedBatch:
     """Stack samples, padded on the right to `seq_length`, into one micro-batch.
 
     Position t predicts token t+1: labels are the tokens shifted left by one, and `loss_mask[t]` is 1 where token
     t+1 is trained. The last token of a row and padding predict nothing. Features follow the images: sample by
     sample, in order. `patch_dim` (channels × patch side²) gives an imageless batch its patches of shape
-    [0, patch_dim]; `with_patches=False` renders nothing and leaves them None.
+    [0, patch_dim]; `with_patches=False` renders nothing and leaves them None. `mrope` gives each token three positions
+    (`positions.py`), else it has one, its place in the row.
 
     Raises UserError when a sample is longer than `seq_length`.
     """
@@ -85,6 +88,12 @@ def collate(
     labels = np.full_like(tokens, pad_token)
     labels[:, :-1] = tokens[:, 1:]
     positions = np.broadcast_to(np.arange(seq_length, dtype=np.int64), tokens.shape).copy()
+    if mrope:
+        rows = [
+            mrope_positions(row, [image.grid for image in sample.images], image_token=image_token, merge=pixel_shuffle)
+            for row, sample in zip(tokens, samples, strict=True)
+        ]
+        positions = np.stack(rows, axis=1)
     images = [image for sample in samples for image in sample.images]
     patches = None
     if with_patches:

@@ -37,6 +37,11 @@ class Source(Protocol):
         """Values of one patch: channels × patch side²."""
         ...
 
+    @property
+    def mrope(self) -> bool:
+        """Whether the model takes three positions per token."""
+        ...
+
     def sample(self, index: int) -> Sample: ...
 
 
@@ -62,4 +67,5 @@ def batch_of(source: Source, samples: Sequence[Sample], *, seq_length: int, with
         pixel_shuffle=source.pixel_shuffle,
         patch_dim=source.patch_dim,
         with_patches=with_patches,
+        mrope=source.mrope,
     )

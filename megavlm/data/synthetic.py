@@ -33,6 +33,7 @@ class SyntheticSource:
         self.pixel_shuffle = config.model.projector.pixel_shuffle
         self.patch_dim = vision.in_channels * vision.patch_size**2
         self.image_token = self.vocab_size - 1 if config.model.image_token is None else config.model.image_token
+        self.mrope = bool(config.model.language.mrope_section)
         self._seed = config.train.seed
         self._seq_length = config.train.seq_length
         self._global_batch_size = config.train.global_batch_size

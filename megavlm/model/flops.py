@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
 from megavlm.planner.layers import (
+    DEEPSTACK,
     EMBEDDING,
     LANGUAGE_LAYER,
     OUTPUT,
@@ -20,6 +21,7 @@ from megavlm.planner.layers import (
     VISION_LAYER,
     layer_names,
     module_of,
+    trained_below,
 )
 
 
@@ -29,6 +31,7 @@ class Workload:
 
     patches: int  # all images' patches (class tokens included)
     patch_squares: int  # Σ over images of patches²
+    window_squares: int  # Σ over their windows of patches²; read where the tower has windows
     tokens: int  # language positions that are not padding
     token_squares: int  # Σ over samples of length²
 
@@ -44,7 +47,8 @@ def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
     vision, language = model.vision, model.language
     if name.startswith(VISION_LAYER):
         params = _vision_layer_matrices(vision)
-        attention = 4.0 * work.patch_squares * vision.hidden_size
+        windowed = attends_in_windows(vision, int(name.removeprefix(VISION_LAYER)))
+        attention = 4.0 * (work.window_squares if windowed else work.patch_squares) * vision.hidden_size
         return LayerCost(params, 2.0 * params * work.patches + attention)
     if name.startswith(LANGUAGE_LAYER):
         params = _language_layer_matrices(language)
@@ -52,9 +56,10 @@ def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
         return LayerCost(params, 2.0 * params * work.tokens + attention)
     if name == PATCH_EMBED:
         pixels = vision.in_channels * vision.patch_size**2
-        table = (vision.image_size // vision.patch_size) ** 2 if vision.position_embedding == "learned" else 0
-        return LayerCost((pixels + table) * vision.hidden_size, 2.0 * pixels * vision.hidden_size * work.patches)
-    if name == PROJECTOR:
+        table = (vision.image_size // vision.patch_size) ** 2 if vision.position_embedding != "rope2d" else 0
+        params = (vision.temporal_patch_size * pixels + table) * vision.hidden_size
+        return LayerCost(params, 2.0 * pixels * vision.hidden_size * work.patches)
+    if name == PROJECTOR or name.startswith(DEEPSTACK):
         params = _projector_matrices(model)
         return LayerCost(params, 2.0 * params * work.patches / model.projector.pixel_shuffle**2)
     vocab = (language.vocab_size or 256) * language.hidden_size
@@ -68,13 +73,32 @@ def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
 def step_flops(model: ModelConfig, work: Workload) -> float:
     """FLOPs of one training step over a workload, backward included, frozen parts counted as they run."""
     total = 0.0
-    trained_below = False
-    for name in layer_names(model):
-        trained = module_of(name) not in model.freeze
-        passes = 1 + trained + trained_below
-        trained_below = trained_below or trained
+    names = layer_names(model)
+    for place, name in enumerate(names):
+        passes = 1 + (module_of(name) not in model.freeze) + trained_below(name, names[:place], model.freeze)
         total += passes * layer_cost(name, model, work).forward_flops
     return total
+
+
+def window_patches(model: ModelConfig) -> int:
+    """Side of the vision tower's windows in patches, a multiple of what is merged into one feature; 0: no windows."""
+    if model.vision.window_size is None:
+        return 0
+    merged = model.projector.pixel_shuffle
+    return model.vision.window_size // (model.vision.patch_size * merged) * merged
+
+
+def attends_in_windows(vision: VisionConfig, layer: int) -> bool:
+    return vision.window_size is not None and layer not in vision.full_attention_layers
+
+
+def window_squares(grid: tuple[int, int], side: int) -> int:
+    """Σ over the windows of an image of patches². A window's area is a product, so the sum is one too: Σr² · Σc²."""
+
+    def squares(length: int) -> int:
+        return length // side * side**2 + (length % side) ** 2
+
+    return squares(grid[0]) * squares(grid[1])
 
 
 def head_width(language: LanguageConfig) -> int:

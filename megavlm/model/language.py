@@ -94,11 +94,31 @@ class Output(MegatronModule):
 
 
 def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
-    """Rotary angles (Su et al. 2021) of each position: [B, S] → [S, B, 1, head_width], B = 1 where all are alike."""
-    if positions.shape[0] > 1 and bool((positions == positions[:1]).all()):
-        positions = positions[:1]
-    angles = positions.t()[:, :, None].float() * frequencies(language, device=positions.device)
+    """Rotary angles (Su et al. 2021) of each position: [B, S] → [S, B, 1, head_width], B = 1 where all are alike.
+
+    With M-RoPE (Wang et al. 2024, Qwen2-VL) positions are [3, B, S], and each pair of channels follows one of the axes.
+    """
+    if positions.shape[-2] > 1 and bool((positions == positions[..., :1, :]).all()):
+        positions = positions[..., :1, :]
+    if language.mrope_section:
+        moved = positions[mrope_axes(language.mrope_section, interleaved=language.mrope_interleaved)].permute(2, 1, 0)
+    else:
+        moved = positions.t()[:, :, None]
+    angles = moved.float() * frequencies(language, device=positions.device)
     return torch.cat([angles, angles], dim=-1)[:, :, None]
+
+
+def mrope_axes(section: tuple[int, ...], *, interleaved: bool) -> list[int]:
+    """Which axis (0 time, 1 height, 2 width) each pair of channels turns with, fastest pair first.
+
+    Sections divide the pairs (Qwen2-VL): all of time, then height, then width. Interleaved (Qwen3-VL), pairs alternate
+    time, height, width, so that each axis has fast and slow ones, until an axis has its number; time has the rest.
+    """
+    time, height, width = section
+    if not interleaved:
+        return [0] * time + [1] * height + [2] * width
+    counts = (0, height, width)
+    return [i % 3 if i // 3 < counts[i % 3] else 0 for i in range(sum(section))]
 
 
 def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:

@@ -12,7 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megavlm.config.schema import ModelConfig
-from megavlm.model.vision import Grid, VisionLayout
+from megavlm.model.vision import VisionLayout
+from megavlm.model.windows import Grid
 
 
 class Projector(MegatronModule):
@@ -23,8 +24,14 @@ class Projector(MegatronModule):
     """
 
     def __init__(
-        self, model: ModelConfig, *, layer_config: TransformerConfig, collection: ProcessGroupCollection
+        self,
+        model: ModelConfig,
+        *,
+        layer_config: TransformerConfig,
+        collection: ProcessGroupCollection,
+        norm_epsilon: float | None,
     ) -> None:
+        """`norm_epsilon` is that of a LayerNorm before the first linear layer; None: there is no such norm."""
         assert not layer_config.sequence_parallel
         super().__init__(config=layer_config)
         self.pixel_shuffle = model.projector.pixel_shuffle
@@ -33,7 +40,9 @@ class Projector(MegatronModule):
         outputs = model.language.hidden_size
         hidden = model.projector.hidden_size or outputs
         dtype = layer_config.params_dtype
-        self.norm = nn.LayerNorm(inputs, dtype=dtype) if model.projector.input_norm else nn.Identity()
+        self.norm: nn.Module = nn.Identity()
+        if norm_epsilon is not None:
+            self.norm = nn.LayerNorm(inputs, eps=norm_epsilon, dtype=dtype)
         bias = model.projector.bias
         common = {"config": layer_config, "init_method": layer_config.init_method, "tp_group": collection.tp}
         if model.projector.kind == "linear":

@@ -14,9 +14,8 @@ from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_
 from torch import Tensor, nn
 
 from megavlm.config.schema import VisionConfig
+from megavlm.model.windows import Grid, window_order
 from megavlm.parallel.groups import Groups
-
-Grid = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -26,19 +25,25 @@ class VisionLayout:
     A micro-batch without images still sends one empty image of `blank` patches through the tower: every rank then
     runs the same collectives and every parameter gets a (zero) gradient, so nothing hangs and nothing changes.
     The sequence is padded to a multiple of `multiple` (sequence parallelism) with a sequence of its own.
+    With windows of `window` × `window` patches (0: none) an image's patches lie window by window (`windows.py`);
+    without, and everywhere outside the tower, they are row-major.
     """
 
     grids: tuple[Grid, ...]
     class_tokens: int
     padding: int
     is_blank: bool
+    window: int = 0
 
     @classmethod
-    def of(cls, grids: tuple[Grid, ...], *, class_token: bool, multiple: int, blank: Grid) -> VisionLayout:
+    def of(
+        cls, grids: tuple[Grid, ...], *, class_token: bool, multiple: int, blank: Grid, window: int = 0
+    ) -> VisionLayout:
+        assert not (window and class_token), "the configuration rules refuse this"
         is_blank = not grids
         grids = grids or (blank,)
         tokens = sum(class_token + rows * columns for rows, columns in grids)
-        return cls(grids=grids, class_tokens=int(class_token), padding=-tokens % multiple, is_blank=is_blank)
+        return cls(grids, int(class_token), padding=-tokens % multiple, is_blank=is_blank, window=window)
 
     @property
     def lengths(self) -> list[int]:
@@ -47,23 +52,42 @@ class VisionLayout:
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """[sequences + 1] int32: images, then the padding's own sequence where there is any."""
-        lengths = self.lengths + ([self.padding] if self.padding else [])
-        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return _cumulated(self.lengths, self.padding, device)
+
+    def cu_seqlens_of_windows(self, device: torch.device) -> Tensor:
+        """[sequences + 1] int32: the windows of each image, then the padding's own sequence where there is any."""
+        lengths = [length for grid in self.grids for length in window_order(grid, self.window)[1]]
+        return _cumulated(lengths, self.padding, device)
 
     def patch_index(self, device: torch.device) -> Tensor:
-        """[P] int64: which vision tokens are patches, in patch order."""
+        """[P] int64: which vision tokens are patches, in row-major patch order."""
         starts = [0, *accumulate(self.lengths)]
-        spans = [torch.arange(start + self.class_tokens, end, device=device) for start, end in pairwise(starts)]
-        return torch.cat(spans)
+        spans = []
+        for grid, (start, end) in zip(self.grids, pairwise(starts), strict=True):
+            places = torch.arange(start + self.class_tokens, end)
+            spans.append(places[window_order(grid, self.window)[0].argsort()] if self.window else places)
+        return torch.cat(spans).to(device)
+
+    def in_tower_order(self, patches: Tensor, grid: Grid) -> Tensor:
+        """One image's row-major patches [P, …] in the order that the tower has them."""
+        if not self.window:
+            return patches
+        return patches.index_select(0, window_order(grid, self.window)[0].to(patches.device))
 
     def coordinates(self, device: torch.device) -> Tensor:
         """[V, 2] (row, column) of each token; class tokens and padding stand at (0, 0)."""
         spans = []
         for rows, columns in self.grids:
             grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(-1, 2)
+            grid = self.in_tower_order(grid, (rows, columns))
             spans += [torch.zeros(self.class_tokens, 2, dtype=torch.long), grid]
         spans.append(torch.zeros(self.padding, 2, dtype=torch.long))
         return torch.cat(spans).to(device)
+
+
+def _cumulated(lengths: list[int], padding: int, device: torch.device) -> Tensor:
+    lengths = lengths + ([padding] if padding else [])
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 class PatchEmbed(nn.Module):
@@ -71,6 +95,9 @@ class PatchEmbed(nn.Module):
 
     Computed whole on every tensor-parallel rank, then scattered: the scatter's backward gathers, so the replicated
     parameters get equal gradients everywhere and need no reduction.
+
+    Where a patch spans T frames, a still image fills each with the same pixels x: Σ_t W_t·x = (Σ_t W_t)·x. The weight
+    is whole, [H, C·T·p·p], and summed over time in each forward; the pixels come once.
     """
 
     def __init__(self, vision: VisionConfig, *, dtype: torch.dtype, groups: Groups, sequence_parallel: bool) -> None:
@@ -79,10 +106,11 @@ class PatchEmbed(nn.Module):
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         hidden = vision.hidden_size
-        self.proj = nn.Linear(vision.in_channels * vision.patch_size**2, hidden, bias=vision.patch_bias, dtype=dtype)
+        pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.proj = nn.Linear(pixels, hidden, bias=vision.patch_bias, dtype=dtype)
         self.class_token = nn.Parameter(torch.empty(hidden, dtype=dtype)) if vision.class_token else None
         self.position = None
-        if vision.position_embedding == "learned":
+        if vision.position_embedding != "rope2d":
             side = vision.image_size // vision.patch_size
             self.position = nn.Parameter(torch.empty(side * side + vision.class_token, hidden, dtype=dtype))
         self.norm: nn.Module = nn.Identity()
@@ -91,25 +119,32 @@ class PatchEmbed(nn.Module):
             self.norm = norm(hidden, eps=vision.norm_epsilon, dtype=dtype)
 
     def forward(self, patches: Tensor, layout: VisionLayout) -> Tensor:
-        weight = self.proj.weight
+        weight = self._weight_of_stills()
         if layout.is_blank:
             rows, columns = layout.grids[0]
             patches = weight.new_zeros(rows * columns, weight.shape[1])
-        embedded = self.proj(patches.to(weight.dtype)).split([rows * columns for rows, columns in layout.grids])
+        embedded = F.linear(patches.to(weight.dtype), weight, self.proj.bias)
         tables = {grid: self._positions(grid) for grid in dict.fromkeys(layout.grids)}
         pieces: list[Tensor] = []
-        for grid, tokens in zip(layout.grids, embedded, strict=True):
+        for grid, tokens in zip(layout.grids, embedded.split([r * c for r, c in layout.grids]), strict=True):
             if self.class_token is not None:
                 tokens = torch.cat([self.class_token[None], tokens])
             table = tables[grid]
-            pieces.append(tokens if table is None else tokens + table)
+            pieces.append(layout.in_tower_order(tokens if table is None else tokens + table, grid))
         hidden = F.pad(self.norm(torch.cat(pieces)), (0, 0, 0, layout.padding))[:, None]
         if self.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.groups.tp)
         return hidden
 
+    def _weight_of_stills(self) -> Tensor:
+        """[H, C·p·p]."""
+        frames = self.vision.temporal_patch_size
+        if frames == 1:
+            return self.proj.weight
+        return self.proj.weight.unflatten(1, (self.vision.in_channels, frames, -1)).sum(2).flatten(1)
+
     def _positions(self, grid: Grid) -> Tensor | None:
-        """[C + rows·columns, H]: the learned table, bicubically resized for other grids than its own."""
+        """[C + rows·columns, H]: the learned table, resized for other grids than its own."""
         if self.position is None:
             return None
         side = self.vision.image_size // self.vision.patch_size
@@ -117,7 +152,8 @@ class PatchEmbed(nn.Module):
             return self.position
         count = int(self.vision.class_token)
         table = self.position[count:].view(1, side, side, -1).permute(0, 3, 1, 2)
-        resized = F.interpolate(table.float(), size=grid, mode="bicubic", align_corners=False).to(table.dtype)
+        mode = self.vision.position_interpolation
+        resized = F.interpolate(table.float(), size=grid, mode=mode, align_corners=mode == "bilinear").to(table.dtype)
         return torch.cat([self.position[:count], resized.permute(0, 2, 3, 1).flatten(0, 2)])
 
 

@@ -1,11 +1,13 @@
 """`VLMChunk`: the layers of one pipeline chunk, whichever they are, as one module that the schedule runs.
 
 What travels between chunks is one tensor: packed vision tokens [V(/TP), 1, Hv] inside the tower, image features
-[F, 1, Hl] between projector and embedding, language states [S(/TP), B, Hl] after it.
+[F, 1, Hl] between projector and embedding, language states [S(/TP), B, Hl] after it. Where a cut lies between a vision
+layer that DeepStack taps and the language layer that takes its features, they travel in the same tensor (`deepstack`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,13 +27,16 @@ from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model import specs
-from megavlm.model.attention import Rotation, rotation
-from megavlm.model.language import Embedding, Output, rope
+from megavlm.model.deepstack import pack, unpack
+from megavlm.model.flops import attends_in_windows
+from megavlm.model.language import Embedding, Output
 from megavlm.model.norm import Norm
 from megavlm.model.projector import Projector
-from megavlm.model.vision import PatchEmbed, VisionLayout, rope2d
+from megavlm.model.view import View
+from megavlm.model.vision import PatchEmbed
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import (
+    DEEPSTACK,
     EMBEDDING,
     LANGUAGE_LAYER,
     LANGUAGE_NORM,
@@ -41,6 +46,7 @@ from megavlm.planner.layers import (
     VISION_LAYER,
     VISION_NORM,
     module_of,
+    trained_below,
 )
 from megavlm.planner.plan import Plan
 
@@ -60,6 +66,9 @@ class VLMChunk(MegatronModule):
         self.groups = groups
         self.names = plan.chunks[index]
         self.upstream_trained = plan.trained_before(index, config.model.freeze)
+        earlier = [name for chunk in plan.chunks[:index] for name in chunk]
+        self.hidden_trained = trained_below(self.names[0], earlier, config.model.freeze)
+        self.carried = carried_features(earlier)
         self.sequence_parallel = sequence_parallel(config)
         self.full_recompute = config.train.recompute_granularity == "full"
         self.input_tensor: Tensor | None = None
@@ -87,27 +96,34 @@ class VLMChunk(MegatronModule):
             The hidden tensor for the next chunk; from the last chunk the cross entropies [B, S], or with
             `logits=True` the logits [B, S, vocabulary] (whole on every tensor-parallel rank).
         """
-        view = _View(batch, self.run_config, self.groups, device=next(iter(self.parameters())).device)
-        hidden = self._received()
+        view = View(batch, self.run_config, self.groups, device=next(iter(self.parameters())).device)
+        hidden, carried = self._received(view)
         for name in self.names:
+            if name.startswith(DEEPSTACK):
+                carried.append(self._run(name, hidden, view))
+                continue
             hidden = self._run(name, hidden, view, logits=logits)
+            if carried and name.startswith(LANGUAGE_LAYER):
+                hidden = view.with_features(hidden, carried.pop(0))
         assert hidden is not None
         if OUTPUT in self.names:
             return hidden
-        hidden = hidden.contiguous()
-        return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
+        output = pack(hidden, carried).contiguous()
+        return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
 
-    def _run(self, name: str, hidden: Any, view: _View, *, logits: bool) -> Tensor:
+    def _run(self, name: str, hidden: Any, view: View, *, logits: bool = False) -> Tensor:
         part: Any = self.parts[name]
         batch = view.batch
         if name.startswith(VISION_LAYER):
-            kwargs = {"rotary_pos_emb": view.vision_rope, "packed_seq_params": view.vision_packing}
+            windowed = attends_in_windows(self.run_config.model.vision, int(name.removeprefix(VISION_LAYER)))
+            packing = view.window_packing if windowed else view.image_packing
+            kwargs = {"rotary_pos_emb": view.vision_rope, "packed_seq_params": packing}
             return self._transform(part, hidden, kwargs)
         if name.startswith(LANGUAGE_LAYER):
             return self._transform(part, hidden, {"rotary_pos_emb": view.language_rope})
         if name == PATCH_EMBED:
             return part(batch.patches, view.layout)
-        if name == PROJECTOR:
+        if name == PROJECTOR or name.startswith(DEEPSTACK):
             return part(hidden, view.layout, sequence_parallel=self.sequence_parallel)
         if name == EMBEDDING:
             return part(batch, hidden)
@@ -124,17 +140,22 @@ class VLMChunk(MegatronModule):
             return checkpoint(lambda x: layer(x, **kwargs)[0], False, hidden)
         return layer(hidden, attention_mask=None, **kwargs)[0]
 
-    def _received(self) -> Tensor | None:
-        """The input from the previous chunk; cut off from the graph where nothing before it is trained.
+    def _received(self, view: View) -> tuple[Any, list[Tensor]]:
+        """Hidden states and carried features from the previous chunk; what nothing trained lies before is cut off.
 
         The schedule sends `input.grad` back in any case. Zeros that are already there spare the backward pass
         through this chunk's frozen layers, and the previous chunk, which needs no gradient, ignores them.
         """
         tensor = self.input_tensor
-        if tensor is None or self.upstream_trained or not torch.is_grad_enabled():
-            return tensor
-        tensor.grad = torch.zeros_like(tensor)
-        return tensor.detach()
+        if tensor is None:
+            return None, []
+        if not self.upstream_trained and torch.is_grad_enabled():
+            tensor.grad = torch.zeros_like(tensor)
+            tensor = tensor.detach()
+        hidden, carried = unpack(
+            tensor, hidden=view.trailing_dims(self.names[0]), carried=[view.feature_shape] * self.carried
+        )
+        return hidden if self.hidden_trained else hidden.detach(), carried
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -160,6 +181,12 @@ class VLMChunk(MegatronModule):
                 dp_cp_group=self.groups.dp,
             )
         return state
+
+
+def carried_features(earlier: Sequence[str]) -> int:
+    """DeepStack features on their way after these layers: language layers take one each, in order, while there are."""
+    made = sum(name.startswith(DEEPSTACK) for name in earlier)
+    return max(0, made - sum(name.startswith(LANGUAGE_LAYER) for name in earlier))
 
 
 def is_padded_for_tp(key: str) -> bool:
@@ -218,9 +245,12 @@ class _Builder:
         if name == VISION_NORM:
             used = model.vision.post_norm and model.vision.feature_layer == -1
             return Norm(self.vision, model.vision.hidden_size, model.vision.norm_epsilon) if used else nn.Identity()
-        if name == PROJECTOR:
+        if name == PROJECTOR or name.startswith(DEEPSTACK):
             whole = specs.projector_config(self.config, tp=groups.dims.tp)
-            return Projector(model, layer_config=whole, collection=groups.collection)
+            epsilon = 1e-5 if model.projector.input_norm else None
+            if name.startswith(DEEPSTACK):
+                epsilon = model.vision.norm_epsilon
+            return Projector(model, layer_config=whole, collection=groups.collection, norm_epsilon=epsilon)
         if name == EMBEDDING:
             return Embedding(self.vocab_size, layer_config=self.language, groups=groups)
         if name == LANGUAGE_NORM:
@@ -228,38 +258,3 @@ class _Builder:
         assert name == OUTPUT
         own = not (model.language.tie_embeddings and self.ties_locally)
         return Output(self.vocab_size, layer_config=self.language, groups=groups, own_weight=own)
-
-
-@dataclass(frozen=True)
-class _View:
-    """What layers need to know of a micro-batch, computed once per chunk and only where it is asked for."""
-
-    batch: PackedBatch
-    config: Config
-    groups: Groups
-    device: torch.device
-
-    @cached_property
-    def layout(self) -> VisionLayout:
-        model = self.config.model
-        side = model.projector.pixel_shuffle
-        multiple = self.groups.dims.tp if sequence_parallel(self.config) else 1
-        return VisionLayout.of(
-            self.batch.grids, class_token=model.vision.class_token, multiple=multiple, blank=(side, side)
-        )
-
-    @cached_property
-    def vision_packing(self) -> Any:
-        return specs.packed(self.layout.cu_seqlens(self.device))
-
-    @cached_property
-    def vision_rope(self) -> Rotation | None:
-        vision = self.config.model.vision
-        if vision.position_embedding != "rope2d":
-            return None
-        width = vision.hidden_size // vision.num_attention_heads
-        return rotation(rope2d(self.layout.coordinates(self.device), head_width=width, base=vision.rotary_base))
-
-    @cached_property
-    def language_rope(self) -> Rotation:
-        return rotation(rope(self.batch.positions, self.config.model.language))

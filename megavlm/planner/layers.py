@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from megavlm.config.schema import ModelConfig, VisionConfig
 
 PATCH_EMBED = "patch_embed"
@@ -11,6 +13,7 @@ EMBEDDING = "embedding"
 LANGUAGE_NORM = "language.norm"
 OUTPUT = "output"
 VISION_LAYER = "vision.layers."
+DEEPSTACK = "deepstack."
 LANGUAGE_LAYER = "language.layers."
 
 
@@ -23,7 +26,7 @@ def layer_names(model: ModelConfig) -> tuple[str, ...]:
     """Every layer that a stage plan may cut between."""
     return (
         PATCH_EMBED,
-        *(f"{VISION_LAYER}{i}" for i in range(vision_layers_run(model.vision))),
+        *_tower(model.vision),
         VISION_NORM,
         PROJECTOR,
         EMBEDDING,
@@ -33,8 +36,25 @@ def layer_names(model: ModelConfig) -> tuple[str, ...]:
     )
 
 
+def _tower(vision: VisionConfig) -> Iterator[str]:
+    """Vision layers, and after those that DeepStack taps, the merger that turns their output into features."""
+    for number in range(vision_layers_run(vision)):
+        yield f"{VISION_LAYER}{number}"
+        if number in vision.deepstack_layers:
+            yield f"{DEEPSTACK}{vision.deepstack_layers.index(number)}"
+
+
+def trained_below(name: str, earlier: Sequence[str], freeze: Sequence[str]) -> bool:
+    """Whether what layer `name` reads depends on a trained layer, given all layers before it.
+
+    DeepStack's mergers hand their features to the language model alone: the tower goes on without them.
+    """
+    takes_all = module_of(name) == "language"
+    return any(module_of(other) not in freeze for other in earlier if takes_all or not other.startswith(DEEPSTACK))
+
+
 def module_of(name: str) -> str:
     """Which part of the model a layer or parameter belongs to: "vision", "projector" or "language"."""
     if name.startswith((PATCH_EMBED, "vision.")):
         return "vision"
-    return "projector" if name.startswith(PROJECTOR) else "language"
+    return "projector" if name.startswith((PROJECTOR, DEEPSTACK)) else "language"

@@ -10,7 +10,7 @@ from typing import Any
 
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.model.flops import Workload, layer_cost
+from megavlm.model.flops import Workload, layer_cost, window_patches, window_squares
 from megavlm.parallel.dims import Dims, dims_for
 from megavlm.planner.layers import EMBEDDING, OUTPUT, layer_names, module_of
 
@@ -95,8 +95,17 @@ def typical_workload(config: Config) -> Workload:
     per_image = [(side // vision.patch_size) ** 2 for side in sides]
     patches = images * sum(per_image) // len(per_image)
     squares = images * sum(p * p for p in per_image) // len(per_image)
+    window = window_patches(config.model)
+    grids = [(side // vision.patch_size,) * 2 for side in sides]
+    windowed = images * sum(window_squares(grid, window) for grid in grids) // len(grids) if window else 0
     tokens = config.train.seq_length
-    return Workload(patches=patches, patch_squares=squares, tokens=tokens, token_squares=tokens**2)
+    return Workload(
+        patches=patches,
+        patch_squares=squares,
+        window_squares=windowed,
+        tokens=tokens,
+        token_squares=tokens**2,
+    )
 
 
 def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from megavlm.data.batch import PackedBatch
 from megavlm.data.loader import stats
 from megavlm.metrics import throughput
 from megavlm.metrics.sinks import Value
-from megavlm.model.flops import Workload, step_flops
+from megavlm.model.flops import Workload, step_flops, window_patches, window_squares
 from megavlm.resilience.signals import StopRequest
 from megavlm.train import evaluate
 from megavlm.train.build import Run
@@ -67,6 +67,7 @@ class _Counts:
     images: float
     patches: float
     patch_squares: float
+    window_squares: float
     token_squares: float
     stop: float  # ranks that were asked to stop
 
@@ -75,10 +76,11 @@ def _counters(run: Run, batches: Sequence[PackedBatch], *, stop: bool) -> Sequen
     """This rank's share of `_Counts`: only one rank of each replica counts the batch, every rank may ask to stop."""
     at = run.engine.groups.at
     if at.tp or at.pp:
-        return (0.0,) * 6 + (float(stop),)
+        return (0.0,) * 7 + (float(stop),)
     counted = stats(batches)
-    class_token = run.config.model.vision.class_token
-    lengths = [rows * columns + class_token for batch in batches for rows, columns in batch.grids]
+    class_token, window = run.config.model.vision.class_token, window_patches(run.config.model)
+    grids = [grid for batch in batches for grid in batch.grids]
+    lengths = [rows * columns + class_token for rows, columns in grids]
     samples = sum(batch.tokens.shape[0] for batch in batches)
     return (
         counted.tokens,
@@ -86,6 +88,7 @@ def _counters(run: Run, batches: Sequence[PackedBatch], *, stop: bool) -> Sequen
         counted.images,
         sum(lengths),
         sum(length * length for length in lengths),
+        sum(window_squares(grid, window) for grid in grids) if window else 0,
         counted.tokens**2 / samples,  # exact where samples are equally long, a lower bound elsewhere
         float(stop),
     )
@@ -99,6 +102,7 @@ def _record(
     work = Workload(
         patches=int(counts.patches),
         patch_squares=int(counts.patch_squares),
+        window_squares=int(counts.window_squares),
         tokens=int(counts.tokens),
         token_squares=int(counts.token_squares),
     )

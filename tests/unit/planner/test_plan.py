@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ParallelConfig, VisionConfig
+from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ParallelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
-from megavlm.model.flops import Workload, layer_cost, step_flops
+from megavlm.model.flops import Workload, layer_cost, step_flops, window_patches, window_squares
 from megavlm.parallel.dims import Dims, dims_for
-from megavlm.planner.layers import layer_names, module_of
+from megavlm.planner.layers import layer_names, module_of, trained_below
 from megavlm.planner.plan import even_cuts, make_plan, table, typical_workload
 
 
@@ -81,6 +81,40 @@ def test_feature_layer_leaves_layers_out():
     assert [name for name in names if name.startswith("vision.layers.")] == [f"vision.layers.{i}" for i in range(3)]
 
 
+def test_deepstack_mergers_follow_the_layers_they_tap():
+    names = layer_names(ModelConfig(vision=VisionConfig(num_layers=3, deepstack_layers=(0, 2))))
+    assert names[1:7] == (
+        "vision.layers.0",
+        "deepstack.0",
+        "vision.layers.1",
+        "vision.layers.2",
+        "deepstack.1",
+        "vision.norm",
+    )
+    assert module_of("deepstack.0") == module_of("deepstack.0.linear_fc1.weight") == "projector"
+
+
+def test_the_tower_does_not_depend_on_deepstack():
+    names = layer_names(ModelConfig(vision=VisionConfig(num_layers=3, deepstack_layers=(0,))))
+    below = {name: trained_below(name, names[:place], ("vision",)) for place, name in enumerate(names)}
+    assert [name for name in names if not below[name]] == [*names[: names.index("embedding")]]
+    assert not any(trained_below(name, names[: names.index(name)], ("vision", "projector")) for name in names[:-8])
+
+
+def test_windows_cost_what_they_hold():
+    model = ModelConfig(vision=VisionConfig(patch_size=4, window_size=27, full_attention_layers=(1,)))
+    assert window_patches(model) == 6
+    assert window_patches(replace(model, projector=ProjectorConfig(pixel_shuffle=4))) == 4
+    assert window_patches(ModelConfig()) == 0
+    # 7 × 13 patches in windows of 6: rows 6 + 1, columns 6 + 6 + 1.
+    assert window_squares((7, 13), 6) == sum((r * c) ** 2 for r in (6, 1) for c in (6, 6, 1))
+    work = Workload(
+        patches=91, patch_squares=91**2, window_squares=window_squares((7, 13), 6), tokens=1, token_squares=1
+    )
+    windowed, full = (layer_cost(f"vision.layers.{number}", model, work).forward_flops for number in (0, 1))
+    assert full - windowed == 4.0 * (91**2 - window_squares((7, 13), 6)) * model.vision.hidden_size
+
+
 def test_trained_before_knows_what_is_frozen():
     # patch_embed, layer 0 | layers 1-3, norm | projector, embedding, language 0-1 | the rest
     config = replace(Config(), parallel=ParallelConfig(pipeline_cuts=(2, 6, 10)))
@@ -94,7 +128,7 @@ def test_trained_before_knows_what_is_frozen():
 
 def test_flops_count_two_four_or_six_per_parameter_and_token():
     """Attention aside: frozen with nothing trained below 2, frozen above a trained part 4, trained above 6."""
-    work = Workload(patches=10, patch_squares=0, tokens=20, token_squares=0)
+    work = Workload(patches=10, patch_squares=0, window_squares=0, tokens=20, token_squares=0)
     model = ModelConfig(language=LanguageConfig(vocab_size=100))
 
     def forward(module):

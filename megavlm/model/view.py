@@ -1,0 +1,89 @@
+"""`View`: what layers ask about a micro-batch: where tokens lie, which attend to which, angles, shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavlm.config import sequence_parallel
+from megavlm.config.schema import Config
+from megavlm.data.batch import PackedBatch
+from megavlm.model import specs
+from megavlm.model.attention import Rotation, rotation
+from megavlm.model.deepstack import add_features
+from megavlm.model.flops import window_patches
+from megavlm.model.language import rope
+from megavlm.model.vision import VisionLayout, rope2d
+from megavlm.parallel.groups import Groups
+from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
+
+
+@dataclass(frozen=True)
+class View:
+    """What layers need to know of a micro-batch, computed once per chunk and only where it is asked for."""
+
+    batch: PackedBatch
+    config: Config
+    groups: Groups
+    device: torch.device
+
+    @cached_property
+    def layout(self) -> VisionLayout:
+        model = self.config.model
+        side = model.projector.pixel_shuffle
+        multiple = self.groups.dims.tp if sequence_parallel(self.config) else 1
+        return VisionLayout.of(
+            self.batch.grids,
+            class_token=model.vision.class_token,
+            multiple=multiple,
+            blank=(side, side),
+            window=window_patches(model),
+        )
+
+    @cached_property
+    def image_packing(self) -> Any:
+        return specs.packed(self.layout.cu_seqlens(self.device))
+
+    @cached_property
+    def window_packing(self) -> Any:
+        return specs.packed(self.layout.cu_seqlens_of_windows(self.device))
+
+    @cached_property
+    def vision_rope(self) -> Rotation | None:
+        vision = self.config.model.vision
+        if vision.position_embedding == "learned":
+            return None
+        width = vision.hidden_size // vision.num_attention_heads
+        return rotation(rope2d(self.layout.coordinates(self.device), head_width=width, base=vision.rotary_base))
+
+    @cached_property
+    def language_rope(self) -> Rotation:
+        return rotation(rope(self.batch.positions, self.config.model.language))
+
+    @property
+    def feature_shape(self) -> tuple[int, int, int]:
+        """[F, 1, Hl] of one layer's features for the language model; a blank image has one as well."""
+        model = self.config.model
+        patches = sum(rows * columns for rows, columns in self.layout.grids)
+        return patches // model.projector.pixel_shuffle**2, 1, model.language.hidden_size
+
+    def trailing_dims(self, name: str) -> tuple[int, int]:
+        """All dimensions but the first of the hidden states that layer `name` reads."""
+        model = self.config.model
+        if name in (EMBEDDING, LANGUAGE_NORM, OUTPUT) or name.startswith(LANGUAGE_LAYER):
+            return 1 if name == EMBEDDING else self.batch.tokens.shape[0], model.language.hidden_size
+        return 1, model.vision.hidden_size
+
+    def with_features(self, hidden: Tensor, features: Tensor) -> Tensor:
+        """Language states with DeepStack features added to the image tokens'."""
+        return add_features(
+            hidden,
+            features,
+            self.batch.feature_positions,
+            length=self.batch.tokens.shape[1],
+            sequence_group=self.groups.tp if sequence_parallel(self.config) else None,
+        )

@@ -1,0 +1,35 @@
+"""Windows of a patch grid (Qwen2.5-VL): most vision layers attend inside a window only, a few over the whole image.
+
+Patches of a window follow each other inside the tower, so that a window is a sequence like any other. Windows of equal
+size follow each other too: attention then runs as one batched call per size, of which an image has at most four
+(inside, right edge, lower edge, corner). Attention does not depend on the order of its sequences, nor on the order
+within one, so any order that keeps windows together gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int]
+
+
+@cache
+def window_order(grid: Grid, side: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Tile a grid with windows of `side` × `side` patches from its upper left corner.
+
+    Returns:
+        ([rows·columns] int64: the row-major patch that stands at each place of the tower's order,
+        patches of each window in that order).
+    """
+    tiles = {
+        (row, column): (min(side, grid[0] - row), min(side, grid[1] - column))
+        for row in range(0, grid[0], side)
+        for column in range(0, grid[1], side)
+    }
+    patches = torch.arange(grid[0] * grid[1]).view(grid)
+    corners = sorted(tiles, key=lambda corner: tiles[corner], reverse=True)
+    spans = [patches[r : r + tiles[r, c][0], c : c + tiles[r, c][1]].flatten() for r, c in corners]
+    return torch.cat(spans), tuple(len(span) for span in spans)

@@ -1,0 +1,41 @@
+"""Windows of a patch grid: a permutation that keeps each window together, in few runs of equal length."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megavlm.model.flops import window_squares
+from megavlm.model.vision import VisionLayout
+from megavlm.model.windows import window_order
+
+SIDES = st.integers(1, 9)
+
+
+@given(SIDES, SIDES, st.integers(1, 5))
+def test_each_window_is_one_tile(rows: int, columns: int, side: int) -> None:
+    order, lengths = window_order((rows, columns), side)
+    assert sorted(order.tolist()) == list(range(rows * columns))
+    tiles = [
+        {(patch // columns // side, patch % columns // side) for patch in span.tolist()}
+        for span in order.split(lengths)
+    ]
+    assert all(len(tile) == 1 for tile in tiles)
+    assert len(set.union(*tiles)) == len(tiles) == -(-rows // side) * -(-columns // side)
+    assert len(list(groupby(lengths))) <= 4
+    assert sum(length**2 for length in lengths) == window_squares((rows, columns), side)
+
+
+@given(st.lists(st.tuples(SIDES, SIDES), max_size=3), st.sampled_from([0, 2, 4]), st.sampled_from([1, 4]))
+def test_patches_leave_the_tower_as_they_came(grids: list[tuple[int, int]], window: int, multiple: int) -> None:
+    layout = VisionLayout.of(tuple(grids), class_token=False, multiple=multiple, blank=(2, 2), window=window)
+    device = torch.device("cpu")
+    row_major = [torch.cartesian_prod(torch.arange(r), torch.arange(c)) for r, c in layout.grids]
+    inside = [layout.in_tower_order(cells, grid) for cells, grid in zip(row_major, layout.grids, strict=True)]
+    assert torch.equal(layout.coordinates(device)[: layout.cu_seqlens(device)[len(layout.grids)]], torch.cat(inside))
+    assert torch.equal(torch.cat(inside)[layout.patch_index(device)], torch.cat(row_major))
+    if window:
+        assert layout.cu_seqlens_of_windows(device)[-1] == layout.cu_seqlens(device)[-1]
