@@ -15,16 +15,19 @@ from tests.dist.pool import Pools
 activate()  # before the modules below import megatron-core
 
 from tests.dist.hf import Reference, assert_layout, make_reference  # noqa: E402
-from tests.parity import test_hf_internvl, test_hf_llava  # noqa: E402
+from tests.parity import test_hf_internvl, test_hf_llava, test_hf_qwen_vl  # noqa: E402
 
 # Two micro-batches with equally many trained tokens: two images and none, one and one.
 IMAGES = ([[(32, 32), (32, 32)], []], [[(32, 32)], [(32, 32)]])
+SIZES = (*test_hf_qwen_vl.IMAGES, [[], [(16, 8)]])
 
 FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "llava": (lambda: transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), IMAGES),
     "llava-tied": (lambda: transformers.LlavaForConditionalGeneration(test_hf_llava.mistral_tied()), IMAGES),
     "internvl": (lambda: transformers.InternVLForConditionalGeneration(test_hf_internvl.small()), IMAGES),
     "internvl-6b": (lambda: transformers.InternVLForConditionalGeneration(test_hf_internvl.large()), IMAGES),
+    "qwen2.5-vl": (test_hf_qwen_vl.qwen2_5, SIZES),
+    "qwen3-vl": (lambda: test_hf_qwen_vl.qwen3(tied=True), SIZES),
 }
 LAYOUTS = {"tp2": (2, "--tp 2"), "pp2": (2, "--pp 2"), "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2")}
 

@@ -84,6 +84,7 @@ def batch_of(
         pixel_shuffle=shuffle,
         patch_dim=model.vision.in_channels * patch**2,
         with_patches=True,
+        mrope=bool(model.language.mrope_section),
     )
 
 
@@ -154,9 +155,9 @@ def assert_same_training(folder: Path, theirs: Any, single: Single, batches: Seq
         assert abs(ours - loss.item()) <= LOSSES * loss.item(), f"step {number}: {ours} against {loss.item()}"
 
 
-def assert_round_trip(folder: Path, out: Path) -> None:
+def assert_round_trip(folder: Path, out: Path, *flags: str) -> None:
     """import → export gives every file back: the same tensors bit for bit, and all others byte for byte."""
-    assert convert.main(["import", str(folder), str(out / "ours")]) == 0
+    assert convert.main(["import", str(folder), str(out / "ours"), *flags]) == 0
     assert convert.main(["export", str(out / "ours"), str(out / "theirs")]) == 0
     names = sorted(file.name for file in folder.iterdir() if file.is_file())
     assert sorted(file.name for file in (out / "theirs").iterdir()) == names

@@ -1,0 +1,107 @@
+"""Qwen2.5-VL: a ViT with windowed attention and 2-D rotary positions, 2×2 merger, and Qwen2.5 with M-RoPE.
+
+The merger's norm is over single patches, before they are merged: ours is `vision.norm`, and is trained with the tower.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megavlm.checkpoint.hf.families.language import language_table
+from megavlm.checkpoint.hf.families.qwen_vl import (
+    attention_table,
+    inputs,
+    merger,
+    patch_embed_table,
+    text_model,
+    vision_sizes,
+    with_defaults,
+)
+from megavlm.checkpoint.hf.family import Family, Spelling
+from megavlm.checkpoint.hf.settings import Settings
+from megavlm.checkpoint.hf.table import Stack, Table, linear
+from megavlm.config.schema import ModelConfig, VisionConfig
+from megavlm.planner.layers import VISION_LAYER, VISION_NORM
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+_VISION: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+
+
+def config(settings: Settings) -> ModelConfig:
+    """Qwen2_5_VLConfig. Published checkpoints keep the language model's settings at the top."""
+    nested = "text_config" in settings.values
+    text = with_defaults(settings.section("text_config") if nested else settings, _TEXT)
+    tower = with_defaults(settings.section("vision_config"), _VISION)
+    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
+    model = text_model(text, kind="qwen2", tied=tied, section=(16, 24, 24), interleaved=False)
+    return ModelConfig(
+        vision=_vision(tower),
+        projector=merger(tower, model),
+        language=model,
+        image_token=settings.get("image_token_id", 151655),
+    )
+
+
+def _vision(tower: Settings) -> VisionConfig:
+    tower.require("hidden_act", "silu", why="only SwiGLU is known here")
+    sizes = vision_sizes(tower)
+    return VisionConfig(
+        **sizes,
+        image_size=32 * sizes["patch_size"],  # any size will do: there is no table of positions
+        position_embedding="rope2d",
+        normalization="RMSNorm",
+        activation="swiglu",
+        patch_bias=False,
+        window_size=tower.need("window_size"),
+        full_attention_layers=tuple(tower.need("fullatt_block_indexes")),
+    )
+
+
+def table(model: ModelConfig, spelling: Spelling) -> Table:
+    vision, visual = model.vision, spelling.vision
+    names = patch_embed_table(vision, visual)
+    for number in range(vision.num_layers):
+        ours, theirs = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
+        names |= attention_table(vision, ours, theirs, norm_bias=False)
+        for leaf in ("weight", "bias"):
+            gate_and_up = (f"{theirs}mlp.gate_proj.{leaf}", f"{theirs}mlp.up_proj.{leaf}")
+            names[f"{ours}mlp.linear_fc1.{leaf}"] = Stack(gate_and_up)
+        names |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.down_proj", bias=True)
+    return {
+        **names,
+        **linear(VISION_NORM, f"{visual}merger.ln_q", bias=False),
+        **linear("projector.linear_fc1", f"{visual}merger.mlp.0", bias=True),
+        **linear("projector.linear_fc2", f"{visual}merger.mlp.2", bias=True),
+        **language_table(model.language, spelling.language, head=spelling.head),
+    }
+
+
+QWEN2_5_VL = Family(
+    name="qwen2_5_vl",
+    model_types=("qwen2_5_vl",),
+    config=config,
+    table=table,
+    inputs=inputs,
+    spellings=(
+        Spelling(vision="visual.", language="model."),
+        Spelling(vision="model.visual.", language="model.language_model."),
+    ),
+)

@@ -1,0 +1,114 @@
+"""Qwen3-VL: a ViT with learned and rotary positions, 2×2 mergers, DeepStack, and Qwen3 with interleaved M-RoPE.
+
+The merger's norm is over single patches, before they are merged: ours is `vision.norm`, and is trained with the tower.
+The mergers of DeepStack have theirs after merging: they are whole layers of ours, trained with the projector.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import Any
+
+from megavlm.checkpoint.hf.families.language import language_table
+from megavlm.checkpoint.hf.families.qwen_vl import (
+    attention_table,
+    inputs,
+    merger,
+    patch_embed_table,
+    text_model,
+    vision_sizes,
+    with_defaults,
+)
+from megavlm.checkpoint.hf.families.vision import ACTIVATIONS
+from megavlm.checkpoint.hf.family import Family, Spelling
+from megavlm.checkpoint.hf.settings import Settings, refuse
+from megavlm.checkpoint.hf.table import Same, Table, linear
+from megavlm.config.schema import ModelConfig, VisionConfig
+from megavlm.planner.layers import DEEPSTACK, PROJECTOR, VISION_LAYER, VISION_NORM
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
+}
+_VISION: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+_UNGATED = {name: ours for name, ours in ACTIVATIONS.items() if ours != "swiglu"}
+
+
+def config(settings: Settings) -> ModelConfig:
+    """Qwen3VLConfig."""
+    text = with_defaults(settings.section("text_config"), _TEXT)
+    tower = with_defaults(settings.section("vision_config"), _VISION)
+    tied = settings.get("tie_word_embeddings", False)
+    model = text_model(text, kind="qwen3", tied=tied, section=(24, 20, 20), interleaved=True)
+    return ModelConfig(
+        vision=_vision(tower),
+        projector=merger(tower, model),
+        language=model,
+        image_token=settings.get("image_token_id", 151655),
+    )
+
+
+def _vision(tower: Settings) -> VisionConfig:
+    positions = tower.need("num_position_embeddings")
+    if isqrt(positions) ** 2 != positions:
+        refuse(tower, "num_position_embeddings", "the table of positions must be square")
+    sizes = vision_sizes(tower)
+    activation: Any = tower.choice("hidden_act", _UNGATED, "gelu_pytorch_tanh")
+    return VisionConfig(
+        **sizes,
+        image_size=isqrt(positions) * sizes["patch_size"],
+        position_embedding="learned_rope2d",
+        position_interpolation="bilinear",
+        activation=activation,
+        deepstack_layers=tuple(tower.need("deepstack_visual_indexes")),
+    )
+
+
+def table(model: ModelConfig, spelling: Spelling) -> Table:
+    vision, visual = model.vision, spelling.vision
+    names = patch_embed_table(vision, visual)
+    names["patch_embed.position"] = Same(f"{visual}pos_embed.weight")
+    for number in range(vision.num_layers):
+        ours, theirs = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
+        names |= attention_table(vision, ours, theirs, norm_bias=True)
+        names |= linear(f"{ours}mlp.linear_fc1", f"{theirs}mlp.linear_fc1", bias=True)
+        names |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.linear_fc2", bias=True)
+    mergers = {PROJECTOR: f"{visual}merger."}
+    for number in range(len(vision.deepstack_layers)):
+        mergers[f"{DEEPSTACK}{number}"] = theirs = f"{visual}deepstack_merger_list.{number}."
+        names |= linear(f"{DEEPSTACK}{number}.norm", f"{theirs}norm", bias=True)
+    for ours, theirs in mergers.items():
+        names |= linear(f"{ours}.linear_fc1", f"{theirs}linear_fc1", bias=True)
+        names |= linear(f"{ours}.linear_fc2", f"{theirs}linear_fc2", bias=True)
+    names |= linear(VISION_NORM, f"{visual}merger.norm", bias=True)
+    return names | language_table(model.language, spelling.language, head=spelling.head)
+
+
+QWEN3_VL = Family(
+    name="qwen3_vl",
+    model_types=("qwen3_vl",),
+    config=config,
+    table=table,
+    inputs=inputs,
+    spellings=(
+        Spelling(vision="model.visual.", language="model.language_model."),
+        Spelling(vision="visual.", language="model."),
+    ),
+)
