@@ -13,6 +13,12 @@ import pytest
 from tests.dist.pool import Pools
 from tests.dist.training import SMALL, assert_same_curve, metrics, train
 
+QWEN3 = (
+    "--vision-activation gelu_tanh --vision-position-embedding learned_rope2d "
+    "--vision-position-interpolation bilinear --vision-temporal-patch-size 2 --vision-deepstack-layers 0 2 3 "
+    "--projector-hidden-size 128 --language-mrope-section 2 2 2 --language-mrope-interleaved --language-qk-norm"
+)
+
 # What the model is and which samples it sees; each is compared with its own run on one process.
 MODELS = {
     "plain": "",
@@ -29,6 +35,14 @@ MODELS = {
     "padded-heads": "--vision-num-attention-heads 3 --vision-hidden-size 36 --language-vocab-size 101",
     "shared-kv": "--language-num-query-groups 1",
     "recompute": "--recompute-granularity full",
+    # Windows of 4 patches on grids of 4 and 6; images that turn three ways.
+    "qwen2.5-vl": "--vision-normalization RMSNorm --vision-activation swiglu --no-vision-patch-bias "
+    "--vision-position-embedding rope2d --vision-temporal-patch-size 2 --vision-window-size 16 "
+    "--vision-full-attention-layers 1 4 --projector-hidden-size 128 --language-mrope-section 1 2 3 "
+    "--language-add-qkv-bias --language-num-query-groups 2 --language-tie-embeddings",
+    "qwen3-vl": QWEN3,
+    # The mergers train in the middle of a tower that does not.
+    "qwen3-vl-frozen-vision": f"{QWEN3} --freeze vision --recompute-granularity full",
     "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
 }
 
@@ -59,6 +73,8 @@ OPTIONS = {
     "cuts4": "--pipeline-cuts 1 3 10",
     # language.layers.0 and its embedding in one chunk of the last rank, the output in another
     "cuts-late-embedding": "--pipeline-cuts 2 8 12",
+    # … deepstack.0 | … deepstack.1 | … language.layers.0 | the rest: one, two and two features on the way
+    "cuts-deepstack": "--pipeline-cuts 3 6 13",
 }
 
 # Every layout, model and option at least once; `slow` runs the whole product of layouts and models.
@@ -82,6 +98,9 @@ FAST = [
     ("dp2", "one-image-rank", ""),
     ("dp2", "no-image", "no-zero"),
     ("tp2-dp2", "rich", ""),
+    ("tp2-pp2", "qwen2.5-vl", ""),
+    ("tp2-pp2-vpp2", "qwen3-vl", "cuts-deepstack"),
+    ("pp4", "qwen3-vl-frozen-vision", "cuts-deepstack"),
     ("pp2-vpp2-dp2", "one-image-rank", "overlap"),
 ]
 SLOW = [
