@@ -14,7 +14,7 @@ from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, refuse, with_model_o
 from megavlm.config.cli import parse
 from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
-from megavlm.config.schema import CheckpointConfig, Config, TrainConfig
+from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, TrainConfig
 from megavlm.errors import UserError
 from megavlm.planner.plan import dims_of, make_plan
 
@@ -54,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
 def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Other flags are those of a run (--tp 2 …): its layout is checked and stored for `--config`."""
     config = with_model_of_origins(parse([*rest, "--init-from", str(options.source)]))
+    if config.train.seq_length == TrainConfig().seq_length:  # a default that is too short for most models' images
+        config = replace(config, train=replace(config.train, seq_length=length_for(config.model)))
     parallel = config.parallel
     world = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     check(config, world=world)
@@ -131,9 +133,9 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     chosen = backend.activate()
 
-    from megavlm.train.verify import compare, needed_length
+    from megavlm.train.verify import compare
 
-    length = options.seq_length or needed_length(config)
+    length = options.seq_length or length_for(config.model)
     config = replace(config, train=TrainConfig(seq_length=length))
     found = compare(origin, options.checkpoint, config, chosen, samples=options.samples)
     print(
@@ -144,6 +146,12 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"convert.py: that is more than --tolerance {options.tolerance}", file=sys.stderr)
         return 1
     return 0
+
+
+def length_for(model: ModelConfig) -> int:
+    """Tokens of one image and some text, in a number that any TP divides."""
+    side = model.vision.image_size // (model.vision.patch_size * model.projector.pixel_shuffle)
+    return 64 * -(-(side**2 + 32) // 64)
 
 
 def _nothing_left(rest: Sequence[str]) -> None:

@@ -14,7 +14,6 @@ from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.source import Origin
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
-from megavlm.data.images import features_of
 from megavlm.data.source import batch_of
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
@@ -73,10 +72,3 @@ def _transformers_model(origin: Origin) -> torch.nn.Module:
         path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
     return model.eval()
-
-
-def needed_length(config: Config) -> int:
-    """One image, and some text after it."""
-    vision = config.model.vision
-    side = vision.image_size // vision.patch_size
-    return features_of((side, side), config.model.projector.pixel_shuffle) + 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 import transformers
 
+from megavlm.checkpoint.hf.families import family_of
+from megavlm.checkpoint.hf.settings import Settings
 from tests.parity import hf
 from tests.parity.harness import Single
+from tools import convert
 
 VOCABULARY, IMAGE_TOKEN = 61, 60
 # (height, width) of each sample's images. With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four
@@ -82,12 +86,28 @@ def test_logits_gradients_and_training(build: Any, tied: bool, single: Single, t
     hf.assert_same_training(folder, theirs, single, IMAGES)
 
 
+def test_settings_of_published_qwen2_5_checkpoints(tmp_path: Path) -> None:
+    """Before Transformers 5, config.json had the language model's settings at the top."""
+    folder = hf.save(qwen2_5(), tmp_path / "hf")
+    nested = Settings(json.loads((folder / "config.json").read_text()), "config.json")
+    flat = {**nested.values, **nested.values["text_config"], "model_type": "qwen2_5_vl"}
+    rope = flat.pop("rope_parameters")
+    del flat["text_config"]
+    flat |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    family = family_of(nested)
+    assert family.config(Settings(flat, "config.json")) == family.config(nested)
+
+
 @pytest.mark.parametrize("build", [qwen2_5, qwen3])
 def test_round_trip_and_generation(build: Any, tmp_path: Path) -> None:
     theirs = build()
     folder = hf.save(theirs, tmp_path / "hf", max_shard_size="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    hf.assert_round_trip(folder, tmp_path, "--seq-length", "512")
+    hf.assert_round_trip(folder, tmp_path)
+    assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
     tokens = torch.tensor([[1, 5, *[IMAGE_TOKEN] * 6, 7, 9]])
     hf.assert_same_generation(
         folder,
