@@ -32,8 +32,10 @@ class VisionConfig:
     position_embedding: Literal["learned", "rope2d", "learned_rope2d"] = option(
         "learned", "Learned table (interpolated for other sizes), 2-D rotary positions, or both (Qwen3-VL)."
     )
-    position_interpolation: Literal["bicubic", "bilinear"] = option(
-        "bicubic", "How the learned table is resized: bicubic, or bilinear with aligned corners (Qwen3-VL)."
+    position_interpolation: Literal["bicubic", "bilinear", "bucket"] = option(
+        "bicubic",
+        "The learned table for other sizes: resized bicubically, bilinearly with aligned corners (Qwen3-VL), or looked "
+        "up at the entry that each patch falls on (SmolVLM).",
     )
     rotary_base: float = option(10000.0, "Base of the 2-D rotary positions.")
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Norm of the vision tower.")

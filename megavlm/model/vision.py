@@ -144,17 +144,32 @@ class PatchEmbed(nn.Module):
         return self.proj.weight.unflatten(1, (self.vision.in_channels, frames, -1)).sum(2).flatten(1)
 
     def _positions(self, grid: Grid) -> Tensor | None:
-        """[C + rows·columns, H]: the learned table, resized for other grids than its own."""
+        """[C + rows·columns, H]: the learned table, resized or looked up for other grids than its own."""
         if self.position is None:
             return None
         side = self.vision.image_size // self.vision.patch_size
+        count = int(self.vision.class_token)
+        if self.vision.position_interpolation == "bucket":
+            rows, columns = (position_buckets(length, side) for length in grid)
+            entries = count + (rows[:, None] * side + columns).flatten().to(self.position.device)
+            return torch.cat([self.position[:count], self.position[entries]])
         if grid == (side, side):
             return self.position
-        count = int(self.vision.class_token)
         table = self.position[count:].view(1, side, side, -1).permute(0, 3, 1, 2)
         mode = self.vision.position_interpolation
         resized = F.interpolate(table.float(), size=grid, mode=mode, align_corners=mode == "bilinear").to(table.dtype)
         return torch.cat([self.position[:count], resized.permute(0, 2, 3, 1).flatten(0, 2)])
+
+
+def position_buckets(length: int, side: int) -> Tensor:
+    """[length] int64: of `side` equal parts of an image, the one that each of `length` patches begins in.
+
+    Patch i of L begins at i/L, part j of S at j/S (NaViT's fractional positions; Idefics2). Both are rounded to fp32 as
+    in the reference, i/L as i·(1/L), because rounding decides where they meet: at 19 of 19, patch 12 takes part 11.
+    """
+    starts = torch.arange(length, dtype=torch.float32) * torch.tensor(length).reciprocal()
+    boundaries = torch.arange(1 / side, 1.0, 1 / side)
+    return torch.bucketize(starts.clamp(max=1 - 1e-6), boundaries, right=True)
 
 
 def rope2d(coordinates: Tensor, *, head_width: int, base: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Vision towers of Transformers: CLIP, SigLIP and InternViT. For each, its config and its names."""
+"""Vision towers of Transformers: CLIP, SigLIP, Idefics3's SigLIP and InternViT. For each, its config and its names."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ def siglip(settings: Settings, *, feature_layer: int, post_norm: bool) -> Vision
         activation=_activation(settings, "gelu_pytorch_tanh"),
         post_norm=post_norm,
         feature_layer=feature_layer,
+    )
+
+
+def idefics3(settings: Settings) -> VisionConfig:
+    """Idefics3VisionConfig and SmolVLMVisionConfig: SigLIP with positions for any grid; names are SigLIP's."""
+    return VisionConfig(
+        **_sizes(settings, layers=12, width=1152, inner=3072, heads=16, image=224, patch=32),
+        norm_epsilon=settings.get("layer_norm_eps", 1e-6),
+        activation=_activation(settings, "gelu_pytorch_tanh"),
+        position_interpolation="bucket",
     )
 
 
