@@ -61,28 +61,30 @@ class VisionLayout:
 
     def patch_index(self, device: torch.device) -> Tensor:
         """[P] int64: which vision tokens are patches, in row-major patch order."""
+        if self.window:
+            return self._window_order().argsort().to(device)
         starts = [0, *accumulate(self.lengths)]
-        spans = []
-        for grid, (start, end) in zip(self.grids, pairwise(starts), strict=True):
-            places = torch.arange(start + self.class_tokens, end)
-            spans.append(places[window_order(grid, self.window)[0].argsort()] if self.window else places)
-        return torch.cat(spans).to(device)
+        spans = [torch.arange(start + self.class_tokens, end, device=device) for start, end in pairwise(starts)]
+        return torch.cat(spans)
 
-    def in_tower_order(self, patches: Tensor, grid: Grid) -> Tensor:
-        """One image's row-major patches [P, …] in the order that the tower has them."""
-        if not self.window:
-            return patches
-        return patches.index_select(0, window_order(grid, self.window)[0].to(patches.device))
+    def in_tower_order(self, patches: Tensor) -> Tensor:
+        """Row-major patches of all images [P, …] in the order that the tower has them."""
+        return patches.index_select(0, self._window_order().to(patches.device)) if self.window else patches
+
+    def _window_order(self) -> Tensor:
+        """[P] int64: which row-major patch stands at each place of the tower's order."""
+        starts = list(accumulate(self.lengths, initial=0))[:-1]
+        orders = [window_order(grid, self.window)[0] for grid in self.grids]
+        return torch.cat([order + start for order, start in zip(orders, starts, strict=True)])
 
     def coordinates(self, device: torch.device) -> Tensor:
         """[V, 2] (row, column) of each token; class tokens and padding stand at (0, 0)."""
         spans = []
         for rows, columns in self.grids:
             grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(-1, 2)
-            grid = self.in_tower_order(grid, (rows, columns))
             spans += [torch.zeros(self.class_tokens, 2, dtype=torch.long), grid]
-        spans.append(torch.zeros(self.padding, 2, dtype=torch.long))
-        return torch.cat(spans).to(device)
+        inside = self.in_tower_order(torch.cat(spans))
+        return torch.cat([inside, torch.zeros(self.padding, 2, dtype=torch.long)]).to(device)
 
 
 def _cumulated(lengths: list[int], padding: int, device: torch.device) -> Tensor:
@@ -130,8 +132,9 @@ class PatchEmbed(nn.Module):
             if self.class_token is not None:
                 tokens = torch.cat([self.class_token[None], tokens])
             table = tables[grid]
-            pieces.append(layout.in_tower_order(tokens if table is None else tokens + table, grid))
-        hidden = F.pad(self.norm(torch.cat(pieces)), (0, 0, 0, layout.padding))[:, None]
+            pieces.append(tokens if table is None else tokens + table)
+        hidden = self.norm(layout.in_tower_order(torch.cat(pieces)))
+        hidden = F.pad(hidden, (0, 0, 0, layout.padding))[:, None]
         if self.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.groups.tp)
         return hidden

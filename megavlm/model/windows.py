@@ -8,7 +8,7 @@ within one, so any order that keeps windows together gives the same numbers.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 Grid = tuple[int, int]
 
 
-@cache
+@lru_cache(maxsize=256)
 def window_order(grid: Grid, side: int) -> tuple[Tensor, tuple[int, ...]]:
     """Tile a grid with windows of `side` × `side` patches from its upper left corner.
 

@@ -33,9 +33,9 @@ def test_each_window_is_one_tile(rows: int, columns: int, side: int) -> None:
 def test_patches_leave_the_tower_as_they_came(grids: list[tuple[int, int]], window: int, multiple: int) -> None:
     layout = VisionLayout.of(tuple(grids), class_token=False, multiple=multiple, blank=(2, 2), window=window)
     device = torch.device("cpu")
-    row_major = [torch.cartesian_prod(torch.arange(r), torch.arange(c)) for r, c in layout.grids]
-    inside = [layout.in_tower_order(cells, grid) for cells, grid in zip(row_major, layout.grids, strict=True)]
-    assert torch.equal(layout.coordinates(device)[: layout.cu_seqlens(device)[len(layout.grids)]], torch.cat(inside))
-    assert torch.equal(torch.cat(inside)[layout.patch_index(device)], torch.cat(row_major))
+    row_major = torch.cat([torch.cartesian_prod(torch.arange(r), torch.arange(c)) for r, c in layout.grids])
+    inside = layout.in_tower_order(row_major)
+    assert torch.equal(layout.coordinates(device)[: len(inside)], inside)
+    assert torch.equal(inside[layout.patch_index(device)], row_major)
     if window:
         assert layout.cu_seqlens_of_windows(device)[-1] == layout.cu_seqlens(device)[-1]
