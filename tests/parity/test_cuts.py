@@ -1,0 +1,117 @@
+"""DeepStack's features past every cut: two chunks, one after the other, give the losses and gradients of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ProjectorConfig, TrainConfig, VisionConfig
+from megavlm.data.batch import PackedBatch
+from megavlm.model.vlm import VLMChunk
+from megavlm.model.weights import initialize
+from megavlm.pipeline.schedule import pipeline_config
+from megavlm.planner.layers import layer_names, module_of
+from megavlm.planner.plan import Plan
+from tests.parity import hf
+from tests.parity.harness import Single, assert_same
+
+VOCABULARY = 61
+MODEL = ModelConfig(
+    vision=VisionConfig(
+        num_layers=4,
+        hidden_size=24,
+        ffn_hidden_size=32,
+        num_attention_heads=3,
+        patch_size=4,
+        temporal_patch_size=2,
+        position_embedding="learned_rope2d",
+        position_interpolation="bilinear",
+        deepstack_layers=(0, 2),
+    ),
+    projector=ProjectorConfig(hidden_size=96, pixel_shuffle=2),
+    language=LanguageConfig(
+        num_layers=3,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        vocab_size=VOCABULARY,
+        mrope_section=(2, 1, 1),
+        mrope_interleaved=True,
+    ),
+    image_token=60,
+)
+IMAGES = [[(8, 16), (24, 8)], []]
+
+
+def chunks_of(config: Config, single: Single, *cuts: int) -> list[VLMChunk]:
+    names = layer_names(config.model)
+    bounds = (0, *cuts, len(names))
+    parts = tuple(names[start:end] for start, end in pairwise(bounds))
+    plan = Plan(dims=single.groups.dims, chunks=parts)
+    pipeline = pipeline_config(config, plan.dims, single.backend)
+    chunks = [
+        VLMChunk(config, plan, index, vocab_size=VOCABULARY, groups=single.groups, pipeline=pipeline)
+        for index in range(len(parts))
+    ]
+    for chunk in chunks:
+        initialize(chunk, config, vocab_size=VOCABULARY)
+    return chunks
+
+
+def run(chunks: list[VLMChunk], batch: PackedBatch) -> dict[str, Tensor]:
+    """The loss and every gradient, as the pipeline's schedule makes them."""
+    sent: list[tuple[Tensor, Tensor]] = []  # what each chunk put out, and the next one's copy of it
+    output: Any = None
+    for chunk in chunks:
+        if output is not None:
+            sent.append((output, output.detach().requires_grad_()))
+            chunk.set_input_tensor(sent[-1][1])
+        output = chunk(batch)
+    loss = (output * batch.loss_mask).sum()
+    loss.backward()
+    for output, received in reversed(sent):
+        assert received.grad is not None
+        if output.requires_grad:
+            output.backward(received.grad)
+    named = [pair for chunk in chunks for pair in chunk.named_parameters()]
+    return {"loss": loss.detach(), **{name: param.grad for name, param in named if param.grad is not None}}
+
+
+@pytest.mark.parametrize("freeze", [(), ("vision",), ("projector",), ("vision", "projector")])
+def test_every_cut_gives_the_same_numbers(freeze: Any, single: Single) -> None:
+    config = Config(model=replace(MODEL, freeze=freeze), train=TrainConfig(seq_length=hf.LENGTH))
+    for images in (IMAGES, [[]]):
+        batch = hf.batch_of(config, images)
+        whole = run(chunks_of(config, single), batch)
+        trained = {module_of(name) for name in whole if name != "loss"}
+        assert trained == {"vision", "projector", "language"} - set(freeze)
+        for cut in range(1, len(layer_names(config.model))):
+            parts = run(chunks_of(config, single, cut), batch)
+            assert parts.keys() == whole.keys()
+            for name, value in parts.items():
+                if whole[name].abs().max() > 1e-9:
+                    assert_same(value, whole[name], tolerance=1e-5, what=f"cut {cut}: {name}")
+                else:
+                    assert value.abs().max() < 1e-8, f"cut {cut}: {name}"
+
+
+def test_no_backward_runs_through_a_frozen_tower(single: Single) -> None:
+    """The mergers in it are trained all the same, on either side of a cut."""
+    config = Config(model=replace(MODEL, freeze=("vision",)), train=TrainConfig(seq_length=hf.LENGTH))
+    chunks = chunks_of(config, single, layer_names(config.model).index("vision.layers.1"))
+    needed: dict[str, bool] = {}
+    for chunk in chunks:
+        for name, part in chunk.parts.items():
+            part.register_forward_hook(
+                lambda _module, _inputs, output, name=name: needed.update(
+                    {name: (output[0] if isinstance(output, tuple) else output).requires_grad}
+                )
+            )
+    gradients = run(chunks, hf.batch_of(config, IMAGES))
+    assert {name for name, flows in needed.items() if not flows} == {
+        name for name in layer_names(config.model) if module_of(name) == "vision"
+    }
+    assert gradients["deepstack.0.linear_fc1.weight"].abs().max() > 0
