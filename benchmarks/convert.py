@@ -2,20 +2,25 @@
 
     .venv/bin/python benchmarks/convert.py [--gigabytes 4]
 
-Writes a synthetic LLaVA of that size (bf16, several files), then in turn, each in a process of its own: reads every
-tensor with safetensors, imports it, and exports it again. Prints megabytes per second, their ratio to reading, and the
-peak of resident memory; appends them to `benchmarks/records/convert.jsonl`.
+Writes a synthetic LLaVA of that size (bf16, several files), then in turn, each in a process of its own and from disk:
+reads every tensor with safetensors, imports it, and exports it again. The same with a tiny model gives the start-up
+(interpreter, torch, megatron-core), which is subtracted. Prints speed, its ratio to reading, and the peak of resident
+memory; appends them to `benchmarks/records/convert.jsonl`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from record import append, circumstances
@@ -44,11 +49,14 @@ def synthetic(folder: Path, gigabytes: float) -> int:
 
     per_layer = 2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
     layers = max(1, round((gigabytes * 2**30 - 4 * VOCABULARY * HIDDEN) / per_layer))
+    hidden, inner = (HIDDEN, INNER) if gigabytes else (64, 128)
     config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=4),
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
+        ),
         text_config=transformers.LlamaConfig(
-            hidden_size=HIDDEN,
-            intermediate_size=INNER,
+            hidden_size=hidden,
+            intermediate_size=inner,
             num_hidden_layers=layers,
             num_attention_heads=16,
             vocab_size=VOCABULARY,
@@ -90,23 +98,36 @@ def _spelled(name: str) -> str:
     return f"language_model.{name}" if name.startswith("lm_head") else name
 
 
-def measured(command: list[str]) -> tuple[float, float]:
-    """Seconds and peak resident megabytes of a command, files read from disk as far as we can tell the system to."""
-    subprocess.run(["sync"], check=True)
+def measured(command: Sequence[str], source: Path) -> tuple[float, float]:
+    """Seconds and peak resident megabytes of a command that reads `source` from disk, not from the page cache."""
+    for file in source.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+                os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL)
     peak = 0.0
     while process.poll() is None:
-        try:
-            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-                if line.startswith("VmHWM"):
-                    peak = max(peak, int(line.split()[1]) / 1024)
-        except OSError:
-            break
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        found = re.search(r"VmHWM:\s+(\d+) kB", status)
+        peak = max(peak, int(found[1]) / 1024 if found else 0.0)
         time.sleep(0.02)
-    if process.wait():
-        raise SystemExit(f"{command[0]} failed")
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)[:80]} failed")
     return time.perf_counter() - start, peak
+
+
+def one_round(folder: Path) -> dict[str, tuple[float, float]]:
+    """Read, import and export once."""
+    source, ours, back = folder / "hf", folder / "ours", folder / "back"
+    for made in (ours, back):
+        shutil.rmtree(made, ignore_errors=True)
+    return {
+        "read": measured(["-c", READ, str(source)], source),
+        "import": measured(["tools/convert.py", "import", str(source), str(ours)], source),
+        "export": measured(["tools/convert.py", "export", str(ours), str(back)], ours),
+    }
 
 
 def main() -> None:
@@ -116,26 +137,25 @@ def main() -> None:
     options = parser.parse_args()
     record = circumstances()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        total = synthetic(folder / "hf", options.gigabytes)
-        print(f"{total / 2**30:.2f} GiB in {len(list((folder / 'hf').glob('*.safetensors')))} files")
-        results: dict[str, list[tuple[float, float]]] = {"read": [], "import": [], "export": []}
-        for _ in range(options.rounds):
-            for done in (folder / "ours", folder / "back"):
-                shutil.rmtree(done, ignore_errors=True)
-            results["read"].append(measured(["-c", READ, str(folder / "hf")]))
-            results["import"].append(measured(["tools/convert.py", "import", str(folder / "hf"), str(folder / "ours")]))
-            results["export"].append(
-                measured(["tools/convert.py", "export", str(folder / "ours"), str(folder / "back")])
-            )
-    best = {what: min(seconds for seconds, _ in runs) for what, runs in results.items()}
+        large, tiny = Path(name) / "large", Path(name) / "tiny"
+        total = synthetic(large / "hf", options.gigabytes)
+        synthetic(tiny / "hf", 0.0)
+        print(f"{total / 2**30:.2f} GiB in {len(list((large / 'hf').glob('*.safetensors')))} files")
+        rounds = [(one_round(large), one_round(tiny)) for _ in range(options.rounds)]
     record["gigabytes"] = total / 2**30
-    for what, runs in results.items():
-        peak = max(megabytes for _, megabytes in runs)
-        ratio = best["read"] / best[what]
-        speed = total / best[what] / 2**20
-        print(f"{what:7} {speed:6.0f} MiB/s   {ratio:.2f} × reading alone   peak {peak:.0f} MiB resident")
-        record[what] = {"seconds": [seconds for seconds, _ in runs], "ratio_to_reading": ratio, "peak_mib": peak}
+    seconds = {}
+    for what in ("read", "import", "export"):
+        seconds[what] = statistics.median(big[what][0] - small[what][0] for big, small in rounds)
+        start = statistics.median(small[what][0] for _, small in rounds)
+        peak = max(big[what][1] for big, _ in rounds)
+        above = peak - min(small[what][1] for _, small in rounds)
+        ratio = seconds["read"] / seconds[what]
+        print(
+            f"{what:7} {total / seconds[what] / 2**20:6.0f} MiB/s   {ratio:.2f} × reading alone   "
+            f"peak {peak:.0f} MiB resident, {above:.0f} above a tiny model's   start-up {start:.1f} s"
+        )
+        record[what] = {"seconds": seconds[what], "start_up_s": start, "ratio_to_reading": ratio}
+        record[what] |= {"peak_mib": peak, "peak_above_tiny_mib": above}
     append("convert", record)
 
 

@@ -18,9 +18,7 @@ from megavlm.errors import UserError
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SCAN_SIDE = 8
-# A canvas is a lattice of ROWS × MAX_DIGITS square cells.
-MAX_DIGITS = 4
-ROWS = 1
+MAX_DIGITS = 4  # a canvas is a row of so many square cells
 # A scan for bilinear look-up: a ring of paper around it, and one more so that the next pixel always exists.
 _PADDED = SCAN_SIDE + 3
 
@@ -71,12 +69,23 @@ class Glyph:
     """A scan as it stands on a canvas: in which cell, and how it is turned, stretched, shifted and lit."""
 
     scan: int
-    row: int
     column: int
     angle: float  # radians, clockwise
     size: tuple[float, float]  # (height, width) of the scan's square, as shares of the cell's side
     shift: tuple[float, float]  # (down, right) from the middle of the cell, likewise
     contrast: float  # brightness of full ink, at most 1
+
+
+@dataclass(frozen=True)
+class Poses:
+    """How much glyphs vary."""
+
+    least_size: float  # share of the cell
+    largest_angle: float  # radians
+
+
+# 1,200 scans are few: training turns and stretches them more than any held-out one is.
+_TRAINING_POSES, _HELD_OUT_POSES = Poses(0.8, 0.2), Poses(0.9, 0.05)
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ class Canvases:
             )
         self.width = width
         self._cell = width // MAX_DIGITS
-        self.height = ROWS * self._cell
+        self.height = self._cell
         self._seed = seed
         self._scans = load_scans()
         self._ink = np.pad(self._scans.pixels, ((0, 0), (1, 2), (1, 2))).reshape(-1, _PADDED**2).astype(np.float64)
@@ -109,12 +118,14 @@ class Canvases:
     def training_scene(self, index: int) -> Scene:
         """Scene `index` of the training stream of `seed`."""
         rng = generator(seed=self._seed, index=index, stream=_TRAINING_STREAM)
-        return self._scene(rng, self._training, kind=TRAINING_KINDS[rng.integers(len(TRAINING_KINDS))])
+        return self._scene(
+            rng, self._training, kind=TRAINING_KINDS[rng.integers(len(TRAINING_KINDS))], poses=_TRAINING_POSES
+        )
 
     def held_out_scene(self, index: int, *, kind: str) -> Scene:
         """Scene `index` of the held-out stream, which is the same for every seed."""
         rng = generator(seed=_HELD_OUT_SEED, index=index, stream=_HELD_OUT_STREAM)
-        return self._scene(rng, self._held_out, kind=kind)
+        return self._scene(rng, self._held_out, kind=kind, poses=_HELD_OUT_POSES)
 
     def dialogue(self, scene: Scene) -> tuple[str, str]:
         """(question, answer) of a scene."""
@@ -130,8 +141,8 @@ class Canvases:
         """Pixels [height, width] of a scene: bright ink on black."""
         canvas = np.zeros((self.height, self.width), dtype=np.uint8)
         for glyph in scene.glyphs:
-            top, left = glyph.row * self._cell, glyph.column * self._cell
-            canvas[top : top + self._cell, left : left + self._cell] = self._glyph(glyph)
+            left = glyph.column * self._cell
+            canvas[:, left : left + self._cell] = self._glyph(glyph)
         return canvas
 
     def _glyph(self, glyph: Glyph) -> NDArray[np.uint8]:
@@ -150,24 +161,25 @@ class Canvases:
         lower = ink[corner + _PADDED] * (1 - x) + ink[corner + _PADDED + 1] * x
         return ((upper * (1 - y) + lower * y) * (255 * glyph.contrast / 16)).astype(np.uint8)
 
-    def _scene(self, rng: np.random.Generator, scans: NDArray[np.int64], *, kind: str) -> Scene:
-        """Digits stand in columns of their own, each in any row."""
+    def _scene(self, rng: np.random.Generator, scans: NDArray[np.int64], *, kind: str, poses: Poses) -> Scene:
+        """Digits stand in columns of their own."""
         columns = np.sort(rng.permutation(MAX_DIGITS)[: rng.integers(1, MAX_DIGITS + 1)])
         return Scene(
-            glyphs=tuple(self._pose(rng, int(scans[rng.integers(len(scans))]), int(column)) for column in columns),
+            glyphs=tuple(
+                self._pose(rng, int(scans[rng.integers(len(scans))]), int(column), poses) for column in columns
+            ),
             kind=kind,
             phrasing=int(rng.integers(len(PHRASINGS[kind]))),
         )
 
-    def _pose(self, rng: np.random.Generator, scan: int, column: int) -> Glyph:
+    def _pose(self, rng: np.random.Generator, scan: int, column: int, poses: Poses) -> Glyph:
         """A glyph at a random place in its cell, slightly turned and stretched."""
-        height, width = rng.uniform(0.85, 1.0, size=2).tolist()
+        height, width = rng.uniform(poses.least_size, 1.0, size=2).tolist()
         down, right, angle, contrast = rng.uniform(-1, 1, size=4).tolist()
         return Glyph(
             scan=scan,
-            row=int(rng.integers(ROWS)),
             column=column,
-            angle=0.08 * angle,
+            angle=poses.largest_angle * angle,
             size=(height, width),
             shift=(down * (1 - height) / 2, right * (1 - width) / 2),
             contrast=0.8 + 0.2 * contrast,

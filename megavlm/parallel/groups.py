@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -101,9 +102,18 @@ def _tied_group(dims: Dims, owners: list[int], *, timeout: timedelta) -> dist.Pr
 
 
 def destroy_groups() -> None:
-    """Forget a layout, so that the same processes can build another one."""
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+    """Forget a layout, so that the same processes can build another one; every rank calls it.
+
+    megatron-core forgets its groups without closing them, and a gloo group keeps its threads and sockets until then.
+    """
+    if not parallel_state.is_initialized():
+        return
+    made = [group for group in parallel_state._global_process_group_list or () if group is not None]
+    parallel_state.destroy_model_parallel()
+    dist.barrier()  # nobody still waits in one of them
+    for group in made:
+        dist.destroy_process_group(group)
+    gc.collect()
 
 
 def broadcast_from_last_stage(tensor: torch.Tensor, groups: Groups) -> torch.Tensor:

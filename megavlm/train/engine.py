@@ -77,6 +77,15 @@ class Engine:
         for chunk in self.chunks:
             chunk.train(not evaluating)
 
+    def close(self) -> None:
+        """Let the model go: nothing can be trained afterwards.
+
+        megatron-core's gradient hooks and the wrapper that they belong to hold each other through C++, where Python's
+        collector does not look. An emptied wrapper keeps neither weights nor process groups and their threads alive.
+        """
+        for chunk in self.chunks:
+            vars(chunk).clear()
+
     def trained(self) -> Trained:
         """What checkpoints hold of this rank."""
         return Trained(chunks=[chunk.module for chunk in self.chunks], optimizer=self.optimizer, groups=self.groups)

@@ -52,8 +52,9 @@ def fit(run: Run) -> None:
 
 
 def close(run: Run) -> None:
-    """End the loader's thread and the sinks' files."""
+    """End the loader's thread, the engine and the sinks' files."""
     run.loader.close()
+    run.engine.close()
     for sink in run.sinks:
         sink.close()
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -18,6 +16,7 @@ from megavlm.checkpoint.hf.settings import Settings
 from megavlm.errors import UserError
 
 INDEX = "model.safetensors.index.json"
+KEPT_BYTES = 256 * 2**20
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -31,7 +30,11 @@ class TensorInfo:
 
 
 class HfFolder:
-    """Reads names, shapes and slices. Use as a context manager where values are read: files stay open in between."""
+    """Reads names, shapes and slices.
+
+    Files are mapped into memory, where every page that was read stays resident as long as its file is open. So files
+    are let go after each KEPT_BYTES: a tensor that is still in use keeps its own file alive.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises UserError where there is no folder, no config.json, or nothing but pickles."""
@@ -39,21 +42,12 @@ class HfFolder:
         if not path.is_dir():
             raise UserError(f"{path} is no folder: give a Hugging Face checkpoint that lies on this machine")
         self.files = _weight_files(path)
-        self._open = ExitStack()
-        self._handles: dict[str, Any] = {}
-
-    def __enter__(self) -> HfFolder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the files; reading opens them again."""
-        self._open.close()
-        self._handles.clear()
+        """Let the files go; reading opens them again."""
+        self._handles: dict[str, Any] = {}
+        self._read_bytes = 0
 
     @cached_property
     def settings(self) -> Settings:
@@ -78,18 +72,23 @@ class HfFolder:
     def read(self, name: str, rows: slice) -> Tensor:
         """Rows of a tensor, in the file's type and trailing shape."""
         info = self.tensors[name]
+        if self._read_bytes > KEPT_BYTES:
+            self.close()
         handle = self._handle(info.file)
-        return handle.get_slice(name)[rows] if info.shape else handle.get_tensor(name)
+        tensor: Tensor = handle.get_slice(name)[rows] if info.shape else handle.get_tensor(name)
+        self._read_bytes += tensor.nbytes
+        return tensor
 
     def _handle(self, file: str) -> Any:
-        if file not in self._handles:
+        handles = self._handles
+        if file not in handles:
             try:
-                self._handles[file] = self._open.enter_context(safe_open(str(self.path / file), framework="pt"))
+                handles[file] = safe_open(str(self.path / file), framework="pt")
             except (OSError, SafetensorError) as error:
                 raise UserError(
                     f"{self.path / file} is no complete safetensors file ({error}): copy it again"
                 ) from error
-        return self._handles[file]
+        return handles[file]
 
 
 def read_json(file: Path) -> dict[str, Any]:

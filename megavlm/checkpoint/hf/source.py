@@ -85,13 +85,17 @@ class Origin:
     def read_slice(self, key: str, real: Shape, index: tuple[slice, ...]) -> Tensor:
         """A slice of one of our tensors, in the files' type; what lies beyond its `real` shape pads it with zeros."""
         rows, rest = index[0], tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index[1:], real[1:], strict=True))
-        out: Tensor | None = None
-        for piece in pieces(self.table[key].spans(real), rows.start, rows.stop):
-            part = self._rows(piece.name, piece.theirs, real)[(slice(None), *rest)]
-            if out is None:
-                out = torch.zeros([s.stop - s.start for s in index], dtype=part.dtype)
-            out[(piece.ours, *(slice(size) for size in part.shape[1:]))] = part
-        return torch.zeros([s.stop - s.start for s in index]) if out is None else out
+        shape = [s.stop - s.start for s in index]
+        parts = [
+            (piece.ours, self._rows(piece.name, piece.theirs, real)[(slice(None), *rest)])
+            for piece in pieces(self.table[key].spans(real), rows.start, rows.stop)
+        ]
+        if len(parts) == 1 and list(parts[0][1].shape) == shape:
+            return parts[0][1]
+        out = torch.zeros(shape, dtype=parts[0][1].dtype if parts else torch.float32)
+        for ours, part in parts:
+            out[(ours, *(slice(size) for size in part.shape[1:]))] = part
+        return out
 
     def _rows(self, name: str, rows: slice, real: Shape) -> Tensor:
         """Rows of one of their tensors, with our trailing dimensions."""
