@@ -151,7 +151,10 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def length_for(model: ModelConfig) -> int:
     """Tokens of one image and some text, in a number that any TP divides."""
     side = model.vision.image_size // (model.vision.patch_size * model.projector.pixel_shuffle)
-    return 64 * -(-(side**2 + 32) // 64)
+    features = side**2
+    if model.projector.anyres_max_tiles is not None:  # the base tile, then one that shows the same, row by row
+        features += side * (side + 1)
+    return 64 * -(-(features + 32) // 64)
 
 
 def _nothing_left(rest: Sequence[str]) -> None:

@@ -158,6 +158,26 @@ def patches_tile_images(config: Config) -> str | None:
     return None
 
 
+def tiled_images_are_expressible(config: Config) -> str | None:
+    """Features of tiled images are laid out anew after the projector, so nothing else may rely on where they lie."""
+    model, data = config.model, config.data
+    if model.projector.anyres_max_tiles is None:
+        return None
+    if model.vision.deepstack_layers:
+        return "--projector-anyres-max-tiles and --vision-deepstack-layers exclude each other: leave one of them out"
+    if model.language.mrope_section:
+        return "--projector-anyres-max-tiles and --language-mrope-section exclude each other: leave one of them out"
+    if data.source == "digits":
+        return "--data digits has no tiled images: leave --projector-anyres-max-tiles out, or use --data synthetic"
+    for side in data.image_sizes:
+        if side % model.vision.image_size:
+            return (
+                f"--image-sizes {side} is not whole tiles of --vision-image-size {model.vision.image_size}, as "
+                f"--projector-anyres-max-tiles needs: {nearest(side, model.vision.image_size)}"
+            )
+    return None
+
+
 def something_trains(config: Config) -> str | None:
     if {"vision", "projector", "language"} <= set(config.model.freeze):
         return "--freeze vision projector language leaves nothing to train: take one of them out"
@@ -177,5 +197,6 @@ MODEL_RULES: tuple[Callable[[Config], str | None], ...] = (
     windows_hold_features,
     deepstack_layers_exist,
     patches_tile_images,
+    tiled_images_are_expressible,
     something_trains,
 )

@@ -37,6 +37,7 @@ RANGES = (
             "model.vision.window_size",
             "model.projector.hidden_size",
             "model.projector.pixel_shuffle",
+            "model.projector.anyres_max_tiles",
             "model.language.num_layers",
             "model.language.hidden_size",
             "model.language.ffn_hidden_size",

@@ -58,9 +58,12 @@ def imageless_samples_exist(config: Config) -> str | None:
 
 
 def synthetic_samples_fit(config: Config) -> str | None:
-    """Every image of a sample as large as the largest: whichever sizes meet in a sample, they fit."""
+    """Every image of a sample as large as the largest: whichever sizes meet in a sample, they fit.
+
+    Tokens of tiled images are the data's to count: the source itself refuses what does not fit.
+    """
     data, length = config.data, config.train.seq_length
-    if data.source != "synthetic":
+    if data.source != "synthetic" or config.model.projector.anyres_max_tiles is not None:
         return None
     images = max(data.images_per_sample, default=0)
     features = _most_features(data, config.model.vision, config.model.projector.pixel_shuffle)

@@ -67,6 +67,11 @@ class ProjectorConfig:
     pixel_shuffle: int = option(1, "Merge N×N neighbouring patches into one feature before projecting.")
     input_norm: bool = option(False, "LayerNorm before the first linear layer (InternVL).")
     bias: bool = option(True, "Biases of the projector.")
+    anyres_max_tiles: int | None = option(
+        None,
+        "Take images as tiles, their features as one map that is reduced to this many tiles' worth, with a learned "
+        "newline after each row (LLaVA-OneVision's anyres_max_N); default: images are not tiled.",
+    )
 
 
 @dataclass(frozen=True)

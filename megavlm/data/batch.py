@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.data.anyres import TileGroup
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -21,6 +23,8 @@ class PackedBatch:
     `grids[i]` (rows, columns) patches. Features of all images, in the same order, replace the embeddings of the
     tokens at `feature_positions`. A rank that holds no vision part may carry `patches=None`; a rank without the
     output layer still carries the labels (they are small and every rank can check the shapes).
+
+    A model of tiled images (`anyres.py`) sees tiles as images; `tile_groups` say which of them are one image.
     """
 
     tokens: Tensor  # [B, S] int64; image places hold the tokenizer's image token
@@ -31,11 +35,16 @@ class PackedBatch:
     feature_positions: Tensor  # [F] int64; index into the flattened [B·S] tokens, in feature order
     patches: Tensor | None  # [P, D] float32, normalised pixels (channel, row, column within a patch)
     cu_seqlens: Tensor | None = None  # [sequences+1] int32 over the flattened [B·S]; None: B sequences of S
+    tile_groups: tuple[TileGroup, ...] = ()  # per tiled image: how many of `grids` it is; empty where none is tiled
     num_tokens: int = 0  # positions that are not padding, for the throughput figures
 
     @property
     def num_patches(self) -> int:
         return sum(rows * columns for rows, columns in self.grids)
+
+    @property
+    def num_images(self) -> int:
+        return len(self.tile_groups or self.grids)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device."""

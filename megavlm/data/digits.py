@@ -46,6 +46,7 @@ class DigitsSource:
         self.vocab_size = config.model.language.vocab_size or tokenizer.vocab_size
         self.pixel_shuffle = config.model.projector.pixel_shuffle
         self.patch_dim = vision.in_channels * vision.patch_size**2
+        self.anyres_max_tiles = None  # the configuration rules refuse models of tiled images
         self.mrope = bool(config.model.language.mrope_section)
         # Tokens of the longest answer, end mark included.
         self.max_answer_tokens = MAX_DIGITS * max(len(tokenizer.encode(word)) for word in WORDS) + 1

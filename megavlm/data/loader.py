@@ -99,6 +99,6 @@ def stats(batches: Sequence[PackedBatch]) -> BatchStats:
     return BatchStats(
         tokens=sum(batch.num_tokens for batch in batches),
         image_tokens=sum(batch.feature_positions.numel() for batch in batches),
-        images=sum(len(batch.grids) for batch in batches),
+        images=sum(batch.num_images for batch in batches),
         patches=sum(batch.num_patches for batch in batches),
     )

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import PackedBatch
-from megavlm.data.images import features_of, grid_of, patchify
+from megavlm.data.images import grid_of, patchify
 from megavlm.data.positions import mrope_positions
 from megavlm.errors import UserError
 
@@ -39,11 +40,15 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sequence of L tokens; `images` are in the order in which their tokens appear."""
+    """One sequence of L tokens; `images` are in the order in which their tokens appear.
+
+    For a model of tiled images they are tiles, and `tile_groups` say which of them are one image.
+    """
 
     tokens: NDArray[np.int64]  # [L]
     trained: NDArray[np.bool_]  # [L]; the tokens the model must learn to predict (the answers)
     images: tuple[Image, ...] = ()
+    tile_groups: tuple[TileGroup, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -59,6 +64,7 @@ def collate(
     patch_dim: int,
     with_patches: bool,
     mrope: bool = False,
+    anyres_max_tiles: int | None = None,
 ) -> PackedBatch:
     """Stack samples, padded on the right to `seq_length`, into one micro-batch.
 
@@ -81,7 +87,10 @@ def collate(
             )
         tokens[row, :length] = sample.tokens
         loss_mask[row, : length - 1] = sample.trained[1:]
-        features = sum(features_of(image.grid, pixel_shuffle) for image in sample.images)
+        grids = [image.grid for image in sample.images]
+        features = sum(
+            features_of_images(grids, sample.tile_groups, pixel_shuffle=pixel_shuffle, max_tiles=anyres_max_tiles)
+        )
         image_tokens = int((sample.tokens == image_token).sum())
         assert image_tokens == features, f"{image_tokens} image tokens for {features} image features"
 
@@ -108,5 +117,6 @@ def collate(
         grids=tuple(image.grid for image in images),
         feature_positions=torch.from_numpy(np.flatnonzero(tokens == image_token)),
         patches=patches,
+        tile_groups=tuple(group for sample in samples for group in sample.tile_groups),
         num_tokens=sum(len(sample) for sample in samples),
     )

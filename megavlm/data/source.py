@@ -42,6 +42,11 @@ class Source(Protocol):
         """Whether the model takes three positions per token."""
         ...
 
+    @property
+    def anyres_max_tiles(self) -> int | None:
+        """Tiles' worth of features that an image may have, for models of tiled images (`anyres.py`)."""
+        ...
+
     def sample(self, index: int) -> Sample: ...
 
 
@@ -68,4 +73,5 @@ def batch_of(source: Source, samples: Sequence[Sample], *, seq_length: int, with
         patch_dim=source.patch_dim,
         with_patches=with_patches,
         mrope=source.mrope,
+        anyres_max_tiles=source.anyres_max_tiles,
     )

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.config.schema import Config
-from megavlm.data.images import features_of, grid_of
+from megavlm.data.anyres import TileGroup, features_of_images
+from megavlm.data.images import grid_of
 from megavlm.data.randomness import generator
 from megavlm.data.sample import Image, Sample
 from megavlm.errors import UserError
@@ -22,6 +23,9 @@ class SyntheticSource:
 
     Image counts cycle over samples and image sizes over images, so shapes are the same for every seed. The image token
     is the model's or the last of the vocabulary, entry 0 is padding, and text is drawn from all others.
+
+    For a model of tiled images, an image of k tiles a side is its base tile and, if it is its sample's only one, a grid
+    of k × k tiles.
     """
 
     pad_token = 0
@@ -43,9 +47,8 @@ class SyntheticSource:
         self._sides = data.image_sizes or (vision.image_size,)
         self._counts = data.images_per_sample or (0,)
         self._images_before = (0, *accumulate(self._counts))
-        self._features = {
-            side: features_of(grid_of(side, side, vision.patch_size), self.pixel_shuffle) for side in self._sides
-        }
+        self.anyres_max_tiles = config.model.projector.anyres_max_tiles
+        self._tile_side = vision.image_size
         if self.vocab_size < 3:
             raise UserError(f"--language-vocab-size {self.vocab_size} leaves no room for text: use at least 3")
         if not 0 < self.image_token < self.vocab_size:
@@ -53,18 +56,19 @@ class SyntheticSource:
                 f"--image-token {self.image_token} is not between 1 and {self.vocab_size - 1}, the end of the "
                 "vocabulary: choose another, or leave it out"
             )
-        needed = max(self._counts) * max(self._features.values()) + 2
+        needed, count = max(
+            (sum(self._features((side,) * count)) + 2, count) for count in self._counts for side in self._sides
+        )
         if needed > self._seq_length:
             raise UserError(
-                f"--seq-length {self._seq_length} is too short for {max(self._counts)} image(s) of up to "
-                f"{max(self._features.values())} tokens: set --seq-length to at least {needed}, or lower "
-                f"--images-per-sample, --image-sizes or --vision-image-size"
+                f"--seq-length {self._seq_length} is too short for {count} image(s) of {needed - 2} tokens in all: set "
+                f"--seq-length to at least {needed}, or lower --images-per-sample, --image-sizes or --vision-image-size"
             )
 
     def sample(self, index: int) -> Sample:
         """Sample `index` of the stream; answers average `--answer-share` of the text and vary by half of that."""
-        images = () if self._is_imageless(index) else self._images(index)
-        feature_counts = [self._features[image.height] for image in images]
+        sides = () if self._is_imageless(index) else self._sides_of(index)
+        feature_counts = self._features(sides)
         rng = generator(seed=self._seed, index=index, stream=_TEXT)
         text_length = self._seq_length - sum(feature_counts)
         text = rng.integers(1, self.vocab_size - 1, size=text_length, dtype=np.int64)
@@ -72,14 +76,16 @@ class SyntheticSource:
         answer_length = round(text_length * self._data.answer_share * rng.uniform(0.5, 1.5))
         answer_length = min(max(answer_length, 1), text_length - 1)
         # Images divide the prompt evenly, beginning after its first piece: the text before an image is never trained.
-        pieces = np.array_split(text[: text_length - answer_length], len(images) + 1)
+        pieces = np.array_split(text[: text_length - answer_length], len(sides) + 1)
         parts: list[NDArray[np.int64]] = [pieces[0]]
         for count, piece in zip(feature_counts, pieces[1:], strict=True):
             parts += [np.full(count, self.image_token, dtype=np.int64), piece]
         parts.append(text[text_length - answer_length :])
         trained = np.zeros(self._seq_length, dtype=np.bool_)
         trained[self._seq_length - answer_length :] = True
-        return Sample(tokens=np.concatenate(parts), trained=trained, images=images)
+        seen, tile_groups = self._tiled(sides)
+        images = tuple(self._image(index, number=number, side=side) for number, side in enumerate(seen))
+        return Sample(tokens=np.concatenate(parts), trained=trained, images=images, tile_groups=tile_groups)
 
     def _is_imageless(self, index: int) -> bool:
         if index % self._global_batch_size in self._data.imageless_samples:
@@ -87,13 +93,25 @@ class SyntheticSource:
         draw = generator(seed=self._seed, index=index, stream=_IMAGELESS).random()
         return bool(draw < self._data.imageless_share)
 
-    def _images(self, index: int) -> tuple[Image, ...]:
+    def _sides_of(self, index: int) -> tuple[int, ...]:
+        """Sides of a sample's images."""
         cycle, place = divmod(index, len(self._counts))
         first = cycle * self._images_before[-1] + self._images_before[place]
-        return tuple(
-            self._image(index, number=number, side=self._sides[(first + number) % len(self._sides)])
-            for number in range(self._counts[place])
-        )
+        return tuple(self._sides[(first + number) % len(self._sides)] for number in range(self._counts[place]))
+
+    def _tiled(self, sides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[TileGroup, ...]]:
+        """Sides of what the tower sees of a sample's images, and which of that are one image."""
+        if self.anyres_max_tiles is None:
+            return sides, ()
+        counts = [side // self._tile_side if len(sides) == 1 else 0 for side in sides]
+        groups = tuple(TileGroup((count, count), (side, side)) for count, side in zip(counts, sides, strict=True))
+        return (self._tile_side,) * sum(group.tiles for group in groups), groups
+
+    def _features(self, sides: tuple[int, ...]) -> list[int]:
+        """Image tokens of each of a sample's images."""
+        seen, groups = self._tiled(sides)
+        grids = [grid_of(side, side, self._patch_size) for side in seen]
+        return features_of_images(grids, groups, pixel_shuffle=self.pixel_shuffle, max_tiles=self.anyres_max_tiles)
 
     def _image(self, index: int, *, number: int, side: int) -> Image:
         def render() -> NDArray[np.uint8]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -12,6 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megavlm.config.schema import ModelConfig
+from megavlm.data.anyres import TileGroup
+from megavlm.model.tiles import lay_out
 from megavlm.model.vision import VisionLayout
 from megavlm.model.windows import Grid
 
@@ -44,6 +48,8 @@ class Projector(MegatronModule):
         if norm_epsilon is not None:
             self.norm = nn.LayerNorm(inputs, eps=norm_epsilon, dtype=dtype)
         bias = model.projector.bias
+        self.max_tiles = model.projector.anyres_max_tiles
+        self.image_newline = None if self.max_tiles is None else nn.Parameter(torch.empty(outputs, dtype=dtype))
         common = {"config": layer_config, "init_method": layer_config.init_method, "tp_group": collection.tp}
         if model.projector.kind == "linear":
             self.linear_fc1 = ColumnParallelLinear(inputs, outputs, bias=bias, gather_output=True, **common)
@@ -54,7 +60,10 @@ class Projector(MegatronModule):
                 hidden, outputs, bias=bias, input_is_parallel=True, skip_bias_add=False, is_expert=False, **common
             )
 
-    def forward(self, hidden: Tensor, layout: VisionLayout, *, sequence_parallel: bool) -> Tensor:
+    def forward(
+        self, hidden: Tensor, layout: VisionLayout, *, tile_groups: Sequence[TileGroup], sequence_parallel: bool
+    ) -> Tensor:
+        """`tile_groups` say which tiles are one image, in models of tiled images."""
         if sequence_parallel:
             # What follows is computed alike on every rank: its gradient is whole, so backward takes a slice.
             hidden = gather_from_sequence_parallel_region(
@@ -65,7 +74,11 @@ class Projector(MegatronModule):
         out, _ = self.linear_fc1(self.norm(merged)[:, None])
         if self.linear_fc2 is not None:
             out, _ = self.linear_fc2(F.gelu(out))
-        return out
+        if self.image_newline is None or self.max_tiles is None:
+            return out
+        # As the rest of this, alike on every tensor-parallel rank: the newline's gradient needs no reduction.
+        counts = [rows * columns // self.pixel_shuffle**2 for rows, columns in layout.grids]
+        return lay_out(out[:, 0], tile_groups, counts, newline=self.image_newline, max_tiles=self.max_tiles)[:, None]
 
 
 def pixel_shuffle(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tensor:

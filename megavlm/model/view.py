@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
+from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import PackedBatch
 from megavlm.model import specs
 from megavlm.model.attention import Rotation, rotation
@@ -63,6 +64,11 @@ class View:
     @cached_property
     def language_rope(self) -> Rotation:
         return rotation(rope(self.batch.positions, self.config.model.language))
+
+    @property
+    def tile_groups(self) -> tuple[TileGroup, ...]:
+        """Which tiles are one image, for models of tiled images; a blank image is a base tile alone."""
+        return (TileGroup(grid=(0, 0), size=(0, 0)),) if self.layout.is_blank else self.batch.tile_groups
 
     @property
     def feature_shape(self) -> tuple[int, int, int]:

@@ -124,7 +124,7 @@ class VLMChunk(MegatronModule):
         if name == PATCH_EMBED:
             return part(batch.patches, view.layout)
         if name == PROJECTOR or name.startswith(DEEPSTACK):
-            return part(hidden, view.layout, sequence_parallel=self.sequence_parallel)
+            return part(hidden, view.layout, tile_groups=view.tile_groups, sequence_parallel=self.sequence_parallel)
         if name == EMBEDDING:
             return part(batch, hidden)
         if name == OUTPUT:

@@ -80,7 +80,7 @@ def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:
         return torch.full(shape, 0.1)
     if leaf == "weight" and len(shape) == 1:
         return torch.ones(shape)
-    std = model.init_method_std
+    std = 1 / math.sqrt(shape[0]) if leaf == "image_newline" else model.init_method_std  # LLaVA-NeXT
     if key.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")):
         layers = model.vision.num_layers if key.startswith(VISION_LAYER) else model.language.num_layers
         std /= math.sqrt(2 * layers)

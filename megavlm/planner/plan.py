@@ -92,12 +92,15 @@ def typical_workload(config: Config) -> Workload:
     vision, data = config.model.vision, config.data
     images = max(1, round(sum(data.images_per_sample) / len(data.images_per_sample))) if data.images_per_sample else 1
     sides = data.image_sizes or (vision.image_size,)
-    per_image = [(side // vision.patch_size) ** 2 for side in sides]
-    patches = images * sum(per_image) // len(per_image)
-    squares = images * sum(p * p for p in per_image) // len(per_image)
-    window = window_patches(config.model)
     grids = [(side // vision.patch_size,) * 2 for side in sides]
-    windowed = images * sum(window_squares(grid, window) for grid in grids) // len(grids) if window else 0
+    if config.model.projector.anyres_max_tiles is not None:  # a base tile, and the grid's if no other image is there
+        tiles = [1 + (side // vision.image_size) ** 2 * (images == 1) for side in sides]
+        grids = [(vision.image_size // vision.patch_size,) * 2] * sum(tiles)
+    counts = [rows * columns for rows, columns in grids]
+    patches = images * sum(counts) // len(sides)
+    squares = images * sum(count**2 for count in counts) // len(sides)
+    window = window_patches(config.model)
+    windowed = images * sum(window_squares(grid, window) for grid in grids) // len(sides) if window else 0
     tokens = config.train.seq_length
     return Workload(
         patches=patches,

@@ -43,6 +43,11 @@ MODELS = {
     "qwen3-vl": QWEN3,
     # The mergers train in the middle of a tower that does not.
     "qwen3-vl-frozen-vision": f"{QWEN3} --freeze vision --recompute-granularity full",
+    "smolvlm": "--projector-kind linear --no-projector-bias --vision-position-interpolation bucket "
+    "--language-tie-embeddings",
+    # Base tiles and grids of one tile and of 2 × 2, reduced; samples of two images, which are base tiles alone.
+    "llava-onevision": "--projector-anyres-max-tiles 2 --image-sizes 16 32 --vision-activation gelu_tanh "
+    "--no-vision-post-norm --language-add-qkv-bias --language-num-query-groups 2",
     "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
 }
 
@@ -98,6 +103,8 @@ FAST = [
     ("dp2", "one-image-rank", ""),
     ("dp2", "no-image", "no-zero"),
     ("tp2-dp2", "rich", ""),
+    ("pp2-vpp2", "smolvlm", ""),
+    ("tp2-pp2-vpp2", "llava-onevision", ""),
     ("tp2-pp2", "qwen2.5-vl", ""),
     ("tp2-pp2-vpp2", "qwen3-vl", "cuts-deepstack"),
     ("pp4", "qwen3-vl-frozen-vision", "cuts-deepstack"),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megavlm.config.cli import parse
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ParallelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.model.flops import Workload, layer_cost, step_flops, window_patches, window_squares
@@ -144,6 +145,16 @@ def test_flops_count_two_four_or_six_per_parameter_and_token():
     assert step_flops(frozen_vision, work) == forward("vision") + 2 * projector + 3 * forward("language")
     projector_only = replace(model, freeze=("vision", "language"))
     assert step_flops(projector_only, work) == forward("vision") + 2 * projector + 2 * forward("language")
+
+
+def test_a_tiled_image_is_its_base_tile_and_its_grid():
+    argv = ["--vision-image-size", "32", "--image-sizes", "64", "--images-per-sample"]
+    tiled = ["--projector-anyres-max-tiles", "4"]
+    tile = (32 // 8) ** 2
+    alone = typical_workload(parse([*argv, "1", *tiled]))
+    assert (alone.patches, alone.patch_squares) == (5 * tile, 5 * tile**2)
+    assert typical_workload(parse([*argv, "2", *tiled])).patches == 2 * tile
+    assert typical_workload(parse([*argv, "2"])).patches == 2 * 4 * tile
 
 
 def test_parameters_of_a_layer_match_the_textbook():
