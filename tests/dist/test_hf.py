@@ -15,7 +15,13 @@ from tests.dist.pool import Pools
 activate()  # before the modules below import megatron-core
 
 from tests.dist.hf import Reference, assert_layout, make_reference  # noqa: E402
-from tests.parity import test_hf_internvl, test_hf_llava, test_hf_qwen_vl, test_hf_smolvlm  # noqa: E402
+from tests.parity import (  # noqa: E402
+    test_hf_internvl,
+    test_hf_llava,
+    test_hf_llava_onevision,
+    test_hf_qwen_vl,
+    test_hf_smolvlm,
+)
 
 # Two micro-batches with equally many trained tokens: two images and none, one and one.
 IMAGES = ([[(32, 32), (32, 32)], []], [[(32, 32)], [(32, 32)]])
@@ -26,6 +32,8 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "llava-tied": (lambda: transformers.LlavaForConditionalGeneration(test_hf_llava.mistral_tied()), IMAGES),
     "internvl": (lambda: transformers.InternVLForConditionalGeneration(test_hf_internvl.small()), IMAGES),
     "internvl-6b": (lambda: transformers.InternVLForConditionalGeneration(test_hf_internvl.large()), IMAGES),
+    "llava-onevision": (test_hf_llava_onevision.onevision, test_hf_llava_onevision.IMAGES),
+    "llava-onevision-tied": (lambda: test_hf_llava_onevision.onevision(tied=True), test_hf_llava_onevision.IMAGES),
     "smolvlm": (test_hf_smolvlm.smolvlm, test_hf_smolvlm.IMAGES),
     "idefics3-tied": (test_hf_smolvlm.idefics3, test_hf_smolvlm.IMAGES),
     "qwen2.5-vl": (test_hf_qwen_vl.qwen2_5, SIZES),

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from transformers.image_processing_utils import select_best_resolution
 
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, with_model_of_origins
-from megavlm.config.schema import CheckpointConfig, Config, OptimizerConfig, TrainConfig
+from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainConfig
+from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import PackedBatch
-from megavlm.data.images import features_of, grid_of
+from megavlm.data.images import grid_of
 from megavlm.data.sample import Image, Sample, collate
 from megavlm.planner.plan import make_plan
 from megavlm.train.engine import Engine, build_engine
@@ -65,17 +67,19 @@ def batch_of(
     assert image_token is not None
     assert vocabulary is not None
     rng = np.random.default_rng(seed)
-    patch, shuffle = model.vision.patch_size, model.projector.pixel_shuffle
+    patch, shuffle, most = model.vision.patch_size, model.projector.pixel_shuffle, model.projector.anyres_max_tiles
     samples = []
     for number, sizes in enumerate(images):
         words = [word for word in rng.integers(1, vocabulary, 64).tolist() if word != image_token]
-        arrays = [random_image(*size, seed=seed + 10 * number + place) for place, size in enumerate(sizes)]
-        held = tuple(Image(*size, patch, partial(np.asarray, array)) for size, array in zip(sizes, arrays, strict=True))
+        seen, groups = tiled(sizes, model)
+        arrays = [random_image(*size, seed=seed + 10 * number + place) for place, size in enumerate(seen)]
+        held = tuple(Image(*size, patch, partial(np.asarray, array)) for size, array in zip(seen, arrays, strict=True))
+        grids = [grid_of(*size, patch) for size in seen]
         tokens: list[int] = []
-        for size in sizes:
-            tokens += [words.pop(), words.pop()] + [image_token] * features_of(grid_of(*size, patch), shuffle)
+        for count in features_of_images(grids, groups, pixel_shuffle=shuffle, max_tiles=most):
+            tokens += [words.pop(), words.pop()] + [image_token] * count
         tokens += [words.pop() for _ in range(12 + number)]
-        samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held))
+        samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held, groups))
     return collate(
         samples,
         seq_length=config.train.seq_length,
@@ -85,7 +89,26 @@ def batch_of(
         patch_dim=model.vision.in_channels * patch**2,
         with_patches=True,
         mrope=bool(model.language.mrope_section),
+        anyres_max_tiles=most,
     )
+
+
+def tiled(
+    sizes: Sequence[tuple[int, int]], model: ModelConfig
+) -> tuple[Sequence[tuple[int, int]], tuple[TileGroup, ...]]:
+    """What the tower sees of a sample's images, tiled as Transformers would with the resolutions of `resolutions`."""
+    if model.projector.anyres_max_tiles is None:
+        return sizes, ()
+    side, groups = model.vision.image_size, []
+    for size in sizes:
+        height, width = select_best_resolution(size, resolutions(side)) if len(sizes) == 1 else (0, 0)
+        groups.append(TileGroup((height // side, width // side), size))
+    return [(side, side)] * sum(group.tiles for group in groups), tuple(groups)
+
+
+def resolutions(side: int) -> list[list[int]]:
+    """Up to three tiles a side (image_grid_pinpoints)."""
+    return [[side * rows, side * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 
 
 def loss_of(theirs: Any, origin: Origin, batch: PackedBatch, config: Config) -> tuple[Tensor, Tensor]:

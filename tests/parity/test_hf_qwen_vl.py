@@ -10,14 +10,10 @@ import pytest
 import torch
 import transformers
 
-from megavlm.checkpoint.hf.compose import is_llava
 from megavlm.checkpoint.hf.families import family_of
 from megavlm.checkpoint.hf.settings import Settings
-from megavlm.checkpoint.hf.source import origins_of, with_model_of_origins
-from megavlm.config.schema import CheckpointConfig, Config
 from tests.parity import hf
 from tests.parity.harness import Single
-from tests.parity.test_hf_llava import VISION as SIZES
 from tools import convert
 
 VOCABULARY, IMAGE_TOKEN = 61, 60
@@ -103,16 +99,6 @@ def test_settings_of_published_qwen2_5_checkpoints(tmp_path: Path) -> None:
     }
     family = family_of(nested)
     assert family.config(Settings(flat, "config.json")) == family.config(nested)
-
-
-def test_the_language_model_alone_keeps_its_positions(tmp_path: Path) -> None:
-    """Below another encoder it is no LLaVA: that has no M-RoPE, and would be exported as another model."""
-    vlm = hf.save(qwen2_5(), tmp_path / "vlm")
-    tower = hf.save(transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SIZES)), tmp_path / "clip")
-    options = CheckpointConfig(vision_from=str(tower), language_from=str(vlm))
-    config = with_model_of_origins(Config(checkpoint=options))
-    assert config.model.language.mrope_section == (1, 1, 2)
-    assert not is_llava(origins_of(config), config.model)
 
 
 @pytest.mark.parametrize("build", [qwen2_5, qwen3])

@@ -23,8 +23,6 @@ def is_llava(origins: Sequence[Origin], model: ModelConfig) -> bool:
     parts = {part: origin for origin in origins for part in origin.parts}
     if parts.keys() != {"vision", "language"} or parts["vision"].family.name not in _TOWERS:
         return False
-    if parts["language"].family.name != "text":  # taken out of a VLM: M-RoPE is none of LLaVA's
-        return False
     projector, vision = model.projector, model.vision
     plain = projector.kind == "mlp" and projector.pixel_shuffle == 1 and not projector.input_norm
     inner = projector.hidden_size in (None, model.language.hidden_size)

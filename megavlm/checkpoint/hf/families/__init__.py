@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megavlm.checkpoint.hf.families.internvl import INTERNVL
 from megavlm.checkpoint.hf.families.llava import LLAVA
+from megavlm.checkpoint.hf.families.llava_onevision import LLAVA_ONEVISION
 from megavlm.checkpoint.hf.families.qwen2_5_vl import QWEN2_5_VL
 from megavlm.checkpoint.hf.families.qwen3_vl import QWEN3_VL
 from megavlm.checkpoint.hf.families.smolvlm import SMOLVLM
@@ -12,7 +13,18 @@ from megavlm.checkpoint.hf.family import Family
 from megavlm.checkpoint.hf.settings import Settings
 from megavlm.errors import UserError
 
-FAMILIES: tuple[Family, ...] = (LLAVA, INTERNVL, QWEN2_5_VL, QWEN3_VL, SMOLVLM, CLIP, SIGLIP, INTERN_VIT, TEXT)
+FAMILIES: tuple[Family, ...] = (
+    LLAVA,
+    LLAVA_ONEVISION,
+    INTERNVL,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    SMOLVLM,
+    CLIP,
+    SIGLIP,
+    INTERN_VIT,
+    TEXT,
+)
 
 
 def family_of(settings: Settings) -> Family:

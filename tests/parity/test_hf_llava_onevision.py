@@ -1,0 +1,95 @@
+"""LLaVA-OneVision in and out: tiled images, newlines, maps that are cropped and reduced; several images, one, none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers.image_processing_utils import select_best_resolution
+
+from megavlm.data.anyres import TileGroup, features_of_group
+from megavlm.model.tiles import lay_out
+from tests.parity import hf
+from tests.parity.harness import Single
+from tests.parity.test_hf_llava import TEXT
+
+# (height, width) of each sample's images. Tiles are 3 × 3 features, an image has at most about 2 tiles' worth: 36 × 36
+# is reduced, 20 × 33 and 40 × 14 lose padding, 12 × 12 is one tile; images that are not alone are their base tiles.
+IMAGES = ([[(20, 33)], [(12, 12), (9, 30)]], [[(40, 14)], []], [[], []], [[(36, 36)], [(12, 12)]])
+VISION: dict[str, Any] = {
+    "hidden_size": 36,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": 12,
+    "patch_size": 4,
+}
+
+
+def onevision(*, tied: bool = False, **options: Any) -> transformers.PreTrainedModel:
+    """Untied with SigLIP's pooling head, which no feature comes from; tied without."""
+    config = transformers.LlavaOnevisionConfig(
+        vision_config=transformers.SiglipVisionConfig(**VISION, vision_use_head=not tied),
+        text_config=transformers.Qwen2Config(**TEXT, tie_word_embeddings=tied),
+        image_token_index=60,
+        image_grid_pinpoints=hf.resolutions(VISION["image_size"]),
+        vision_aspect_ratio="anyres_max_2",
+        **options,
+    )
+    return transformers.LlavaOnevisionForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tied": True, "vision_feature_layer": -2, "multimodal_projector_bias": False}]
+)
+def test_logits_gradients_and_training(options: dict[str, Any], single: Single, tmp_path: Path) -> None:
+    theirs = onevision(**options)
+    folder = hf.save(theirs, tmp_path / "hf")
+    hf.assert_same_logits_and_gradients(folder, theirs, single, IMAGES)
+    hf.assert_same_training(folder, theirs, single, IMAGES)
+
+
+def test_round_trip_and_generation(tmp_path: Path) -> None:
+    """With layers that do not run, the last norm and the pooling head, which an export returns as they came."""
+    folder = hf.save(onevision(vision_feature_layer=-2), tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    assert {"vision_tower.head.probe", "vision_tower.encoder.layers.2.mlp.fc1.bias"} <= weights.keys()
+    hf.assert_round_trip(folder, tmp_path)
+    tokens = torch.tensor([[1, 5, *[60] * 21, 7, 9]])
+    pixels = torch.randn(2, 3, 12, 12)
+    sizes = torch.tensor([[12, 12]])
+    hf.assert_same_generation(folder, tmp_path, input_ids=tokens, pixel_values=pixels, image_sizes=sizes)
+
+
+@pytest.mark.parametrize(("side", "max_tiles"), [(27, 9), (14, 4), (5, 2)])
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.tuples(st.integers(8, 3000), st.integers(8, 3000)), min_size=1, max_size=3))
+def test_features_lie_as_in_the_reference(side: int, max_tiles: int, sizes: list[tuple[int, int]]) -> None:
+    pixels = 14 * side
+    pinpoints = [[pixels * rows, pixels * columns] for rows in range(1, 7) for columns in range(1, 7)]
+    groups = [TileGroup((0, 0), (30, 40))]
+    for size in sizes:
+        height, width = select_best_resolution(size, pinpoints)
+        groups.append(TileGroup((height // pixels, width // pixels), size))
+    tiles = [torch.randn(group.tiles, side**2, 2) for group in groups]
+    newline = torch.randn(2)
+    model = SimpleNamespace(
+        config=SimpleNamespace(
+            vision_config=SimpleNamespace(image_size=pixels, patch_size=14), image_grid_pinpoints=pinpoints
+        )
+    )
+    theirs, lengths = transformers.LlavaOnevisionModel.pack_image_features(
+        model, tiles, [group.size for group in groups], newline, f"anyres_max_{max_tiles}"
+    )
+    features = torch.cat(tiles).flatten(0, 1)
+    counts = [side**2] * sum(group.tiles for group in groups)
+    ours = lay_out(features, groups, counts, newline=newline, max_tiles=max_tiles)
+    assert torch.equal(ours, torch.cat(theirs))
+    assert [features_of_group(group, side, max_tiles=max_tiles) for group in groups] == lengths.tolist()
