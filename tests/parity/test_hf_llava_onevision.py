@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers.image_processing_utils import select_best_resolution
 
+from megavlm.checkpoint.hf.families.llava_onevision import LLAVA_ONEVISION
+from megavlm.checkpoint.hf.settings import Settings
 from megavlm.data.anyres import TileGroup, features_of_group
+from megavlm.errors import UserError
 from megavlm.model.tiles import lay_out
 from tests.parity import hf
 from tests.parity.harness import Single
@@ -66,6 +70,28 @@ def test_round_trip_and_generation(tmp_path: Path) -> None:
     pixels = torch.randn(2, 3, 12, 12)
     sizes = torch.tensor([[12, 12]])
     hf.assert_same_generation(folder, tmp_path, input_ids=tokens, pixel_values=pixels, image_sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio = 'anyres' is not supported: only anyres_max_N"),
+        ({"vision_feature_layer": [-2, -1]}, "features of several layers are not known here"),
+        ({"vision_feature_select_strategy": "default"}, "SigLIP has no class token to drop"),
+        ({"vision_config": {"model_type": "clip_vision_model"}}, "only SigLIP towers are known here"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=re.escape(expected)):
+        LLAVA_ONEVISION.config(Settings(values, "config.json"))
+
+
+def test_published_sizes_and_defaults() -> None:
+    """384 pixels are 27 patches of 14 and 6 pixels that the tower does not see."""
+    tower = {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14}
+    model = LLAVA_ONEVISION.config(Settings({"vision_config": tower}, "config.json"))
+    assert (model.vision.image_size, model.vision.feature_layer, model.vision.post_norm) == (27 * 14, -1, False)
+    assert (model.projector.anyres_max_tiles, model.language.add_qkv_bias, model.image_token) == (9, True, 151646)
 
 
 @pytest.mark.parametrize(("side", "max_tiles"), [(27, 9), (14, 4), (5, 2)])

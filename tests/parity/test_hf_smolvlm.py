@@ -22,7 +22,7 @@ VISION: dict[str, Any] = {
     "intermediate_size": 52,
     "num_hidden_layers": 3,
     "num_attention_heads": 3,
-    "image_size": 24,
+    "image_size": 26,  # 6 patches, and two pixels that no patch has
     "patch_size": 4,
 }
 OPTIONS: dict[str, Any] = {"vision_config": VISION, "image_token_id": 60, "scale_factor": 2}
@@ -52,7 +52,7 @@ def test_round_trip_and_generation(tmp_path: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) > 2
     hf.assert_round_trip(folder, tmp_path)
     tokens = torch.tensor([[1, 5, *[60] * 9, 7, 9]])
-    hf.assert_same_generation(folder, tmp_path, input_ids=tokens, pixel_values=torch.randn(1, 1, 3, 24, 24))
+    hf.assert_same_generation(folder, tmp_path, input_ids=tokens, pixel_values=torch.randn(1, 1, 3, 26, 26))
 
 
 @pytest.mark.parametrize("side", [6, 19, 27])

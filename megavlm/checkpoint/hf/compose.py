@@ -25,6 +25,7 @@ def is_llava(origins: Sequence[Origin], model: ModelConfig) -> bool:
         return False
     projector, vision = model.projector, model.vision
     plain = projector.kind == "mlp" and projector.pixel_shuffle == 1 and not projector.input_norm
+    plain = plain and projector.anyres_max_tiles is None
     inner = projector.hidden_size in (None, model.language.hidden_size)
     return plain and inner and not (vision.post_norm and vision.feature_layer == -1)
 

@@ -15,8 +15,8 @@ from megavlm.errors import UserError
 
 FAMILIES: tuple[Family, ...] = (
     LLAVA,
-    LLAVA_ONEVISION,
     INTERNVL,
+    LLAVA_ONEVISION,
     QWEN2_5_VL,
     QWEN3_VL,
     SMOLVLM,

@@ -80,14 +80,18 @@ def intern(settings: Settings, *, feature_layer: int) -> VisionConfig:
 def _sizes(
     settings: Settings, *, layers: int, width: int, inner: int, heads: int, image: int, patch: int
 ) -> dict[str, Any]:
-    """The sizes that all towers spell alike, with the defaults of their configuration class."""
+    """The sizes that all towers spell alike, with the defaults of their configuration class.
+
+    Of an image that is no whole number of patches (384 pixels in patches of 14) the tower sees whole patches: 378.
+    """
+    side = settings.square("patch_size", patch)
     return {
         "num_layers": settings.get("num_hidden_layers", layers),
         "hidden_size": settings.get("hidden_size", width),
         "ffn_hidden_size": settings.get("intermediate_size", inner),
         "num_attention_heads": settings.get("num_attention_heads", heads),
-        "image_size": settings.square("image_size", image),
-        "patch_size": settings.square("patch_size", patch),
+        "image_size": settings.square("image_size", image) // side * side,
+        "patch_size": side,
         "in_channels": settings.get("num_channels", 3),
     }
 
