@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megavlm.checkpoint import folders, safety
+from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.vlm import VLMChunk
@@ -99,12 +100,14 @@ def load_weights(chunks: Sequence[VLMChunk], *, folder: Path, config: Config) ->
     """Only the parameters of a checkpoint, into this layout; every rank calls it."""
     check_model(read_summary(folder), config, folder)
     safety.check_metadata(folder)
+    wanted = {
+        f"chunk{index}": {key: entry for key, entry in chunk.sharded_state_dict().items() if not is_adapter(key)}
+        for index, chunk in enumerate(chunks)
+    }
     with _quiet():
-        loaded = dist_checkpointing.load(
-            {f"chunk{index}": chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}, str(folder)
-        )
+        loaded = dist_checkpointing.load(wanted, str(folder))
     for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[f"chunk{index}"])
+        chunk.load_state_dict(loaded[f"chunk{index}"], strict=False)  # without adapters, which the seed draws
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -144,6 +147,12 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
             "--use-distributed-optimizer" if summary["use_distributed_optimizer"] else "--no-use-distributed-optimizer"
         )
         raise UserError(f"checkpoint {folder} was made with {flag}: give the same option to resume it")
+    for name, value in _jsonable(asdict(config.lora)).items():
+        if (before := summary.get("lora", {}).get(name, value)) != value:
+            raise UserError(
+                f"checkpoint {folder} was made with --lora-{name} {before}, but this run has {value}: use the saved "
+                "value, or start another --run-dir"
+            )
     if sorted(summary["model"]["freeze"]) != sorted(config.model.freeze):
         raise UserError(
             f"checkpoint {folder} was made with --freeze {' '.join(summary['model']['freeze']) or '(nothing)'}: "
@@ -162,6 +171,7 @@ def _summary(config: Config, plan: Plan, position: Position) -> dict[str, Any]:
         "consumed_samples": position.loader.get("consumed_samples"),
         "plan": plan.to_json(),
         "model": _jsonable(asdict(config.model)),
+        "lora": _jsonable(asdict(config.lora)),
         "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
     }
 

@@ -18,7 +18,7 @@ from megavlm.config.words import did_you_mean, shown
 from megavlm.errors import UserError
 
 # Sections whose fields would collide with one another as bare flags: theirs carry the section's name.
-PREFIXED_SECTIONS = ("vision", "projector", "language")
+PREFIXED_SECTIONS = ("vision", "projector", "language", "lora")
 
 _SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 _PLURALS = {int: "integers", str: "texts"}

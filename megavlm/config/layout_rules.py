@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
 from megavlm.config.words import divisors, nearest
 
@@ -21,6 +22,18 @@ def heads_divide_over_tp(config: Config) -> str | None:
         return (
             f"--language-num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}: "
             f"set --tensor-model-parallel-size to {divisors(heads)}"
+        )
+    return None
+
+
+def adapters_find_whole_heads(config: Config) -> str | None:
+    """Where tensor-parallel ranks share a key/value head, no rank holds whole rows of q_proj, k_proj and v_proj."""
+    tp, language = config.parallel.tensor_model_parallel_size, config.model.language
+    groups = language.num_query_groups or language.num_attention_heads
+    if groups % tp and "language" in adapted_parts(config):
+        return (
+            f"--tp {tp} with {groups} key/value heads cannot be adapted (--lora-rank {config.lora.rank}): use a --tp that "
+            f"divides {groups}, or adapt vision alone (--lora-targets vision)"
         )
     return None
 
@@ -133,6 +146,7 @@ def _data_parallel_size(config: Config, world: int) -> int:
 LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     heads_divide_over_tp,
     query_groups_divide_over_tp,
+    adapters_find_whole_heads,
     mlps_divide_over_tp,
     sequence_parallel_has_tp,
     sequence_divides_over_tp,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megavlm.config.lora import adapted_parts, unmatched
 from megavlm.config.schema import Config
 from megavlm.config.words import divisors, nearest
 
@@ -178,6 +179,29 @@ def tiled_images_are_expressible(config: Config) -> str | None:
     return None
 
 
+def lora_targets_exist(config: Config) -> str | None:
+    if not config.lora.rank:
+        return None
+    if not config.lora.targets:
+        return "--lora-targets is empty: name what gets adapters, as in --lora-targets language, or set --lora-rank 0"
+    if missing := unmatched(config):
+        return (
+            f"--lora-targets {missing[0]} fits no linear layer: try language, vision, q_proj or "
+            "language.layers.*.q_proj"
+        )
+    return None
+
+
+def adapters_are_not_frozen(config: Config) -> str | None:
+    for part in adapted_parts(config):
+        if part in config.model.freeze:
+            return (
+                f"--freeze {part} would freeze its adapters (--lora-targets {' '.join(config.lora.targets)}) as well: "
+                f"take {part} out of --freeze, adapters freeze the weights below them"
+            )
+    return None
+
+
 def something_trains(config: Config) -> str | None:
     if {"vision", "projector", "language"} <= set(config.model.freeze):
         return "--freeze vision projector language leaves nothing to train: take one of them out"
@@ -198,5 +222,7 @@ MODEL_RULES: tuple[Callable[[Config], str | None], ...] = (
     deepstack_layers_exist,
     patches_tile_images,
     tiled_images_are_expressible,
+    lora_targets_exist,
+    adapters_are_not_frozen,
     something_trains,
 )

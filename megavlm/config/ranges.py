@@ -65,6 +65,7 @@ RANGES = (
         "at least 0",
         lambda value: value >= 0,
         (
+            "lora.rank",
             "optimizer.min_lr",
             "optimizer.vision_lr",
             "optimizer.projector_lr",
@@ -96,6 +97,7 @@ RANGES = (
             "model.language.rope_low_freq_factor",
             "model.language.rope_high_freq_factor",
             "parallel.distributed_timeout_minutes",
+            "lora.alpha",
             "optimizer.lr",
             "optimizer.adam_eps",
         ),
@@ -103,7 +105,13 @@ RANGES = (
     Range(
         "at least 0 and less than 1",
         lambda value: 0 <= value < 1,
-        ("model.attention_dropout", "model.hidden_dropout", "optimizer.adam_beta1", "optimizer.adam_beta2"),
+        (
+            "model.attention_dropout",
+            "model.hidden_dropout",
+            "lora.dropout",
+            "optimizer.adam_beta1",
+            "optimizer.adam_beta2",
+        ),
     ),
     Range("between 0 and 1", lambda value: 0 <= value <= 1, ("data.imageless_share",)),
     Range("greater than 0 and at most 1", lambda value: 0 < value <= 1, ("data.answer_share",)),

@@ -121,6 +121,18 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021), as PEFT defines them; the parts that have some are otherwise frozen."""
+
+    rank: int = option(0, "Rank of the adapters; 0: none.")
+    alpha: float = option(16.0, "Adapters are scaled by alpha / rank.")
+    dropout: float = option(0.0, "Dropout before an adapter.")
+    targets: tuple[str, ...] = option(
+        ("language",), "Adapted layers: a part (language, vision), a linear (q_proj), or names with * and ?."
+    )
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """How the model is laid out over processes."""
 
@@ -216,6 +228,7 @@ class Config:
     """A whole run. `--print-config` prints it, RUN_DIR/config.yaml keeps it, `--config` reads it back."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

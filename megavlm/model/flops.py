@@ -8,6 +8,7 @@ anything below is trained): 2, 4 or 6 FLOPs per parameter and token, by what act
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
@@ -70,12 +71,17 @@ def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
     return LayerCost(vision.hidden_size if module_of(name) == "vision" else language.hidden_size, 0.0)
 
 
-def step_flops(model: ModelConfig, work: Workload) -> float:
-    """FLOPs of one training step over a workload, backward included, frozen parts counted as they run."""
+def step_flops(model: ModelConfig, work: Workload, *, adapted: Sequence[str] = ()) -> float:
+    """FLOPs of one training step over a workload, backward included, frozen parts counted as they run.
+
+    Parts that are `adapted` (LoRA) have no gradients of their weights; the adapters' own products, a share of about
+    rank / width, are left out.
+    """
     total = 0.0
     names = layer_names(model)
     for place, name in enumerate(names):
-        passes = 1 + (module_of(name) not in model.freeze) + trained_below(name, names[:place], model.freeze)
+        weights = module_of(name) not in (*model.freeze, *adapted)
+        passes = 1 + weights + trained_below(name, names[:place], model.freeze)
         total += passes * layer_cost(name, model, work).forward_flops
     return total
 

@@ -24,12 +24,14 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_view
 from torch import Tensor, nn
 
 from megavlm.config import sequence_parallel
+from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model import specs
 from megavlm.model.deepstack import pack, unpack
 from megavlm.model.flops import attends_in_windows
 from megavlm.model.language import Embedding, Output
+from megavlm.model.lora import add_adapters
 from megavlm.model.norm import Norm
 from megavlm.model.projector import Projector
 from megavlm.model.view import View
@@ -76,7 +78,7 @@ class VLMChunk(MegatronModule):
         self.parts: dict[str, nn.Module] = {}
         for name in self.names:
             part = build(name)
-            part.requires_grad_(module_of(name) not in config.model.freeze)
+            self._choose_trained(name, part)
             self.parts[name] = part
             _attach(self, name, part)
         self.has_tied_copy = config.model.language.tie_embeddings and (EMBEDDING in self.names) != (
@@ -84,6 +86,15 @@ class VLMChunk(MegatronModule):
         )
         if self.has_tied_copy:
             _mark_tied_copy(self.parts)
+
+    def _choose_trained(self, name: str, part: nn.Module) -> None:
+        """Freeze what is not trained; where a part of the model has adapters, all but those."""
+        config, module = self.run_config, module_of(name)
+        adapted = module in adapted_parts(config)
+        part.requires_grad_(module not in config.model.freeze and not adapted)
+        if adapted and isinstance(part, TransformerLayer):
+            gated = module == "language" or config.model.vision.activation == "swiglu"
+            add_adapters(part, name, config.lora, gated=gated)
 
     def set_input_tensor(self, tensors: list[Tensor | None] | Tensor | None) -> None:
         """Called by the schedule before forward: what the previous chunk sent."""
@@ -192,7 +203,8 @@ def carried_features(earlier: Sequence[str]) -> int:
 def is_padded_for_tp(key: str) -> bool:
     """Whether a parameter's shape may hold padding for TP: vocabulary rows, vision heads."""
     if key.startswith(VISION_LAYER):
-        return ".self_attention.linear_qkv." in key or key.endswith(".self_attention.linear_proj.weight")
+        columns = (".self_attention.linear_proj.weight", ".self_attention.linear_proj.lora.o_proj.A")
+        return ".self_attention.linear_qkv." in key or key.endswith(columns)
     return key in (TIED_KEY, f"{OUTPUT}.linear.weight")
 
 

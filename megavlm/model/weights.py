@@ -14,6 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.model.vlm import VLMChunk, is_padded_for_tp
 from megavlm.planner.layers import VISION_LAYER
@@ -66,6 +67,8 @@ def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_si
         return shape
     if not key.startswith(VISION_LAYER):
         return (vocab_size, *shape[1:])
+    if is_adapter(key):  # of vision attention: A reads all heads in o_proj, B writes them in q, k and v
+        return (shape[0], model.vision.hidden_size) if key.endswith(".A") else (model.vision.hidden_size, shape[1])
     if key.endswith("linear_proj.weight"):
         return (shape[0], model.vision.hidden_size)
     return (3 * model.vision.hidden_size, *shape[1:])
@@ -80,10 +83,17 @@ def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:
         return torch.full(shape, 0.1)
     if leaf == "weight" and len(shape) == 1:
         return torch.ones(shape)
+    if is_adapter(key) and leaf == "B":  # so that training starts from the adapted model itself
+        return torch.zeros(shape)
+    if is_adapter(key):  # as PEFT draws A: Kaiming's uniform with a = √5, which is ±1/√inputs
+        return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=_generator(key, config))
     std = 1 / math.sqrt(shape[0]) if leaf == "image_newline" else model.init_method_std  # LLaVA-NeXT
     if key.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")):
         layers = model.vision.num_layers if key.startswith(VISION_LAYER) else model.language.num_layers
         std /= math.sqrt(2 * layers)
+    return torch.empty(shape).normal_(0.0, std, generator=_generator(key, config))
+
+
+def _generator(key: str, config: Config) -> torch.Generator:
     digest = hashlib.sha256(f"{config.train.seed}:{key}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megavlm.checkpoint import state
+from megavlm.config.lora import adapted_parts
 from megavlm.data.batch import PackedBatch
 from megavlm.data.loader import stats
 from megavlm.metrics import throughput
@@ -107,9 +108,8 @@ def _record(
         tokens=int(counts.tokens),
         token_squares=int(counts.token_squares),
     )
-    tflops = throughput.model_tflops_per_device(
-        flops=step_flops(run.config.model, work), seconds=seconds, devices=run.plan.dims.world
-    )
+    flops = step_flops(run.config.model, work, adapted=adapted_parts(run.config))
+    tflops = throughput.model_tflops_per_device(flops=flops, seconds=seconds, devices=run.plan.dims.world)
     peak = throughput.peak_tflops(run.backend.name, run.config.train.precision)
     return {
         "iteration": iteration,

@@ -15,6 +15,7 @@ from megavlm.checkpoint.hf.families import family_of
 from megavlm.checkpoint.hf.family import Family
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.table import Shape, Table, fits, pieces
+from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.planner.layers import module_of
@@ -56,7 +57,7 @@ class Origin:
 
     def provides(self, key: str) -> bool:
         """Whether one of our tensors comes from here."""
-        return module_of(key) in self.parts
+        return module_of(key) in self.parts and not is_adapter(key)
 
     @property
     def unused(self) -> list[str]:

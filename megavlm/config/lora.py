@@ -1,0 +1,66 @@
+"""Which linear layers have adapters: names and patterns, pure text.
+
+Adapters carry Hugging Face's names inside our layers: `language.layers.3.q_proj`, `vision.layers.0.fc1`.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from megavlm.config.schema import Config, LoraConfig
+
+LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+VISION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
+GATED_VISION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def linears_of(config: Config, part: str) -> tuple[str, ...]:
+    """The linear layers of one layer of a part, "vision" or "language"."""
+    if part == "language":
+        return LANGUAGE_LINEARS
+    return GATED_VISION_LINEARS if config.model.vision.activation == "swiglu" else VISION_LINEARS
+
+
+def is_target(lora: LoraConfig, layer: str, linear: str) -> bool:
+    """Whether a layer's linear has an adapter.
+
+    A target is a whole name with * and ?, the beginning of names (`language`, `vision.layers.0`), or a linear's name
+    wherever it stands (`q_proj`).
+    """
+    return lora.rank > 0 and any(_matches(f"{layer}.{linear}", target) for target in lora.targets)
+
+
+def _matches(name: str, target: str) -> bool:
+    linear = name.rpartition(".")[2]
+    return target == linear or fnmatchcase(name, target) or fnmatchcase(name, f"{target}.*")
+
+
+def all_names(config: Config) -> list[str]:
+    """Every name that an adapter could have."""
+    layers = {"vision": config.model.vision.num_layers, "language": config.model.language.num_layers}
+    return [
+        f"{part}.layers.{number}.{linear}"
+        for part, count in layers.items()
+        for number in range(count)
+        for linear in linears_of(config, part)
+    ]
+
+
+def unmatched(config: Config) -> list[str]:
+    """Targets that no linear layer fits."""
+    names = all_names(config)
+    return [target for target in config.lora.targets if not any(_matches(name, target) for name in names)]
+
+
+def adapted_parts(config: Config) -> tuple[str, ...]:
+    """Parts of the model that have adapters: there, everything else is frozen."""
+    if not config.lora.rank:
+        return ()
+    targets = config.lora.targets
+    found = {name.partition(".")[0] for name in all_names(config) if any(_matches(name, target) for target in targets)}
+    return tuple(part for part in ("vision", "language") if part in found)
+
+
+def is_adapter(key: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return ".lora." in key

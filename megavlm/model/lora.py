@@ -1,0 +1,179 @@
+"""LoRA (Hu et al. 2021) at any layout: y = W·x + (α/r)·B·A·dropout(x), with one A and B per Hugging Face linear layer.
+
+megatron-core fuses query, key and value (per key/value head) and gate over up; PEFT has an adapter for each. So have
+these: their outputs are put in the order of the fused rows. Legend: x [S(/TP), B, K], r rank, M rows of a linear.
+
+Column-parallel layers: A [r, K] is whole on every rank, B [M/TP, r] has a rank's rows. A·x is computed on this rank's
+share of the sequence and gathered (r numbers a token instead of K), and its gradient summed on the way back.
+Row-parallel layers: A [r, K/TP] has a rank's columns, so A·x is a partial sum; it is reduced at width r, to this rank's
+share of the sequence, where B [M, r], whole on every rank, is applied.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from megavlm.config.lora import is_target
+from megavlm.config.schema import LoraConfig
+
+
+class Adapter(nn.Module):
+    """A and B of one linear layer, sized for this rank."""
+
+    def __init__(self, inputs: int, outputs: int, *, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.empty(rank, inputs, dtype=dtype))
+        self.B = nn.Parameter(torch.empty(outputs, rank, dtype=dtype))
+
+
+class _Adapters(nn.ModuleDict):
+    """The adapters of a linear layer by name, kept below it as `lora`."""
+
+    def at(self, name: str) -> Adapter:
+        adapter = self[name]
+        assert isinstance(adapter, Adapter)
+        return adapter
+
+    def __init__(self, adapters: dict[str, Adapter], lora: LoraConfig) -> None:
+        super().__init__(adapters)
+        self.scale = lora.alpha / lora.rank
+        self.dropout = lora.dropout
+
+    def drop(self, x: Tensor, *, differs: bool) -> Tensor:
+        """Dropout before A; `differs` where tensor-parallel ranks hold different values and need different masks."""
+        if not self.dropout or not self.training:
+            return x
+        with get_cuda_rng_tracker().fork() if differs else nullcontext():
+            return F.dropout(x, self.dropout)
+
+
+class LoraColumnParallelLinear(ColumnParallelLinear):
+    """A column-parallel layer whose output is one block, [gate; up], or per key/value head its queries, key, value."""
+
+    lora: _Adapters
+    blocks: dict[str, int]  # rows of each linear per group on this rank, in their order; adapters may lack some
+    repeats: int  # groups on this rank
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_, *args, **kwargs)
+        return output + self._delta(input_), bias
+
+    def _delta(self, x: Tensor) -> Tensor:
+        sequence_parallel = self.config.sequence_parallel
+        dropped = self.lora.drop(x, differs=sequence_parallel)
+        low = F.linear(dropped, torch.cat([self.lora.at(name).A for name in self.lora]))
+        if sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        parts = dict(zip(self.lora, low.chunk(len(self.lora), dim=-1), strict=True))
+        blocks = []
+        for name, rows in self.blocks.items():
+            if name in parts:
+                block = F.linear(parts[name], self.lora.at(name).B).unflatten(-1, (self.repeats, rows))
+            else:
+                block = low.new_zeros(*low.shape[:-1], self.repeats, rows)
+            blocks.append(block)
+        return torch.cat(blocks, dim=-1).flatten(-2) * self.lora.scale
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        axes = {"weight": 0, "bias": 0, **{f"lora.{name}.B": 0 for name in self.lora}}
+        return _sharded(self, prefix, axes, sharded_offsets, metadata)
+
+
+class LoraRowParallelLinear(RowParallelLinear):
+    """A row-parallel layer: attention's output, the MLP's second layer."""
+
+    lora: _Adapters
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        (name,) = self.lora
+        adapter = self.lora.at(name)
+        low = F.linear(self.lora.drop(input_, differs=True), adapter.A)
+        if self.config.sequence_parallel:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return output + F.linear(low, adapter.B) * self.lora.scale, bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        axes = {"weight": 1, **{f"lora.{name}.A": 1 for name in self.lora}}
+        return _sharded(self, prefix, axes, sharded_offsets, metadata)
+
+
+def _sharded(linear: Any, prefix: str, axes: dict[str, int], offsets: Any, metadata: Any) -> Any:
+    return make_sharded_tensors_for_checkpoint(
+        linear.state_dict(prefix="", keep_vars=True),
+        prefix,
+        axes,
+        offsets,
+        tp_group=linear.tp_group,
+        dp_cp_group=metadata["dp_cp_group"],
+    )
+
+
+def add_adapters(layer: TransformerLayer, name: str, lora: LoraConfig, *, gated: bool) -> None:
+    """Freeze a layer and give its targets adapters; `gated` where the MLP is gate, up and down."""
+    layer.requires_grad_(False)
+    attention: Any = layer.self_attention
+    width, groups = attention.hidden_size_per_attention_head, attention.num_query_groups_per_partition
+    queries = attention.num_attention_heads_per_partition // groups * width
+    mlp: Any = layer.mlp
+    inner = mlp.linear_fc1.weight.shape[0]
+    first = {"gate_proj": inner // 2, "up_proj": inner // 2} if gated else {"fc1": inner}
+    heads = {"q_proj": queries, "k_proj": width, "v_proj": width}
+    _adapt_columns(attention.linear_qkv, name, lora, blocks=heads, repeats=groups)
+    _adapt_rows(attention.linear_proj, name, lora, linear="o_proj")
+    _adapt_columns(mlp.linear_fc1, name, lora, blocks=first, repeats=1)
+    _adapt_rows(mlp.linear_fc2, name, lora, linear="down_proj" if gated else "fc2")
+
+
+# megatron-core has built the layers: an adapted linear changes its class in place, so that names of weights stay.
+
+
+def _adapt_columns(module: Any, layer: str, lora: LoraConfig, *, blocks: dict[str, int], repeats: int) -> None:
+    weight = module.weight
+    adapters = {
+        linear: Adapter(weight.shape[1], rows * repeats, rank=lora.rank, dtype=weight.dtype)
+        for linear, rows in blocks.items()
+        if is_target(lora, layer, linear)
+    }
+    if not adapters:
+        return
+    module.__class__ = LoraColumnParallelLinear
+    module.blocks, module.repeats = blocks, repeats
+    module.lora = _Adapters(adapters, lora)
+    for adapter in adapters.values():
+        adapter.A.sequence_parallel = module.config.sequence_parallel  # type: ignore[attr-defined]
+        set_tensor_model_parallel_attributes(adapter.B, True, 0, 1)
+
+
+def _adapt_rows(module: Any, layer: str, lora: LoraConfig, *, linear: str) -> None:
+    if not is_target(lora, layer, linear):
+        return
+    weight = module.weight
+    adapter = Adapter(weight.shape[1], weight.shape[0], rank=lora.rank, dtype=weight.dtype)
+    module.__class__ = LoraRowParallelLinear
+    module.lora = _Adapters({linear: adapter}, lora)
+    adapter.B.sequence_parallel = module.config.sequence_parallel  # type: ignore[attr-defined]
+    set_tensor_model_parallel_attributes(adapter.A, True, 1, 1)
