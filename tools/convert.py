@@ -40,7 +40,16 @@ def _parser() -> argparse.ArgumentParser:
     out = commands.add_parser("export", help="run or checkpoint → Hugging Face")
     out.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
     out.add_argument("out", metavar="HF_OUT_DIR", type=Path)
-    out.set_defaults(run=export)
+    out.set_defaults(run=export, merge=False)
+    merge = commands.add_parser("merge-lora", help="run with adapters → Hugging Face, the adapters folded in")
+    merge.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
+    merge.add_argument("out", metavar="HF_OUT_DIR", type=Path)
+    merge.set_defaults(run=export, merge=True)
+    adapters = commands.add_parser("export-lora", help="run with adapters → a PEFT folder")
+    adapters.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
+    adapters.add_argument("out", metavar="PEFT_OUT_DIR", type=Path)
+    adapters.add_argument("--base", help="name or folder of the model that the adapters belong to")
+    adapters.set_defaults(run=export_lora)
     compare = commands.add_parser("verify", help="compare logits of both; exit status 1 past the tolerance")
     compare.add_argument("folder", metavar="HF_DIR", type=Path)
     compare.add_argument("checkpoint", metavar="CHECKPOINT_OR_RUN", type=Path, nargs="?")
@@ -95,32 +104,59 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Any checkpoint of a run that began with a Hugging Face folder."""
+    """Any checkpoint of a run that began with a Hugging Face folder; `merge-lora` folds its adapters in."""
     _nothing_left(rest)
 
     from megavlm import backend
 
     backend.activate()
 
-    from megavlm.checkpoint import folders, state
     from megavlm.checkpoint.hf.exporting import export as write
-    from megavlm.checkpoint.hf.sidecar import read_sidecar
 
-    checkpoint = folders.resolve(options.source)
-    sidecar = read_sidecar(checkpoint)
-    if sidecar is None:
-        raise UserError(
-            f"{options.source} did not begin with a Hugging Face folder, so there is no config.json to give it: only "
-            "runs that started with --init-from or an imported checkpoint can be exported"
-        )
-    write(checkpoint, sidecar, model_of(state.read_summary(checkpoint)), options.out)
+    checkpoint, sidecar, saved = _trained(options.source)
+    if options.merge and not saved.lora.rank:
+        raise UserError(f"{options.source} has no adapters to merge: use export")
+    write(checkpoint, sidecar, saved.model, options.out, merged=saved.lora if options.merge else None)
     print(options.out)
     return 0
 
 
-def model_of(summary: dict[str, Any]) -> Any:
-    """The model that a checkpoint says it holds."""
-    return from_dict({"model": summary["model"]}).model
+def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """The adapters of a run, as PEFT keeps them."""
+    _nothing_left(rest)
+
+    from megavlm import backend
+
+    backend.activate()
+
+    from megavlm.checkpoint.hf.adapters import export_adapters, read_adapters, table_in_memory
+    from megavlm.checkpoint.hf.exporting import family_at, stored_tensors
+
+    checkpoint, sidecar, saved = _trained(options.source)
+    adapters = read_adapters(checkpoint, stored_tensors(checkpoint), saved.model)
+    if not adapters:
+        raise UserError(f"{options.source} has no adapters: train with --lora-rank, or use export")
+    table = table_in_memory(family_at(sidecar), saved.model)
+    export_adapters(adapters, table, saved.lora, options.out, base=options.base)
+    print(options.out)
+    return 0
+
+
+def _trained(source: Path) -> tuple[Path, Any, Config]:
+    """A checkpoint, what its run kept of Hugging Face, and the model and adapters that it holds."""
+    from megavlm.checkpoint import folders, safety, state
+    from megavlm.checkpoint.hf.sidecar import read_sidecar
+
+    checkpoint = folders.resolve(source)
+    safety.check_metadata(checkpoint)
+    sidecar = read_sidecar(checkpoint)
+    if sidecar is None:
+        raise UserError(
+            f"{source} did not begin with a Hugging Face folder, so there is no config.json to give it: only "
+            "runs that started with --init-from or an imported checkpoint can be exported"
+        )
+    summary = state.read_summary(checkpoint)
+    return checkpoint, sidecar, from_dict({"model": summary["model"], "lora": summary.get("lora", {})})
 
 
 def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -32,8 +32,8 @@ def adapters_find_whole_heads(config: Config) -> str | None:
     groups = language.num_query_groups or language.num_attention_heads
     if groups % tp and "language" in adapted_parts(config):
         return (
-            f"--tp {tp} with {groups} key/value heads cannot be adapted (--lora-rank {config.lora.rank}): use a --tp that "
-            f"divides {groups}, or adapt vision alone (--lora-targets vision)"
+            f"--tp {tp} with {groups} key/value heads cannot be adapted (--lora-rank {config.lora.rank}): use a --tp "
+            f"that divides {groups}, or adapt vision alone (--lora-targets vision)"
         )
     return None
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megavlm.checkpoint import safety
+from megavlm.checkpoint.hf.adapters import deltas, read_adapters
 from megavlm.checkpoint.hf.families import family_of
+from megavlm.checkpoint.hf.family import Family
 from megavlm.checkpoint.hf.files import INDEX, HfFolder, read_json
 from megavlm.checkpoint.hf.importing import PIECE_BYTES, Stored
 from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
@@ -24,7 +26,7 @@ from megavlm.checkpoint.hf.settings import Settings
 from megavlm.checkpoint.hf.sidecar import Sidecar
 from megavlm.checkpoint.hf.source import refuse
 from megavlm.checkpoint.hf.table import Table
-from megavlm.config.schema import ModelConfig
+from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.model.weights import real_shape
 
@@ -33,13 +35,20 @@ FILE_BYTES = 5 * 10**9
 Declared = dict[str, tuple[str, tuple[int, ...]]]  # tensor → (type, shape)
 
 
-def export(checkpoint: Path, sidecar: Sidecar, model: ModelConfig, out: Path) -> None:
-    """Write `out`, complete or not at all. Raises UserError when the checkpoint lacks tensors."""
+def export(
+    checkpoint: Path, sidecar: Sidecar, model: ModelConfig, out: Path, *, merged: LoraConfig | None = None
+) -> None:
+    """Write `out`, complete or not at all; with `merged`, adapters are folded into the weights that they adapt.
+
+    Raises UserError when the checkpoint lacks tensors, or has adapters that would be left behind.
+    """
     safety.check_metadata(checkpoint)
-    settings = Settings(read_json(sidecar.files / "config.json"), str(sidecar.files / "config.json"))
-    family = family_of(settings)
+    family = family_at(sidecar)
     table = family.table(model, family.spellings[sidecar.spelling])
     stored = stored_tensors(checkpoint)
+    adapters = read_adapters(checkpoint, stored, model)
+    if adapters and merged is None:
+        raise UserError(f"{checkpoint} has adapters: use merge-lora for whole weights, or export-lora for the adapters")
     refuse((f"missing {key}" for key in table.keys() - stored.keys()), f"{checkpoint} cannot be exported")
     if out.exists():
         raise UserError(f"{out} exists: choose another folder, or remove it")
@@ -52,14 +61,24 @@ def export(checkpoint: Path, sidecar: Sidecar, model: ModelConfig, out: Path) ->
         writers = {file: stack.enter_context(StreamedFile(temporary / file, held)) for file, held in files.items()}
         writer_of = {name: writers[file] for file, held in files.items() for name in held}
         for key, values in _values(checkpoint, table, stored, model):
+            added = deltas(adapters[key], table[key], merged) if merged is not None and key in adapters else {}
             first = 0
             for span in table[key].spans(tuple(values.shape)):
-                writer_of[span.name].write(span.name, values[first : first + span.rows], first_row=span.start)
+                rows = values[first : first + span.rows]
+                if span.name in added:
+                    rows = (rows.float() + added[span.name][span.start : span.start + span.rows]).to(rows.dtype)
+                writer_of[span.name].write(span.name, rows, first_row=span.start)
                 first += span.rows
         for name in unused.tensors:
             writer_of[name].write(name, unused.read(name, slice(None)))
     _write_rest(temporary, files, sidecar)
     temporary.rename(out)
+
+
+def family_at(sidecar: Sidecar) -> Family:
+    """The family that a kept config.json belongs to."""
+    file = sidecar.files / "config.json"
+    return family_of(Settings(read_json(file), str(file)))
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, Stored]:

@@ -221,6 +221,8 @@ MODEL = (
         "use 32 or 64",
         "--image-sizes 32 64",
     ),
+    Mistake("--lora-rank 4 --lora-targets w_q", "--lora-targets w_q", "try language", "--lora-targets q_proj"),
+    Mistake("--lora-rank 4 --freeze language", "--freeze language", "take language out", "--freeze vision"),
     Mistake("--vision-feature-layer 0", "--vision-feature-layer 0", "between -1", "--vision-feature-layer -1"),
     Mistake("--vision-feature-layer -5", "--vision-feature-layer -5", "and -4", "--vision-feature-layer -4"),
     Mistake("--vision-image-size 36", "--vision-image-size 36", "use 32 or 40", "--vision-image-size 40"),
@@ -242,6 +244,13 @@ LAYOUT = (
         "--language-num-attention-heads 4",
         "--tensor-model-parallel-size to 4, 2 or 1",
         "--tp 4 --seq-length 64",
+        4,
+    ),
+    Mistake(
+        "--tp 4 --language-num-query-groups 2 --lora-rank 4",
+        "--tp 4 with 2 key/value heads",
+        "adapt vision alone",
+        "--lora-targets vision",
         4,
     ),
     Mistake(

@@ -1,0 +1,127 @@
+"""LoRA adapters in PEFT's format, and folded into the weights. The names come from the family's table.
+
+Where theirs is one linear layer and ours three adapters (a fused query-key-value), PEFT's A is ours on top of each
+other and its B is block-diagonal: rank 3r with alpha 3α computes the same.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megavlm.checkpoint.hf.family import Family
+from megavlm.checkpoint.hf.importing import Stored
+from megavlm.checkpoint.hf.table import FusedQKV, Rule, Table
+from megavlm.config.lora import is_adapter
+from megavlm.config.schema import LoraConfig, ModelConfig
+from megavlm.errors import UserError
+from megavlm.model.weights import real_shape
+
+PREFIX = "base_model.model."
+QKV_LINEARS = ("q_proj", "k_proj", "v_proj")
+MLP_LINEARS = ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of one of our linear layers, in fp32: name → (A [r, K], B [M, r])."""
+
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+
+    def of_theirs(self, rule: Rule) -> dict[str, tuple[Tensor, Tensor]]:
+        """Their weight's name → its A and B."""
+        if isinstance(rule, FusedQKV):
+            present = [name for name in QKV_LINEARS if name in self.pairs]
+            rows = next(iter(self.pairs.values()))[1].shape[0]
+            blocks = [self.pairs[name][1] if name in present else torch.zeros(rows, 0) for name in QKV_LINEARS]
+            return {rule.name: (torch.cat([self.pairs[name][0] for name in present]), torch.block_diag(*blocks))}
+        order = QKV_LINEARS if len(rule.names) == 3 else MLP_LINEARS if len(rule.names) == 2 else tuple(self.pairs)
+        return {theirs: self.pairs[ours] for ours, theirs in zip(order, rule.names, strict=True) if ours in self.pairs}
+
+
+def read_adapters(checkpoint: Path, stored: Mapping[str, Stored], model: ModelConfig) -> dict[str, Adapters]:
+    """All adapters of a checkpoint, by the name of the weight that they adapt."""
+    values = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in stored.items() if _is_model_adapter(key)}
+    if values:
+        dcp.load(values, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    found: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
+    for key in values:
+        if not key.endswith(".A"):
+            continue
+        base, _, linear = key.removesuffix(".A").partition(".lora.")
+        pair = (_real(key, values, model), _real(f"{key[:-1]}B", values, model))
+        found.setdefault(f"{base}.weight", {})[linear] = pair
+    return {key: Adapters(_in_order(pairs)) for key, pairs in found.items()}
+
+
+def _is_model_adapter(key: str) -> bool:
+    return is_adapter(key) and not key.startswith("optimizer.")
+
+
+def _in_order(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+    order = (*QKV_LINEARS, *MLP_LINEARS)
+    return dict(sorted(pairs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+def _real(key: str, values: Mapping[str, Tensor], model: ModelConfig) -> Tensor:
+    shape = real_shape(key, tuple(values[key].shape), model, vocab_size=model.language.vocab_size or 0)
+    return values[key][tuple(slice(size) for size in shape)].float()
+
+
+def deltas(adapters: Adapters, rule: Rule, lora: LoraConfig) -> dict[str, Tensor]:
+    """(α/r)·B·A for each of their weights."""
+    return {name: (lora.alpha / lora.rank) * (b @ a) for name, (a, b) in adapters.of_theirs(rule).items()}
+
+
+def table_in_memory(family: Family, model: ModelConfig) -> Table:
+    """The names of modules in a loaded Transformers model, which is what PEFT's names are."""
+    for spelling in family.spellings:
+        parts = (spelling.vision, spelling.language)
+        if spelling.head == "lm_head.weight" and all(part.startswith("model.") for part in parts if part):
+            return family.table(model, spelling)
+    raise AssertionError(f"{family.name} lacks the spelling of a loaded model")
+
+
+def export_adapters(
+    adapters: Mapping[str, Adapters], table: Table, lora: LoraConfig, out: Path, *, base: str | None
+) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors`. `base`: the folder that the adapters belong to."""
+    if out.exists():
+        raise UserError(f"{out} exists: choose another folder, or remove it")
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for key, held in adapters.items():
+        for weight, (a, b) in held.of_theirs(table[key]).items():
+            module = weight.removesuffix(".weight")
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
+            ranks[module] = a.shape[0]
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(ranks),
+        "rank_pattern": {module: rank for module, rank in ranks.items() if rank != lora.rank},
+        "alpha_pattern": {module: lora.alpha * rank / lora.rank for module, rank in ranks.items() if rank != lora.rank},
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    temporary = out.with_name(f"tmp-{out.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+    (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    temporary.rename(out)

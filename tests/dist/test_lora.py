@@ -1,0 +1,129 @@
+"""LoRA: the numbers of PEFT in one process, and those of one process at any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megavlm.backend import activate
+from tests.dist.pool import Pools
+from tests.dist.training import SMALL, assert_same_curve, metrics, train
+
+activate()  # before the modules below import megatron-core
+
+from megavlm.checkpoint.hf.source import with_model_of_origins  # noqa: E402
+from tests.dist.test_compose import train_composed  # noqa: E402
+from tests.parity import hf, test_hf_llava  # noqa: E402
+from tools import convert  # noqa: E402
+
+peft = pytest.importorskip("peft")
+
+# Odd head counts that TP pads, shared embeddings, both parts.
+LORA = (
+    "--lora-rank 4 --lora-alpha 8 --lora-targets language vision --language-num-query-groups 2 --lr 1e-3 "
+    "--vision-num-attention-heads 3 --vision-hidden-size 36 --language-tie-embeddings --freeze projector"
+).split()
+
+
+@pytest.fixture(scope="module")
+def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("lora")
+    pools(1).run(train, [*SMALL, *LORA], str(run_dir))
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, "--tp 2"),
+        (4, "--tp 2 --pp 2 --vpp 2 --recompute-granularity full"),
+        pytest.param(2, "--pp 2", marks=pytest.mark.slow),
+        pytest.param(2, "", marks=pytest.mark.slow),
+        pytest.param(2, "--tp 2 --no-sequence-parallel", marks=pytest.mark.slow),
+        pytest.param(4, "--tp 2 --no-use-distributed-optimizer", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_train_alike(pools: Pools, one: Path, tmp_path: Path, world: int, layout: str) -> None:
+    pools(world).run(train, [*SMALL, *LORA, "--no-save", *layout.split()], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), metrics(one))
+
+
+def test_resume_on_another_layout(pools: Pools, one: Path, tmp_path: Path) -> None:
+    argv = [*SMALL, *LORA]
+    pools(2).run(train, [*argv, *"--tp 2 --train-iters 10 --lr-decay-iters 20".split()], str(tmp_path))
+    pools(2).run(train, [*argv, *"--pp 2 --no-save".split()], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), metrics(one))
+
+
+@pytest.mark.parametrize("targets", ["language vision", "q_proj language.layers.1.down_proj vision.layers.*.fc1"])
+def test_trained_adapters_are_pefts(pools: Pools, tmp_path: Path, targets: str) -> None:
+    """Five steps at TP2·PP2 and in PEFT from the same A and B; then logits of PEFT, merged and ours."""
+    folder = hf.save(transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), tmp_path / "hf")
+    argv = (
+        f"--init-from {folder} --lora-rank 3 --lora-alpha 6 --lora-targets {targets} --freeze projector "
+        f"--global-batch-size 4 --seq-length {hf.LENGTH} --lr 1e-2 --lr-decay-style constant --weight-decay 0 "
+        f"--adam-beta2 0.999 --clip-grad 0 --no-tensorboard"
+    ).split()
+    # Layout does not matter to what is drawn: the adapters before training come from a run of one step at no rate.
+    start, run = tmp_path / "start", tmp_path / "run"
+    pools(1).run(train_composed, [*argv, *"--train-iters 1 --lr 1e-30".split()], str(start))
+    pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2 --train-iters 5".split()], str(run))
+    assert convert.main(["export-lora", str(start), str(tmp_path / "start-adapters")]) == 0
+    assert convert.main(["export-lora", str(run), str(tmp_path / "adapters")]) == 0
+    assert convert.main(["merge-lora", str(run), str(tmp_path / "merged")]) == 0
+
+    theirs = peft_model(folder, tmp_path / "start-adapters", trainable=True)
+    losses = train_with_peft(theirs, argv, steps=5)
+    for ours, expected in zip(metrics(run), losses, strict=True):
+        assert ours["loss"] == pytest.approx(expected, rel=1e-4)
+
+    trained = peft_model(folder, tmp_path / "adapters", trainable=False)
+    inputs: dict[str, Any] = {
+        "input_ids": torch.tensor([[1, 5, *[60] * 16, 7, 9]]),
+        "pixel_values": torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+    }
+    with torch.no_grad():
+        expected = trained(**inputs).logits
+        base = load(folder)(**inputs).logits
+        merged = load(tmp_path / "merged")(**inputs).logits
+        drifted = theirs.eval()(**inputs).logits
+    assert (expected - base).abs().max() > 1e-2, "training has changed nothing"
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    torch.testing.assert_close(drifted, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+
+
+def load(folder: Path) -> Any:
+    return transformers.LlavaForConditionalGeneration.from_pretrained(folder).eval()
+
+
+def peft_model(folder: Path, adapters: Path, *, trainable: bool) -> Any:
+    return peft.PeftModel.from_pretrained(load(folder), adapters, is_trainable=trainable)
+
+
+def train_with_peft(theirs: Any, argv: list[str], *, steps: int) -> list[float]:
+    """AdamW on the same synthetic batches as the run."""
+    from megavlm.checkpoint.hf.families.llava import inputs
+    from megavlm.config.cli import parse
+    from megavlm.data.source import batch_of
+    from megavlm.data.synthetic import SyntheticSource
+
+    config = with_model_of_origins(parse(argv))
+    source = SyntheticSource(config)
+    trained = [param for param in theirs.parameters() if param.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        samples = [source.sample(4 * step + number) for number in range(4)]
+        batch = batch_of(source, samples, seq_length=config.train.seq_length, with_patches=True)
+        logits = theirs(**inputs(batch, config.model)).logits
+        labels = torch.where(batch.loss_mask.bool(), batch.labels, -100)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+        losses.append(loss.item())
+    return losses
