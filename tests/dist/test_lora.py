@@ -25,7 +25,8 @@ peft = pytest.importorskip("peft")
 # Odd head counts that TP pads, shared embeddings, both parts.
 LORA = (
     "--lora-rank 4 --lora-alpha 8 --lora-targets language vision --language-num-query-groups 2 --lr 1e-3 "
-    "--vision-num-attention-heads 3 --vision-hidden-size 36 --language-tie-embeddings --freeze projector"
+    "--vision-num-attention-heads 3 --vision-hidden-size 36 --language-tie-embeddings --freeze projector "
+    "--train-iters 8"
 ).split()
 
 
@@ -39,7 +40,7 @@ def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (2, "--tp 2"),
+        pytest.param(2, "--tp 2", marks=pytest.mark.slow),
         (4, "--tp 2 --pp 2 --vpp 2 --recompute-granularity full"),
         pytest.param(2, "--pp 2", marks=pytest.mark.slow),
         pytest.param(2, "", marks=pytest.mark.slow),
@@ -54,7 +55,7 @@ def test_layouts_train_alike(pools: Pools, one: Path, tmp_path: Path, world: int
 
 def test_resume_on_another_layout(pools: Pools, one: Path, tmp_path: Path) -> None:
     argv = [*SMALL, *LORA]
-    pools(2).run(train, [*argv, *"--tp 2 --train-iters 10 --lr-decay-iters 20".split()], str(tmp_path))
+    pools(2).run(train, [*argv, *"--tp 2 --train-iters 4 --lr-decay-iters 8".split()], str(tmp_path))
     pools(2).run(train, [*argv, *"--pp 2 --no-save".split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(one))
 
