@@ -13,6 +13,7 @@ from typing import Any
 from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, refuse, with_model_of_origins
 from megavlm.config.cli import parse
 from megavlm.config.load import from_dict, to_yaml
+from megavlm.config.lora import adapted_parts
 from megavlm.config.rules import check
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, TrainConfig
 from megavlm.errors import UserError
@@ -136,6 +137,11 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
     adapters = read_adapters(checkpoint, stored_tensors(checkpoint), saved.model)
     if not adapters:
         raise UserError(f"{options.source} has no adapters: train with --lora-rank, or use export")
+    if left := sorted({"vision", "projector", "language"} - {*saved.model.freeze, *adapted_parts(saved)}):
+        raise UserError(
+            f"{options.source} has trained the {' and the '.join(left)} as well, which adapters do not hold: use "
+            f"merge-lora, or train with --freeze {' '.join(sorted({*saved.model.freeze, *left}))}"
+        )
     table = table_in_memory(family_at(sidecar), saved.model)
     export_adapters(adapters, table, saved.lora, options.out, base=options.base)
     print(options.out)
@@ -169,8 +175,10 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     chosen = backend.activate()
 
-    from megavlm.train.verify import compare
+    from megavlm.train.verify import compare, has_adapters
 
+    if options.checkpoint is not None and has_adapters(options.checkpoint):
+        raise UserError(f"{options.checkpoint} has adapters: fold them in with merge-lora and compare the result")
     length = options.seq_length or length_for(config.model)
     config = replace(config, train=TrainConfig(seq_length=length))
     found = compare(origin, options.checkpoint, config, chosen, samples=options.samples)

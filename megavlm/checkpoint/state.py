@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megavlm.checkpoint import folders, safety
 from megavlm.config.lora import is_adapter
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, LoraConfig
 from megavlm.errors import UserError
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
@@ -147,8 +147,9 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
             "--use-distributed-optimizer" if summary["use_distributed_optimizer"] else "--no-use-distributed-optimizer"
         )
         raise UserError(f"checkpoint {folder} was made with {flag}: give the same option to resume it")
+    saved = summary.get("lora", _jsonable(asdict(LoraConfig())))
     for name, value in _jsonable(asdict(config.lora)).items():
-        if (before := summary.get("lora", {}).get(name, value)) != value:
+        if (before := saved.get(name, value)) != value:
             raise UserError(
                 f"checkpoint {folder} was made with --lora-{name} {before}, but this run has {value}: use the saved "
                 "value, or start another --run-dir"

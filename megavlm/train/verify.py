@@ -54,6 +54,11 @@ def compare(origin: Origin, checkpoint: Path | None, config: Config, backend: Ba
     return Difference(worst, scale, float(np.mean(same)))
 
 
+def has_adapters(checkpoint: Path) -> bool:
+    """Whether a checkpoint's weights are not all of its model."""
+    return bool(state.read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"))
+
+
 def _batches(config: Config, samples: int) -> list[PackedBatch]:
     source = SyntheticSource(config)
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -19,8 +20,6 @@ from megavlm.checkpoint.hf.source import with_model_of_origins  # noqa: E402
 from tests.dist.test_compose import train_composed  # noqa: E402
 from tests.parity import hf, test_hf_llava  # noqa: E402
 from tools import convert  # noqa: E402
-
-peft = pytest.importorskip("peft")
 
 # Odd head counts that TP pads, shared embeddings, both parts.
 LORA = (
@@ -128,3 +127,16 @@ def train_with_peft(theirs: Any, argv: list[str], *, steps: int) -> list[float]:
         adamw.step()
         losses.append(loss.item())
     return losses
+
+
+def test_what_adapters_do_not_hold_is_not_lost(pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = hf.save(transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), tmp_path / "hf")
+    argv = f"--init-from {folder} --lora-rank 2 --seq-length {hf.LENGTH} --train-iters 1 --no-tensorboard --freeze vision"
+    pools(1).run(train_composed, argv.split(), str(tmp_path / "run"))
+    assert convert.main(["export-lora", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "has trained the projector as well" in capsys.readouterr().err
+    assert convert.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "use merge-lora for whole weights" in capsys.readouterr().err
+    assert convert.main(["verify", str(folder), str(tmp_path / "run")]) == 2
+    assert "fold them in with merge-lora" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
