@@ -50,10 +50,10 @@ def demo() -> Config:
         # Tensors of a few kilobytes: fewer collectives are worth more than smaller activations.
         parallel=ParallelConfig(sequence_parallel=False),
         train=TrainConfig(
-            train_iters=550, micro_batch_size=64, global_batch_size=128, seq_length=24, run_dir="runs/demo"
+            train_iters=520, micro_batch_size=64, global_batch_size=128, seq_length=24, run_dir="runs/demo"
         ),
         optimizer=OptimizerConfig(
-            lr=1.5e-3, lr_decay_style="WSD", lr_warmup_iters=50, lr_wsd_decay_iters=230, weight_decay=0.1
+            lr=1.5e-3, lr_decay_style="WSD", lr_warmup_iters=50, lr_wsd_decay_iters=220, weight_decay=0.1
         ),
         data=DataConfig(source="digits"),
         checkpoint=CheckpointConfig(save_interval=200),
