@@ -1,0 +1,211 @@
+"""Whatever the bytes are, they become upright opaque RGB or a `BadImage` with its reason."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, PngImagePlugin
+
+from megavlm.data.decode import MAX_PIXELS, BadImage, Reason, decode, resolve_inside, size_of
+
+RNG = np.random.default_rng(0)
+RED, WHITE = (255, 0, 0), (255, 255, 255)
+
+
+def encoded(image: Image.Image, file_format: str = "PNG", **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, file_format, **options)
+    return file.getvalue()
+
+
+def noise(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
+    return Image.fromarray(RNG.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).convert(mode)
+
+
+def reason_of(source: bytes | Path, **options: Any) -> Reason:
+    with pytest.raises(BadImage) as caught:
+        decode(source, **options)
+    return caught.value.reason
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that announces a size and holds next to nothing."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "CMYK", "YCbCr", "LAB", "I", "F"])
+def test_modes_without_transparency_become_rgb_as_pillow_converts_them(mode: str) -> None:
+    image = noise(mode)
+    data = encoded(image, "TIFF")
+    pixels = decode(data).pixels
+    assert pixels.dtype == np.uint8
+    np.testing.assert_array_equal(pixels, np.asarray(Image.open(BytesIO(data)).convert("RGB")))
+
+
+def test_a_cmyk_jpeg() -> None:
+    assert decode(encoded(noise("CMYK"), "JPEG")).pixels.shape == (30, 40, 3)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparency_lies_over_white(mode: str) -> None:
+    image = Image.new("RGBA", (4, 2), (*RED, 0))
+    image.putpixel((0, 0), (*RED, 255))
+    data = encoded(image.convert(mode))
+    pixels = decode(data).pixels
+    assert tuple(pixels[1, 3]) == WHITE
+    assert tuple(pixels[0, 0]) != WHITE
+
+
+def test_a_transparent_colour_of_a_palette_lies_over_white() -> None:
+    image = Image.new("P", (3, 3), 0)
+    image.putpalette([*RED, 0, 0, 255])
+    image.putpixel((1, 1), 1)
+    pixels = decode(encoded(image, transparency=0)).pixels
+    assert tuple(pixels[0, 0]) == WHITE
+    assert tuple(pixels[1, 1]) == (0, 0, 255)
+
+
+def test_sixteen_bits_keep_the_high_byte() -> None:
+    values = np.array([[0, 255, 256], [32768, 65280, 65535]], dtype=np.uint16)
+    pixels = decode(encoded(Image.fromarray(values))).pixels
+    np.testing.assert_array_equal(pixels, np.repeat((values >> 8)[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_as_pillow_applies_it(orientation: int) -> None:
+    from PIL import ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(noise(), "JPEG", exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(BytesIO(data))))
+    pixels = decode(data).pixels
+    np.testing.assert_array_equal(pixels, expected)
+    assert size_of(data) == pixels.shape[:2]
+
+
+def test_damaged_exif_does_not_damage_the_picture() -> None:
+    data = encoded(noise(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff\xff")
+    assert decode(data).pixels.shape == (30, 40, 3)
+
+
+@pytest.mark.parametrize("file_format", ["GIF", "PNG", "WEBP"])
+def test_of_an_animation_the_first_frame(file_format: str) -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in (RED, (0, 0, 255))]
+    data = encoded(frames[0], file_format, save_all=True, append_images=frames[1:], lossless=True)
+    decoded = decode(data)
+    assert decoded.animated
+    assert tuple(decoded.pixels[4, 4]) == RED
+    assert not decode(encoded(frames[0], file_format)).animated
+
+
+def test_one_pixel() -> None:
+    assert decode(encoded(Image.new("L", (1, 1), 7))).pixels.tolist() == [[[7, 7, 7]]]
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "TIFF"])
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.05])
+def test_truncated_files(file_format: str, share: float) -> None:
+    data = encoded(noise(size=(200, 150)), file_format)
+    assert reason_of(data[: int(len(data) * share)]) in (Reason.TRUNCATED, Reason.CORRUPT, Reason.NOT_AN_IMAGE)
+    if file_format in ("JPEG", "PNG") and share > 0.1:
+        assert reason_of(data[: int(len(data) * share)]) is Reason.TRUNCATED
+
+
+def test_a_bomb_is_refused_from_its_header() -> None:
+    side = int(MAX_PIXELS**0.5) + 1
+    for width, height in ((side, side), (2**31 - 1, 2**31 - 1), (MAX_PIXELS + 1, 1)):
+        bomb = png_header(width, height)
+        assert reason_of(bomb) is Reason.TOO_LARGE
+        with pytest.raises(BadImage) as caught:
+            size_of(bomb)
+        assert caught.value.reason is Reason.TOO_LARGE
+    assert reason_of(encoded(noise()), max_pixels=40 * 30 - 1) is Reason.TOO_LARGE
+
+
+def test_a_bomb_of_text_is_no_image_either() -> None:
+    text = PngImagePlugin.PngInfo()
+    text.add_text("comment", "a" * 50_000_000, zip=True)
+    assert reason_of(encoded(noise(), pnginfo=text)) is Reason.CORRUPT
+
+
+def test_programs_are_not_started_for_formats() -> None:
+    """Pillow would hand PostScript to Ghostscript."""
+    assert reason_of(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n") is Reason.NOT_AN_IMAGE
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.binary(max_size=200),
+    start=st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"II*\0"]),
+)
+def test_garbage(data: bytes, start: bytes) -> None:
+    with suppress(BadImage):
+        assert decode(start + data).pixels.ndim == 3
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    place=st.integers(0, 10_000),
+    value=st.integers(0, 255),
+    file_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "TIFF"]),
+)
+def test_a_damaged_byte(place: int, value: int, file_format: str) -> None:
+    data = bytearray(DAMAGED[file_format])
+    data[place % len(data)] = value
+    with suppress(BadImage):
+        assert decode(bytes(data), max_pixels=10**6).pixels.shape[2] == 3
+
+
+DAMAGED = {name: encoded(noise(size=(24, 16)), name) for name in ("JPEG", "PNG", "WEBP", "GIF", "TIFF")}
+
+
+class TestPaths:
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        root = tmp_path / "images"
+        (root / "a").mkdir(parents=True)
+        (root / "a" / "x.png").write_bytes(encoded(noise()))
+        (tmp_path / "secret.png").write_bytes(encoded(noise()))
+        (root / "out").symlink_to(tmp_path)
+        (root / "link.png").symlink_to(root / "a" / "x.png")
+        (root / "loop").symlink_to(root / "loop")
+        os.mkfifo(root / "pipe")
+        return root
+
+    @pytest.mark.parametrize("name", ["a/x.png", "a/../a/x.png", "./a/x.png", "link.png"])
+    def test_inside(self, root: Path, name: str) -> None:
+        assert decode(resolve_inside(root, name)).pixels.shape == (30, 40, 3)
+
+    @pytest.mark.parametrize("name", ["../secret.png", "a/../../secret.png", "out/secret.png", "/etc/hostname", "a\0b"])
+    def test_outside(self, root: Path, name: str) -> None:
+        with pytest.raises(BadImage) as caught:
+            resolve_inside(root, name)
+        assert caught.value.reason is Reason.OUTSIDE
+
+    def test_an_absolute_name_even_of_a_file_inside(self, root: Path) -> None:
+        with pytest.raises(BadImage, match="leaves"):
+            resolve_inside(root, str(root / "a" / "x.png"))
+
+    @pytest.mark.parametrize("name", ["", "a", "pipe", "loop", "a/x.png/y", "none.png", "n" * 5000])
+    def test_what_is_no_file(self, root: Path, name: str) -> None:
+        with pytest.raises(BadImage) as caught:
+            resolve_inside(root, name)
+        assert caught.value.reason is Reason.MISSING
+
+    def test_a_file_that_went_away(self, tmp_path: Path) -> None:
+        assert reason_of(tmp_path / "gone.png") is Reason.MISSING
