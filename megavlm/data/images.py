@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -37,17 +39,26 @@ def features_of(grid: tuple[int, int], pixel_shuffle: int) -> int:
     return (rows // pixel_shuffle) * (columns // pixel_shuffle)
 
 
-def patchify(image: NDArray[np.uint8], patch_size: int, *, mean: float = 0.5, std: float = 0.5) -> Tensor:
+def patchify(
+    image: NDArray[np.uint8],
+    patch_size: int,
+    *,
+    mean: float | Sequence[float] = 0.5,
+    std: float | Sequence[float] = 0.5,
+) -> Tensor:
     """Cut an image [height, width, C] of bytes into normalised patches [rows·columns, C·p·p], float32.
 
     Patches are row-major; inside a patch the order is (channel, row, column), which is how a Conv2d weight
     [H, C, p, p] with stride p flattens: that convolution and a linear layer over these patches are the same map.
-    Normalisation is (x / 255 − mean) / std. It runs in numpy: the loader's thread must not start torch's own threads.
+    Normalisation is (x / 255 − mean) / std, with one mean and std or one per channel. It runs in numpy: the loader's
+    thread must not start torch's own threads.
     """
     height, width, channels = image.shape
     rows, columns = grid_of(height, width, patch_size)
     cells = image.reshape(rows, patch_size, columns, patch_size, channels)
     patches = cells.transpose(0, 2, 4, 1, 3).reshape(rows * columns, channels * patch_size**2).astype(np.float32)
-    patches *= np.float32(1 / (255 * std))
-    patches -= np.float32(mean / std)
+    area = patch_size**2
+    means, stds = np.broadcast_to(mean, channels), np.broadcast_to(std, channels)
+    patches *= np.repeat(1 / (255 * stds), area).astype(np.float32)
+    patches -= np.repeat(means / stds, area).astype(np.float32)
     return torch.from_numpy(patches)

@@ -1,0 +1,134 @@
+"""Which sizes the families choose: pure arithmetic over (height, width), each rule as its reference defines it.
+
+Roundings are part of the definition: a feature more or less shifts all that follows in the sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cache
+
+from megavlm.data.decode import BadImage, Reason
+
+Size = tuple[int, int]  # (height, width) or (rows, columns)
+
+_MOST_ELONGATED = 200  # beyond this Qwen's processor refuses
+_LARGEST_SIDE = 4096  # Idefics3 enlarges no further
+
+
+def shortest_edge(size: Size, edge: int) -> Size:
+    """The size whose shorter side is `edge`, at the same aspect ratio (CLIP)."""
+    short, long = sorted(size)
+    scaled = int(edge * long / short)
+    return (scaled, edge) if size[1] <= size[0] else (edge, scaled)
+
+
+def smart_resize(size: Size, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
+    """Sides that are multiples of `factor`, between two areas, near the aspect ratio (Qwen2-VL and its successors).
+
+    Raises BadImage for images more elongated than 1:200, which the reference refuses.
+    """
+    height, width = size
+    if max(size) / min(size) > _MOST_ELONGATED:
+        raise BadImage(Reason.TOO_LONG, f"{height}×{width} pixels are more elongated than 1:{_MOST_ELONGATED}")
+    rows, columns = round(height / factor), round(width / factor)
+    if rows * columns * factor**2 > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        rows, columns = (max(1, math.floor(side / shrink / factor)) for side in size)
+    elif rows * columns * factor**2 < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        rows, columns = (math.ceil(side * grow / factor) for side in size)
+    return rows * factor, columns * factor
+
+
+def best_resolution(size: Size, resolutions: Iterable[Size]) -> Size:
+    """The resolution that keeps most of the image's pixels and, among equals, wastes fewest (LLaVA-NeXT's anyres)."""
+    height, width = size
+
+    def merit(resolution: Size) -> tuple[int, int]:
+        scale = min(resolution[1] / width, resolution[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - resolution[0] * resolution[1]
+
+    return max(resolutions, key=merit)  # the first of the best
+
+
+def fit_inside(size: Size, frame: Size) -> Size:
+    """The largest size at this aspect ratio inside `frame`; the free side is rounded up (anyres, before padding)."""
+    height, width = size
+    by_height, by_width = frame[0] / height, frame[1] / width
+    if by_width < by_height:
+        return min(math.ceil(height * by_width), frame[0]), frame[1]
+    return frame[0], min(math.ceil(width * by_height), frame[1])
+
+
+def unpadded(size: Size, grid: Size) -> Size:
+    """Rows and columns of features left when the padding around an image of `size` is cut off a `grid` of features."""
+    (height, width), (rows, columns) = size, grid
+    if width / height > columns / rows:
+        image = int(round(height * (columns / width), 7))  # down, but not for an error in the last digit
+        return rows - (rows - image) // 2 * 2, columns
+    image = int(round(width * (rows / height), 7))
+    return rows, columns - (columns - image) // 2 * 2
+
+
+def at_most(grid: Size, *, tiles: int, side: int) -> Size:
+    """`grid` of features shrunk to about `tiles` × `side`² of them, if it has over 1.1² times as many (anyres_max)."""
+    rows, columns = grid
+    ratio = math.sqrt(rows * columns / (tiles * side**2))
+    return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else grid
+
+
+def tile_grid(size: Size, tile: Size, *, fewest: int, most: int) -> Size:
+    """(rows, columns) of tiles whose aspect ratio is closest to the image's (InternVL).
+
+    Among equally close ones the larger wins, as long as the image fills more than half of it.
+    """
+    height, width = size
+    best, smallest = (1, 1), math.inf
+    for rows, columns in _grids(fewest, most):
+        difference = abs(width / height - columns / rows)
+        fills = height * width > 0.5 * tile[0] * tile[1] * rows * columns
+        if difference < smallest or (difference == smallest and fills):
+            best, smallest = (rows, columns), difference
+    return best
+
+
+@cache
+def _grids(fewest: int, most: int) -> tuple[Size, ...]:
+    """All (rows, columns) with that many tiles, small ones first, then narrow ones."""
+    grids = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most + 1)]
+    return tuple(sorted((g for g in grids if fewest <= g[0] * g[1] <= most), key=lambda g: g[0] * g[1]))
+
+
+def longest_edge(size: Size, edge: int) -> Size:
+    """The size whose longer side is `edge`; the other one is made even (Idefics3)."""
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        height, width = _even(int(edge / ratio)), edge
+    else:
+        height, width = edge, _even(int(edge * ratio))
+    height, width = max(height, 1), max(width, 1)
+    ratio, longest = width / height, max(height, width)
+    if longest > _LARGEST_SIDE and width >= height:
+        height, width = int(_LARGEST_SIDE / ratio), _LARGEST_SIDE
+    elif longest > _LARGEST_SIDE:
+        height, width = _LARGEST_SIDE, int(_LARGEST_SIDE * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def whole_tiles(size: Size, tile: int) -> Size:
+    """(rows, columns) of tiles that hold an image whose longer side is rounded up to whole tiles (Idefics3)."""
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        columns = math.ceil(width / tile)
+        return math.ceil(int(columns * tile / ratio) / tile), columns
+    rows = math.ceil(height / tile)
+    return rows, math.ceil(int(rows * tile * ratio) / tile)
+
+
+def _even(side: int) -> int:
+    return side + side % 2

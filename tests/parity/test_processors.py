@@ -1,0 +1,349 @@
+"""Our processors and Transformers' own (PIL backends): the same tiles, the same patches, the same prompts.
+
+The reference runs its image processor on a PIL image and expands its placeholder; ours sees the array and the size.
+All bytes are equal before normalisation; what `fast` resizing changes is measured at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+
+from megavlm.data.decode import BadImage, Reason
+from megavlm.data.processors import Processor, processor_from
+
+Pixels = NDArray[np.uint8]
+Prompt = Callable[[Any, int], str]  # the reference's pixels and an image's index → the text that replaces it
+
+
+@dataclass(frozen=True)
+class Case:
+    """`theirs` as a user's folder has it; small tiles keep the tests fast, the arithmetic is that of the real sizes."""
+
+    theirs: Any
+    config: dict[str, Any]
+    prompt: Prompt
+
+    def ours(self, *, fast: bool = False) -> Processor:
+        return processor_from(self.theirs.to_dict(), self.config, fast=fast)
+
+
+def bare(kind: type, **attributes: Any) -> Any:
+    """A reference processor without tokenizer and video processor: its expansion of an image needs neither."""
+    processor = kind.__new__(kind)
+    for name, value in attributes.items():
+        setattr(processor, name, value)
+    return processor
+
+
+def vision(patch_size: Any, **others: Any) -> dict[str, Any]:
+    return {"vision_config": {"patch_size": patch_size, **others}}
+
+
+def llava(image_processor: Any, *, tower: str, strategy: str) -> Case:
+    theirs = bare(
+        transformers.LlavaProcessor,
+        patch_size=14,
+        num_additional_image_tokens=int("clip" in tower),
+        vision_feature_select_strategy=strategy,
+        image_token="<image>",
+    )
+    config = {**vision(14, model_type=tower), "vision_feature_select_strategy": strategy}
+    return Case(image_processor, config, lambda pixels, index: theirs.replace_image_token(pixels, index))
+
+
+def onevision(tile: int, patch: int, resolutions: list[list[int]], *, most: int) -> Case:
+    image_processor = LlavaOnevisionImageProcessorPil(
+        size={"height": tile, "width": tile},
+        image_grid_pinpoints=resolutions,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    theirs = bare(
+        transformers.LlavaOnevisionProcessor,
+        image_processor=image_processor,
+        num_image_tokens=(tile // patch) ** 2,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio=f"anyres_max_{most}",
+        image_token="<image>",
+    )
+    config = {**vision(patch), "vision_aspect_ratio": f"anyres_max_{most}"}
+    return Case(image_processor, config, lambda pixels, index: theirs.replace_image_token(pixels, index))
+
+
+def internvl(tile: int, patch: int, *, fewest: int, most: int) -> Case:
+    image_processor = GotOcr2ImageProcessorPil(
+        size={"height": tile, "width": tile}, min_patches=fewest, max_patches=most, crop_to_patches=True
+    )
+    theirs = bare(
+        InternVLProcessor,
+        image_seq_length=(tile // patch // 2) ** 2,
+        start_image_token="<img>",
+        end_image_token="</img>",
+        image_token="<IMG_CONTEXT>",
+    )
+    config = {**vision([patch, patch]), "downsample_ratio": 0.5}
+    return Case(image_processor, config, lambda pixels, index: theirs.replace_image_token(pixels, index))
+
+
+def qwen(patch: int, *, kind: type, **options: Any) -> Case:
+    image_processor = Qwen2VLImageProcessorPil(patch_size=patch, **options)
+    theirs = bare(kind, image_processor=image_processor, image_token="<|image_pad|>")
+
+    def prompt(pixels: Any, index: int) -> str:
+        return f"<|vision_start|>{theirs.replace_image_token(pixels, index)}<|vision_end|>"
+
+    return Case(image_processor, vision(patch, spatial_merge_size=2), prompt)
+
+
+def idefics(image_processor: Any, *, kind: type, patch: int) -> Case:
+    tile = image_processor.max_image_size["longest_edge"]
+    theirs = bare(
+        kind,
+        image_seq_len=(tile // patch // 2) ** 2,
+        fake_image_token="<fake_token_around_image>",
+        image_token="<image>",
+        global_image_token="<global-img>",
+        global_image_tag="<global-img>",
+    )
+    config = {**vision(patch), "scale_factor": 2}
+    return Case(image_processor, config, lambda pixels, index: theirs.replace_image_token(pixels, index))
+
+
+SQUARES = [[28 * rows, 28 * columns] for rows in range(1, 5) for columns in range(1, 5)]
+SMALL_SPLIT: dict[str, Any] = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
+CASES: dict[str, Case] = {
+    "clip": llava(CLIPImageProcessorPil(), tower="clip_vision_model", strategy="default"),
+    "clip-336": llava(
+        CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}),
+        tower="clip_vision_model",
+        strategy="full",
+    ),
+    "clip-odd": llava(
+        CLIPImageProcessorPil(size={"shortest_edge": 57}, crop_size={"height": 70, "width": 42}),
+        tower="clip_vision_model",
+        strategy="default",
+    ),
+    "llava-square": llava(LlavaImageProcessorPil(do_pad=True), tower="clip_vision_model", strategy="default"),
+    "siglip": llava(
+        SiglipImageProcessorPil(size={"height": 224, "width": 196}), tower="siglip_vision_model", strategy="full"
+    ),
+    "siglip-384": llava(
+        SiglipImageProcessorPil(size={"height": 384, "width": 384}), tower="siglip_vision_model", strategy="full"
+    ),
+    "onevision": onevision(28, 14, SQUARES, most=9),
+    "onevision-384": onevision(384, 14, LlavaOnevisionImageProcessorPil.image_grid_pinpoints, most=9),
+    "onevision-uneven": onevision(30, 7, [[30, 60], [60, 30], [60, 60], [30, 120]], most=2),
+    "internvl": internvl(28, 7, fewest=1, most=12),
+    "internvl-448": internvl(448, 14, fewest=1, most=12),
+    "internvl-few": internvl(28, 7, fewest=2, most=6),
+    "qwen2.5": qwen(
+        14, kind=transformers.Qwen2_5_VLProcessor, size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}
+    ),
+    "qwen2.5-old": qwen(14, kind=transformers.Qwen2_5_VLProcessor, min_pixels=3136, max_pixels=200704),
+    "qwen3": qwen(
+        16,
+        kind=transformers.Qwen3VLProcessor,
+        size={"shortest_edge": 65536, "longest_edge": 16777216},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    ),
+    "smolvlm": idefics(SmolVLMImageProcessorPil(**SMALL_SPLIT), kind=SmolVLMProcessor, patch=8),
+    "smolvlm-512": idefics(
+        SmolVLMImageProcessorPil(size={"longest_edge": 2048}, max_image_size={"longest_edge": 512}),
+        kind=SmolVLMProcessor,
+        patch=16,
+    ),
+    "idefics3": idefics(Idefics3ImageProcessorPil(**SMALL_SPLIT), kind=Idefics3Processor, patch=8),
+    "idefics3-whole": idefics(
+        Idefics3ImageProcessorPil(**SMALL_SPLIT, do_image_splitting=False), kind=Idefics3Processor, patch=8
+    ),
+}
+LARGE = ("onevision-384", "internvl-448", "smolvlm-512", "qwen3")  # their real sizes cost the reference seconds
+SMALL = [name for name in CASES if name not in LARGE]
+
+SIZES = [  # (height, width): landscape, portrait, square, a tile exactly, one pixel, a line, a wide strip
+    (60, 80),
+    (97, 53),
+    (200, 200),
+    (28, 28),
+    (1, 1),
+    (90, 1),
+    (1, 37),
+    (19, 190),
+]
+
+
+def picture(height: int, width: int, seed: int = 0) -> Pixels:
+    """Smooth shapes with noise: neither side of a rounding is favoured."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (-(-height // 6), -(-width // 6), 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    return np.clip(smooth + rng.integers(-20, 21, smooth.shape), 0, 255).astype(np.uint8)
+
+
+def reference(case: Case, images: list[Pixels]) -> Any:
+    """The images of one sample, through the reference."""
+    given = [[Image.fromarray(image) for image in images]]
+    info = {"return_row_col_info": True} if "max_image_size" in case.theirs.valid_kwargs.__annotations__ else {}
+    flat = given if info or isinstance(case.theirs, LlavaOnevisionImageProcessorPil) else given[0]
+    return case.theirs(flat, **info)
+
+
+def their_patches(case: Case, pixels: Any, index: int, grids: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """The reference's pixels of an image as row-major patches, tile by tile. A sample has images of equal size."""
+    patch = case.ours().patch_size
+    if "image_grid_thw" in pixels:
+        ((rows, columns),) = grids
+        assert pixels["image_grid_thw"][index].tolist() == [1, rows, columns]
+        of_image = torch.from_numpy(pixels["pixel_values"]).split(rows * columns)[index]
+        blocks = of_image.view(rows // 2, columns // 2, 2, 2, 3, 2, patch * patch)  # merge blocks, then two frames
+        assert torch.equal(blocks[..., 0, :], blocks[..., 1, :])
+        return [blocks[..., 0, :].permute(0, 2, 1, 3, 4, 5).reshape(rows * columns, 3 * patch * patch)]
+    tiles = np.array(pixels["pixel_values"])
+    tiles = tiles.reshape(-1, *tiles.shape[-3:])[index * len(grids) : (index + 1) * len(grids)]
+    assert len(tiles) == len(grids)
+    unfolded = torch.nn.functional.unfold(torch.from_numpy(tiles), patch, stride=patch)  # [T, 3·p·p, rows·columns]
+    return list(unfolded.mT)
+
+
+def assert_same(case: Case, images: list[Pixels]) -> None:
+    ours = case.ours()
+    pixels = reference(case, images)
+    for index, image in enumerate(images):
+        layout = ours.layout(*image.shape[:2], images=len(images))
+        assert str(layout.prompt) == case.prompt(pixels, index)
+        assert layout.features == str(layout.prompt).count(ours.image_token)
+        views = ours.views(image, images=len(images))
+        assert [view.shape for view in views] == [(tile.height, tile.width, 3) for tile in layout.tiles]
+        theirs = torch.cat(their_patches(case, pixels, index, [tile.grid for tile in layout.tiles]))
+        mine = torch.cat(ours.tiles(image, images=len(images)))
+        assert mine.shape == (layout.patches, 3 * ours.patch_size**2)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)  # a grey level is 1e-2: bit-equal before
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_tiles_and_prompts(name: str, size: tuple[int, int]) -> None:
+    case, image = CASES[name], picture(*size)
+    assert_same(case, [image])
+
+
+@pytest.mark.parametrize(("name", "size"), zip(LARGE, [(300, 431), (431, 300), (90, 61), (173, 210)], strict=True))
+def test_tiles_of_real_sizes(name: str, size: tuple[int, int]) -> None:
+    assert_same(CASES[name], [picture(*size)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(480, 640), (640, 480), (1080, 1920), (333, 500), (64, 1100), (1100, 64)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_of_photographs_sizes(name: str, size: tuple[int, int]) -> None:
+    assert_same(CASES[name], [picture(*size, seed=1)])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_several_images_in_a_sample(name: str) -> None:
+    assert_same(CASES[name], [picture(50, 70, seed) for seed in range(3)])
+
+
+sides = st.one_of(
+    st.integers(1, 60), st.integers(1, 3000), st.sampled_from([27, 28, 29, 32, 64, 224, 336, 384, 448, 512])
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    name=st.sampled_from(["onevision-384", "onevision-uneven", "internvl-448", "internvl-few"]),
+    height=sides,
+    width=sides,
+)
+def test_tile_counts_of_any_size(name: str, height: int, width: int) -> None:
+    """Against the reference's own functions of the size, without pixels."""
+    case = CASES[name]
+    layout = case.ours().layout(height, width)
+    if "internvl" in name:
+        assert len(layout.tiles) == case.theirs.get_number_of_image_patches(height, width)
+        return
+    tile = layout.tiles[0].height
+    pixels = {"batch_num_images": [1], "image_sizes": [[height, width]], "pixel_values": [[np.empty((3, tile, tile))]]}
+    assert str(layout.prompt) == case.prompt(pixels, 0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(name=st.sampled_from(["qwen2.5", "qwen2.5-old", "qwen3"]), height=sides, width=sides)
+def test_native_grids_of_any_size(name: str, height: int, width: int) -> None:
+    case = CASES[name]
+    try:
+        expected = case.theirs.get_number_of_image_patches(height, width)
+    except ValueError:
+        with pytest.raises(BadImage) as refused:
+            case.ours().layout(height, width)
+        assert refused.value.reason is Reason.TOO_LONG
+        return
+    assert case.ours().layout(height, width).patches == expected
+
+
+class Sizes(SmolVLMImageProcessorPil):
+    """The reference with resizing that only keeps books: which size follows which."""
+
+    def resize(self, image: Any, size: Any, resample: Any = None, **_: Any) -> Any:
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import get_resize_output_image_size
+
+        sides = (
+            get_resize_output_image_size(image, size.longest_edge) if size.longest_edge else (size.height, size.width)
+        )
+        return np.broadcast_to(np.uint8(0), (3, *sides))
+
+
+@settings(max_examples=300, deadline=None)
+@given(height=sides, width=sides)
+def test_splits_of_any_size(height: int, width: int) -> None:
+    case = CASES["smolvlm-512"]
+    theirs = Sizes(**{key: case.theirs.to_dict()[key] for key in ("size", "max_image_size")})
+    image = theirs.resize(np.broadcast_to(np.uint8(0), (3, height, width)), theirs.size)
+    image = theirs.resize_for_vision_encoder(image, 512)
+    frames, rows, columns = theirs.split_images(image, {"longest_edge": 512})
+    layout = case.ours().layout(height, width)
+    assert layout.arrangement == (rows, columns)
+    assert [(3, tile.height, tile.width) for tile in layout.tiles] == [frame.shape for frame in frames]
+
+
+def test_what_would_take_gigabytes_is_refused() -> None:
+    """The reference would resize a hair to 336 × 33 million pixels before it crops the middle."""
+    for name in ("clip-336", "llava-square"):
+        with pytest.raises(BadImage) as refused:
+            CASES[name].ours().layout(1, 100_000)
+        assert refused.value.reason is Reason.TOO_LONG
+
+
+@pytest.mark.parametrize("name", ["clip-336", "siglip-384", "onevision-384", "internvl-448", "smolvlm-512", "qwen3"])
+def test_what_fast_resizing_changes(name: str) -> None:
+    """Hardly a value is more than one grey level off, none more than two, or three where resizing follows resizing."""
+    exact, fast = CASES[name].ours(), CASES[name].ours(fast=True)
+    image = picture(310, 433)
+    pairs = list(zip(exact.views(image), fast.views(image), strict=True))
+    distance = np.concatenate([np.abs(one.astype(int) - other).ravel() for one, other in pairs])
+    assert distance.max() <= (3 if name == "smolvlm-512" else 2)
+    assert (distance > 1).mean() < 1e-4
+    assert (distance > 0).mean() < 0.05
