@@ -281,13 +281,17 @@ sides = st.one_of(
 def test_tile_counts_of_any_size(name: str, height: int, width: int) -> None:
     """Against the reference's own functions of the size, without pixels."""
     case = CASES[name]
-    layout = case.ours().layout(height, width)
     if "internvl" in name:
-        assert len(layout.tiles) == case.theirs.get_number_of_image_patches(height, width)
+        assert len(case.ours().layout(height, width).tiles) == case.theirs.get_number_of_image_patches(height, width)
         return
-    tile = layout.tiles[0].height
+    tile = case.theirs.size["height"]
     pixels = {"batch_num_images": [1], "image_sizes": [[height, width]], "pixel_values": [[np.empty((3, tile, tile))]]}
-    assert str(layout.prompt) == case.prompt(pixels, 0)
+    expected = case.prompt(pixels, 0)
+    try:
+        assert str(case.ours().layout(height, width).prompt) == expected
+    except BadImage as refused:  # the reference keeps newlines at most
+        assert refused.reason is Reason.TOO_LONG  # noqa: PT017
+        assert expected.count("<image>") - (tile // case.ours().patch_size) ** 2 < 6 * tile
 
 
 @settings(max_examples=300, deadline=None)
@@ -345,5 +349,5 @@ def test_what_fast_resizing_changes(name: str) -> None:
     pairs = list(zip(exact.views(image), fast.views(image), strict=True))
     distance = np.concatenate([np.abs(one.astype(int) - other).ravel() for one, other in pairs])
     assert distance.max() <= (3 if name == "smolvlm-512" else 2)
-    assert (distance > 1).mean() < 1e-4
+    assert (distance > 1).mean() < (5e-4 if name == "smolvlm-512" else 5e-5)
     assert (distance > 0).mean() < 0.05

@@ -13,12 +13,14 @@ import numpy as np
 from PIL.Image import Resampling
 from torch import Tensor
 
+from megavlm.data.anyres import TileGroup, features_of_group
 from megavlm.data.decode import BadImage, Reason
 from megavlm.data.images import features_of, patchify
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout, Prompt, Tile
 from megavlm.data.processors.resize import Pixels, resize
 from megavlm.data.processors.sizes import Size
+from megavlm.errors import UserError
 
 _MOST_PIXELS = 2**26  # of a picture on the way: 192 MiB
 
@@ -101,8 +103,7 @@ class Whole(Processor):
 class Anyres(Processor):
     """LLaVA-OneVision: the whole picture, then tiles of the same picture enlarged to the best of some resolutions.
 
-    Features of the tiles are joined to one map, its padding is cut off, a map of more than `max_tiles` tiles is shrunk,
-    and each of its rows ends with a newline feature. An image among others is only seen whole, with one newline.
+    `megavlm/data/anyres.py` says which features of the tiles are kept. An image among others is only seen whole.
     """
 
     tile: int
@@ -114,12 +115,13 @@ class Anyres(Processor):
         side = tile.grid[0]
         if images > 1:
             squared((height, width))
-            return Layout((height, width), (tile,), (0, 0), self._one_run(side**2 + 1))
-        rows, columns = self._arrangement((height, width))
-        grid = sizes.unpadded((height, width), (rows * side, columns * side))
-        kept = sizes.at_most(grid, tiles=self.max_tiles, side=side)
-        features = side**2 + kept[0] * (kept[1] + 1)
-        return Layout((height, width), (tile,) * (1 + rows * columns), (rows, columns), self._one_run(features))
+        arrangement = (0, 0) if images > 1 else self._arrangement((height, width))
+        group = TileGroup(arrangement, (height, width))
+        try:
+            features = features_of_group(group, tile.grid[0], max_tiles=self.max_tiles)
+        except UserError as error:  # of this image, so one to leave out
+            raise BadImage(Reason.TOO_LONG, str(error)) from error
+        return Layout((height, width), (tile,) * group.tiles, arrangement, self._one_run(features))
 
     def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
         if images > 1:

@@ -63,23 +63,6 @@ def fit_inside(size: Size, frame: Size) -> Size:
     return frame[0], min(math.ceil(width * by_height), frame[1])
 
 
-def unpadded(size: Size, grid: Size) -> Size:
-    """Rows and columns of features left when the padding around an image of `size` is cut off a `grid` of features."""
-    (height, width), (rows, columns) = size, grid
-    if width / height > columns / rows:
-        image = int(round(height * (columns / width), 7))  # down, but not for an error in the last digit
-        return rows - (rows - image) // 2 * 2, columns
-    image = int(round(width * (rows / height), 7))
-    return rows, columns - (columns - image) // 2 * 2
-
-
-def at_most(grid: Size, *, tiles: int, side: int) -> Size:
-    """`grid` of features shrunk to about `tiles` × `side`² of them, if it has over 1.1² times as many (anyres_max)."""
-    rows, columns = grid
-    ratio = math.sqrt(rows * columns / (tiles * side**2))
-    return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else grid
-
-
 def tile_grid(size: Size, tile: Size, *, fewest: int, most: int) -> Size:
     """(rows, columns) of tiles whose aspect ratio is closest to the image's (InternVL).
 

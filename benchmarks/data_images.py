@@ -1,0 +1,173 @@
+"""Images per second and core, from JPEG bytes and from pixels to patches, here and in Transformers' processors.
+
+    .venv/bin/python benchmarks/data_images.py [--quick] [--repeats N]
+
+Both sides take turns in one process and one thread (Transformers' PIL backends, which return pixels or patches as
+their models want them); times are processor time, figures medians, ratios medians of ratios of neighbouring turns.
+Images are crops of scikit-learn's two photographs, enlarged to common sizes. Ours is measured as it is, with Pillow's
+resizing, and with `fast`. `off` is the largest difference in grey levels of ours, then of fast, and the share of values
+of fast that differ by more than one. Appends to `benchmarks/records/data_images.jsonl`, unless `--quick`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from record import append, circumstances
+from sklearn.datasets import load_sample_images
+
+from megavlm.data.decode import decode
+from megavlm.data.processors import Processor, processor_from
+
+SIZES = ((480, 640), (768, 1024), (1080, 1920))  # height, width
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "LLaVA-1.5": (
+        "llava.image_processing_pil_llava",
+        "LlavaImageProcessorPil",
+        {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+        {"vision_config": {"patch_size": 14}},
+    ),
+    "SigLIP-384": (
+        "siglip.image_processing_pil_siglip",
+        "SiglipImageProcessorPil",
+        {"size": {"height": 384, "width": 384}},
+        {"vision_config": {"patch_size": 14}},
+    ),
+    "LLaVA-OneVision": (
+        "llava_onevision.image_processing_pil_llava_onevision",
+        "LlavaOnevisionImageProcessorPil",
+        {},
+        {"vision_config": {"patch_size": 14}},
+    ),
+    "InternVL3": (
+        "got_ocr2.image_processing_pil_got_ocr2",
+        "GotOcr2ImageProcessorPil",
+        {"size": {"height": 448, "width": 448}, "crop_to_patches": True},
+        {"vision_config": {"patch_size": 14}, "downsample_ratio": 0.5},
+    ),
+    "Qwen2.5-VL": (
+        "qwen2_vl.image_processing_pil_qwen2_vl",
+        "Qwen2VLImageProcessorPil",
+        {"size": {"shortest_edge": 3136, "longest_edge": 12845056}},
+        {"vision_config": {"patch_size": 14}},
+    ),
+    "SmolVLM": (
+        "smolvlm.image_processing_pil_smolvlm",
+        "SmolVLMImageProcessorPil",
+        {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}},
+        {"vision_config": {"patch_size": 16}, "scale_factor": 4},
+    ),
+}
+SIDES = ("ours", "fast", "theirs")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="one size, three repeats, nothing recorded")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    record: dict[str, Any] = {**circumstances(), "arguments": vars(arguments), "results": []}
+    repeats, sizes = (3, SIZES[:1]) if arguments.quick else (arguments.repeats, SIZES)
+    print("images/s and core; × is ours (fast) over Transformers'")
+    print(f"{'family':16} {'image':>10}   {'JPEG → patches':>34}   {'pixels → patches':>34}   off")
+    for family in FAMILIES:
+        for size in sizes:
+            result = {"family": family, "size": size, **measure(family, size, repeats)}
+            record["results"].append(result)
+            print(line(result), flush=True)
+    for scope in ("jpeg", "pixels"):
+        for side in ("ours", "fast"):
+            ratios = [result[scope][f"{side}_ratio"] for result in record["results"]]
+            print(f"{scope}, {side}: × {min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}")
+    if not arguments.quick:
+        append("data_images", record)
+
+
+def measure(family: str, size: tuple[int, int], repeats: int) -> dict[str, Any]:
+    module, name, options, config = FAMILIES[family]
+    theirs = getattr(importlib.import_module(f"transformers.models.{module}"), name)(**options)
+    given = json.loads(theirs.to_json_string())
+    ours, fast = processor_from(given, config), processor_from(given, config, fast=True)
+    jpeg = photograph(*size)
+    image = ImageOps.exif_transpose(Image.open(BytesIO(jpeg)))
+    pixels = decode(jpeg).pixels
+
+    def their_decode() -> Any:
+        return theirs(ImageOps.exif_transpose(Image.open(BytesIO(jpeg))).convert("RGB"), return_tensors="pt")
+
+    from_jpeg = (
+        lambda: ours.tiles(decode(jpeg).pixels),
+        lambda: fast.tiles(decode(jpeg).pixels),
+        their_decode,
+    )
+    from_pixels = (lambda: ours.tiles(pixels), lambda: fast.tiles(pixels), lambda: theirs(image, return_tensors="pt"))
+    return {
+        "jpeg": compare(from_jpeg, repeats),
+        "pixels": compare(from_pixels, repeats),
+        "off": differences(ours, fast, pixels),
+    }
+
+
+def photograph(height: int, width: int) -> bytes:
+    """A JPEG of quality 90."""
+    image = Image.fromarray(load_sample_images().images[height % 2])
+    file = BytesIO()
+    ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def compare(sides: tuple[Callable[[], Any], ...], repeats: int) -> dict[str, float]:
+    """Images per second of each side, and ratios to the last one."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for turn in range(repeats + 1):
+        for side, times in zip(sides, seconds, strict=True):
+            start = time.process_time()
+            side()
+            if turn:  # the first one warms up
+                times.append(time.process_time() - start)
+    rates = {name: 1 / statistics.median(times) for name, times in zip(SIDES, seconds, strict=True)}
+    ratios = {
+        f"{name}_ratio": statistics.median(last / own for own, last in zip(times, seconds[-1], strict=True))
+        for name, times in zip(SIDES[:-1], seconds, strict=False)
+    }
+    return rates | ratios
+
+
+def differences(ours: Processor, fast: Processor, pixels: np.ndarray) -> dict[str, float]:
+    """How far `fast` is from Pillow's pixels, which ours are (tests/parity/test_processors.py)."""
+    pairs = zip(ours.views(pixels), fast.views(pixels), strict=True)
+    levels = np.concatenate([np.abs(one.astype(int) - other).ravel() for one, other in pairs])
+    return {"fast": int(levels.max()), "share_over_one": float((levels > 1).mean())}
+
+
+def line(result: dict[str, Any]) -> str:
+    def scope(name: str) -> str:
+        rates = result[name]
+        return (
+            f"{rates['ours']:7.1f} ({rates['fast']:7.1f}) {rates['theirs']:6.1f} "
+            f"× {rates['ours_ratio']:.2f} ({rates['fast_ratio']:.2f})"
+        )
+
+    size, off = "×".join(map(str, result["size"])), result["off"]
+    return (
+        f"{result['family']:16} {size:>10}   {scope('jpeg'):>34}   {scope('pixels'):>34}   "
+        f"0, {off['fast']} ({off['share_over_one']:.0e})"
+    )
+
+
+if __name__ == "__main__":
+    main()
