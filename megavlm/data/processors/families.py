@@ -112,7 +112,6 @@ class Anyres(Processor):
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         tile = self._tile(self.tile, self.tile)
-        side = tile.grid[0]
         if images > 1:
             squared((height, width))
         arrangement = (0, 0) if images > 1 else self._arrangement((height, width))
