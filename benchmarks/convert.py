@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/convert.py [--gigabytes 4]
 
 Writes a synthetic LLaVA of that size (bf16, several files), then in turn, each in a process of its own and from disk:
-reads every tensor with safetensors, imports it, and exports it again. The same with a tiny model gives the start-up
-(interpreter, torch, megatron-core), which is subtracted. Prints speed, its ratio to reading, and the peak of resident
-memory; appends them to `benchmarks/records/convert.jsonl`.
+reads every tensor with safetensors, copies the files, imports the model and exports it again. The same with a tiny
+model gives the start-up (interpreter, torch, megatron-core), which is subtracted. Prints speed, its ratio to reading, and the
+peak of resident memory; appends them to `benchmarks/records/convert.jsonl`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,15 @@ for file in sorted(Path(sys.argv[1]).glob("*.safetensors")):
             tensor = handle.get_tensor(name)
             total += int(tensor.view(torch.uint8).flatten()[::4096].sum()) * 0 + tensor.nbytes
 print(total)
+"""
+
+
+COPY = """
+import os, shutil, sys
+shutil.copytree(sys.argv[1], sys.argv[2])
+for name in os.listdir(sys.argv[2]):
+    with open(os.path.join(sys.argv[2], name)) as file:
+        os.fsync(file.fileno())
 """
 
 
@@ -121,10 +130,11 @@ def measured(command: Sequence[str], source: Path) -> tuple[float, float]:
 def one_round(folder: Path) -> dict[str, tuple[float, float]]:
     """Read, import and export once."""
     source, ours, back = folder / "hf", folder / "ours", folder / "back"
-    for made in (ours, back):
+    for made in (ours, back, folder / "copy"):
         shutil.rmtree(made, ignore_errors=True)
     return {
         "read": measured(["-c", READ, str(source)], source),
+        "copy": measured(["-c", COPY, str(source), str(folder / "copy")], source),
         "import": measured(["tools/convert.py", "import", str(source), str(ours)], source),
         "export": measured(["tools/convert.py", "export", str(ours), str(back)], ours),
     }
@@ -144,7 +154,7 @@ def main() -> None:
         rounds = [(one_round(large), one_round(tiny)) for _ in range(options.rounds)]
     record["gigabytes"] = total / 2**30
     seconds = {}
-    for what in ("read", "import", "export"):
+    for what in ("read", "copy", "import", "export"):
         seconds[what] = statistics.median(big[what][0] - small[what][0] for big, small in rounds)
         start = statistics.median(small[what][0] for _, small in rounds)
         peak = max(big[what][1] for big, _ in rounds)
