@@ -4,8 +4,8 @@
 
 Writes a synthetic LLaVA of that size (bf16, several files), then in turn, each in a process of its own and from disk:
 reads every tensor with safetensors, copies the files, imports the model and exports it again. The same with a tiny
-model gives the start-up (interpreter, torch, megatron-core), which is subtracted. Prints speed, its ratio to reading, and the
-peak of resident memory; appends them to `benchmarks/records/convert.jsonl`.
+model gives the start-up (interpreter, torch, megatron-core), which is subtracted. Prints speed, its ratio to reading,
+and the peak of resident memory; appends them to `benchmarks/records/convert.jsonl`.
 """
 
 from __future__ import annotations
