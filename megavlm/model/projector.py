@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megavlm.config.schema import ModelConfig
 from megavlm.data.anyres import TileGroup
+from megavlm.model.merge import pixel_shuffle
 from megavlm.model.tiles import lay_out
 from megavlm.model.vision import VisionLayout
-from megavlm.model.windows import Grid
 
 
 class Projector(MegatronModule):
@@ -79,17 +79,3 @@ class Projector(MegatronModule):
         # As the rest of this, alike on every tensor-parallel rank: the newline's gradient needs no reduction.
         counts = [rows * columns // self.pixel_shuffle**2 for rows, columns in layout.grids]
         return lay_out(out[:, 0], tile_groups, counts, newline=self.image_newline, max_tiles=self.max_tiles)[:, None]
-
-
-def pixel_shuffle(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tensor:
-    """Concatenate each factor × factor block of neighbouring patches: [P, H] → [P/factor², H·factor²].
-
-    Blocks are in row-major order, and inside a block (row, column, channel).
-    """
-    if factor == 1:
-        return patches
-    merged = []
-    for (rows, columns), image in zip(grids, patches.split([r * c for r, c in grids]), strict=True):
-        blocks = image.view(rows // factor, factor, columns // factor, factor, -1).transpose(1, 2)
-        merged.append(blocks.reshape(rows * columns // factor**2, -1))
-    return torch.cat(merged)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from tests.parity import hf
 from tests.parity.test_hf_llava import vicuna
 from tools import convert
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -127,3 +131,18 @@ def test_verify_finds_a_difference(folder: Path, tmp_path: Path, capsys: pytest.
     change_weights(folder, nudge)
     assert convert.main(["verify", str(folder), str(tmp_path / "ours")]) == 1
     assert "more than --tolerance 0.0001" in capsys.readouterr().err
+
+
+def test_the_programs_work_as_they_are_started(folder: Path, tmp_path: Path) -> None:
+    """In processes of their own, where nothing has activated a backend before: import, train from both, export."""
+
+    def program(*words: str) -> None:
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    run = ["--train-iters", "1", "--global-batch-size", "1", "--seq-length", "48", "--no-tensorboard", "--run-dir"]
+    program("tools/convert.py", "import", str(folder), str(tmp_path / "ours"))
+    program("pretrain_vlm.py", "--config", str(tmp_path / "ours" / "config.yaml"), *run, str(tmp_path / "a"))
+    program("pretrain_vlm.py", "--init-from", str(folder), *run, str(tmp_path / "b"))
+    program("tools/convert.py", "export", str(tmp_path / "b"), str(tmp_path / "theirs"))
+    program("tools/convert.py", "verify", str(tmp_path / "theirs"), str(tmp_path / "a"))

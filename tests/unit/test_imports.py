@@ -261,6 +261,14 @@ def test_the_pure_modules_load_without_torch() -> None:
 
 
 @pytest.mark.parametrize(
+    "module", ["megavlm.checkpoint.hf.source", "megavlm.config.cli", "pretrain_vlm", "tools.convert"]
+)
+def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone(module: str) -> None:
+    program = f"import sys, {module}\nassert 'megatron.core' not in sys.modules, 'megatron-core was imported'"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
     ("name", "source", "message"),
     [
         ("megavlm.data.loader", "from megavlm.train import loop", "later in RANKS"),

@@ -14,7 +14,7 @@ from megavlm.checkpoint.hf.settings import Settings, refuse
 from megavlm.checkpoint.hf.table import FusedQKV, Same, Table, linear
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.batch import PackedBatch
-from megavlm.model.projector import pixel_shuffle
+from megavlm.model.merge import pixel_shuffle
 
 
 def with_defaults(settings: Settings, defaults: Mapping[str, Any]) -> Settings:
