@@ -47,7 +47,7 @@ def import_checkpoint(origin: Origin, shapes: Mapping[str, Shape], config: Confi
     stored = {key: Stored(shape, _dtype(origin, key)) for key, shape in shapes.items()}
     dcp.save(
         dict.fromkeys(stored),
-        # A file per tensor, for the writer keeps all of a file's tensors; two threads, so that one reads while one writes.
+        # A file per tensor, for the writer keeps all of a file's tensors; two threads, so that one reads as one writes.
         storage_writer=dcp.FileSystemWriter(temporary, single_file_per_rank=False, sync_files=False, thread_count=2),
         planner=_StreamingPlanner(origin, stored),
         no_dist=True,
