@@ -39,7 +39,7 @@ class Processor(ABC):
     std: tuple[float, ...]
     placeholder: str = "<image>"
     image_token: str = "<image>"
-    fast: bool = False  # resize with torch: few values in a million are two grey levels off, see `resize`
+    fast: bool = False  # resize with torch: some values in a million are off by two, see `resize`
 
     @abstractmethod
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:

@@ -4,7 +4,7 @@ Pillow resamples one axis, rounds to bytes, and resamples the other, with weight
 vector instructions and weights of 15 bits. One pass of it is always within one grey level of Pillow's: its error is
 far below a half before rounding. The second pass sees bytes of which some are off by one, and where neighbours are off
 alike it may add another. Measured on photographs: 99.6 % of values are equal, the rest are one grey level off, but for
-one to twenty in a million that are two off. That is why speed has to be asked for.
+up to 43 in a million that are two off (noise: up to 145, three off). That is why speed has to be asked for.
 """
 
 from __future__ import annotations
