@@ -5,8 +5,9 @@
 Both sides take turns in one process and one thread (Transformers' PIL backends, which return pixels or patches as
 their models want them); times are processor time, figures medians, ratios medians of ratios of neighbouring turns.
 Images are crops of scikit-learn's two photographs, enlarged to common sizes. Ours is measured as it is, with Pillow's
-resizing, and with `fast`. `off` is the largest difference in grey levels between the two, and the share of values that
-differ by more than one; that ours equals Transformers' is held by `tests/parity/test_processors.py`. Appends to `benchmarks/records/data_images.jsonl`, unless `--quick`.
+resizing, and with `fast`. `off` is the largest difference in grey levels between the two, and the share
+of values that differ by more than one; that ours equals Transformers' is held by `tests/parity/test_processors.py`.
+Appends to `benchmarks/records/data_images.jsonl`, unless `--quick`.
 """
 
 from __future__ import annotations
