@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -87,7 +88,7 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     plan = make_plan(single, ONE)
     folder = import_checkpoint(origin, shapes, config, plan, root=options.out / "checkpoints")
     (options.out / "config.yaml").write_text(to_yaml(_loading(config, options.out)))
-    parameters = sum(_size(shape) for shape in shapes.values())
+    parameters = sum(map(math.prod, shapes.values()))
     print(f"{folder}: {parameters / 1e6:.1f} million parameters in {time.perf_counter() - start:.1f} s")
     print(f"start from it: torchrun … pretrain_vlm.py --config {options.out / 'config.yaml'} --run-dir RUN")
     return 0
@@ -95,13 +96,6 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _loading(config: Config, out: Path) -> Config:
     return replace(config, checkpoint=replace(config.checkpoint, init_from=None, load=str(out)))
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
