@@ -125,7 +125,7 @@ def _add(group: Any, option: Option) -> None:
 
 
 def _metavar(kind: Kind) -> str:
-    what = f"{{{','.join(kind.choices)}}}" if kind.choices else _METAVARS[kind.scalar]
+    what = f"{{{','.join(kind.choices)}}}" if kind.choices else _METAVARS.get(kind.scalar, "PATH[,KEY=VALUE…]")
     return f"{what}|none" if kind.optional else what
 
 

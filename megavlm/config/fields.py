@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megavlm.config.schema import Config
-from megavlm.config.words import did_you_mean, shown
+from megavlm.config.words import did_you_mean, plain, shown
 from megavlm.errors import UserError
 
 # Sections whose fields would collide with one another as bare flags: theirs carry the section's name.
@@ -26,7 +26,10 @@ _PLURALS = {int: "integers", str: "texts"}
 
 @dataclass(frozen=True)
 class Kind:
-    """The values of a field: a scalar or one of `choices`, `many` of them, or nothing at all when `optional`."""
+    """The values of a field: a scalar or one of `choices`, `many` of them, or nothing at all when `optional`.
+
+    A dataclass as the scalar is a mapping in YAML, and `FIRST_FIELD,field=value,…` after a flag.
+    """
 
     scalar: type
     choices: tuple[str, ...] = ()
@@ -38,7 +41,13 @@ class Kind:
         """What to write, in words."""
         if self.choices:
             return f"{'a list of any of' if self.many else 'one of'} {', '.join(self.choices)}"
+        if self.is_record:
+            return f"a list of mappings with {', '.join(_kinds(self.scalar))}"
         return f"a list of {_PLURALS[self.scalar]}" if self.many else _SCALARS[self.scalar]
+
+    @property
+    def is_record(self) -> bool:
+        return is_dataclass(self.scalar)
 
     def from_yaml(self, value: object, *, name: str) -> Any:
         """The field's value for what YAML holds; types are strict. Raises UserError naming `name`."""
@@ -58,6 +67,8 @@ class Kind:
             return None
         if self.many:
             expected += " (separated by spaces)"
+        if self.is_record:
+            return tuple(_record_of_word(self.scalar, word, name=name) for word in words)
         values = tuple(self._scalar(self._parsed(word), name=name, expected=expected) for word in words)
         return values if self.many else values[0]
 
@@ -72,6 +83,10 @@ class Kind:
 
     def _scalar(self, value: object, *, name: str, expected: str) -> Any:
         wrong = f"{name} expects {expected}, got {shown(value)}"
+        if self.is_record:
+            if not isinstance(value, Mapping):
+                raise UserError(wrong)
+            return _record(self.scalar, value, name=name)
         if self.choices:
             if value in self.choices:
                 return value
@@ -87,6 +102,32 @@ class Kind:
         if isinstance(value, int) and value.bit_length() > 63:
             raise UserError(f"{wrong}, which needs more than 64 bits")
         return value
+
+
+def _kinds(record: Any) -> dict[str, Kind]:
+    hints = get_type_hints(record)
+    return {field.name: _kind(hints[field.name]) for field in fields(record)}
+
+
+def _record(record: Any, values: Mapping[Any, object], *, name: str) -> Any:
+    """An instance of a dataclass from a mapping. Raises UserError for an unknown key or a wrong value."""
+    kinds = _kinds(record)
+    for key in values:
+        if key not in kinds:
+            raise UserError(
+                f"{name} has no {plain(str(key))}{did_you_mean(str(key), kinds) or ': ' + ', '.join(kinds)}"
+            )
+    return record(**{key: kinds[key].from_yaml(value, name=f"{name} {key}") for key, value in values.items()})
+
+
+def _record_of_word(record: Any, word: str, *, name: str) -> Any:
+    """`FIRST_FIELD,field=value,…` as an instance of a dataclass."""
+    first, *rest = word.split(",")
+    pairs = [part.partition("=") for part in rest]
+    for key, equals, _ in pairs:
+        if not equals:
+            raise UserError(f"{name} {plain(word)}: {plain(key)} is no key=value: write {name} PATH,key=value,…")
+    return _record(record, {next(iter(_kinds(record))): first, **{key: value for key, _, value in pairs}}, name=name)
 
 
 def _finite(value: int | float | str, *, wrong: str) -> float:
@@ -166,6 +207,8 @@ def _kind(annotation: Any) -> Kind:
         return replace(_kind(arguments[0]), many=True)
     if origin is Literal:
         return Kind(scalar=str, choices=arguments)
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        return Kind(scalar=annotation)
     assert annotation in _SCALARS, f"the schema uses a type that flags cannot express: {annotation}"
     return Kind(scalar=annotation)
 

@@ -25,7 +25,7 @@ def _plain_data(value: Any) -> Any:
     """The same data without tuples, which are Python's alone and which YAML would have to tag."""
     if isinstance(value, dict):
         return {key: _plain_data(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain_data(item) for item in value] if isinstance(value, tuple) else value
 
 
 def from_dict(data: object) -> Config:

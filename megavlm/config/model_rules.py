@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megavlm.config.data_source import data_source
 from megavlm.config.lora import adapted_parts, unmatched
 from megavlm.config.schema import Config
 from megavlm.config.words import divisors, nearest
@@ -145,7 +146,7 @@ def deepstack_layers_exist(config: Config) -> str | None:
 def patches_tile_images(config: Config) -> str | None:
     vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
     sides = [("--vision-image-size", vision.image_size)]
-    if config.data.source == "synthetic":
+    if data_source(config) == "synthetic":
         sides += [("--image-sizes", side) for side in config.data.image_sizes]
     for flag, side in sides:
         count, remedy = side // vision.patch_size, nearest(side, vision.patch_size * shuffle)
@@ -168,7 +169,7 @@ def tiled_images_are_expressible(config: Config) -> str | None:
         return "--projector-anyres-max-tiles and --vision-deepstack-layers exclude each other: leave one of them out"
     if model.language.mrope_section:
         return "--projector-anyres-max-tiles and --language-mrope-section exclude each other: leave one of them out"
-    if data.source == "digits":
+    if data_source(config) == "digits":
         return "--data digits has no tiled images: leave --projector-anyres-max-tiles out, or use --data synthetic"
     for side in data.image_sizes:
         if side % model.vision.image_size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megavlm.config.data_source import data_source
 from megavlm.config.schema import Config, DataConfig, VisionConfig
 from megavlm.config.words import shown
 
@@ -63,7 +64,7 @@ def synthetic_samples_fit(config: Config) -> str | None:
     Tokens of tiled images are the data's to count: the source itself refuses what does not fit.
     """
     data, length = config.data, config.train.seq_length
-    if data.source != "synthetic" or config.model.projector.anyres_max_tiles is not None:
+    if data_source(config) != "synthetic" or config.model.projector.anyres_max_tiles is not None:
         return None
     images = max(data.images_per_sample, default=0)
     features = _most_features(data, config.model.vision, config.model.projector.pixel_shuffle)
@@ -74,6 +75,26 @@ def synthetic_samples_fit(config: Config) -> str | None:
             f"text: set --seq-length to at least {needed}, or lower --images-per-sample, --image-sizes or "
             f"--vision-image-size"
         )
+    return None
+
+
+def files_have_sources(config: Config) -> str | None:
+    data = config.data
+    if data.sources and data.source not in (None, "files"):
+        return f"--data {data.source} reads no --sources: leave one of them out"
+    if data.source == "files" and not data.sources:
+        return "--data files has no --sources: name your data sets, as in --sources PATH,image_root=DIR"
+    for source in data.sources:
+        if not source.path:
+            return "--sources has an entry without a path: write path: FILE"
+        if source.path.startswith("~"):
+            return f"--sources {shown(source.path)} begins with ~, which only a shell expands: write out the path"
+        if source.weight <= 0:
+            return f"--sources {shown(source.path)} has weight {source.weight}: it must be greater than 0"
+    names = [source.name or Path(source.path).stem for source in data.sources]
+    for name in names:
+        if names.count(name) > 1:
+            return f"--sources has two data sets of the name {shown(name)}: give them names of their own (name=…)"
     return None
 
 
@@ -119,6 +140,7 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     wsd_decay_fits,
     imageless_samples_exist,
     synthetic_samples_fit,
+    files_have_sources,
     run_dir_is_a_folder,
     load_is_a_path,
 )

@@ -189,8 +189,46 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    """One of the user's data sets (`data.sources`, or `--sources PATH,weight=2,image_root=DIR …`)."""
+
+    path: str = option("", "File of records, or for webdataset the folder or meta-dataset file.")
+    kind: Literal["auto", "llava", "messages", "text", "webdataset"] = option(
+        "auto", "LLaVA JSON or JSONL, messages JSONL or parquet, plain text, WebDataset tars; default: by looking."
+    )
+    weight: float = option(1.0, "Share of the samples drawn, relative to the other sources.")
+    image_root: str | None = option(None, "Folder that image paths are relative to and must stay in; default: path's.")
+    name: str | None = option(None, "Name in metrics; default: the file's.")
+
+
+@dataclass(frozen=True)
 class DataConfig:
-    source: Literal["synthetic", "digits"] = option("synthetic", "Where samples come from.", "--data")
+    source: Literal["synthetic", "digits", "files"] | None = option(
+        None, "Where samples come from; default: files where --sources are given, else synthetic.", "--data"
+    )
+    sources: tuple[SourceConfig, ...] = option(
+        (), "Files: your data sets, PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME] …"
+    )
+    tokenizer: str | None = option(
+        None, "Files: folder of a Hugging Face tokenizer, or a SentencePiece model; default: the model's own folder."
+    )
+    chat_template: str = option(
+        "auto", "Files: auto (the tokenizer's own, else the model's), a template's name, or a .jinja file."
+    )
+    train_on: Literal["assistant", "last", "all"] = option(
+        "assistant", "Files: train on what the assistant says, on its last turn only, or on the whole text."
+    )
+    image_processor: str | None = option(
+        None, "Files: folder of preprocessor_config.json; default: the model's own, else resizing to the tower's size."
+    )
+    fast_image_resize: bool = option(False, "Files: resize images faster, off by up to 3 grey levels in rare pixels.")
+    max_image_pixels: int = option(2**26, "Files: larger images are skipped before they are decoded.")
+    shuffle: bool = option(True, "Files: a new order for each epoch; off: the files' own.")
+    packing: bool = option(True, "Files: several samples per sequence, none of which sees another.")
+    packing_window: int = option(1024, "Files: samples that are packed together; more fill sequences better.")
+    balance: bool = option(True, "Files: assign sequences to ranks and micro-batches by their measured cost.")
+    num_workers: int = option(2, "Files: processes per model replica that read and decode; 0: a thread.")
+    max_bad_sample_rate: float = option(0.05, "Files: share of skipped samples that ends the run, once 20 are.")
     images_per_sample: tuple[int, ...] = option((1,), "Synthetic: image counts, cycled over samples.")
     image_sizes: tuple[int, ...] = option(
         (), "Synthetic: image sides in pixels, cycled over images; default: the model's."

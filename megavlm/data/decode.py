@@ -8,13 +8,14 @@ keeps its high byte, where Pillow's conversion would turn every value above 255 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, UnidentifiedImageError
+
+from megavlm.data.bad import BadSample, Reason
 
 MAX_PIXELS = 2**26  # 67 megapixels: 192 MiB as RGB
 # Named, because Pillow also reads formats that start programs (EPS) or that nobody keeps photos in.
@@ -34,26 +35,6 @@ _UPRIGHT = {
 }
 
 
-class Reason(StrEnum):
-    """Why an image is left out; the value is what is counted."""
-
-    MISSING = "missing_file"
-    OUTSIDE = "path_outside_root"
-    NOT_AN_IMAGE = "not_an_image"
-    TRUNCATED = "truncated"
-    CORRUPT = "corrupt"
-    TOO_LARGE = "too_many_pixels"
-    TOO_LONG = "aspect_ratio"
-
-
-class BadImage(ValueError):
-    """An image that cannot be used: the sample is skipped, and counted under `reason`."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-
-
 @dataclass(frozen=True, eq=False)
 class Decoded:
     """Pixels [height, width, 3], uint8 RGB; `animated` where they are the first of several frames."""
@@ -65,27 +46,27 @@ class Decoded:
 def resolve_inside(root: Path, name: str) -> Path:
     """The file that `name` means below `root`.
 
-    Raises BadImage when it lies outside, by an absolute path, by `..` or by a symbolic link, and when it is no file.
+    Raises BadSample when it lies outside, by an absolute path, by `..` or by a symbolic link, and when it is no file.
     """
     if "\0" in name:
-        raise BadImage(Reason.OUTSIDE, f"{name!r} is not a path")
+        raise BadSample(Reason.OUTSIDE, f"{name!r} is not a path")
     root = root.resolve()
     try:
         path = (root / name).resolve()
         inside, is_file = path.is_relative_to(root), path.is_file()  # a pipe or a device would block who opens it
     except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
-        raise BadImage(Reason.MISSING, f"{name[:200]!r}: {error}") from error
+        raise BadSample(Reason.MISSING, f"{name[:200]!r}: {error}") from error
     if Path(name).is_absolute() or not inside:
-        raise BadImage(Reason.OUTSIDE, f"{name!r} leaves {root}")
+        raise BadSample(Reason.OUTSIDE, f"{name!r} leaves {root}")
     if not is_file:
-        raise BadImage(Reason.MISSING, f"{path} is not a file")
+        raise BadSample(Reason.MISSING, f"{path} is not a file")
     return path
 
 
 def size_of(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """(height, width) that `decode` will give, from the header alone.
 
-    Raises BadImage for what is no image or holds more than `max_pixels`.
+    Raises BadSample for what is no image or holds more than `max_pixels`.
     """
     try:
         with _open(source, max_pixels) as image:
@@ -96,7 +77,7 @@ def size_of(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> tuple[int,
 
 
 def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Decoded:
-    """Pixels of an encoded image, upright and opaque. Raises BadImage, and nothing else, whatever the bytes are."""
+    """Pixels of an encoded image, upright and opaque. Raises BadSample, and nothing else, whatever the bytes are."""
     try:
         with _open(source, max_pixels) as image:
             animated = getattr(image, "n_frames", 1) > 1
@@ -113,10 +94,10 @@ def _open(source: bytes | Path, max_pixels: int) -> ImageFile.ImageFile:
     width, height = image.size
     if width * height > max_pixels:
         image.close()
-        raise BadImage(Reason.TOO_LARGE, f"{height}×{width} pixels are more than {max_pixels}")
+        raise BadSample(Reason.TOO_LARGE, f"{height}×{width} pixels are more than {max_pixels}")
     if width < 1 or height < 1:
         image.close()
-        raise BadImage(Reason.CORRUPT, f"{height}×{width} pixels")
+        raise BadSample(Reason.CORRUPT, f"{height}×{width} pixels")
     return image
 
 
@@ -138,15 +119,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _typed(error: Exception) -> BadImage:
+def _typed(error: Exception) -> BadSample:
     match error:
-        case BadImage():
+        case BadSample():
             return error
         case FileNotFoundError() | IsADirectoryError() | NotADirectoryError() | PermissionError():
-            return BadImage(Reason.MISSING, str(error))
+            return BadSample(Reason.MISSING, str(error))
         case UnidentifiedImageError():
-            return BadImage(Reason.NOT_AN_IMAGE, str(error))
+            return BadSample(Reason.NOT_AN_IMAGE, str(error))
         case Image.DecompressionBombError():
-            return BadImage(Reason.TOO_LARGE, str(error))
+            return BadSample(Reason.TOO_LARGE, str(error))
     told = "truncated" in str(error).lower() or isinstance(error, EOFError)
-    return BadImage(Reason.TRUNCATED if told else Reason.CORRUPT, f"{type(error).__name__}: {error}")
+    return BadSample(Reason.TRUNCATED if told else Reason.CORRUPT, f"{type(error).__name__}: {error}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megavlm.config.data_source import data_source
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.data.digits import DigitsSource
@@ -57,7 +58,7 @@ def build_source(
 
     Rank 0 writes what the source stores in `run_dir` (the tokenizer); the others call `barrier` to wait for it.
     """
-    if config.data.source == "digits":
+    if data_source(config) == "digits":
         return DigitsSource.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
     return SyntheticSource(config)
 

@@ -30,7 +30,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
-from megavlm.data.decode import BadImage, Reason
+from megavlm.data.bad import BadSample, Reason
 from megavlm.data.processors import Processor, processor_from
 
 Pixels = NDArray[np.uint8]
@@ -289,8 +289,8 @@ def test_tile_counts_of_any_size(name: str, height: int, width: int) -> None:
     expected = case.prompt(pixels, 0)
     try:
         assert str(case.ours().layout(height, width).prompt) == expected
-    except BadImage as refused:  # the reference keeps newlines at most
-        assert refused.reason is Reason.TOO_LONG  # noqa: PT017
+    except BadSample as refused:  # the reference keeps newlines at most
+        assert refused.reason is Reason.TOO_NARROW  # noqa: PT017
         assert expected.count("<image>") - (tile // case.ours().patch_size) ** 2 < 6 * tile
 
 
@@ -301,9 +301,9 @@ def test_native_grids_of_any_size(name: str, height: int, width: int) -> None:
     try:
         expected = case.theirs.get_number_of_image_patches(height, width)
     except ValueError:
-        with pytest.raises(BadImage) as refused:
+        with pytest.raises(BadSample) as refused:
             case.ours().layout(height, width)
-        assert refused.value.reason is Reason.TOO_LONG
+        assert refused.value.reason is Reason.TOO_NARROW
         return
     assert case.ours().layout(height, width).patches == expected
 
@@ -336,9 +336,9 @@ def test_splits_of_any_size(height: int, width: int) -> None:
 def test_what_would_take_gigabytes_is_refused() -> None:
     """The reference would resize a hair to 336 × 33 million pixels before it crops the middle."""
     for name in ("clip-336", "llava-square"):
-        with pytest.raises(BadImage) as refused:
+        with pytest.raises(BadSample) as refused:
             CASES[name].ours().layout(1, 100_000)
-        assert refused.value.reason is Reason.TOO_LONG
+        assert refused.value.reason is Reason.TOO_NARROW
 
 
 @pytest.mark.parametrize("name", ["clip-336", "siglip-384", "onevision-384", "internvl-448", "smolvlm-512", "qwen3"])

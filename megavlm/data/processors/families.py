@@ -14,7 +14,7 @@ from PIL.Image import Resampling
 from torch import Tensor
 
 from megavlm.data.anyres import TileGroup, features_of_group
-from megavlm.data.decode import BadImage, Reason
+from megavlm.data.bad import BadSample, Reason
 from megavlm.data.images import features_of, patchify
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout, Prompt, Tile
@@ -43,7 +43,7 @@ class Processor(ABC):
 
     @abstractmethod
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
-        """Tiles, features and prompt of an image of this size. Pure. Raises BadImage for sizes that are refused."""
+        """Tiles, features and prompt of an image of this size. Pure. Raises BadSample for sizes that are refused."""
 
     @abstractmethod
     def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
@@ -119,7 +119,7 @@ class Anyres(Processor):
         try:
             features = features_of_group(group, tile.grid[0], max_tiles=self.max_tiles)
         except UserError as error:  # of this image, so one to leave out
-            raise BadImage(Reason.TOO_LONG, str(error)) from error
+            raise BadSample(Reason.TOO_NARROW, str(error)) from error
         return Layout((height, width), (tile,) * group.tiles, arrangement, self._one_run(features))
 
     def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
@@ -273,8 +273,10 @@ def squared(size: Size) -> Size:
 def holdable(size: Size, picture: Size) -> Size:
     """`picture`, what an image of `size` would become on the way; a hair of 1×10000 pixels may become gigabytes.
 
-    Raises BadImage then.
+    Raises BadSample then.
     """
     if picture[0] * picture[1] > _MOST_PIXELS:
-        raise BadImage(Reason.TOO_LONG, f"{size[0]}×{size[1]} pixels would become {picture[0]}×{picture[1]} on the way")
+        raise BadSample(
+            Reason.TOO_NARROW, f"{size[0]}×{size[1]} pixels would become {picture[0]}×{picture[1]} on the way"
+        )
     return picture

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from functools import cache
 
-from megavlm.data.decode import BadImage, Reason
+from megavlm.data.bad import BadSample, Reason
 
 Size = tuple[int, int]  # (height, width) or (rows, columns)
 
@@ -27,11 +27,11 @@ def shortest_edge(size: Size, edge: int) -> Size:
 def smart_resize(size: Size, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
     """Sides that are multiples of `factor`, between two areas, near the aspect ratio (Qwen2-VL and its successors).
 
-    Raises BadImage for images more elongated than 1:200, which the reference refuses.
+    Raises BadSample for images more elongated than 1:200, which the reference refuses.
     """
     height, width = size
     if max(size) / min(size) > _MOST_ELONGATED:
-        raise BadImage(Reason.TOO_LONG, f"{height}×{width} pixels are more elongated than 1:{_MOST_ELONGATED}")
+        raise BadSample(Reason.TOO_NARROW, f"{height}×{width} pixels are more elongated than 1:{_MOST_ELONGATED}")
     rows, columns = round(height / factor), round(width / factor)
     if rows * columns * factor**2 > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)

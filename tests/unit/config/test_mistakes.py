@@ -316,6 +316,12 @@ LAYOUT = (
 )
 
 RUN = (
+    Mistake("--data files", "--data files", "name your data sets", "--data synthetic"),
+    Mistake("--sources a.json --data digits", "--sources", "leave one of them out", "--data files"),
+    Mistake("--sources ,weight=2", "--sources", "write path", "--sources a.json"),
+    Mistake("--sources ~/a.json", "--sources '~/a.json'", "write out the path", "--sources a.json"),
+    Mistake("--sources a.json,weight=0", "weight 0.0", "greater than 0", "--sources a.json,weight=1"),
+    Mistake("--sources a/t.json b/t.json", "--sources", "name=", "--sources a/t.json b/t.json,name=b"),
     Mistake("--min-lr 1", "--min-lr 1.0", "lower --min-lr or raise --lr", "--lr 1"),
     Mistake("--lr-warmup-iters 101", "--lr-warmup-iters 101", "or train longer", "--train-iters 102"),
     Mistake("--lr-warmup-iters 100", "--lr-warmup-iters 100", "at most 99", "--lr-warmup-iters 99"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from megavlm.config.cli import parse
 from megavlm.config.fields import Kind, Option, options, with_values
 from megavlm.config.load import from_dict, from_yaml_file, to_yaml
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, SourceConfig
 from megavlm.errors import UserError
 
 SCALARS: dict[type, st.SearchStrategy[Any]] = {
@@ -22,6 +23,13 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
     float: st.floats(allow_nan=False, allow_infinity=False),
     # No surrogates and no NUL: neither is in a path that a command line can give.
     str: st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
+    SourceConfig: st.builds(
+        SourceConfig,
+        path=st.text(st.characters(codec="utf-8", exclude_characters="\0,"), max_size=20),
+        kind=st.sampled_from(["auto", "llava", "webdataset"]),
+        weight=st.floats(allow_nan=False, allow_infinity=False),
+        name=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0,"), max_size=5),
+    ),
 }
 
 
@@ -42,12 +50,26 @@ def config_of(values: dict[Option, Any]) -> Config:
     return with_values(Config(), {option.path: value for option, value in values.items()})
 
 
+def plain(value: Any) -> Any:
+    """A value as YAML would hold it."""
+    if isinstance(value, SourceConfig):
+        return asdict(value)
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def word_for(value: Any) -> str:
+    if not isinstance(value, SourceConfig):
+        return str(value)
+    rest = {key: item for key, item in asdict(value).items() if key != "path" and item is not None}
+    return ",".join([value.path, *(f"{key}={item}" for key, item in rest.items())])
+
+
 def words_for(option: Option, value: object) -> list[str]:
     """A command line that says `option` is `value`."""
     if isinstance(value, bool):
         return [option.flag if value else option.negations[0]]
     if isinstance(value, tuple):
-        return [option.flag, *map(str, value)]
+        return [option.flag, *map(word_for, value)]
     return [option.flag, "none"] if value is None else [f"{option.flag}={value}"]
 
 
@@ -71,7 +93,7 @@ def test_partial_yaml_fills_in_defaults(values: dict[Option, Any]) -> None:
         section = data
         for name in option.path[:-1]:
             section = section.setdefault(name, {})
-        section[option.path[-1]] = list(value) if isinstance(value, tuple) else value
+        section[option.path[-1]] = plain(value)
     assert from_dict(yaml.safe_load(yaml.safe_dump(data))) == config_of(values)
 
 

@@ -1,4 +1,4 @@
-"""Whatever the bytes are, they become upright opaque RGB or a `BadImage` with its reason."""
+"""Whatever the bytes are, they become upright opaque RGB or a `BadSample` with its reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
-from megavlm.data.decode import MAX_PIXELS, BadImage, Reason, decode, resolve_inside, size_of
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.decode import MAX_PIXELS, decode, resolve_inside, size_of
 
 RNG = np.random.default_rng(0)
 RED, WHITE = (255, 0, 0), (255, 255, 255)
@@ -32,7 +33,7 @@ def noise(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
 
 
 def reason_of(source: bytes | Path, **options: Any) -> Reason:
-    with pytest.raises(BadImage) as caught:
+    with pytest.raises(BadSample) as caught:
         decode(source, **options)
     return caught.value.reason
 
@@ -131,7 +132,7 @@ def test_a_bomb_is_refused_from_its_header() -> None:
     for width, height in ((side, side), (2**31 - 1, 2**31 - 1), (MAX_PIXELS + 1, 1)):
         bomb = png_header(width, height)
         assert reason_of(bomb) is Reason.TOO_LARGE
-        with pytest.raises(BadImage) as caught:
+        with pytest.raises(BadSample) as caught:
             size_of(bomb)
         assert caught.value.reason is Reason.TOO_LARGE
     assert reason_of(encoded(noise()), max_pixels=40 * 30 - 1) is Reason.TOO_LARGE
@@ -154,7 +155,7 @@ def test_programs_are_not_started_for_formats() -> None:
     start=st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"II*\0"]),
 )
 def test_garbage(data: bytes, start: bytes) -> None:
-    with suppress(BadImage):
+    with suppress(BadSample):
         assert decode(start + data).pixels.ndim == 3
 
 
@@ -167,7 +168,7 @@ def test_garbage(data: bytes, start: bytes) -> None:
 def test_a_damaged_byte(place: int, value: int, file_format: str) -> None:
     data = bytearray(DAMAGED[file_format])
     data[place % len(data)] = value
-    with suppress(BadImage):
+    with suppress(BadSample):
         assert decode(bytes(data), max_pixels=10**6).pixels.shape[2] == 3
 
 
@@ -193,17 +194,17 @@ class TestPaths:
 
     @pytest.mark.parametrize("name", ["../secret.png", "a/../../secret.png", "out/secret.png", "/etc/hostname", "a\0b"])
     def test_outside(self, root: Path, name: str) -> None:
-        with pytest.raises(BadImage) as caught:
+        with pytest.raises(BadSample) as caught:
             resolve_inside(root, name)
         assert caught.value.reason is Reason.OUTSIDE
 
     def test_an_absolute_name_even_of_a_file_inside(self, root: Path) -> None:
-        with pytest.raises(BadImage, match="leaves"):
+        with pytest.raises(BadSample, match="leaves"):
             resolve_inside(root, str(root / "a" / "x.png"))
 
     @pytest.mark.parametrize("name", ["", "a", "pipe", "loop", "a/x.png/y", "none.png", "n" * 5000])
     def test_what_is_no_file(self, root: Path, name: str) -> None:
-        with pytest.raises(BadImage) as caught:
+        with pytest.raises(BadSample) as caught:
             resolve_inside(root, name)
         assert caught.value.reason is Reason.MISSING
 
