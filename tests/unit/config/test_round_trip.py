@@ -25,7 +25,8 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
     str: st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
     SourceConfig: st.builds(
         SourceConfig,
-        path=st.text(st.characters(codec="utf-8", exclude_characters="\0,"), max_size=20),
+        # A path that begins with a dash looks like a flag: it has to be called ./-.
+        path=st.text(st.characters(codec="utf-8", exclude_characters="\0,"), max_size=20).map(lambda text: f"/{text}"),
         kind=st.sampled_from(["auto", "llava", "webdataset"]),
         weight=st.floats(allow_nan=False, allow_infinity=False),
         name=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0,"), max_size=5),
