@@ -105,7 +105,7 @@ def micro_batch(options: Config, *, seed: int) -> PackedBatch:
         tokens[IMAGE_TOKENS:] = random.integers(1, IMAGE_TOKEN, TEXT_TOKENS)
         samples.append(Sample(tokens, tokens != IMAGE_TOKEN, (image,)))
     return collate(
-        samples,
+        [[sample] for sample in samples],
         seq_length=options.train.seq_length,
         image_token=IMAGE_TOKEN,
         pad_token=PAD_TOKEN,

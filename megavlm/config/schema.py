@@ -225,7 +225,7 @@ class DataConfig:
     max_image_pixels: int = option(2**26, "Files: larger images are skipped before they are decoded.")
     shuffle: bool = option(True, "Files: a new order for each epoch; off: the files' own.")
     packing: bool = option(True, "Files: several samples per sequence, none of which sees another.")
-    packing_window: int = option(1024, "Files: samples that are packed together; more fill sequences better.")
+    packing_window: int = option(2048, "Files: samples that are packed together; more fill sequences better.")
     balance: bool = option(True, "Files: assign sequences to ranks and micro-batches by their measured cost.")
     num_workers: int = option(2, "Files: processes per model replica that read and decode; 0: a thread.")
     max_bad_sample_rate: float = option(0.05, "Files: share of skipped samples that ends the run, once 20 are.")

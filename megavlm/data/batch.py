@@ -36,7 +36,13 @@ class PackedBatch:
     patches: Tensor | None  # [P, D] float32, normalised pixels (channel, row, column within a patch)
     cu_seqlens: Tensor | None = None  # [sequences+1] int32 over the flattened [B·S]; None: B sequences of S
     tile_groups: tuple[TileGroup, ...] = ()  # per tiled image: how many of `grids` it is; empty where none is tiled
-    num_tokens: int = 0  # positions that are not padding, for the throughput figures
+    lengths: tuple[int, ...] = ()  # tokens of each sample, padding not counted
+    sources: Tensor | None = None  # [B, S] int64: which data set a token is from; None where there is but one
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that are not padding."""
+        return sum(self.lengths)
 
     @property
     def num_patches(self) -> int:

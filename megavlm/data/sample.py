@@ -8,16 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import PackedBatch
 from megavlm.data.images import grid_of, patchify
 from megavlm.data.positions import mrope_positions
 from megavlm.errors import UserError
+
+
+class Picture(Protocol):
+    """An image in patches: where they lie is known, they are made on demand."""
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) in patches of what the tower sees of the image: of itself, or of each of its tiles."""
+        ...
+
+    def patches(self) -> Tensor:
+        """[patches of all grids, D] float32, normalised: the same with every call. May raise BadSample."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +48,22 @@ class Image:
     render: Callable[[], NDArray[np.uint8]]
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """(rows, columns) in patches."""
-        return grid_of(self.height, self.width, self.patch_size)
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        return (grid_of(self.height, self.width, self.patch_size),)
+
+    def patches(self) -> Tensor:
+        return patchify(self.render(), self.patch_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """An image as a processor cuts it."""
+
+    grids: tuple[tuple[int, int], ...]
+    make: Callable[[], Tensor]
+
+    def patches(self) -> Tensor:
+        return self.make()
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +75,23 @@ class Sample:
 
     tokens: NDArray[np.int64]  # [L]
     trained: NDArray[np.bool_]  # [L]; the tokens the model must learn to predict (the answers)
-    images: tuple[Image, ...] = ()
+    images: tuple[Picture, ...] = ()
     tile_groups: tuple[TileGroup, ...] = ()
+    source: int = 0  # which of the data sets it comes from
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        return tuple(grid for image in self.images for grid in image.grids)
+
+
+Row = Sequence[Sample]  # samples that share one sequence
+
 
 def collate(
-    samples: Sequence[Sample],
+    rows: Sequence[Row],
     *,
     seq_length: int,
     image_token: int,
@@ -65,58 +101,74 @@ def collate(
     with_patches: bool,
     mrope: bool = False,
     anyres_max_tiles: int | None = None,
+    with_sources: bool = False,
 ) -> PackedBatch:
-    """Stack samples, padded on the right to `seq_length`, into one micro-batch.
+    """Stack rows, padded on the right to `seq_length`, into one micro-batch.
 
+    The samples of a row follow one another; positions restart with each, and `cu_seqlens` keeps their attention apart.
     Position t predicts token t+1: labels are the tokens shifted left by one, and `loss_mask[t]` is 1 where token
-    t+1 is trained. The last token of a row and padding predict nothing. Features follow the images: sample by
-    sample, in order. `patch_dim` (channels × patch side²) gives an imageless batch its patches of shape
-    [0, patch_dim]; `with_patches=False` renders nothing and leaves them None. `mrope` gives each token three positions
-    (`positions.py`), else it has one, its place in the row.
+    t+1 is trained and of the same sample. Features follow the images: row by row, sample by sample, in order.
+    `patch_dim` (channels × patch side²) gives an imageless batch its patches of shape [0, patch_dim];
+    `with_patches=False` makes none and leaves them None. `mrope` gives each token three positions (`positions.py`).
 
-    Raises UserError when a sample is longer than `seq_length`.
+    Raises UserError when a row is longer than `seq_length`.
     """
     assert image_token != pad_token, "padding would be taken for image features"
-    tokens = np.full((len(samples), seq_length), pad_token, dtype=np.int64)
-    loss_mask = np.zeros((len(samples), seq_length), dtype=np.float32)
-    for row, sample in enumerate(samples):
-        length = len(sample)
-        if length > seq_length:
-            raise UserError(
-                f"a sample has {length} tokens but --seq-length is {seq_length}: set --seq-length to at least {length}"
+    tokens = np.full((len(rows), seq_length), pad_token, dtype=np.int64)
+    loss_mask = np.zeros((len(rows), seq_length), dtype=np.float32)
+    positions = np.empty((3 if mrope else 1, len(rows), seq_length), dtype=np.int64)
+    sources = np.zeros((len(rows), seq_length), dtype=np.int64)
+    bounds = [0]
+    for number, row in enumerate(rows):
+        end = 0
+        for sample in row:
+            start, end = end, end + len(sample)
+            if end > seq_length:
+                raise UserError(
+                    f"a sample has {end} tokens but --seq-length is {seq_length}: set --seq-length to at least {end}"
+                )
+            tokens[number, start:end] = sample.tokens
+            loss_mask[number, start : end - 1] = sample.trained[1:]
+            sources[number, start:end] = sample.source
+            positions[:, number, start:end] = (
+                mrope_positions(sample.tokens, sample.grids, image_token=image_token, merge=pixel_shuffle)
+                if mrope
+                else np.arange(len(sample))
             )
-        tokens[row, :length] = sample.tokens
-        loss_mask[row, : length - 1] = sample.trained[1:]
-        grids = [image.grid for image in sample.images]
-        features = sum(
-            features_of_images(grids, sample.tile_groups, pixel_shuffle=pixel_shuffle, max_tiles=anyres_max_tiles)
+            bounds.append(number * seq_length + end)
+            features = sum(
+                features_of_images(
+                    sample.grids, sample.tile_groups, pixel_shuffle=pixel_shuffle, max_tiles=anyres_max_tiles
+                )
+            )
+            image_tokens = int((sample.tokens == image_token).sum())
+            assert image_tokens == features, f"{image_tokens} image tokens for {features} image features"
+        # Padding goes on counting, as a sequence of its own where others are kept apart.
+        positions[:, number, end:] = (
+            positions[:, number, end - 1 : end].max(initial=-1) + 1 + np.arange(seq_length - end)
         )
-        image_tokens = int((sample.tokens == image_token).sum())
-        assert image_tokens == features, f"{image_tokens} image tokens for {features} image features"
+        if end < seq_length:
+            bounds.append((number + 1) * seq_length)
 
     labels = np.full_like(tokens, pad_token)
     labels[:, :-1] = tokens[:, 1:]
-    positions = np.broadcast_to(np.arange(seq_length, dtype=np.int64), tokens.shape).copy()
-    if mrope:
-        rows = [
-            mrope_positions(row, [image.grid for image in sample.images], image_token=image_token, merge=pixel_shuffle)
-            for row, sample in zip(tokens, samples, strict=True)
-        ]
-        positions = np.stack(rows, axis=1)
-    images = [image for sample in samples for image in sample.images]
+    samples = [sample for row in rows for sample in row]
     patches = None
     if with_patches:
-        rendered = [patchify(image.render(), image.patch_size) for image in images]
-        patches = torch.cat(rendered) if rendered else torch.empty(0, patch_dim)
+        made = [image.patches() for sample in samples for image in sample.images]
+        patches = torch.cat(made) if made else torch.empty(0, patch_dim)
         assert patches.shape[1] == patch_dim, f"patches of {patches.shape[1]} values where the model has {patch_dim}"
+    packed = any(len(row) > 1 for row in rows)
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
-        positions=torch.from_numpy(positions),
-        grids=tuple(image.grid for image in images),
+        positions=torch.from_numpy(positions if mrope else positions[0]),
+        grids=tuple(grid for sample in samples for grid in sample.grids),
         feature_positions=torch.from_numpy(np.flatnonzero(tokens == image_token)),
         patches=patches,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
         tile_groups=tuple(group for sample in samples for group in sample.tile_groups),
-        num_tokens=sum(len(sample) for sample in samples),
+        lengths=tuple(len(sample) for sample in samples),
+        sources=torch.from_numpy(sources) if with_sources else None,
     )

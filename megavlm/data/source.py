@@ -10,7 +10,7 @@ from megavlm.config.data_source import data_source
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.data.digits import DigitsSource
-from megavlm.data.sample import Sample, collate
+from megavlm.data.sample import Row, Sample, collate
 from megavlm.data.synthetic import SyntheticSource
 
 
@@ -64,9 +64,14 @@ def build_source(
 
 
 def batch_of(source: Source, samples: Sequence[Sample], *, seq_length: int, with_patches: bool) -> PackedBatch:
+    """A micro-batch of samples, each in a row of its own."""
+    return batch_of_rows(source, [[sample] for sample in samples], seq_length=seq_length, with_patches=with_patches)
+
+
+def batch_of_rows(source: Source, rows: Sequence[Row], *, seq_length: int, with_patches: bool) -> PackedBatch:
     """`collate` with the constants of the source."""
     return collate(
-        samples,
+        rows,
         seq_length=seq_length,
         image_token=source.image_token,
         pad_token=source.pad_token,

@@ -104,16 +104,23 @@ class CoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D]; packed sequences lie along S with B = 1."""
+        """query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D].
+
+        Packed sequences lie along the flattened [B·S], row by row: none goes over the end of its row.
+        """
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if packed_seq_params is None:
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal=causal)
             return out.permute(2, 0, 1, 3).flatten(2)
+        rows = query.shape[1]
+        if rows > 1:
+            query, key, value = (x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (query, key, value))
         outputs = []
         for start, count, length in _runs(packed_seq_params.cu_seqlens_q):
             span = slice(start, start + count * length)
             outputs.append(self._attend_run(query[span], key[span], value[span], count=count, causal=causal))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return out if rows == 1 else out.view(rows, -1, out.shape[-1]).transpose(0, 1)
 
     def _attend_run(self, query: Tensor, key: Tensor, value: Tensor, *, count: int, causal: bool) -> Tensor:
         """`count` sequences of equal length, one after the other: [count·L, 1, heads, D] → [count·L, 1, N·D]."""

@@ -54,6 +54,12 @@ class View:
         return specs.packed(self.layout.cu_seqlens_of_windows(self.device))
 
     @cached_property
+    def language_packing(self) -> Any:
+        """Which tokens attend to one another, where rows hold several samples; None where each is one."""
+        cu_seqlens = self.batch.cu_seqlens
+        return None if cu_seqlens is None else specs.packed(cu_seqlens)
+
+    @cached_property
     def vision_rope(self) -> Rotation | None:
         vision = self.config.model.vision
         if vision.position_embedding == "learned":

@@ -131,7 +131,8 @@ class VLMChunk(MegatronModule):
             kwargs = {"rotary_pos_emb": view.vision_rope, "packed_seq_params": packing}
             return self._transform(part, hidden, kwargs)
         if name.startswith(LANGUAGE_LAYER):
-            return self._transform(part, hidden, {"rotary_pos_emb": view.language_rope})
+            kwargs = {"rotary_pos_emb": view.language_rope, "packed_seq_params": view.language_packing}
+            return self._transform(part, hidden, kwargs)
         if name == PATCH_EMBED:
             return part(batch.patches, view.layout)
         if name == PROJECTOR or name.startswith(DEEPSTACK):

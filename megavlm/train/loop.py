@@ -83,7 +83,6 @@ def _counters(run: Run, batches: Sequence[PackedBatch], *, stop: bool) -> Sequen
     class_token, window = run.config.model.vision.class_token, window_patches(run.config.model)
     grids = [grid for batch in batches for grid in batch.grids]
     lengths = [rows * columns + class_token for rows, columns in grids]
-    samples = sum(batch.tokens.shape[0] for batch in batches)
     return (
         counted.tokens,
         counted.image_tokens,
@@ -91,7 +90,7 @@ def _counters(run: Run, batches: Sequence[PackedBatch], *, stop: bool) -> Sequen
         sum(lengths),
         sum(length * length for length in lengths),
         sum(window_squares(grid, window) for grid in grids) if window else 0,
-        counted.tokens**2 / samples,  # exact where samples are equally long, a lower bound elsewhere
+        sum(length * length for batch in batches for length in batch.lengths),
         float(stop),
     )
 

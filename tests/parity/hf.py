@@ -81,7 +81,7 @@ def batch_of(
         tokens += [words.pop() for _ in range(12 + number)]
         samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held, groups))
     return collate(
-        samples,
+        [[sample] for sample in samples],
         seq_length=config.train.seq_length,
         image_token=image_token,
         pad_token=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,14 +39,29 @@ def text(tokens: list[int], *, answer: int, images: tuple[Image, ...] = ()) -> S
 def batch(
     samples: list[Sample], *, seq_length: int = 8, pixel_shuffle: int = 1, with_patches: bool = True
 ) -> PackedBatch:
+    """Each sample in a row of its own."""
+    rows = [[sample] for sample in samples]
+    return packed_batch(rows, seq_length=seq_length, pixel_shuffle=pixel_shuffle, with_patches=with_patches)
+
+
+def packed_batch(
+    rows: list[list[Sample]],
+    *,
+    seq_length: int = 8,
+    pixel_shuffle: int = 1,
+    with_patches: bool = True,
+    mrope: bool = False,
+) -> PackedBatch:
     return collate(
-        samples,
+        rows,
         seq_length=seq_length,
         image_token=IMAGE,
         pad_token=PAD,
         pixel_shuffle=pixel_shuffle,
         patch_dim=PATCH**2,
         with_patches=with_patches,
+        mrope=mrope,
+        with_sources=True,
     )
 
 
@@ -57,6 +73,32 @@ def test_a_position_is_trained_where_the_next_token_is_an_answer() -> None:
     assert given_batch.positions.tolist() == [list(range(8))] * 2
     assert given_batch.num_tokens == 7
     assert given_batch.loss_mask.dtype == torch.float32
+
+
+def test_samples_of_a_row_are_kept_apart() -> None:
+    first = text([5, IMAGE, 6], answer=2, images=(flat(10),))
+    second = replace(text([7, 8], answer=2), source=1)
+    given_batch = packed_batch([[first, second], [text([3], answer=0)]], seq_length=6)
+    assert given_batch.tokens.tolist() == [[5, IMAGE, 6, 7, 8, 0], [3, 0, 0, 0, 0, 0]]
+    assert given_batch.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
+    assert given_batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [0] * 6], "no sample predicts the next one"
+    assert given_batch.cu_seqlens is not None
+    assert given_batch.cu_seqlens.tolist() == [0, 3, 5, 6, 7, 12]
+    assert given_batch.sources is not None
+    assert given_batch.sources.tolist() == [[0, 0, 0, 1, 1, 0], [0] * 6]
+    assert given_batch.lengths == (3, 2, 1)
+    assert given_batch.feature_positions.tolist() == [1]
+
+
+def test_positions_of_three_axes_restart_too() -> None:
+    wide = text([5, IMAGE, IMAGE, 6], answer=1, images=(flat(1, width=2 * PATCH),))
+    alone = packed_batch([[wide]], seq_length=4, mrope=True).positions[:, 0]
+    twice = packed_batch([[wide, wide]], mrope=True).positions[:, 0]
+    assert torch.equal(twice, torch.cat([alone, alone], dim=1))
+
+
+def test_without_neighbours_no_sequence_is_packed() -> None:
+    assert batch([text([5, 6], answer=1)]).cu_seqlens is None
 
 
 samples_of_text = st.lists(

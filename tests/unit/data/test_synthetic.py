@@ -32,7 +32,7 @@ def test_a_sample_is_well_formed(index: int, seed: int, share: float) -> None:
     sample = source.sample(index)
     image_tokens = sample.tokens == source.image_token
     assert len(sample) == 64
-    assert image_tokens.sum() == sum(features_of(image.grid, 1) for image in sample.images)
+    assert image_tokens.sum() == sum(features_of(grid, 1) for grid in sample.grids)
     assert sample.tokens.min() > source.pad_token
     assert sample.tokens.max() < source.vocab_size
     assert sample.trained.any(), "every sample has an answer"

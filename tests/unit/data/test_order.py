@@ -1,0 +1,68 @@
+"""Every record once per epoch, sources in their shares, and nothing but the seed and the index decides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megavlm.data.order import BLOCK, Order, Place, apportioned, permuted
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 300), st.text(max_size=4))
+def test_a_permutation_reaches_every_number_once(length: int, key: str) -> None:
+    assert sorted(permuted(place, length, key=key) for place in range(length)) == list(range(length))
+
+
+def test_keys_give_other_permutations() -> None:
+    orders = {tuple(permuted(place, 50, key=str(key)) for place in range(50)) for key in range(20)}
+    assert len(orders) == 20
+
+
+def test_a_permutation_leaves_no_trend() -> None:
+    """Neighbours are as far apart as random ones: a third of the length on average."""
+    numbers = [permuted(place, 2000, key="7") for place in range(2000)]
+    mean = sum(abs(a - b) for a, b in pairwise(numbers)) / 1999
+    assert mean == pytest.approx(2000 / 3, rel=0.05)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20), st.integers(20, 5000))
+def test_shares_are_kept(weights: list[float], total: int) -> None:
+    counts = apportioned(weights, total)
+    assert sum(counts) == total
+    assert min(counts) >= 1
+    spare = total - len(weights)
+    for count, weight in zip(counts, weights, strict=True):
+        assert abs(count - 1 - weight / sum(weights) * spare) <= 1 + 1e-6
+
+
+def test_each_epoch_of_a_source_has_every_record_in_another_order() -> None:
+    order = Order(lengths=(10, 7), weights=(1.0, 3.0), seed=5)
+    places = [order.place(index) for index in range(3 * BLOCK)]
+    small = [place for place in places if place.source == 0]
+    epochs = [[place.record for place in small if place.epoch == epoch] for epoch in range(20)]
+    assert all(sorted(records) == list(range(10)) for records in epochs)
+    assert len({tuple(records) for records in epochs}) == 20
+    shares = Counter(place.source for place in places[:400])
+    assert shares[1] == pytest.approx(300, abs=2), "sources are spread evenly, not one after the other"
+
+
+def test_the_seed_and_the_index_decide() -> None:
+    first, again, other = (Order(lengths=(1000,), weights=(1.0,), seed=seed) for seed in (1, 1, 2))
+    assert [first.place(index) for index in (5, 3, 5)] == [again.place(index) for index in (5, 3, 5)]
+    assert [first.place(index) for index in range(9)] != [other.place(index) for index in range(9)]
+
+
+def test_unshuffled_is_the_order_of_the_files() -> None:
+    order = Order(lengths=(3,), weights=(1.0,), seed=1, shuffle=False)
+    assert [order.place(index) for index in range(4)] == [
+        Place(0, 0, 0),
+        Place(0, 1, 0),
+        Place(0, 2, 0),
+        Place(0, 0, 1),
+    ]
