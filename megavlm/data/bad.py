@@ -11,6 +11,8 @@ class Reason(StrEnum):
     # the record
     NOT_A_RECORD = "not_a_record"  # garbage where JSON should be, a record of another shape
     EMPTY = "empty_conversation"  # nothing in it to train on
+    ROLE = "unknown_role"  # a speaker other than user, assistant and system
+    UNSUPPORTED = "unsupported"  # what nobody here reads: an image on the web, a video
     IMAGE_COUNT = "image_count"  # as many tags as images it has not
     TOO_LONG = "too_long"  # no turn of it fits the sequence
     # its images

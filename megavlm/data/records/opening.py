@@ -1,0 +1,134 @@
+"""From an entry of `--sources` to records: which files, which kind, where their images are."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from megavlm.config.schema import SourceConfig
+from megavlm.config.words import shown
+from megavlm.data.bad import BadSample
+from megavlm.data.conversation import Records
+from megavlm.data.records.arrays import NotAnArray, array_spans
+from megavlm.data.records.container import Container, FileRecords, Joined
+from megavlm.data.records.parquet import ParquetFile
+from megavlm.data.records.pictures import file_below
+from megavlm.data.records.spans import BOM, SpanFile, line_spans
+from megavlm.data.records.turns import FIELD, Shape, conversation_of, shape_of
+from megavlm.errors import UserError
+
+_FILES = (".json", ".jsonl", ".ndjson", ".parquet", ".txt")  # what is read of a folder
+_LOOKED_AT = 100  # records that may be bad before the first good one
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_UNREADABLE = {
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
+
+
+def name_of(source: SourceConfig) -> str:
+    """What metrics and messages call a source."""
+    return source.name or Path(source.path).stem
+
+
+def is_stream(source: SourceConfig) -> bool:
+    """Whether a source is WebDataset tars, which are read forward (`Stream`) and not by number (`Records`)."""
+    if source.kind != "auto":
+        return source.kind == "webdataset"
+    path = Path(source.path)
+    if _REMOTE.match(source.path) or path.suffix in (".tar", ".yaml", ".yml"):
+        return True
+    return path.is_dir() and any(any(path.glob(pattern)) for pattern in (".nv-meta", "*.tar"))
+
+
+def open_records(source: SourceConfig) -> Records:
+    """The records of a source that is no stream, in the order of the file (of a folder: its files sorted by name).
+
+    Raises UserError for what is wrong with the source as a whole; what is wrong with a record, `read` raises.
+    """
+    assert not is_stream(source)
+    if _REMOTE.match(source.path):
+        raise _wrong(source, f"is remote, which only kind=webdataset can be: download it, or kind={source.kind} tars")
+    path = Path(source.path)
+    containers = [_open_file(source, file) for file in _files(source, path)]
+    container = containers[0] if len(containers) == 1 else Joined(containers)
+    if not len(container):
+        raise _wrong(source, "has no records: name a file that has some")
+    folder = path if path.is_dir() else path.parent
+    root = Path(source.image_root) if source.image_root is not None else folder
+    if not root.is_dir():
+        raise _wrong(source, f"has image_root={source.image_root}, which is not a folder: name the one with the images")
+    convert = partial(conversation_of, shape=_shape(source, container), find=partial(file_below, root))
+    return FileRecords(name_of(source), container, convert)
+
+
+def _files(source: SourceConfig, path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise _wrong(source, "is not a file or folder: check the path")
+    found = sorted((file for file in path.iterdir() if file.suffix.lower() in _FILES), key=lambda file: file.name)
+    suffixes = sorted({file.suffix.lower() for file in found})
+    if len(suffixes) != 1:
+        what = f"has files of several kinds ({', '.join(suffixes)})" if found else f"has no {', '.join(_FILES)} or .tar"
+        raise _wrong(source, f"{what}: name the file, or a folder of files of one kind")
+    return found
+
+
+def _open_file(source: SourceConfig, file: Path) -> Container:
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(4096)
+    except OSError as error:
+        raise _wrong(source, f"cannot be read ({error.strerror}): check its permissions", file) from error
+    suffix = file.suffix.lower()
+    if suffix == ".parquet":
+        try:
+            return ParquetFile(file)
+        except (OSError, ValueError) as error:
+            raise _wrong(source, f"is no parquet file ({shown(str(error))}): write it again", file) from error
+    for start, form in _UNREADABLE.items():
+        if head.startswith(start):
+            raise _wrong(source, f"is {form}: convert it to plain UTF-8", file)
+    if not head:
+        raise _wrong(source, "is empty: name a file with records", file)
+    if suffix == ".txt" and source.kind in ("auto", "text"):
+        return SpanFile(file, line_spans(file), content="text")
+    if head.removeprefix(BOM).lstrip()[:1] != b"[":
+        return SpanFile(file, line_spans(file), content="lines")
+    try:
+        return SpanFile(file, array_spans(file), content="array")
+    except NotAnArray as error:
+        line = "write one record per line (JSON Lines), of which only the bad lines are skipped"
+        raise _wrong(source, f"is no JSON array ({error}): repair it, or {line}", file) from error
+
+
+def _shape(source: SourceConfig, container: Container) -> Shape:
+    """The kind of the records: the given one, if they look like it, or that of the first that can be read."""
+    fields: list[str] = []
+    for index in range(min(len(container), _LOOKED_AT)):
+        try:
+            record = container.read(index)
+        except BadSample:
+            continue
+        shape = shape_of(record) if source.kind == "auto" else cast(Shape, source.kind)
+        if shape is not None and isinstance(record, dict) and record.get(FIELD[shape]) is not None:
+            return shape
+        fields = fields or (sorted(map(str, record)) if isinstance(record, dict) else [])
+    if not fields:
+        raise _wrong(source, f"has no record among its first {_LOOKED_AT}: write JSON Lines or an array of objects")
+    wanted = ", ".join(FIELD.values()) if source.kind == "auto" else FIELD[cast(Shape, source.kind)]
+    raise _wrong(
+        source,
+        f"has records of the fields {', '.join(map(shown, fields))}, none of {wanted}: see docs/data.md for kinds",
+    )
+
+
+def _wrong(source: SourceConfig, what: str, file: Path | None = None) -> UserError:
+    inside = "" if file is None or file == Path(source.path) else f": {file.name}"
+    return UserError(f"--sources {source.path}{inside} {what}")

@@ -1,0 +1,83 @@
+"""Rows of a parquet file by number."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.records.turns import COLUMNS
+from megavlm.errors import UserError
+
+_CACHE = 2**28  # bytes of row groups that a file keeps; the newest is kept whatever its size
+
+
+def pyarrow_parquet() -> Any:
+    """The module; raises UserError where it is not installed."""
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise UserError("--sources has parquet files, which need pyarrow: pip install 'megavlm[data]'") from error
+    return parquet
+
+
+class ParquetFile:
+    """A `Container` of rows, as fields that conversations are made of. Row groups are read whole and kept for a while.
+
+    Raises ValueError for what is no parquet file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        metadata = pyarrow_parquet().read_metadata(path)  # raises ArrowInvalid, which is a ValueError
+        groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        self._ends = np.cumsum(groups, dtype=np.int64)
+        names = metadata.schema.to_arrow_schema().names
+        known = tuple(name for name in names if name in COLUMNS)
+        self._columns = known or tuple(names)  # a message says which they are where none is known
+        self._reader: _Reader | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, index: int) -> Any:
+        reader = self._reader
+        if reader is None or reader.process != os.getpid():  # after a fork, Arrow's threads are the parent's
+            reader = self._reader = _Reader(self._path, self._columns)
+        group = int(np.searchsorted(self._ends, index, side="right"))
+        first = int(self._ends[group - 1]) if group else 0
+        try:
+            return reader.group(group).slice(index - first, 1).to_pylist()[0]
+        except (OSError, ValueError, NotImplementedError) as error:  # Arrow's own errors are kinds of these
+            raise BadSample(Reason.NOT_A_RECORD, f"row group {group} cannot be read: {error}") from error
+
+    def label(self, index: int) -> str:
+        return f"{self._path.name}[{index}]"
+
+
+class _Reader:
+    """An open file and the row groups that were read last."""
+
+    def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
+        self.process = os.getpid()
+        self._file = pyarrow_parquet().ParquetFile(path, memory_map=True)
+        self._columns = list(columns)
+        self._groups: OrderedDict[int, Any] = OrderedDict()
+        self._lock = Lock()
+
+    def group(self, number: int) -> Any:
+        with self._lock:
+            if number not in self._groups:
+                self._groups[number] = self._file.read_row_group(number, columns=self._columns, use_threads=False)
+            self._groups.move_to_end(number)
+            while len(self._groups) > 1 and sum(table.nbytes for table in self._groups.values()) > _CACHE:
+                self._groups.popitem(last=False)
+            return self._groups[number]

@@ -1,0 +1,71 @@
+"""How data sets write an image: a path, bytes, base64, a data URL, or a struct of these."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megavlm.config.words import shown
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.conversation import ImageRef
+from megavlm.data.decode import resolve_inside
+
+FindFile = Callable[[str], ImageRef]
+"""From an image's name in a record to the image; raises BadSample."""
+
+# Where a struct keeps the image, in the order in which they are looked at: Hugging Face data sets have bytes and path,
+# OpenAI's parts image_url, others the rest.
+PLACES = ("bytes", "image", "image_url", "url", "path", "base64", "data", "source")
+_ENCODED = ("base64", "data")
+# How JPEG, PNG, WebP and GIF files begin in base64. No such prefix is a likely path, and "/9j/" is an absolute one.
+_BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")
+_LEAST_BASE64 = 64  # characters; the smallest image files are longer
+
+
+def file_below(root: Path, name: str) -> ImageRef:
+    """The image file `name` below `root`. Raises BadSample for one that is missing or lies outside."""
+    return ImageRef(resolve_inside(root, name))
+
+
+def image_of(value: Any, find: FindFile) -> ImageRef:
+    """The image that a record's field stands for. Raises BadSample when it stands for none that can be read."""
+    match value:
+        case bytes() | bytearray() | memoryview():
+            return ImageRef(bytes(value))
+        case str():
+            return _from_text(value, find)
+        case Mapping():
+            for place in PLACES:
+                content = value.get(place)
+                if content is not None:
+                    is_encoded = place in _ENCODED and isinstance(content, str) and not content.startswith("data:")
+                    return _from_base64(content) if is_encoded else image_of(content, find)
+    raise BadSample(Reason.NOT_A_RECORD, f"{shown(value)} stands for no image")
+
+
+def _from_text(text: str, find: FindFile) -> ImageRef:
+    scheme, colon, rest = text.partition(":")
+    if colon and scheme.lower() == "data":
+        header, comma, content = rest.partition(",")
+        if not comma or not header.lower().endswith(";base64"):
+            raise BadSample(Reason.CORRUPT, f"{shown(text)} is a data URL without base64")
+        return _from_base64(content)
+    if colon and rest.startswith("//"):
+        raise BadSample(
+            Reason.UNSUPPORTED, f"{shown(text)} is on the network: store the image beside the data and give its path"
+        )
+    if len(text) >= _LEAST_BASE64 and text.startswith(_BASE64_STARTS):
+        return _from_base64(text)
+    if not text:
+        raise BadSample(Reason.MISSING, "an image has an empty path")
+    return find(text)
+
+
+def _from_base64(text: str) -> ImageRef:
+    try:
+        return ImageRef(base64.b64decode("".join(text.split()), validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise BadSample(Reason.CORRUPT, f"{shown(text)} is not base64: {error}") from error

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.conversation import ImageRef
+from megavlm.data.records.pictures import file_below, image_of
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
+ENCODED = base64.b64encode(PNG).decode()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(PNG)
+    (tmp_path / "secret.png").write_bytes(PNG)
+    return tmp_path / "images"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        PNG,
+        bytearray(PNG),
+        {"bytes": PNG, "path": "not/looked/at.png"},
+        ENCODED,
+        f"data:image/png;base64,{ENCODED}",
+        f"DATA:image/png;charset=x;BASE64,{ENCODED[:40]}\n{ENCODED[40:]}",
+        {"url": f"data:image/png;base64,{ENCODED}"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ENCODED}},
+        {"base64": ENCODED},
+        {"type": "image", "image": {"bytes": PNG, "path": None}},
+    ],
+)
+def test_images_within_the_record(value: Any, root: Path) -> None:
+    assert image_of(value, lambda name: file_below(root, name)) == ImageRef(PNG)
+
+
+@pytest.mark.parametrize("value", ["a.png", {"path": "a.png", "bytes": None}, {"path": "./../images/a.png"}])
+def test_images_by_path(value: Any, root: Path) -> None:
+    assert image_of(value, lambda name: file_below(root, name)) == ImageRef((root / "a.png").resolve())
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("b.png", Reason.MISSING),
+        ("", Reason.MISSING),
+        ("../secret.png", Reason.OUTSIDE),
+        ("/etc/passwd", Reason.OUTSIDE),
+        ("link.png", Reason.OUTSIDE),
+        ("a\0.png", Reason.OUTSIDE),
+        ("https://example.com/a.png", Reason.UNSUPPORTED),
+        ("http://example.com/a.png", Reason.UNSUPPORTED),
+        ("s3://bucket/a.png", Reason.UNSUPPORTED),
+        ("file:///etc/passwd", Reason.UNSUPPORTED),
+        ({"url": "HTTPS://example.com/a.png"}, Reason.UNSUPPORTED),
+        ("data:image/png,raw", Reason.CORRUPT),
+        ("data:image/png;base64,%%%", Reason.CORRUPT),
+        ({"base64": "a"}, Reason.CORRUPT),
+        (ENCODED[:-1], Reason.CORRUPT),
+        (3, Reason.NOT_A_RECORD),
+        ({"path": None}, Reason.NOT_A_RECORD),
+    ],
+)
+def test_reasons(value: Any, reason: Reason, root: Path) -> None:
+    (root / "link.png").symlink_to(root.parent / "secret.png")
+    with pytest.raises(BadSample) as caught:
+        image_of(value, lambda name: file_below(root, name))
+    assert caught.value.reason == reason
+
+
+def test_a_long_path_that_begins_like_base64_is_decoded_or_refused(root: Path) -> None:
+    """An absolute path can never be meant, so what begins with "/9j/" and is long is JPEG in base64."""
+    with pytest.raises(BadSample):
+        image_of("/9j/" + "a.b" * 30, lambda name: file_below(root, name))

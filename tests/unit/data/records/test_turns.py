@@ -1,0 +1,160 @@
+"""Every spelling of a conversation that data sets use becomes the same `Conversation`; everything else has a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.conversation import Conversation, ImageRef, Turn
+from megavlm.data.records.turns import Shape, conversation_of, shape_of
+
+
+def find(name: str) -> ImageRef:
+    return ImageRef(name.encode())
+
+
+A, B = ImageRef(b"a.jpg"), ImageRef(b"b.jpg")
+EXPECTED = Conversation((Turn("user", (A, "\nWhat is this?")), Turn("assistant", ("A cat.",))))
+
+
+def human(text: Any, name: str = "human") -> dict[str, Any]:
+    return {"from": name, "value": text}
+
+
+def said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def llava(*turns: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"id": 1, "conversations": list(turns), **fields}
+
+
+QUESTION, ANSWER = human("<image>\nWhat is this?"), human("A cat.", "gpt")
+PARTS = [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "\nWhat is this?"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "shape"),
+    [
+        (llava(QUESTION, ANSWER, image="a.jpg"), "llava"),
+        (llava(QUESTION, ANSWER, image=["a.jpg"]), "llava"),
+        (llava(QUESTION, ANSWER, image=None, images=["a.jpg"]), "llava"),
+        (llava(QUESTION, ANSWER, image={"bytes": b"a.jpg", "path": None}), "llava"),
+        (llava(human("<image>\nWhat is this?", "user"), human("A cat.", "assistant"), image="a.jpg"), "llava"),
+        (llava(said("user", "<image>\nWhat is this?"), said("assistant", "A cat."), image="a.jpg"), "llava"),
+        (llava(human("What is this?"), ANSWER, image="a.jpg"), "llava"),  # no tag: images come first
+        (
+            {
+                "conversations": '[{"from":"human","value":"<image>\\nWhat is this?"},{"from":"gpt","value":"A cat."}]',
+                "image": "a.jpg",
+            },
+            "llava",
+        ),
+        ({"messages": [said("user", PARTS), said("assistant", "A cat.")]}, "messages"),
+        ({"messages": [said("user", PARTS), said("assistant", "A cat.")], "images": ["a.jpg"]}, "messages"),
+        (
+            {
+                "messages": [
+                    said("user", [{"type": "image", "text": None}, {"type": "text", "text": "\nWhat is this?"}]),
+                    said("assistant", [{"type": "text", "text": "A cat.", "image": None}]),
+                ],
+                "images": [{"bytes": b"a.jpg", "path": "elsewhere.jpg"}],
+            },
+            "messages",
+        ),
+        (
+            {
+                "messages": [
+                    said(
+                        "user",
+                        [{"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,YS5qcGc="}}, PARTS[1]],
+                    ),
+                    said("assistant", "A cat."),
+                ]
+            },
+            "messages",
+        ),
+        (
+            {"messages": [said("user", "<image>\nWhat is this?"), said("assistant", "A cat.")], "images": ["a.jpg"]},
+            "messages",
+        ),
+    ],
+)
+def test_spellings_of_one_conversation(record: dict[str, Any], shape: Shape) -> None:
+    assert shape_of(record) == shape
+    assert conversation_of(record, shape, find) == EXPECTED
+
+
+def test_images_take_their_tags_in_order() -> None:
+    record = llava(
+        human("<image> or <image>?"), ANSWER, human("And <image>"), ANSWER, images=["a.jpg", "b.jpg", "a.jpg"]
+    )
+    conversation = conversation_of(record, "llava", find)
+    assert conversation.turns[0].parts == (A, " or ", B, "?")
+    assert conversation.turns[2].parts == ("And ", A)
+    assert conversation.images == (A, B, A)
+
+
+def test_a_system_prompt_may_be_a_turn_or_a_field() -> None:
+    as_turn = llava(human("Be brief.", "system"), human("Hi"), ANSWER)
+    as_field = llava(human("Hi"), ANSWER, system="Be brief.")
+    expected = Turn("system", ("Be brief.",))
+    assert conversation_of(as_turn, "llava", find) == conversation_of(as_field, "llava", find)
+    assert conversation_of(as_turn, "llava", find).turns[0] == expected
+
+
+def test_images_without_tags_come_before_the_first_user_turn() -> None:
+    record = llava(human("Be brief.", "system"), human("Which?"), ANSWER, image=["a.jpg", "b.jpg"])
+    assert conversation_of(record, "llava", find).turns[1].parts == (A, "\n", B, "\nWhich?")
+
+
+def test_text_is_one_turn() -> None:
+    assert conversation_of({"text": "Once upon a time"}, "text", find).turns == (Turn("text", ("Once upon a time",)),)
+    captioned = conversation_of({"text": "<image> a cat", "image": "a.jpg"}, "text", find)
+    assert captioned.turns == (Turn("text", (A, " a cat")),)
+
+
+@pytest.mark.parametrize(
+    ("record", "shape", "reason"),
+    [
+        ([1], "llava", Reason.NOT_A_RECORD),
+        ("text", "text", Reason.NOT_A_RECORD),
+        ({"messages": []}, "llava", Reason.NOT_A_RECORD),
+        (llava(), "llava", Reason.EMPTY),
+        ({"messages": []}, "messages", Reason.EMPTY),
+        ({"text": " \n"}, "text", Reason.EMPTY),
+        (llava(human("Hi")), "llava", Reason.EMPTY),  # no assistant turn
+        (llava(human("Hi"), human("", "gpt")), "llava", Reason.EMPTY),
+        (llava(human("Hi"), human(None, "gpt")), "llava", Reason.EMPTY),
+        (llava(human("Hi"), human("x", "narrator")), "llava", Reason.ROLE),
+        (llava(human("Hi"), {"value": "x"}), "llava", Reason.ROLE),
+        (llava(human("Hi"), said("tool", "x")), "llava", Reason.ROLE),
+        (llava(human("Hi"), {"from": ["gpt"], "value": "x"}), "llava", Reason.ROLE),
+        (llava(human("<image>"), ANSWER), "llava", Reason.IMAGE_COUNT),
+        (llava(human("<image><image>"), ANSWER, image="a.jpg"), "llava", Reason.IMAGE_COUNT),
+        (llava(human("<image>"), ANSWER, images=["a.jpg", "b.jpg"]), "llava", Reason.IMAGE_COUNT),
+        (
+            {"messages": [said("user", PARTS), said("assistant", "x")], "images": ["a.jpg", "b.jpg"]},
+            "messages",
+            Reason.IMAGE_COUNT,
+        ),
+        ({"messages": [said("user", [{"type": "image"}]), said("assistant", "x")]}, "messages", Reason.IMAGE_COUNT),
+        ({"conversations": "[{"}, "llava", Reason.NOT_A_RECORD),
+        ({"conversations": "[" * 100_000}, "llava", Reason.NOT_A_RECORD),
+        ({"conversations": {"from": "human"}}, "llava", Reason.NOT_A_RECORD),
+        ({"conversations": ["Hi"]}, "llava", Reason.NOT_A_RECORD),
+        (llava(human(7), ANSWER), "llava", Reason.NOT_A_RECORD),
+        (llava(human("half \ud800 a pair"), ANSWER), "llava", Reason.NOT_A_RECORD),
+        (llava(human([{"type": "text", "text": 3}]), ANSWER), "llava", Reason.NOT_A_RECORD),
+        (llava(human([{"type": "video", "video": "a.mp4"}]), ANSWER), "llava", Reason.UNSUPPORTED),
+        (llava(human("<image>"), ANSWER, image="https://example.com/a.jpg"), "llava", Reason.UNSUPPORTED),
+        (llava(human("<image>"), ANSWER, image=[3]), "llava", Reason.NOT_A_RECORD),
+    ],
+)
+def test_reasons(record: Any, shape: Shape, reason: Reason) -> None:
+    with pytest.raises(BadSample) as caught:
+        conversation_of(record, shape, find)
+    assert caught.value.reason == reason
+    assert len(str(caught.value).splitlines()) == 1
