@@ -49,7 +49,9 @@ class Position:
     """Where a run stands: all the state that is neither a tensor nor random."""
 
     iteration: int
-    loader: dict[str, int]
+    loader: dict[str, Any]  # the place in the data, as its feed says it
+    samples_read: int = 0
+    samples_skipped: int = 0
 
 
 def save(trained: Trained, position: Position, *, config: Config, plan: Plan, root: Path, keep: int) -> Path:

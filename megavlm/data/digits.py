@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megavlm.config.schema import Config
 from megavlm.data.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
 from megavlm.data.images import features_of, grid_of
+from megavlm.data.numbered import Numbered
 from megavlm.data.randomness import generator
 from megavlm.data.sample import Image, Sample
 from megavlm.data.tokenizer import Tokenizer, ensure_tokenizer
@@ -32,7 +33,7 @@ class Question:
     canvas: NDArray[np.uint8]  # [height, width, channels]
 
 
-class DigitsSource:
+class DigitsSource(Numbered):
     """An endless stream of canvases, each with a question and its answer; held-out questions for evaluation.
 
     A sequence is: begin mark, image tokens, question, answer, end mark. The answer and the end mark are trained.

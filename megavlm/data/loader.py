@@ -1,4 +1,4 @@
-"""From the endless stream of samples to the micro-batches of one data-parallel rank."""
+"""From global batches to the micro-batches of one data-parallel rank."""
 
 from __future__ import annotations
 
@@ -6,82 +6,154 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.data.balance import assign, imbalance
 from megavlm.data.batch import PackedBatch
-from megavlm.data.source import Source, batch_of
+from megavlm.data.composer import Composer, Members, Place, Skipped
+from megavlm.data.making import Maker
+from megavlm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """Largest load over the mean load of the data-parallel ranks, before and after balancing."""
+
+    vision: float
+    language: float
+    vision_before: float
+    language_before: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step trains on, on this rank."""
+
+    batches: list[PackedBatch]
+    read: int  # samples that were looked at for it, counted by data-parallel rank 0
+    skipped: tuple[Skipped, ...]  # counted by the rank that made them, or 0 where they were never dealt out
+    imbalance: Imbalance | None  # None where nothing is measured
 
 
 class Loader:
     """Hands out, step by step, this rank's share of consecutive global batches.
 
-    Global batch k is samples k·G … (k+1)·G−1 of the source for every layout. Sample j of it goes to micro-batch
-    j // (D·M) of data-parallel rank (j // M) % D, where M is the micro-batch size and D the data-parallel size, so the
-    number of consumed samples is all the state there is, and a run may resume with any other layout.
+    Global batch k is the same for every layout, and the place in the data is plain data that knows no layout, so a run
+    may resume with any other. Sequence j of a global batch goes to micro-batch j // (D·M) of data-parallel rank
+    (j // M) % D, where M is the micro-batch size and D the data-parallel size; with `balance`, to where its cost fits.
 
     One thread prepares the next step while the current one trains. What it holds is not part of the state.
     """
 
     def __init__(
         self,
-        source: Source,
+        composer: Composer,
+        maker: Maker,
         *,
         dp_rank: int,
         dp_size: int,
         micro_batch_size: int,
         global_batch_size: int,
-        seq_length: int,
-        with_patches: bool,
+        balance: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size
         assert global_batch_size % (micro_batch_size * dp_size) == 0, "the configuration rules refuse this"
         self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
-        self._source = source
+        self._composer = composer
+        self._maker = maker
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._micro_batch_size = micro_batch_size
-        self._global_batch_size = global_batch_size
-        self._seq_length = seq_length
-        self._with_patches = with_patches
-        self._consumed_samples = 0
+        self._balance = balance
+        self._place = composer.start
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._prefetched: Future[list[PackedBatch]] | None = None
+        self._prefetched: Future[tuple[Step, Place]] | None = None
+
+    def next_step(self) -> Step:
+        """What the next optimizer step trains on. Errors of the source are raised here."""
+        pending = self._prefetched or self._thread.submit(self._make, self._place)
+        self._prefetched = None
+        step, self._place = pending.result()
+        self._prefetched = self._thread.submit(self._make, self._place)
+        return step
 
     def next_batches(self) -> list[PackedBatch]:
-        """The micro-batches of the next optimizer step. Errors of the source are raised here."""
-        pending = self._prefetched or self._thread.submit(self._make, self._consumed_samples)
-        self._prefetched = None
-        batches = pending.result()
-        self._consumed_samples += self._global_batch_size
-        self._prefetched = self._thread.submit(self._make, self._consumed_samples)
-        return batches
+        """The micro-batches of the next optimizer step."""
+        return self.next_step().batches
 
-    def state_dict(self) -> dict[str, int]:
-        """Samples handed out so far, over all ranks."""
-        return {"consumed_samples": self._consumed_samples}
+    def state_dict(self) -> Place:
+        """Where the next step begins."""
+        return dict(self._place)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Place) -> None:
+        """Raises UserError for the place in data of another kind."""
+        if state.keys() != self._composer.start.keys():
+            raise UserError(
+                "the checkpoint is of a run on other data, whose place cannot be taken up: begin a new run with --load "
+                "and another --run-dir, or go on with the data (--data, --sources) that it had"
+            )
         self._drop_prefetched()
-        self._consumed_samples = state["consumed_samples"]
+        self._place = dict(state)
 
     def close(self) -> None:
-        """Stop the thread; a step in preparation is finished and dropped."""
+        """Stop the thread and the workers; a step in preparation is finished and dropped."""
         self._drop_prefetched()
         self._thread.shutdown(wait=True)
+        self._composer.close()
+        self._maker.close()
 
     def _drop_prefetched(self) -> None:
         if self._prefetched is not None:
             self._prefetched.cancel()
         self._prefetched = None
 
-    def _make(self, first_sample: int) -> list[PackedBatch]:
-        stride = self._dp_size * self._micro_batch_size
-        starts = range(
-            first_sample + self._dp_rank * self._micro_batch_size, first_sample + self._global_batch_size, stride
+    def _make(self, place: Place) -> tuple[Step, Place]:
+        composed = self._composer.compose(place)
+        dealt, evenness = self._dealt(composed.sequences)
+        made = self._maker.make(dealt)
+        found = tuple(skip for each in made for skip in each.skipped)
+        first = self._dp_rank == 0
+        step = Step(
+            batches=[each.batch for each in made],
+            read=composed.read if first else 0,
+            skipped=(*composed.skipped, *found) if first else found,
+            imbalance=evenness,
         )
-        return [self._micro_batch(start) for start in starts]
+        return step, composed.after
 
-    def _micro_batch(self, start: int) -> PackedBatch:
-        samples = [self._source.sample(index) for index in range(start, start + self._micro_batch_size)]
-        return batch_of(self._source, samples, seq_length=self._seq_length, with_patches=self._with_patches)
+    def _dealt(self, sequences: Sequence[Members]) -> tuple[list[list[Members]], Imbalance | None]:
+        """This rank's micro-batches."""
+        size, ranks = self._micro_batch_size, self._dp_size
+        in_turn = [
+            [start + place for start in range(rank * size, len(sequences), ranks * size) for place in range(size)]
+            for rank in range(ranks)
+        ]
+        costs = costs_of(sequences)
+        if costs is None:
+            mine = in_turn[self._dp_rank]
+            return [[sequences[j] for j in mine[i : i + size]] for i in range(0, len(mine), size)], None
+        ranked = assign(costs, ranks) if self._balance else in_turn
+        evenness = Imbalance(
+            vision=imbalance(costs[:, 0], ranked),
+            language=imbalance(costs[:, 1], ranked),
+            vision_before=imbalance(costs[:, 0], in_turn),
+            language_before=imbalance(costs[:, 1], in_turn),
+        )
+        mine = ranked[self._dp_rank]
+        groups = [list(range(i, i + size)) for i in range(0, len(mine), size)]
+        if self._balance:
+            groups = assign(costs[mine], self.num_microbatches)
+        return [[sequences[mine[place]] for place in group] for group in groups], evenness
+
+
+def costs_of(sequences: Sequence[Members]) -> NDArray[np.float64] | None:
+    """[sequences, 2]: forward FLOPs of vision and of language; None where samples were not measured."""
+    measures = [[member.measure for member in members] for members in sequences]
+    known = [[measure for measure in row if measure is not None] for row in measures]
+    if any(len(row) < len(all_) for row, all_ in zip(known, measures, strict=True)):
+        return None
+    return np.array([[sum(m.vision for m in row), sum(m.language for m in row)] for row in known])
 
 
 @dataclass(frozen=True)
@@ -89,6 +161,7 @@ class BatchStats:
     """What was in a rank's micro-batches; sums over data-parallel ranks give the global batch."""
 
     tokens: int  # language positions, image tokens included, padding not
+    places: int  # the same with padding
     image_tokens: int
     images: int
     patches: int
@@ -98,6 +171,7 @@ def stats(batches: Sequence[PackedBatch]) -> BatchStats:
     """Count the contents of micro-batches (from shapes: nothing is read back from a device)."""
     return BatchStats(
         tokens=sum(batch.num_tokens for batch in batches),
+        places=sum(batch.tokens.numel() for batch in batches),
         image_tokens=sum(batch.feature_positions.numel() for batch in batches),
         images=sum(batch.num_images for batch in batches),
         patches=sum(batch.num_patches for batch in batches),

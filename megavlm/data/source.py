@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megavlm.config.data_source import data_source
 from megavlm.config.schema import Config
+from megavlm.data.bad import BadSample
 from megavlm.data.batch import PackedBatch
+from megavlm.data.composer import Measured, Skipped
 from megavlm.data.digits import DigitsSource
 from megavlm.data.sample import Row, Sample, collate
 from megavlm.data.synthetic import SyntheticSource
 
 
 class Source(Protocol):
-    """An endless, randomly addressable stream of samples.
+    """An endless stream of samples that a model takes.
 
-    `sample` depends on the seed and the index alone, so any rank of any layout can make any sample, and the position
-    in the stream is one integer.
+    What an `item` stands for depends on the seed alone: any rank of any layout can make any sample. Where samples are
+    numbered, items are their numbers.
     """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The data sets whose losses are told apart; empty where there is but one."""
+        ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -48,7 +55,17 @@ class Source(Protocol):
         """Tiles' worth of features that an image may have, for models of tiled images (`anyres.py`)."""
         ...
 
-    def sample(self, index: int) -> Sample: ...
+    def pieces(self, item: Any) -> tuple[Sample, ...]:
+        """A sample as the sequences that it is cut into, one as a rule. Raises BadSample for one that is left out."""
+        ...
+
+    def measure(self, item: Any) -> Measured:
+        """What its pieces cost, without pixels. Never raises for what is wrong with a sample."""
+        ...
+
+    def skipped(self, item: Any, error: BadSample) -> Skipped:
+        """How to report that a sample is left out."""
+        ...
 
 
 def build_source(
@@ -79,5 +96,6 @@ def batch_of_rows(source: Source, rows: Sequence[Row], *, seq_length: int, with_
         patch_dim=source.patch_dim,
         with_patches=with_patches,
         mrope=source.mrope,
+        with_sources=len(source.names) > 1,
         anyres_max_tiles=source.anyres_max_tiles,
     )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.images import grid_of
+from megavlm.data.numbered import Numbered
 from megavlm.data.randomness import generator
 from megavlm.data.sample import Image, Sample
 from megavlm.errors import UserError
@@ -18,7 +19,7 @@ from megavlm.errors import UserError
 _IMAGELESS, _TEXT, _FIRST_IMAGE = 0, 1, 2
 
 
-class SyntheticSource:
+class SyntheticSource(Numbered):
     """Samples of exactly `--seq-length` tokens: text with images inside it, then an answer of varying length.
 
     Image counts cycle over samples and image sizes over images, so shapes are the same for every seed. The image token

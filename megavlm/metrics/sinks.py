@@ -1,8 +1,8 @@
 """Where the numbers of an iteration go: `metrics.jsonl` for scripts, TensorBoard for people.
 
-A record is a flat mapping with an `iteration` (counted from 1) and numbers; None says "not known here". Sinks live
-on one rank. Log iteration k before the checkpoint of iteration k is committed: resuming at k then finds records
-1 … k and drops the later ones, so that the file is what a run without interruption would have written.
+A record is a mapping with an `iteration` (counted from 1) and numbers, or numbers by name; None says "not known here".
+Sinks live on one rank. Log iteration k before the checkpoint of iteration k is committed: resuming at k then finds
+records 1 … k and drops the later ones, so that the file is what a run without interruption would have written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-Value = float | int | bool | str | None
+Value = float | int | bool | str | None | Mapping[str, float | None]
 Record = Mapping[str, Value]
 
 
@@ -91,8 +91,14 @@ class TensorBoardSink:
     def log(self, record: Record) -> None:
         iteration = record["iteration"]
         for name, value in record.items():
-            if name != "iteration" and isinstance(value, float | int):
-                self._writer.add_scalar(name, value, iteration)
+            parts = (
+                {f"{name}/{part}": each for part, each in value.items()}
+                if isinstance(value, Mapping)
+                else {name: value}
+            )
+            for chart, number in parts.items():
+                if chart != "iteration" and isinstance(number, float | int):
+                    self._writer.add_scalar(chart, number, iteration)
 
     def close(self) -> None:
         self._writer.close()

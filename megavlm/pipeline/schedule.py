@@ -55,12 +55,22 @@ def pipeline_config(config: Config, dims: Dims, backend: Backend) -> Transformer
 class Schedule:
     """Runs micro-batches through this rank's chunks and brings back what the last chunk says."""
 
-    def __init__(self, chunks: Sequence[Any], *, config: TransformerConfig, groups: Groups, backend: Backend) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        *,
+        config: TransformerConfig,
+        groups: Groups,
+        backend: Backend,
+        num_sources: int = 0,
+    ) -> None:
+        """`num_sources` data sets have their losses summed apart, where batches tell them apart."""
         dims = groups.dims
         self.chunks = list(chunks)
         self.config = config
         self.groups = groups
         self.backend = backend
+        self.num_sources = num_sources
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
         self._communicator = P2PCommunicator(groups.pp, config) if dims.pp > 1 else None
 
@@ -71,8 +81,9 @@ class Schedule:
         number of trained tokens of the global batch, so that no rank's or image's share is diluted.
 
         Returns:
-            [2] float64: sum of cross entropies and trained tokens of this data-parallel rank; zeros on all ranks
-            but the last stage's, so that sums over ranks count each token once per tensor-parallel rank.
+            [2 + 2·num_sources] float64: sum of cross entropies and trained tokens of this data-parallel rank, then the
+            sums and the tokens of each data set; zeros on all ranks but the last stage's, so that sums over ranks
+            count each token once per tensor-parallel rank.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -96,7 +107,7 @@ class Schedule:
         if self._communicator is not None:
             arguments["p2p_communicator"] = self._communicator
         return self._run(
-            forward_step_func=_forward_logits if logits else _forward_loss,
+            forward_step_func=_forward_logits if logits else partial(_forward_loss, num_sources=self.num_sources),
             data_iterator=iterators[0] if single else iterators,
             model=self.chunks[0] if single else self.chunks,
             num_microbatches=len(on_device),
@@ -109,19 +120,27 @@ class Schedule:
         )
 
     def _total(self, sums: list[Tensor]) -> Tensor:
-        return torch.stack(sums).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=self.backend.device)
+        if sums:
+            return torch.stack(sums).sum(0)
+        return torch.zeros(2 + 2 * self.num_sources, dtype=torch.float64, device=self.backend.device)
 
 
-def _forward_loss(batches: Iterator[PackedBatch], chunk: Any) -> tuple[Tensor, Any]:
+def _forward_loss(batches: Iterator[PackedBatch], chunk: Any, *, num_sources: int) -> tuple[Tensor, Any]:
     batch = next(batches)
-    return chunk(batch), partial(_sum_loss, batch.loss_mask)
+    return chunk(batch), partial(_sum_loss, batch, num_sources)
 
 
-def _sum_loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss to differentiate, tokens it is summed over, [2] record); losses and mask are [B, S]."""
-    total = (losses * mask).sum()
-    tokens = mask.sum()
-    return total, tokens.int(), torch.stack([total.detach().double(), tokens.double()])
+def _sum_loss(batch: PackedBatch, num_sources: int, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss to differentiate, tokens it is summed over, [2 + 2·num_sources] record); losses are [B, S]."""
+    mask = batch.loss_mask
+    masked = losses * mask
+    total, tokens = masked.sum(), mask.sum()
+    parts = [torch.stack([total.detach().double(), tokens.double()])]
+    if batch.sources is not None:
+        for values in (masked.detach(), mask):
+            sums = torch.zeros(num_sources, dtype=torch.float64, device=mask.device)
+            parts.append(sums.index_add_(0, batch.sources.flatten(), values.flatten().double()))
+    return total, tokens.int(), torch.cat(parts)
 
 
 def _forward_logits(batches: Iterator[PackedBatch], chunk: Any) -> tuple[Tensor, Any]:

@@ -24,11 +24,13 @@ from megavlm.checkpoint.hf.sidecar import carry_sidecar, write_sidecar
 from megavlm.checkpoint.hf.source import ALL_PARTS, origins_of
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
-from megavlm.data.loader import Loader
+from megavlm.data.feed import Feed
+from megavlm.data.reading import build_feed
 from megavlm.data.source import Source, build_source
 from megavlm.errors import UserError
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, TensorBoardSink
+from megavlm.metrics.skips import SkippedLog
 from megavlm.parallel.groups import build_groups, on_rank_0, start
 from megavlm.planner.layers import PATCH_EMBED
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
@@ -43,12 +45,13 @@ class Run:
     plan: Plan
     backend: Backend
     source: Source
-    loader: Loader
+    feed: Feed
     engine: Engine
-    first_iteration: int  # iterations already done
+    position: state.Position  # what is already done
     run_dir: Path
     progress: ProgressLine | None  # on rank 0
     sinks: Sequence[Sink]  # on rank 0; empty elsewhere
+    skipped: SkippedLog  # writes on ranks that read data
 
 
 def build(config: Config, backend: Backend) -> Run:
@@ -64,31 +67,33 @@ def build(config: Config, backend: Backend) -> Run:
         print(table(plan, config), flush=True)
 
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
-    loader = Loader(
-        source,
-        dp_rank=groups.at.dp,
-        dp_size=plan.dims.dp,
-        micro_batch_size=config.train.micro_batch_size,
-        global_batch_size=config.train.global_batch_size,
-        seq_length=config.train.seq_length,
-        with_patches=plan.owner_of(PATCH_EMBED) == groups.at.pp,
-    )
+    feed = build_feed(config, source, groups, device=backend.device, sees=plan.owner_of(PATCH_EMBED) == groups.at.pp)
     folder = _start(config, run_dir)
     fill = _weights(config, folder, vocab_size=source.vocab_size, image_token=source.image_token)
-    engine = build_engine(config, plan, groups, vocab_size=source.vocab_size, backend=backend, fill=fill)
-    first_iteration = _restore(engine, loader, config, plan, folder)
-    progress, sinks = _outputs(config, run_dir, first_iteration) if rank == 0 else (None, [])
+    engine = build_engine(
+        config,
+        plan,
+        groups,
+        vocab_size=source.vocab_size,
+        backend=backend,
+        fill=fill,
+        num_sources=len(source.names) if len(source.names) > 1 else 0,
+    )
+    position = _restore(engine, feed, config, plan, folder)
+    progress, sinks = _outputs(config, run_dir, position.iteration) if rank == 0 else (None, [])
+    reads = groups.at.tp == 0 and groups.at.pp == 0
     return Run(
         config=config,
         plan=plan,
         backend=backend,
         source=source,
-        loader=loader,
+        feed=feed,
         engine=engine,
-        first_iteration=first_iteration,
+        position=position,
         run_dir=run_dir,
         progress=progress,
         sinks=sinks,
+        skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.at.dp:05d}.jsonl" if reads else None),
     )
 
 
@@ -115,16 +120,16 @@ def _weights(config: Config, folder: Path | None, *, vocab_size: int, image_toke
     return partial(load_weights, origins=origins, config=config, vocab_size=vocab_size) if origins else None
 
 
-def _restore(engine: Engine, loader: Loader, config: Config, plan: Plan, folder: Path | None) -> int:
-    """Go on from a checkpoint, if it is of a run. Returns iterations done."""
+def _restore(engine: Engine, feed: Feed, config: Config, plan: Plan, folder: Path | None) -> state.Position:
+    """Go on from a checkpoint, if it is of a run. Returns what is done."""
     if folder is None or state.is_weights_only(folder):
-        return 0
+        return state.Position(iteration=0, loader={})
     position = state.load(engine.trained(), folder, config=config, plan=plan)
-    loader.load_state_dict(position.loader)
+    feed.load_state_dict(position.loader)
     engine.scheduler.step(increment=position.iteration)
     if dist.get_rank() == 0:
         print(f"resumed from {folder} at iteration {position.iteration}", flush=True)
-    return position.iteration
+    return position
 
 
 def _outputs(config: Config, run_dir: Path, first_iteration: int) -> tuple[ProgressLine, list[Sink]]:

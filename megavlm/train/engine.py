@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,9 @@ class StepResult:
     grad_norm: float  # before clipping
     learning_rate: float
     updated: bool  # False where the optimizer skipped the step (overflow)
+    source_losses: tuple[
+        float, ...
+    ]  # of each data set, nan where it has no trained token; empty where there is but one
     counters: tuple[float, ...]  # the caller's numbers, added up over the ranks that speak for a replica
 
 
@@ -58,13 +62,16 @@ class Engine:
         totals = totals if self.groups.at.tp == 0 else torch.zeros_like(totals)
         totals = torch.cat([totals, totals.new_tensor(counters)])
         dist.all_reduce(totals)
-        loss_sum, tokens, *summed = totals.tolist()
+        sources = self.schedule.num_sources
+        loss_sum, tokens, *rest = totals.tolist()
+        sums, counts, summed = rest[:sources], rest[sources : 2 * sources], rest[2 * sources :]
         return StepResult(
             loss=loss_sum / max(tokens, 1.0),
             trained_tokens=int(tokens),
             grad_norm=float(grad_norm),
             learning_rate=self.learning_rate(),
             updated=bool(updated),
+            source_losses=tuple(s / n if n else math.nan for s, n in zip(sums, counts, strict=True)),
             counters=tuple(summed),
         )
 
@@ -99,6 +106,7 @@ def build_engine(
     vocab_size: int,
     backend: Backend,
     fill: Fill | None = None,
+    num_sources: int = 0,
 ) -> Engine:
     """Build and wrap this rank's chunks, then their optimizer and schedules; `fill` sets the weights, else the seed."""
     pipeline = pipeline_config(config, plan.dims, backend)
@@ -116,7 +124,7 @@ def build_engine(
     _connect(pipeline, config, chunks, optimizer, groups)
     return Engine(
         chunks=chunks,
-        schedule=Schedule(chunks, config=pipeline, groups=groups, backend=backend),
+        schedule=Schedule(chunks, config=pipeline, groups=groups, backend=backend, num_sources=num_sources),
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         groups=groups,

@@ -3,46 +3,49 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megavlm.checkpoint import state
-from megavlm.config.lora import adapted_parts
-from megavlm.data.batch import PackedBatch
-from megavlm.data.loader import stats
-from megavlm.metrics import throughput
+from megavlm.errors import UserError
 from megavlm.metrics.sinks import Value
-from megavlm.model.flops import Workload, step_flops, window_patches, window_squares
 from megavlm.resilience.signals import StopRequest
 from megavlm.train import evaluate
 from megavlm.train.build import Run
-from megavlm.train.engine import StepResult
+from megavlm.train.record import Counts, counts_of, record_of
+
+# Skipped samples that are no reason to stop, whatever their share.
+_LEAST_SKIPPED = 20
 
 
 def fit(run: Run) -> None:
     """Train to the end (or to a clean stop with a checkpoint), then evaluate where the source has questions."""
     stop = StopRequest()
     config = run.config
-    iteration, saved = run.first_iteration, run.first_iteration
+    iteration = saved = run.position.iteration
+    tally = _Tally(run.position.samples_read, run.position.samples_skipped)
     try:
         while iteration < config.train.train_iters:
             iteration += 1
             before = time.perf_counter()
-            batches = run.loader.next_batches()
+            step = run.feed.next_step()
             fetched = time.perf_counter()
-            result = run.engine.train_step(batches, _counters(run, batches, stop=stop.requested))
-            counts = _Counts(*result.counters)
-            record = _record(run, iteration, result, counts, data_time=fetched - before, began=before)
+            result = run.engine.train_step(step.batches, counts_of(run, step, stop=stop.requested).values())
+            counts = Counts(*result.counters)
+            seconds = time.perf_counter() - before
+            record = record_of(run, iteration, step, result, counts, data_time=fetched - before, seconds=seconds)
+            run.skipped.write(iteration, step.skipped)
+            tally.add(counts)
             if _due(iteration, config.evaluation.eval_interval) and iteration < config.train.train_iters:
                 record |= _interval_evaluation(run)
             for sink in run.sinks:
                 sink.log(record)
             if _due(iteration, config.checkpoint.save_interval):
-                saved = _save(run, iteration)
+                saved = _save(run, iteration, tally)
+            tally.check(config.data.max_bad_sample_rate)
             if counts.stop:
                 break
         if saved != iteration:
-            _save(run, iteration)
+            _save(run, iteration, tally)
         finished = iteration >= config.train.train_iters
         _say(run, "finished" if finished else f"stopped at iteration {iteration}; the same command goes on from here")
         if finished:
@@ -53,90 +56,48 @@ def fit(run: Run) -> None:
 
 
 def close(run: Run) -> None:
-    """End the loader's thread, the engine and the sinks' files."""
-    run.loader.close()
+    """End what reads ahead, the engine and the sinks' files."""
+    run.feed.close()
+    run.skipped.close()
     run.engine.close()
     for sink in run.sinks:
         sink.close()
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """Sums over the global batch that travel with the step's all-reduce."""
+@dataclass
+class _Tally:
+    """Samples over the whole run, for the share of bad ones."""
 
-    tokens: float
-    image_tokens: float
-    images: float
-    patches: float
-    patch_squares: float
-    window_squares: float
-    token_squares: float
-    stop: float  # ranks that were asked to stop
+    read: int
+    skipped: int
 
+    def add(self, counts: Counts) -> None:
+        self.read += int(counts.read)
+        self.skipped += int(counts.skipped)
 
-def _counters(run: Run, batches: Sequence[PackedBatch], *, stop: bool) -> Sequence[float]:
-    """This rank's share of `_Counts`: only one rank of each replica counts the batch, every rank may ask to stop."""
-    at = run.engine.groups.at
-    if at.tp or at.pp:
-        return (0.0,) * 7 + (float(stop),)
-    counted = stats(batches)
-    class_token, window = run.config.model.vision.class_token, window_patches(run.config.model)
-    grids = [grid for batch in batches for grid in batch.grids]
-    lengths = [rows * columns + class_token for rows, columns in grids]
-    return (
-        counted.tokens,
-        counted.image_tokens,
-        counted.images,
-        sum(lengths),
-        sum(length * length for length in lengths),
-        sum(window_squares(grid, window) for grid in grids) if window else 0,
-        sum(length * length for batch in batches for length in batch.lengths),
-        float(stop),
-    )
-
-
-def _record(
-    run: Run, iteration: int, result: StepResult, counts: _Counts, *, data_time: float, began: float
-) -> dict[str, Value]:
-    """The line of metrics.jsonl."""
-    seconds = time.perf_counter() - began
-    work = Workload(
-        patches=int(counts.patches),
-        patch_squares=int(counts.patch_squares),
-        window_squares=int(counts.window_squares),
-        tokens=int(counts.tokens),
-        token_squares=int(counts.token_squares),
-    )
-    flops = step_flops(run.config.model, work, adapted=adapted_parts(run.config))
-    tflops = throughput.model_tflops_per_device(flops=flops, seconds=seconds, devices=run.plan.dims.world)
-    peak = throughput.peak_tflops(run.backend.name, run.config.train.precision)
-    return {
-        "iteration": iteration,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "learning_rate": result.learning_rate,
-        "tokens": int(counts.tokens),
-        "trained_tokens": result.trained_tokens,
-        "image_tokens": int(counts.image_tokens),
-        "images": int(counts.images),
-        "updated": result.updated,
-        "step_time_s": seconds,
-        "data_time_s": data_time,
-        "tokens_per_second": throughput.tokens_per_second(int(counts.tokens), seconds),
-        "model_tflops_per_device": tflops,
-        "mfu": throughput.mfu(tflops, peak),
-    }
+    def check(self, most: float) -> None:
+        """Raises UserError, on every rank alike, where too many were skipped."""
+        if self.skipped >= _LEAST_SKIPPED and self.skipped > most * self.read:
+            raise UserError(
+                f"{self.skipped} of {self.read} samples were skipped, more than --max-bad-sample-rate {most}: "
+                "RUN_DIR/skipped has each with its reason; mend the data or raise the rate"
+            )
 
 
 def _due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
 
 
-def _save(run: Run, iteration: int) -> int:
+def _save(run: Run, iteration: int, tally: _Tally) -> int:
     if not run.config.checkpoint.save:
         return iteration
     began = time.perf_counter()
-    position = state.Position(iteration=iteration, loader=run.loader.state_dict())
+    position = state.Position(
+        iteration=iteration,
+        loader=run.feed.state_dict(),
+        samples_read=tally.read,
+        samples_skipped=tally.skipped,
+    )
     folder = state.save(
         run.engine.trained(),
         position,

@@ -20,7 +20,12 @@ SMALL = (
     "--images-per-sample 1 0 2 1 --image-sizes 16 24 --lr 1e-3 --lr-warmup-iters 3"
 ).split()
 
-WALL_TIME = {"step_time_s", "data_time_s", "tokens_per_second", "model_tflops_per_device", "mfu"}
+WALL_TIME = {
+    "step_time_s",
+    "data_time_s",
+    "tokens_per_second",
+    "images_per_second",
+    "model_tflops_per_device", "mfu"}
 
 
 def train(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lambda config: config) -> None:

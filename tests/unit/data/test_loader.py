@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,9 @@ from hypothesis import strategies as st
 
 from megavlm.config.schema import Config, DataConfig, TrainConfig
 from megavlm.data.batch import PackedBatch
+from megavlm.data.composer import InOrder
 from megavlm.data.loader import Loader, stats
+from megavlm.data.making import InThread
 from megavlm.data.sample import Sample
 from megavlm.data.synthetic import SyntheticSource
 
@@ -23,15 +23,22 @@ CONFIG = Config(
 )
 
 
-def loader(*, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 2, with_patches: bool = True) -> Loader:
+def loader(
+    *,
+    source: SyntheticSource | None = None,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    micro_batch_size: int = 2,
+    with_patches: bool = True,
+    seq_length: int = CONFIG.train.seq_length,
+) -> Loader:
     return Loader(
-        SyntheticSource(CONFIG),
+        InOrder(count=GLOBAL_BATCH),
+        InThread(source or SyntheticSource(CONFIG), seq_length=seq_length, with_patches=with_patches),
         dp_rank=dp_rank,
         dp_size=dp_size,
         micro_batch_size=micro_batch_size,
         global_batch_size=GLOBAL_BATCH,
-        seq_length=CONFIG.train.seq_length,
-        with_patches=with_patches,
     )
 
 
@@ -115,15 +122,7 @@ class FailingSource(SyntheticSource):
 
 
 def test_an_error_in_the_thread_surfaces_at_the_step_it_belongs_to() -> None:
-    given = Loader(
-        FailingSource(CONFIG),
-        dp_rank=0,
-        dp_size=1,
-        micro_batch_size=2,
-        global_batch_size=GLOBAL_BATCH,
-        seq_length=40,
-        with_patches=True,
-    )
+    given = loader(source=FailingSource(CONFIG))
     given.next_batches()
     with pytest.raises(OSError, match="unreadable"):
         given.next_batches()
@@ -145,16 +144,6 @@ def test_stats_sum_to_the_global_batch() -> None:
 
 
 def test_stats_do_not_count_padding() -> None:
-    config = replace(CONFIG, train=replace(CONFIG.train, seq_length=60))
-    padded = Loader(
-        SyntheticSource(CONFIG),
-        dp_rank=0,
-        dp_size=1,
-        micro_batch_size=GLOBAL_BATCH,
-        global_batch_size=GLOBAL_BATCH,
-        seq_length=config.train.seq_length,
-        with_patches=False,
-    )
-    batches = steps(padded, 1)[0]
+    batches = steps(loader(micro_batch_size=GLOBAL_BATCH, with_patches=False, seq_length=60), 1)[0]
     assert batches[0].tokens.shape == (GLOBAL_BATCH, 60)
     assert stats(batches).tokens == GLOBAL_BATCH * 40

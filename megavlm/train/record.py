@@ -1,0 +1,102 @@
+"""The line of metrics.jsonl: what each rank counts of a step, and what the sums say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megavlm.config.lora import adapted_parts
+from megavlm.data.loader import Step, stats
+from megavlm.metrics import throughput
+from megavlm.metrics.sinks import Value
+from megavlm.model.flops import Workload, step_flops, window_patches, window_squares
+from megavlm.train.build import Run
+from megavlm.train.engine import StepResult
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Sums over the global batch that travel with the step's all-reduce."""
+
+    tokens: float = 0
+    places: float = 0
+    image_tokens: float = 0
+    images: float = 0
+    patches: float = 0
+    patch_squares: float = 0
+    window_squares: float = 0
+    token_squares: float = 0
+    read: float = 0  # samples looked at
+    skipped: float = 0  # samples left out
+    split: float = 0  # samples of which a part was left out
+    stop: float = 0  # ranks that were asked to stop
+
+    def values(self) -> Sequence[float]:
+        return [float(getattr(self, field.name)) for field in fields(self)]
+
+
+def counts_of(run: Run, step: Step, *, stop: bool) -> Counts:
+    """This rank's share: only one rank of each replica counts the batch, every rank may ask to stop."""
+    at = run.engine.groups.at
+    if at.tp or at.pp:
+        return Counts(stop=stop)
+    counted = stats(step.batches)
+    class_token, window = run.config.model.vision.class_token, window_patches(run.config.model)
+    grids = [grid for batch in step.batches for grid in batch.grids]
+    lengths = [rows * columns + class_token for rows, columns in grids]
+    return Counts(
+        tokens=counted.tokens,
+        places=counted.places,
+        image_tokens=counted.image_tokens,
+        images=counted.images,
+        patches=sum(lengths),
+        patch_squares=sum(length * length for length in lengths),
+        window_squares=sum(window_squares(grid, window) for grid in grids) if window else 0,
+        token_squares=sum(length * length for batch in step.batches for length in batch.lengths),
+        read=step.read,
+        skipped=sum(not skip.partly for skip in step.skipped),
+        split=sum(skip.partly for skip in step.skipped),
+        stop=stop,
+    )
+
+
+def record_of(
+    run: Run, iteration: int, step: Step, result: StepResult, counts: Counts, *, data_time: float, seconds: float
+) -> dict[str, Value]:
+    work = Workload(
+        patches=int(counts.patches),
+        patch_squares=int(counts.patch_squares),
+        window_squares=int(counts.window_squares),
+        tokens=int(counts.tokens),
+        token_squares=int(counts.token_squares),
+    )
+    flops = step_flops(run.config.model, work, adapted=adapted_parts(run.config))
+    tflops = throughput.model_tflops_per_device(flops=flops, seconds=seconds, devices=run.plan.dims.world)
+    peak = throughput.peak_tflops(run.backend.name, run.config.train.precision)
+    record: dict[str, Value] = {
+        "iteration": iteration,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
+        "tokens": int(counts.tokens),
+        "trained_tokens": result.trained_tokens,
+        "image_tokens": int(counts.image_tokens),
+        "images": int(counts.images),
+        "skipped_samples": int(counts.skipped),
+        "split_samples": int(counts.split),
+        "packing_efficiency": counts.tokens / max(counts.places, 1),
+        "updated": result.updated,
+        "step_time_s": seconds,
+        "data_time_s": data_time,
+        "tokens_per_second": throughput.tokens_per_second(int(counts.tokens), seconds),
+        "images_per_second": counts.images / seconds,
+        "model_tflops_per_device": tflops,
+        "mfu": throughput.mfu(tflops, peak),
+    }
+    if step.imbalance is not None:
+        record |= {f"imbalance_{name}": value for name, value in vars(step.imbalance).items()}
+    if result.source_losses:
+        losses = zip(run.source.names, result.source_losses, strict=True)
+        record["loss_by_source"] = {name: None if math.isnan(loss) else loss for name, loss in losses}
+    return record
