@@ -36,12 +36,16 @@ def name_of(source: SourceConfig) -> str:
     return source.name or Path(source.path).stem
 
 
+def is_remote(path: str) -> bool:
+    return bool(_REMOTE.match(path))
+
+
 def is_stream(source: SourceConfig) -> bool:
     """Whether a source is WebDataset tars, which are read forward (`Stream`) and not by number (`Records`)."""
     if source.kind != "auto":
         return source.kind == "webdataset"
     path = Path(source.path)
-    if _REMOTE.match(source.path) or path.suffix in (".tar", ".yaml", ".yml"):
+    if is_remote(source.path) or path.suffix in (".tar", ".yaml", ".yml"):
         return True
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in (".nv-meta", "*.tar"))
 
@@ -52,7 +56,7 @@ def open_records(source: SourceConfig) -> Records:
     Raises UserError for what is wrong with the source as a whole; what is wrong with a record, `read` raises.
     """
     assert not is_stream(source)
-    if _REMOTE.match(source.path):
+    if is_remote(source.path):
         raise _wrong(source, f"is remote, which only kind=webdataset can be: download it, or kind={source.kind} tars")
     path = Path(source.path)
     containers = [_open_file(source, file) for file in _files(source, path)]

@@ -139,8 +139,8 @@ def _placed(turns: Turns, images: list[ImageRef]) -> Conversation:
     slots = sum(isinstance(piece, _Slot) for piece in pieces)
     own = sum(isinstance(piece, ImageRef) for piece in pieces)
     if images and not slots and not own:
-        speaker = next((parts for role, parts in turns if role in ("user", "text")), turns[0][1])
-        speaker[:0] = [piece for _ in images for piece in (SLOT, "\n")]
+        role, speaker = next((turn for turn in turns if turn[0] in ("user", "text")), turns[0])
+        speaker[:0] = [piece for _ in images for piece in (SLOT, "" if role == "text" else "\n")]
         slots = len(images)
     if slots != len(images) and not (slots == 0 and own == len(images)):
         raise BadSample(Reason.IMAGE_COUNT, f"{slots} {TAG} in its texts for {len(images)} images")

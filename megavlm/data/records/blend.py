@@ -1,0 +1,62 @@
+"""What an energon meta-dataset may say here.
+
+energon makes any Python object that a YAML file names, and runs functions out of files beside the data. A source is
+data, so its YAML files may only name what reads tars as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.energon.dataset_config import load_yaml
+from megatron.energon.epathlib import EPath
+
+_MODULE = "megatron.energon"
+_CLASSES = ("Metadataset", "MetadatasetV2", "CrudeWebdataset")
+_CODE = ("__function__", "joiner", "sample_loader")
+_META = ".nv-meta"
+
+
+def check_yaml(path: EPath) -> None:
+    """Raises ValueError for a meta-dataset, or a data set in it, that would run anything but energon's own readers."""
+    _check(path, seen=set())
+
+
+def _check(path: EPath, seen: set[str]) -> None:
+    if str(path) in seen:
+        return
+    seen.add(str(path))
+    with path.open("rb") as file:
+        content = load_yaml(file)
+    _check_node(content, path, seen)
+
+
+def _check_node(node: Any, path: EPath, seen: set[str]) -> None:
+    if isinstance(node, list):
+        for item in node:
+            _check_node(item, path, seen)
+    if not isinstance(node, dict):
+        return
+    for key, value in node.items():
+        _check_node(value, path, seen)
+        refused = (
+            key in _CODE
+            or (key == "part_filter" and isinstance(value, str))
+            or (key == "__module__" and value != _MODULE)
+            or (key == "__class__" and value not in _CLASSES)
+        )
+        if refused:
+            raise ValueError(
+                f"{path} has {key}: {value}, and only {', '.join(_CLASSES)} are read, which run no code out of the data"
+            )
+        if key == "path" and isinstance(value, str):
+            _check_reference(EPath(value) if "://" in value else path.parent / value, node, seen)
+
+
+def _check_reference(path: EPath, node: dict[str, Any], seen: set[str]) -> None:
+    if path.name.endswith((".yaml", ".yml")):
+        _check(path, seen)
+        return
+    config = path / _META / str(node.get("dataset_config") or "dataset.yaml")
+    if config.is_file():
+        _check(config, seen)

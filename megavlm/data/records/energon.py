@@ -1,0 +1,245 @@
+"""WebDataset tars as a `Stream`, read through megatron-energon.
+
+energon chooses the order, splits it over data-parallel ranks and knows where it is; reading a sample, and what becomes
+of one that cannot be read, is done here. This module needs energon: import it through `open_stream`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+from collections.abc import Iterator
+from threading import Lock
+from typing import Any
+
+import torch
+from megatron.energon import (
+    Cooker,
+    CrudeSample,
+    CrudeWebdataset,
+    DefaultTaskEncoder,
+    Sample,
+    WorkerConfig,
+    basic_sample_keys,
+    edataclass,
+    get_savable_loader,
+    stateless,
+)
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.sample_loader import SliceState
+from megatron.energon.metadataset.loader import load_dataset
+from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset, LoadedDatasetList
+from megatron.energon.savable_loader import SavableDataLoaderState
+from megatron.energon.state import FlexState
+
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.conversation import Conversation
+from megavlm.data.records.blend import check_yaml
+from megavlm.data.records.parts import conversation_of_parts
+from megavlm.data.records.plain import from_plain, to_plain
+from megavlm.errors import UserError
+
+_BAD = "__bad__"
+_RUN_OF_SAMPLES = 64  # that follow each other in a tar; fewer mix better, more read faster
+_STATES = {made.__name__: made for made in (FlexState, SavableDataLoaderState, SliceState)}
+_ONE_AT_A_TIME = Lock()  # energon keeps track of the active worker in a class variable
+
+
+@edataclass
+class Cooked(Sample):
+    """A sample as it leaves energon."""
+
+    item: Conversation | BadSample
+
+
+@stateless
+def cook(sample: CrudeSample) -> Cooked:
+    """A conversation, or why there is none."""
+    item: Conversation | BadSample | None = sample.get(_BAD)
+    if item is None:
+        try:
+            item = conversation_of_parts({name: part for name, part in sample.items() if not name.startswith("__")})
+        except BadSample as error:
+            item = error
+    return Cooked(**basic_sample_keys(sample), item=item)
+
+
+class Forgiving:
+    """A reader of tars whose unreadable samples say so instead of raising, which would end energon's iteration."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self._reader[index]
+        except Exception as error:
+            bad = BadSample(_reason(error), f"{type(error).__name__}: {error}")
+        shard = self._shard(index)
+        return {
+            "__key__": f"{shard}/sample {index}",
+            "__shard__": shard,
+            "__restore_key__": ("Webdataset", index),
+            "__sources__": (),
+            _BAD: bad,
+        }
+
+    def _shard(self, index: int) -> str:
+        try:
+            return str(self._reader.tar_filenames[self._reader._get_itar_sample_pointer(index).tar_file_id])
+        except Exception:  # its index is damaged too
+            return str(self._reader.base_path)
+
+
+class Encoder(DefaultTaskEncoder):
+    """Raw bytes in, `Cooked` out; no decoding, no batches."""
+
+    decoder = None
+    cookers = (Cooker(cook),)
+
+    def __init__(self) -> None:
+        super().__init__(raw_batch_type=None)
+
+    def build_cook_crude_sample(self, dataset: Any, **options: Any) -> Any:
+        loader = dataset.dataset
+        loader.join_readers = [Forgiving(reader) for reader in loader.join_readers]
+        return super().build_cook_crude_sample(dataset, **options)
+
+
+class EnergonStream:
+    """The samples that data-parallel rank `rank` of `world` reads of `path`, without end.
+
+    `path`: a prepared folder of tars, a meta-dataset (YAML), or the URL of either; messages call it `source`.
+
+    It is read where it is iterated: energon's own worker processes may lose a sample when their position is asked for
+    before they have started, and would tie the position to their number. The state is plain data, which JSON can hold.
+    It says which sample comes after the last that was handed out, and restores exactly where rank, world, seed and data
+    are the same. An iteration begins where `load_state_dict` says, or at the beginning.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        source: str,
+        name: str,
+        rank: int,
+        world: int,
+        seed: int,
+        shuffle: bool = True,
+    ) -> None:
+        self.name = name
+        self.label = ""
+        """What a message calls the sample that was handed out last, as in `train/0003.tar/000123`."""
+        self._path = path
+        self._source = source
+        self._shuffle = shuffle
+        self._worker_config = WorkerConfig(rank=rank, world_size=world, num_workers=0, seed_offset=seed)
+        self._loaded = self._load()
+        total = sum(len(loaded.dataset) for loaded in self._loaded.datasets)
+        if total < world:
+            raise self._wrong(f"has {total} samples for {world} data-parallel ranks: use fewer ranks, or more data")
+        self._identity = {
+            "rank": rank,
+            "world": world,
+            "seed": seed,
+            "shuffle": shuffle,
+            "data": self._fingerprint(),
+        }
+        self._restored: Any = None  # plain data
+        self._loader: Any = None
+
+    def __iter__(self) -> Iterator[Conversation | BadSample]:
+        self._loader = self._build()
+        samples = iter(self._loader)
+        while True:
+            with _ONE_AT_A_TIME:
+                sample = next(samples)
+            places = [source.shard_name for source in sample.__sources__ or ()]
+            self.label = "/".join([self.name, *places, sample.__key__])
+            yield sample.item
+
+    def state_dict(self) -> dict[str, Any]:
+        with _ONE_AT_A_TIME:
+            state = self._restored if self._loader is None else to_plain(self._loader.save_state_rank())
+        return {**self._identity, "state": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError where the position cannot be found again; the next iteration begins at it."""
+        differing = [key for key, value in self._identity.items() if state.get(key) != value]
+        if differing:
+            raise self._wrong(_DIFFERENCES[differing[0]].format(then=state.get(differing[0]), **self._identity))
+        try:
+            from_plain(state["state"], _STATES)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._wrong(f"has an unreadable position in the checkpoint ({error}): resume from another") from error
+        self._restored, self._loader = state["state"], None
+
+    def _load(self) -> LoadedDatasetList:
+        """The data sets and their weights."""
+        options = {
+            "training": True,
+            "worker_config": self._worker_config,
+            "max_samples_per_sequence": _RUN_OF_SAMPLES,
+            "parallel_shard_iters": None if self._shuffle else 1,
+            "decoder": None,
+        }
+        epochs = 1 if self._shuffle else None
+        try:
+            path = EPath(self._path)
+            if path.name.endswith((".yaml", ".yml")):
+                check_yaml(path)
+                return load_dataset(path).get_datasets(
+                    split_part="train", shuffle_over_epochs_multiplier=epochs, **options
+                )
+            crude = CrudeWebdataset(path, split_part="train", shuffle_over_epochs=epochs, **options)
+        except Exception as error:
+            what = " ".join(str(error).split()) or type(error).__name__
+            raise self._wrong(f"is nothing that megatron-energon can open ({what}): see docs/data.md") from error
+        return LoadedDatasetList(datasets=[LoadedDataset(dataset=crude)], blend_mode=DatasetBlendMode.NONE)
+
+    def _build(self) -> Any:
+        dataset = Encoder().build_train_datasets(
+            datasets=self._load().datasets,
+            worker_config=self._worker_config,
+            batch_size=None,
+            blend_mode=self._loaded.blend_mode,
+        )
+        loader = get_savable_loader(dataset, gc_collect_every_n_steps=0, watchdog_timeout_seconds=None)
+        loader.pin_memory = False  # there are no tensors in it
+        loader.generator = torch.Generator().manual_seed(0)  # else torch's own, which draws dropout, moves on
+        if self._restored is not None:
+            loader.restore_state_rank(from_plain(self._restored, _STATES))
+        return loader
+
+    def _fingerprint(self) -> str:
+        shards = [
+            (str(loaded.weight), str(loaded.repetitions), shard.name, shard.count)
+            for loaded in self._loaded.datasets
+            for shard in loaded.dataset.shards
+        ]
+        return hashlib.sha256(repr(shards).encode()).hexdigest()[:16]
+
+    def _wrong(self, what: str) -> UserError:
+        return UserError(f"--sources {self._source} {what}")
+
+
+_DIFFERENCES = {
+    "rank": "has the position of data-parallel rank {then} in the checkpoint of rank {rank}: resume from another",
+    "world": "was read by {then} data-parallel ranks and cannot go on with {world}: its position is only exact for as "
+    "many; use as many, or another --run-dir with --init-from",
+    "seed": "was read with --seed {then} and cannot go on with {seed}: set it as it was",
+    "shuffle": "was read with shuffle={then} and cannot go on with {shuffle}: set --shuffle as it was",
+    "data": "has other tars than when the checkpoint was written: put them back, or use another --run-dir",
+}
+
+
+def _reason(error: Exception) -> Reason:
+    if isinstance(error, FileNotFoundError):
+        return Reason.MISSING
+    if isinstance(error, tarfile.TarError | ValueError | EOFError):
+        return Reason.TRUNCATED
+    return Reason.CORRUPT

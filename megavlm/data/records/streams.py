@@ -1,0 +1,64 @@
+"""From an entry of `--sources` that is WebDataset tars to a stream of conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megavlm.config.schema import SourceConfig
+from megavlm.data.records import tars
+from megavlm.data.records.opening import is_remote, name_of
+from megavlm.errors import UserError
+
+if TYPE_CHECKING:
+    from megavlm.data.records.energon import EnergonStream
+
+
+def prepare_stream(source: SourceConfig, *, run_dir: Path, log: Callable[[str], None] = lambda _: None) -> None:
+    """Index a source's tars where nobody has: in their folder, or in `run_dir` where that cannot be written to.
+
+    One rank calls it and the others wait before they `open_stream`. Reads every header of every tar, once.
+    Raises UserError where there is nothing to read.
+    """
+    path = Path(source.path)
+    if is_remote(source.path) or path.suffix in (".yaml", ".yml"):
+        return
+    if not path.exists():
+        raise UserError(f"--sources {source.path} is not a file or folder: check the path")
+    try:
+        tars.prepare(path, cache=_cache(run_dir), log=log)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--sources {source.path} {error}: name a folder of .tar files with samples") from error
+
+
+def open_stream(
+    source: SourceConfig, *, run_dir: Path, rank: int, world: int, seed: int, shuffle: bool = True
+) -> EnergonStream:
+    """The share of data-parallel rank `rank` of `world` in a prepared source.
+
+    Raises UserError where it cannot be opened or megatron-energon is not installed.
+    """
+    try:
+        from megavlm.data.records.energon import EnergonStream
+    except ImportError as error:
+        raise UserError(
+            f"--sources {source.path} is WebDataset, for which megatron-energon is missing ({error}): "
+            "pip install 'megatron-energon>=7.4,<8'"
+        ) from error
+    path = Path(source.path)
+    local = not is_remote(source.path) and path.suffix not in (".yaml", ".yml")
+    place = str(tars.home_of(path, cache=_cache(run_dir))) if local else source.path
+    return EnergonStream(
+        place,
+        source=source.path,
+        name=name_of(source),
+        rank=rank,
+        world=world,
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+def _cache(run_dir: Path) -> Path:
+    return run_dir / "webdataset"

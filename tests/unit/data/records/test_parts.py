@@ -1,0 +1,76 @@
+"""The files of a WebDataset sample become one conversation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.conversation import ImageRef, Turn
+from megavlm.data.records.parts import conversation_of_parts
+
+A, B = ImageRef(b"first"), ImageRef(b"second")
+
+
+def as_json(record: Any) -> bytes:
+    return json.dumps(record).encode()
+
+
+def turns(question: str, **fields: Any) -> bytes:
+    spoken = [{"from": "human", "value": question}, {"from": "gpt", "value": "answer"}]
+    return as_json({"conversations": spoken, **fields})
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"json": turns("<image><image>?"), "0.jpg": b"first", "1.png": b"second"},
+        {"json": turns("<image><image>?"), "10.jpg": b"second", "2.jpg": b"first"},
+        {"json": turns("<image><image>?", images=["1.jpg", "0.jpg"]), "0.jpg": b"second", "1.jpg": b"first"},
+        {"json": turns("<image><image>?", image=["coco/7.jpg", "coco/8.jpg"]), "0.jpg": b"first", "1.jpg": b"second"},
+    ],
+)
+def test_images_are_the_image_files_in_order(parts: dict[str, bytes]) -> None:
+    assert conversation_of_parts(parts).turns[0] == Turn("user", (A, B, "?"))
+
+
+def test_messages_with_image_parts() -> None:
+    content = [{"type": "image"}, {"type": "text", "text": "?"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "answer"}]
+    conversation = conversation_of_parts({"json": as_json({"messages": messages}), "jpg": b"first"})
+    assert conversation.turns == (Turn("user", (A, "?")), Turn("assistant", ("answer",)))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"jpg": b"first", "txt": b"a cat"},
+        {"jpg": b"first", "txt": b"a cat", "json": as_json({"url": "http://example.com", "width": 3})},
+        {"jpg": b"first", "json": as_json({"caption": "a cat", "key": "000"})},
+        {"jpg": b"first", "json": as_json({"text": "a cat"}), "npy": b"ignored"},
+    ],
+)
+def test_captions(parts: dict[str, bytes]) -> None:
+    assert conversation_of_parts(parts).turns == (Turn("text", (A, "a cat")),)
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"jpg": b"first"}, Reason.NOT_A_RECORD),
+        ({"json": b"\x00\xff", "jpg": b"first"}, Reason.NOT_A_RECORD),
+        ({"json": b"[1]", "jpg": b"first"}, Reason.NOT_A_RECORD),
+        ({"json": b"[" * 100_000, "jpg": b"first"}, Reason.NOT_A_RECORD),
+        ({"txt": b"\xff\xfe", "jpg": b"first"}, Reason.NOT_A_RECORD),
+        ({"txt": b"", "jpg": b"first"}, Reason.EMPTY),
+        ({"json": turns("<image>?")}, Reason.IMAGE_COUNT),
+        ({"json": turns("<image>?"), "0.jpg": b"first", "1.jpg": b"second"}, Reason.IMAGE_COUNT),
+        ({"json": turns("<image>?", image="coco/7.jpg")}, Reason.MISSING),
+    ],
+)
+def test_reasons(parts: dict[str, bytes], reason: Reason) -> None:
+    with pytest.raises(BadSample) as caught:
+        conversation_of_parts(parts)
+    assert caught.value.reason == reason

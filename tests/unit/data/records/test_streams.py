@@ -1,0 +1,197 @@
+"""Tars through megatron-energon: each rank its share, exact to resume, and nothing that a damaged sample could stop."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.config.schema import SourceConfig
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.conversation import Conversation, ImageRef
+from megavlm.data.records import open_stream, prepare_stream
+from megavlm.errors import UserError
+from tests.unit.data.records.shards import sample, write_shards, write_tar
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_shards(tmp_path / "data", count=3, each=20)
+    return tmp_path / "data"
+
+
+def opened(folder: Path, *, rank: int = 0, world: int = 1, seed: int = 7, **options: Any) -> Any:
+    source = SourceConfig(path=str(folder))
+    run_dir = folder.parent / "run"
+    prepare_stream(source, run_dir=run_dir)
+    return open_stream(source, run_dir=run_dir, rank=rank, world=world, seed=seed, **options)
+
+
+def said(item: Conversation | BadSample) -> str:
+    return str(item.reason) if isinstance(item, BadSample) else str(item.turns[-1].parts[0])
+
+
+def take(stream: Any, count: int) -> list[str]:
+    return [said(item) for item in islice(iter(stream), count)]
+
+
+def test_ranks_share_an_epoch(folder: Path) -> None:
+    shares = [take(opened(folder, rank=rank, world=3), 20) for rank in range(3)]
+    assert sorted(answer for share in shares for answer in share) == sorted(
+        f"{shard}-{number}" for shard in range(3) for number in range(20)
+    )
+
+
+def test_samples_are_conversations_of_raw_bytes(folder: Path) -> None:
+    stream = opened(folder)
+    item = next(iter(stream))
+    assert isinstance(item, Conversation)
+    answer = said(item)
+    assert item.images == (ImageRef(answer.encode() * 200),)
+    shard, number = answer.split("-")
+    assert stream.label == f"data/{shard}.tar/{shard}-{int(number):03}"
+
+
+def test_the_order_is_the_seeds(folder: Path) -> None:
+    first = take(opened(folder), 60)
+    assert first == take(opened(folder), 60)
+    assert first != take(opened(folder, seed=8), 60)
+    assert first != sorted(first)
+    plain = take(opened(folder, shuffle=False), 61)
+    assert plain[:60] == [f"{shard}-{number}" for shard in range(3) for number in range(20)]
+    assert plain[60] == plain[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 37, 75])
+def test_resuming_is_exact(folder: Path, count: int) -> None:
+    stream = opened(folder)
+    samples = iter(stream)
+    for _ in range(count):
+        next(samples)
+    state = json.loads(json.dumps(stream.state_dict()))
+    expected = [said(item) for item in islice(samples, 50)]
+    resumed = opened(folder)
+    resumed.load_state_dict(state)
+    assert json.loads(json.dumps(resumed.state_dict())) == state  # a stop right after starting loses nothing
+    assert take(resumed, 50) == expected
+
+
+def test_the_generator_of_dropout_stays_where_it_is(folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    before = torch.get_rng_state()
+    take(opened(folder), 5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world": 3}, "2 data-parallel ranks and cannot go on with 3"),
+        ({"rank": 1}, "position of data-parallel rank 0"),
+        ({"seed": 8}, "--seed 7"),
+        ({"shuffle": False}, "set --shuffle as it was"),
+    ],
+)
+def test_other_topologies_are_refused(folder: Path, change: dict[str, Any], message: str) -> None:
+    state = opened(folder, world=2).state_dict()
+    with pytest.raises(UserError, match=message):
+        opened(folder, **{"world": 2, **change}).load_state_dict(state)
+
+
+def test_other_data_and_broken_states_are_refused(folder: Path) -> None:
+    stream = opened(folder)
+    next(iter(stream))
+    state = stream.state_dict()
+    with pytest.raises(UserError, match="unreadable position"):
+        opened(folder).load_state_dict({**state, "state": {"Popen": {"args": "ls"}}})
+    write_shards(folder.parent / "more", count=4, each=20)
+    with pytest.raises(UserError, match="other tars"):
+        opened(folder.parent / "more").load_state_dict(state)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_tar_that_is_cut_costs_the_cut_sample(folder: Path, prepared: bool) -> None:
+    """Before it was indexed the rest is not known of; afterwards each lost sample is counted."""
+    if prepared:
+        opened(folder)
+    path = folder / "1.tar"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 + 300])
+    found = take(opened(folder), 500)
+    kept = {answer for answer in found if answer.startswith("1-")}
+    assert 5 < len(kept) < 15
+    epoch = 60 if prepared else 40 + len(kept) + 1
+    assert found[:epoch].count(Reason.TRUNCATED) == epoch - 40 - len(kept)
+    assert {f"{shard}-{number}" for shard in (0, 2) for number in range(20)} < set(found)
+
+
+def test_a_tar_that_is_gone_costs_its_samples(folder: Path) -> None:
+    opened(folder)
+    (folder / "1.tar").unlink()
+    stream = opened(folder)
+    labels = [stream.label for item in islice(iter(stream), 60) if said(item) == Reason.MISSING]
+    assert sorted(labels) == [f"data/1.tar/sample {number}" for number in range(20, 40)]
+
+
+def test_bad_samples_are_counted_and_passed_over(tmp_path: Path) -> None:
+    good = sample("good")
+    samples = [good, {"json": b"\x00\x01garbage", "jpg": b"x"}, {"json": good["json"]}, {"jpg": b"x"}, good]
+    write_tar(tmp_path / "data" / "0.tar", samples)
+    (tmp_path / "data" / "1.tar").write_bytes(b"not a tar" * 200)
+    found = take(opened(tmp_path / "data", shuffle=False), 6)
+    assert found == ["good", "not_a_record", "image_count", "not_a_record", "good", "truncated"]
+
+
+def test_a_meta_dataset_blends(folder: Path, tmp_path: Path) -> None:
+    opened(folder)
+    write_tar(tmp_path / "other" / "0.tar", [sample("other")] * 4)
+    opened(tmp_path / "other")
+    blend = tmp_path / "blend.yaml"
+    parts = [{"weight": 1, "path": "data"}, {"weight": 3, "path": "other"}]
+    content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": parts}}}
+    blend.write_text(json.dumps(content))
+    found = take(opened(blend), 400)
+    assert 240 < found.count("other") < 360
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"__module__": "os", "__class__": "system"},
+        {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"path": "evil"}}},
+        {"splits": {"train": {"join": [], "joiner": {"__module__": "os", "__function__": "system"}}}},
+    ],
+)
+def test_a_meta_dataset_runs_no_code(folder: Path, tmp_path: Path, content: dict[str, Any]) -> None:
+    meta = tmp_path / "evil" / ".nv-meta"
+    meta.mkdir(parents=True)
+    (meta / "dataset.yaml").write_text(
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\nsample_loader: loader.py:run\n"
+    )
+    (tmp_path / "blend.yaml").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="run no code out of the data"):
+        opened(tmp_path / "blend.yaml")
+
+
+def test_the_code_beside_a_prepared_folder_is_not_run(folder: Path) -> None:
+    opened(folder)
+    (folder / ".nv-meta" / "dataset.yaml").write_text("__module__: os\n__class__: system\n")
+    (folder / ".nv-meta" / "sample_loader.py").write_text("raise SystemExit\n")
+    assert len(take(opened(folder), 3)) == 3
+
+
+def test_what_cannot_be_opened_is_one_line(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="is not a file or folder"):
+        opened(tmp_path / "nowhere")
+    (tmp_path / "blend.yaml").write_text(json.dumps({"splits": {"train": {"path": "nowhere"}}}))
+    with pytest.raises(UserError, match="megatron-energon can open") as caught:
+        opened(tmp_path / "blend.yaml")
+    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(UserError, match="60 samples for 64 data-parallel ranks"):
+        opened(folder, world=64)
+    monkeypatch.setitem(sys.modules, "megavlm.data.records.energon", None)
+    with pytest.raises(UserError, match="pip install"):
+        opened(folder)
