@@ -1,0 +1,201 @@
+"""From a conversation to tokens, and to which of them are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.chat.builtin import BUILT_IN
+from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
+from megavlm.data.chat.expand import expand
+from megavlm.data.chat.probe import image_style, openings_of, source_of
+from megavlm.data.chat.spans import Kind, Skeleton, Spans, by_prefixes, skeleton
+from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
+from megavlm.data.conversation import Conversation, ImageRef, Turn
+from megavlm.data.processors.layout import Prompt
+from megavlm.data.text_tokenizer import TextTokenizer
+from megavlm.errors import UserError
+
+TrainOn = Literal["assistant", "last", "all"]
+_SHAPES = 1024  # shapes of conversations that are remembered
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How conversations become tokens: those that Transformers makes with the same template, tokenizer and processor.
+
+    `placeholder` is what stands for an image in the rendered text. `in_parts` says whether the template writes it
+    itself, given parts {"type": "image"} and {"type": "text"}, or gets it as part of a text.
+    """
+
+    template: ChatTemplate | None
+    tokenizer: TextTokenizer
+    placeholder: str
+    in_parts: bool = False
+    train_on: TrainOn = "assistant"
+    openings: tuple[tuple[str, str], ...] = ()  # see `openings_of`
+    end_of_turn: str = ""  # what follows an answer and is trained; nothing where the template does not end turns
+    _skeletons: dict[tuple[Kind, ...], Skeleton] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: TextTokenizer,
+        *,
+        template: str = "auto",
+        placeholder: str = "<image>",
+        train_on: TrainOn = "assistant",
+        model_type: str | None = None,
+    ) -> ChatFormat:
+        """The format that `--data-chat-template` names.
+
+        `placeholder` is the image processor's, `model_type` that of the tokenizer's folder. Where `auto` finds no
+        template the format knows plain text alone. Raises UserError for a template that is missing or cannot be used.
+        """
+        source = source_of(tokenizer, template, model_type)
+        if source is None:
+            return cls(None, tokenizer, tokenizer.image_text, train_on=train_on)
+        chosen = ChatTemplate(source, tuple(sorted(tokenizer.specials.items())))
+        try:
+            in_parts, written = image_style(chosen, placeholder, tokenizer.image_text)
+            openings, end_of_turn = openings_of(chosen, in_parts)
+        except TemplateError as error:
+            raise UserError(
+                f"--data-chat-template {template} cannot be trained on: {error}; choose one of {', '.join(BUILT_IN)}"
+            ) from error
+        return cls(chosen, tokenizer, written, in_parts, train_on, openings, end_of_turn)
+
+    def encode(self, conversation: Conversation, prompts: Sequence[Prompt]) -> EncodedConversation:
+        """Tokens of a conversation whose images are replaced by `prompts`, one for each, in order.
+
+        Raises BadSample where nobody answers, where the template refuses it and where a text spells out an image token;
+        UserError for a conversation where there is no template.
+        """
+        assert len(prompts) == len(conversation.images)
+        _check_texts(conversation, (self.placeholder, self.tokenizer.image_text))
+        roles = {turn.role for turn in conversation.turns}
+        if roles == {"text"}:
+            return self._text(conversation, prompts)
+        if "text" in roles:
+            raise BadSample(Reason.NOT_A_RECORD, "it is a conversation and plain text at once")
+        if "assistant" not in roles:
+            raise BadSample(Reason.EMPTY, "the assistant says nothing")
+        if self.template is None:
+            raise UserError(
+                "the tokenizer has no chat template, and --sources have conversations: set --data-chat-template to "
+                f"one of {', '.join(BUILT_IN)}, or to a .jinja file"
+            )
+        rendered, spans = self._render(self.template, conversation)
+        answers = spans.answers[-1:] if self.train_on == "last" else spans.answers
+        if self.train_on == "all":
+            answers = ((0, len(rendered)),)
+        return expand(
+            rendered,
+            prompts,
+            placeholder=self.placeholder,
+            tokenizer=self.tokenizer,
+            trained=answers,
+            cuts=(spans.opening, *spans.cuts),
+        )
+
+    def _render(self, template: ChatTemplate, conversation: Conversation) -> tuple[str, Spans]:
+        contents = [
+            _parts(turn) if self.in_parts else (_joined(turn, self.placeholder),) for turn in conversation.turns
+        ]
+        texts = [part for content in contents for part in content if isinstance(part, str)]
+        messages: list[Message] = []
+        shape: list[Kind] = []
+        for turn, content in zip(conversation.turns, contents, strict=True):
+            if self.in_parts:
+                kinds = tuple("text" if isinstance(part, str) else "image" for part in content)
+                parts = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in content]
+                messages.append({"role": turn.role, "content": parts})
+                shape.append((turn.role, kinds))
+            else:
+                messages.append({"role": turn.role, "content": content[0]})
+                shape.append((turn.role, None))
+        try:
+            rendered = template.render(messages)
+            spans = self._skeleton(template, tuple(shape)).spans(rendered, texts)
+            if spans is None:
+                spans = by_prefixes(template, messages, rendered, only_last=self.train_on == "last")
+        except TemplateError as error:
+            raise BadSample(Reason.NOT_A_RECORD, f"the chat template cannot write it: {error}") from error
+        return rendered, spans
+
+    def _skeleton(self, template: ChatTemplate, shape: tuple[Kind, ...]) -> Skeleton:
+        found = self._skeletons.get(shape)
+        if found is None:
+            found = _with_opening(skeleton(template, shape), shape, self.openings)
+            if len(self._skeletons) < _SHAPES:
+                self._skeletons[shape] = found
+        return found
+
+    def _text(self, conversation: Conversation, prompts: Sequence[Prompt]) -> EncodedConversation:
+        """Plain text: all of it is trained, and the end mark. It may be cut anywhere but in an image."""
+        parts = [part for turn in conversation.turns for part in turn.parts]
+        rendered = "".join(part if isinstance(part, str) else self.placeholder for part in parts)
+        if not rendered.strip():
+            raise BadSample(Reason.EMPTY, "no text")
+        whole = expand(
+            rendered,
+            prompts,
+            placeholder=self.placeholder,
+            tokenizer=self.tokenizer,
+            trained=((0, len(rendered)),),
+            cuts=(0,),
+            divisible=True,
+        )
+        end = EncodedTurn(np.array([self.tokenizer.eos]), np.array([True]), 0, divisible=True)
+        return EncodedConversation(whole.opening, (*whole.turns, end))
+
+
+def _with_opening(found: Skeleton, shape: Sequence[Kind], openings: Sequence[tuple[str, str]]) -> Skeleton:
+    system = shape[0][0] == "system"
+    if system and len(openings) == 2 and found.order[:1] == (0,):
+        before, after = openings[1]
+        fits = found.gaps[0] == before and found.gaps[1].startswith(after)
+        place = (1, len(after))
+    elif not system and openings:
+        fits, place = found.gaps[0].startswith(openings[0][0]), (0, len(openings[0][0]))
+    else:
+        return found
+    return replace(found, opening=place) if fits else found
+
+
+def _check_texts(conversation: Conversation, reserved: Sequence[str]) -> None:
+    for turn in conversation.turns:
+        for part in turn.parts:
+            if isinstance(part, str) and (found := [word for word in reserved if word in part]):
+                raise BadSample(Reason.IMAGE_COUNT, f"the text of a turn spells out {found[0]}")
+
+
+def _parts(turn: Turn) -> tuple[str | ImageRef, ...]:
+    """Parts for a template that writes images itself, with the line breaks around them: those of the data go."""
+    parts: list[str | ImageRef] = []
+    for number, part in enumerate(turn.parts):
+        if isinstance(part, str):
+            if number and isinstance(turn.parts[number - 1], ImageRef):
+                part = part.lstrip("\n")
+            if number + 1 < len(turn.parts) and isinstance(turn.parts[number + 1], ImageRef):
+                part = part.rstrip("\n")
+            if not part:
+                continue
+        parts.append(part)
+    return tuple(parts) or ("",)
+
+
+def _joined(turn: Turn, placeholder: str) -> str:
+    """Text with placeholders; after an image comes a line break where the data has no space of its own."""
+    text = ""
+    for number, part in enumerate(turn.parts):
+        if isinstance(part, ImageRef):
+            text += placeholder
+        else:
+            after = number and isinstance(turn.parts[number - 1], ImageRef)
+            text += f"\n{part}" if after and part and not part[0].isspace() else part
+    return text

@@ -1,0 +1,97 @@
+"""What a chat template is and does, found by trying it on conversations of one word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megavlm.data.chat.builtin import BUILT_IN, OF_MODEL
+from megavlm.data.chat.spans import Kind, skeleton
+from megavlm.data.chat.template import ChatTemplate, TemplateError
+from megavlm.data.text_tokenizer import TextTokenizer
+from megavlm.errors import UserError
+
+
+def source_of(tokenizer: TextTokenizer, template: str, model_type: str | None) -> str | None:
+    """Jinja of the template that is meant."""
+    if template.endswith((".jinja", ".jinja2", ".j2")):
+        try:
+            return Path(template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--data-chat-template {template} cannot be read: check the path") from error
+    name = template
+    if template == "auto":
+        if tokenizer.chat_template is not None:
+            return tokenizer.chat_template
+        if model_type is None or model_type not in OF_MODEL:
+            return None
+        name = OF_MODEL[model_type]
+    if name not in BUILT_IN:
+        raise UserError(
+            f"--data-chat-template {name} is unknown: use auto, one of {', '.join(BUILT_IN)}, or a .jinja file"
+        )
+    missing = [token for token in BUILT_IN[name].needs if not _has(tokenizer, token)]
+    if missing:
+        raise UserError(
+            f"--data-chat-template {name} needs the tokens {' '.join(missing)}, which the tokenizer has not: choose "
+            "vicuna, mistral or plain"
+        )
+    return BUILT_IN[name].source
+
+
+def _has(tokenizer: TextTokenizer, token: str) -> bool:
+    tokens = tokenizer.encode(token)
+    return int((tokens.ends - tokens.starts).max()) == len(token)
+
+
+def image_style(template: ChatTemplate, placeholder: str, image_text: str) -> tuple[bool, str]:
+    """Whether the template takes parts, and what it writes for an image.
+
+    Raises TemplateError where it writes neither the text of a part nor that of a string.
+    """
+    word = "\ue000"
+    complaint = "it leaves out what the user says"
+    answer = [{"type": "text", "text": "x"}]
+    parts = [{"type": "image"}, {"type": "text", "text": word}]
+    try:
+        rendered = template.render([{"role": "user", "content": parts}, {"role": "assistant", "content": answer}])
+        if rendered.count(word) == 1 and "'type'" not in rendered:
+            for written in (placeholder, image_text):
+                if rendered.count(written) == 1:
+                    return True, written
+    except TemplateError:
+        pass
+    try:
+        rendered = template.render([{"role": "user", "content": word}, {"role": "assistant", "content": "x"}])
+        if rendered.count(word) == 1:
+            return False, placeholder
+    except TemplateError as error:
+        complaint = str(error)
+    raise TemplateError(complaint)
+
+
+def openings_of(template: ChatTemplate, in_parts: bool) -> tuple[tuple[tuple[str, str], ...], str]:
+    """What conversations begin with before anyone speaks, and the trained end of an answer.
+
+    The opening is (text, "") without a system turn, and the text around that turn with one; a second exchange shows
+    what belongs to a user turn instead. Left out where the two cannot be told apart, as where a template writes the
+    system turn into the first user turn.
+    """
+    kinds = ("text",) if in_parts else None
+    talk: tuple[Kind, ...] = (("user", kinds), ("assistant", kinds)) * 2
+    bare = skeleton(template, talk)
+    if len(bare.answers) != 2:
+        raise TemplateError("it leaves out what the assistant says")
+    gap, behind = bare.cuts[0]
+    header = bare.gaps[gap][behind:] if gap == 2 else ""
+    first_end = bare.answers[0][1]
+    end_of_turn = bare.gaps[first_end[0]][: first_end[1]]
+    if not header or not bare.gaps[0].endswith(header):
+        return (), end_of_turn
+    openings = [(bare.gaps[0].removesuffix(header), "")]
+    try:
+        told = skeleton(template, (("system", kinds), *talk))
+    except TemplateError:
+        return tuple(openings), end_of_turn
+    if told.order[:2] == (0, 1) and told.gaps[1].endswith(header):
+        openings.append((told.gaps[0], told.gaps[1].removesuffix(header)))
+    return tuple(openings), end_of_turn

@@ -1,0 +1,79 @@
+"""Chat templates: Jinja, run in a sandbox with what Transformers gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = Mapping[str, Any]
+
+# Templates that write today's date would make tomorrow's run another one. This is the date that Llama's templates
+# take where there is no clock.
+_TODAY = date(2024, 7, 26)
+
+
+class TemplateError(ValueError):
+    """A template that is wrong, or that refuses a conversation."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template and the special tokens that it may write (`bos_token`, `eos_token`, …)."""
+
+    source: str
+    specials: tuple[tuple[str, str], ...] = ()
+
+    def render(self, messages: Sequence[Message], *, generate: bool = False) -> str:
+        """The text of a conversation; `generate` adds what comes before an answer. Raises TemplateError."""
+        try:
+            return _compiled(self.source).render(
+                messages=list(messages),
+                add_generation_prompt=generate,
+                tools=None,
+                documents=None,
+                **dict(self.specials),
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise TemplateError(f"{reason} ({type(error).__name__})") from error
+
+
+class _Generation(Extension):
+    """`{% generation %}` … `{% endgeneration %}`: marks in Transformers what an assistant says; here only its text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _TODAY.strftime
+    return environment.from_string(source)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """Jinja's own filter escapes HTML."""
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,126 @@
+"""Tokenizers of Hugging Face folders. They are loaded by Transformers, and run by the library below it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megavlm.data.text_tokenizer import Tokens, tokens_of
+from megavlm.errors import UserError
+
+_IMAGE_TEXTS = ("<image>", "<IMG_CONTEXT>", "<|image_pad|>")
+_TEMPLATES = ("chat_template.json", "processor_config.json")
+
+
+@dataclass(eq=False, kw_only=True)
+class HuggingFaceTokenizer:
+    """A `TextTokenizer` of a folder. `backend` is a `tokenizers.Tokenizer` that adds nothing to a text."""
+
+    backend: Any
+    vocab_size: int
+    pad: int
+    eos: int
+    begin: int | None
+    image: int
+    image_text: str
+    specials: Mapping[str, str]
+    chat_template: str | None
+    image_place: int  # what the backend calls `image`: another number where that is no token of its own
+
+    @classmethod
+    def of(cls, folder: Path, *, image: int | None = None, image_text: str = "<image>") -> HuggingFaceTokenizer:
+        """The tokenizer of a local folder; no code of the folder runs, nothing is fetched.
+
+        Raises UserError where there is none, where it has no end mark or no image token, and where the libraries are
+        missing.
+        """
+        try:
+            from tokenizers import AddedToken, Tokenizer
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise UserError("Hugging Face tokenizers need their library: pip install 'megavlm[hf]'") from error
+        try:
+            loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # whatever the files hold
+            reason = str(error).strip().partition("\n")[0][:200]
+            raise UserError(f"the tokenizer in {folder} cannot be read ({reason}): check --data-tokenizer") from error
+        if getattr(loaded, "backend_tokenizer", None) is None:
+            raise UserError(f"the tokenizer in {folder} has no tokenizer.json: save it with Transformers first")
+        backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())  # a copy: it is changed here
+        backend.no_padding()
+        backend.no_truncation()
+        added = backend.encode("", add_special_tokens=True).ids
+        begin = added[0] if added and added[0] == loaded.bos_token_id else None
+        backend.post_processor = None  # it adds special tokens, and trims spaces off the places of tokens
+        if loaded.eos_token_id is None:
+            raise UserError(f"the tokenizer in {folder} has no eos_token: name one in tokenizer_config.json")
+        text = _image_text(backend, folder, image, image_text)
+        if backend.token_to_id(text) is None or text not in _added(backend):
+            backend.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+        place = int(backend.token_to_id(text) or 0)
+        target = place if image is None else image
+        known = [number for number in backend.get_vocab(with_added_tokens=True).values() if number != place]
+        return cls(
+            backend=backend,
+            vocab_size=max(*known, target) + 1,
+            pad=loaded.pad_token_id if loaded.pad_token_id is not None else loaded.eos_token_id,
+            eos=loaded.eos_token_id,
+            begin=begin,
+            image=target,
+            image_text=text,
+            specials={name: str(value) for name, value in loaded.special_tokens_map.items() if isinstance(value, str)},
+            chat_template=_template(folder, loaded.chat_template),
+            image_place=place,
+        )
+
+    def encode(self, text: str) -> Tokens:
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        tokens = tokens_of(encoding.ids, encoding.offsets)
+        if self.image_place != self.image:
+            tokens.ids[tokens.ids == self.image_place] = self.image
+        return tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        places = [self.image_place if token == self.image else int(token) for token in ids]
+        text: str = self.backend.decode(places, skip_special_tokens=False)
+        return text
+
+
+def _added(backend: Any) -> set[str]:
+    return {token.content for token in backend.get_added_tokens_decoder().values()}
+
+
+def _image_text(backend: Any, folder: Path, image: int | None, given: str) -> str:
+    """How the image token is written: the model's, else the processor's, else one by its usual names."""
+    if image is not None:
+        if (own := backend.id_to_token(image)) is not None:
+            return str(own)
+        if backend.token_to_id(given) is None:  # an unused row of the embedding
+            return given
+        raise UserError(
+            f"--image-token {image} is not in the tokenizer of {folder}, which has {given} as "
+            f"{backend.token_to_id(given)}: leave it out, or correct it"
+        )
+    for text in (given, *_IMAGE_TEXTS):
+        if backend.token_to_id(text) is not None:
+            return text
+    raise UserError(
+        f"the tokenizer in {folder} has no {given}: name a token that no text uses with --image-token, or add {given}"
+    )
+
+
+def _template(folder: Path, own: Any) -> str | None:
+    """The folder's chat template: that of its processor, which knows images, before the tokenizer's own."""
+    for name in _TEMPLATES:
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict) and isinstance(found.get("chat_template"), str):
+            return str(found["chat_template"])
+    if isinstance(own, dict):  # several by name
+        own = own.get("default")
+    return own if isinstance(own, str) else None

@@ -1,0 +1,398 @@
+"""Chats in tokens: ours, and the template rendered by Transformers, its images written out, and tokenised whole."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.chat import ChatFormat, EncodedConversation, split
+from megavlm.data.chat.builtin import BUILT_IN
+from megavlm.data.conversation import Conversation, ImageRef, Turn
+from megavlm.data.hf_tokenizer import HuggingFaceTokenizer
+from megavlm.data.processors.layout import Prompt
+from megavlm.errors import UserError
+from tests.parity import chat_templates as templates
+
+TEXTS = [
+    "What is in the picture? A cat and a dog. How many digits are there, and which is the largest of them?",
+    "USER: ASSISTANT: user assistant system You are a helpful assistant. Yes, it is blue. 3 + 4 = 7",
+    "A chat between a curious user and an artificial intelligence assistant.\n\nIt gives answers.\n",
+]
+QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+EXTRA = ("<image>", "<IMG_CONTEXT>", "<img>", "</img>", "<think>", "</think>")
+LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<image>")
+SMOL = ("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<global-img>", "<image>", "<row_1_col_1>")
+
+
+def byte_level(specials: tuple[str, ...]) -> Tokenizer:
+    """As Qwen's, Llama 3's and SmolLM's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in specials])
+    return tokenizer
+
+
+def llama() -> Tokenizer:
+    """As Llama's, Vicuna's and Mistral's: spaces are letters, unknown letters are bytes, `<s>` comes first."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # no piece goes from word to word …
+    tokenizer.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=600, special_tokens=pieces))
+    tokenizer.pre_tokenizer = None  # … though nothing says so in the files
+    tokenizer.add_special_tokens([AddedToken("<image>", normalized=False)])
+    return with_begin(tokenizer, "<s>")
+
+
+def with_begin(tokenizer: Tokenizer, token: str) -> Tokenizer:
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, tokenizer.token_to_id(token))]
+    )
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Case:
+    template: str
+    tokenizer: str  # the name of a folder below
+    prompt: Prompt
+    placeholder: str = "<image>"
+    stop: str = "<|im_end|>"
+    opening: str = ""  # of a conversation without a system turn
+    in_parts: bool = True
+
+
+IMAGE = Prompt("<image>", ("", ""), (5,))
+NATIVE = Prompt("<|image_pad|>", ("<|vision_start|>", "<|vision_end|>"), (4,))
+NATIVE_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+AROUND = "<fake_token_around_image>"
+TILES = Prompt("<image>", (f"{AROUND}<row_1_col_1>", f"\n\n{AROUND}<global-img>", AROUND), (3, 3))
+HELPFUL = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+CURIOUS = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions. "
+)
+CASES = {
+    "llava": Case(templates.LLAVA, "llama", IMAGE, stop="", opening="<s>"),
+    "onevision": Case(templates.ONEVISION, "qwen", IMAGE),
+    "internvl": Case(
+        templates.INTERNVL, "qwen", Prompt("<IMG_CONTEXT>", ("<img>", "</img>"), (6,)), placeholder="<IMG_CONTEXT>"
+    ),
+    "qwen2": Case(templates.QWEN2, "qwen", IMAGE, opening=HELPFUL, in_parts=False),
+    "qwen2.5-vl": Case(templates.QWEN2_5_VL, "qwen", NATIVE, placeholder=NATIVE_PLACE, opening=HELPFUL),
+    "qwen3-vl": Case(templates.QWEN3_VL, "qwen", NATIVE, placeholder=NATIVE_PLACE),
+    "smolvlm": Case(templates.SMOLVLM, "smol", TILES, stop="<end_of_utterance>", opening="<|im_start|>"),
+    "llama3": Case(templates.LLAMA3, "llama3", IMAGE, stop="<|eot_id|>", opening="<|begin_of_text|>", in_parts=False),
+    "mistral": Case(templates.MISTRAL, "llama", IMAGE, stop="</s>", opening="<s>", in_parts=False),
+    "vicuna": Case(templates.VICUNA, "llama", IMAGE, stop="</s>", opening="<s>" + CURIOUS, in_parts=False),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    made: dict[str, tuple[Tokenizer, dict[str, str]]] = {
+        "qwen": (byte_level((*QWEN, *EXTRA)), {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}),
+        "llama3": (
+            with_begin(byte_level(LLAMA3), "<|begin_of_text|>"),
+            {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+        ),
+        "smol": (byte_level(SMOL), {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"}),
+        "llama": (llama(), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
+    }
+    for name, (tokenizer, specials) in made.items():
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **specials).save_pretrained(root / name)
+    return {name: root / name for name in made}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def chat(case: Case, folders: dict[str, Path]) -> ChatFormat:
+    return format_of(case, folders)
+
+
+def format_of(case: Case, folders: dict[str, Path], **options: Any) -> ChatFormat:
+    tokenizer = HuggingFaceTokenizer.of(folders[case.tokenizer], image_text=case.prompt.token)
+    tokenizer.chat_template = case.template
+    return ChatFormat.of(tokenizer, placeholder=case.placeholder, **options)
+
+
+transformers_tokenizer = lru_cache(AutoTokenizer.from_pretrained)
+
+
+def reference(case: Case, folder: Path, conversation: Conversation) -> list[int]:
+    """As Transformers' processors do it: render, write images out, add the begin mark where none is written."""
+    tokenizer = transformers_tokenizer(folder)
+    messages = []
+    for turn in conversation.turns:
+        if case.in_parts:
+            parts = [
+                {"type": "image"} if isinstance(part, ImageRef) else {"type": "text", "text": part.strip("\n")}
+                for part in turn.parts
+            ]
+            messages.append({"role": turn.role, "content": parts})
+        else:
+            text = "".join(case.placeholder if isinstance(part, ImageRef) else part for part in turn.parts)
+            messages.append({"role": turn.role, "content": text})
+    text = tokenizer.apply_chat_template(messages, chat_template=case.template, tokenize=False)
+    text = text.replace(case.placeholder, str(case.prompt))
+    begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    ids: list[int] = tokenizer(text, add_special_tokens=not begins)["input_ids"]
+    return ids
+
+
+def talk(*turns: tuple[str, Any]) -> Conversation:
+    image = ImageRef(b"")
+    made = []
+    for role, said in turns:
+        parts = [said] if isinstance(said, str) else [image if part is None else part for part in said]
+        made.append(Turn(role, tuple(parts)))  # type: ignore[arg-type]
+    return Conversation(tuple(made))
+
+
+LONG = talk(
+    ("system", "You see."),
+    ("user", [None, "\nWhat is in the picture?"]),
+    ("assistant", "A cat and  a dog."),
+    ("user", ["Which of ", None, "\nand ", None, "\nis the largest?"]),
+    ("assistant", "It is blue.\n\nYes, 3 + 4 = 7 é 猫"),
+    ("user", "How many?"),
+    ("assistant", "7"),
+)
+
+
+def encode(chat: ChatFormat, case: Case, conversation: Conversation) -> EncodedConversation:
+    return chat.encode(conversation, [case.prompt] * len(conversation.images))
+
+
+def trained_texts(chat: ChatFormat, encoded: EncodedConversation) -> list[str]:
+    """What is trained, each stretch as text."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], encoded.trained, [0]))))
+    return [chat.tokenizer.decode(encoded.tokens[start:end]) for start, end in edges.reshape(-1, 2)]
+
+
+def test_the_tokens_are_those_of_transformers(case: Case, chat: ChatFormat, folders: dict[str, Path]) -> None:
+    assert chat.in_parts == case.in_parts
+    encoded = encode(chat, case, LONG)
+    assert encoded.tokens.tolist() == reference(case, folders[case.tokenizer], LONG)
+    image = chat.tokenizer.image
+    assert (encoded.tokens == image).sum() == 3 * sum(case.prompt.runs)
+    assert not encoded.trained[encoded.tokens == image].any()
+
+
+def test_answers_and_their_end_marks_are_trained(case: Case, chat: ChatFormat) -> None:
+    answers = [str(turn.parts[0]) for turn in LONG.turns if turn.role == "assistant"]
+    found = trained_texts(chat, encode(chat, case, LONG))
+    assert [text.lstrip() for text in found] == [answer + case.stop for answer in answers]
+    assert chat.end_of_turn.strip() == case.stop
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_choices_of_what_is_trained(name: str, folders: dict[str, Path]) -> None:
+    case = CASES[name]
+    last = format_of(case, folders, train_on="last")
+    assert [text.lstrip() for text in trained_texts(last, encode(last, case, LONG))] == ["7" + case.stop]
+    everything = format_of(case, folders, train_on="all")
+    encoded = encode(everything, case, LONG)
+    apart = len(set(everything.tokenizer.encode(case.prompt.texts[0]).ids.tolist()))
+    untrained = encoded.tokens[~encoded.trained]
+    assert (untrained == everything.tokenizer.image).sum() == 3 * sum(case.prompt.runs)
+    assert len(set(untrained.tolist())) <= 1 + 1 + apart + 4  # images, what surrounds them, the begin mark
+    assert "What is in the picture?" in everything.tokenizer.decode(encoded.tokens[encoded.trained])
+
+
+def test_a_conversation_falls_apart_at_the_ends_of_its_answers(case: Case, chat: ChatFormat) -> None:
+    bare = talk(*((turn.role, list(turn.parts)) for turn in talk(("user", "How many?"), ("assistant", "7")).turns * 3))
+    encoded = encode(chat, case, bare)
+    decode = chat.tokenizer.decode
+    assert decode(encoded.opening.tokens).replace(" ", "") == case.opening.replace(" ", "")
+    assert len(encoded.turns) == 3
+    again = {decode(turn.tokens).strip() for turn in encoded.turns}
+    assert len(again) == 1
+    assert "How many?" in again.pop()
+
+
+def test_a_piece_is_what_its_exchanges_alone_would_be(case: Case, chat: ChatFormat) -> None:
+    """Without images; the system turn is said again where the template keeps it apart."""
+    exchanges = [("user", "What is it?"), ("assistant", "A dog."), ("user", "How many?"), ("assistant", "3 + 4")] * 2
+    whole = encode(chat, case, talk(*exchanges))
+    opening = len(whole.opening)
+    pieces = split(whole, opening + (len(whole) - opening) * 2 // 3).pieces
+    assert len(pieces) > 1
+    alone = [encode(chat, case, talk(*exchanges[start : start + 2])) for start in range(0, 8, 2)]
+    at = 0
+    for piece in pieces:
+        tokens = alone[at].opening.tokens.tolist()
+        while at < 4 and len(tokens) < len(piece):
+            tokens += alone[at].turns[0].tokens.tolist()
+            at += 1
+        texts = [chat.tokenizer.decode(ids).replace("  ", " ").strip() for ids in (piece.tokens, tokens)]
+        assert texts[0] == texts[1]  # but for a space between exchanges, which belongs to the next word
+
+
+SAID = st.text(st.sampled_from("abc .,\n é猫:"), max_size=12).filter(str.strip)
+
+
+@settings(max_examples=15, deadline=None)
+@given(turns=st.lists(st.tuples(SAID, SAID, st.booleans()), min_size=1, max_size=4))
+def test_whatever_is_said(turns: list[tuple[str, str, bool]], folders: dict[str, Path]) -> None:
+    for case in CASES.values():
+        chat = FORMATS.setdefault(case.template, format_of(case, folders))
+        said = [
+            turn
+            for question, answer, image in turns
+            for turn in (
+                ("user", [None, "\n" + question.strip()] if image else question.strip()),
+                ("assistant", answer),
+            )
+        ]
+        if case.in_parts:  # where Transformers gets no line breaks at the ends, for an image may be there
+            said = [(role, said.strip("\n") if isinstance(said, str) else said) for role, said in said]
+        conversation = talk(*said)
+        encoded = encode(chat, case, conversation)
+        assert encoded.tokens.tolist() == reference(case, folders[case.tokenizer], conversation)
+        assert len(trained_texts(chat, encoded)) == len(turns)
+
+
+FORMATS: dict[str, ChatFormat] = {}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
+    folder = {"chatml": "qwen", "llama3": "llama3", "smolvlm": "smol"}.get(name, "llama")
+    tokenizer = HuggingFaceTokenizer.of(folders[folder])
+    chat = ChatFormat.of(tokenizer, template=name)
+    assert chat.end_of_turn
+    conversation = talk(
+        ("user", [None, "\nWhat is it?"]), ("assistant", "A cat."), ("user", "So?"), ("assistant", "No.")
+    )
+    encoded = chat.encode(conversation, [IMAGE])
+    answers = trained_texts(chat, encoded)
+    assert [text.strip() for text in answers] == ["A cat." + chat.end_of_turn.strip(), "No." + chat.end_of_turn.strip()]
+    assert (encoded.tokens == tokenizer.image).sum() == 5
+    text = tokenizer.decode(encoded.tokens)
+    theirs = {"vicuna": templates.VICUNA, "smolvlm": templates.SMOLVLM}.get(name)
+    if theirs is not None:
+        tokenizer.chat_template = theirs
+        assert text == tokenizer.decode(ChatFormat.of(tokenizer).encode(conversation, [IMAGE]).tokens)
+
+
+def test_a_built_in_format_needs_its_tokens(folders: dict[str, Path]) -> None:
+    tokenizer = HuggingFaceTokenizer.of(folders["llama"])
+    with pytest.raises(UserError, match=r"--data-chat-template chatml needs the tokens <\|im_start\|> <\|im_end\|>"):
+        ChatFormat.of(tokenizer, template="chatml")
+    with pytest.raises(UserError, match="--data-chat-template vicunia is unknown"):
+        ChatFormat.of(tokenizer, template="vicunia")
+
+
+def test_reasoning_that_a_template_rewrites(folders: dict[str, Path]) -> None:
+    """The last answer is trained with its thoughts; with thoughts in earlier answers, only --train-on last can be."""
+    case = Case(templates.QWEN3_THINKING, "qwen", IMAGE, in_parts=False)
+    chat = format_of(case, folders)
+    one = talk(("user", "3 + 4?"), ("assistant", "<think>\nIt is blue.\n</think>\n\n7"))
+    assert trained_texts(chat, encode(chat, case, one)) == ["<think>\nIt is blue.\n</think>\n\n7<|im_end|>"]
+    plain = talk(("user", "3 + 4?"), ("assistant", "7"), ("user", "So?"), ("assistant", "Yes."))
+    assert trained_texts(chat, encode(chat, case, plain)) == [
+        "7<|im_end|>",
+        "<think>\n\n</think>\n\nYes.<|im_end|>",
+    ]
+    two = Conversation(one.turns * 2)
+    with pytest.raises(BadSample, match="chat template"):
+        encode(chat, case, two)
+    last = format_of(case, folders, train_on="last")
+    assert len(trained_texts(last, encode(last, case, two))) == 1
+
+
+@pytest.mark.parametrize(
+    ("conversation", "reason"),
+    [
+        (talk(("user", "Who?")), Reason.EMPTY),
+        (talk(("user", "Who wrote <image>?"), ("assistant", "Me.")), Reason.IMAGE_COUNT),
+        (talk(("assistant", "Hm."), ("user", "a"), ("assistant", "b")), Reason.NOT_A_RECORD),
+        (talk(("user", "a"), ("text", "b")), Reason.NOT_A_RECORD),
+        (talk(("text", " \n")), Reason.EMPTY),
+    ],
+)
+def test_conversations_that_cannot_be_written(
+    conversation: Conversation, reason: Reason, folders: dict[str, Path]
+) -> None:
+    chat = format_of(CASES["mistral"], folders)
+    with pytest.raises(BadSample) as caught:
+        chat.encode(conversation, [])
+    assert caught.value.reason == reason
+
+
+def test_plain_text_is_trained_whole(folders: dict[str, Path]) -> None:
+    chat = format_of(CASES["llava"], folders)
+    encoded = chat.encode(talk(("text", "A cat and a dog.")), [])
+    assert chat.tokenizer.decode(encoded.tokens) == "<s> A cat and a dog.</s>"
+    assert encoded.trained.tolist() == [False] + [True] * (len(encoded) - 1)
+    pictured = chat.encode(talk(("text", ["A cat ", None, " and a dog ", None])), [IMAGE, IMAGE])
+    assert [turn.images for turn in pictured.turns] == [0, 1, 0, 1, 0]
+    assert (pictured.tokens == chat.tokenizer.image).sum() == 10
+    assert trained_texts(chat, pictured)[-1] == "</s>"
+
+
+def test_without_a_template_only_text_can_be_encoded(folders: dict[str, Path]) -> None:
+    chat = ChatFormat.of(HuggingFaceTokenizer.of(folders["llama"]))
+    assert len(chat.encode(talk(("text", "A cat.")), []))
+    with pytest.raises(UserError, match="--data-chat-template"):
+        chat.encode(talk(("user", "a"), ("assistant", "b")), [])
+    assert ChatFormat.of(HuggingFaceTokenizer.of(folders["llama"]), model_type="llava").template is not None
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0]", "{{ 'nothing' }}", "{% for m in messages %}{{ m.content.upper(1) }}{% endfor %}"]
+)
+def test_templates_that_cannot_be_used(template: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text(template)
+    with pytest.raises(UserError, match=r"mine\.jinja cannot be trained on") as caught:
+        ChatFormat.of(HuggingFaceTokenizer.of(folders["llama"]), template=str(file))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="cannot be read"):
+        ChatFormat.of(HuggingFaceTokenizer.of(folders["llama"]), template=str(tmp_path / "none.jinja"))
+
+
+def test_a_format_travels_to_other_processes(case: Case, chat: ChatFormat) -> None:
+    moved = pickle.loads(pickle.dumps(chat))
+    assert encode(moved, case, LONG).tokens.tolist() == encode(chat, case, LONG).tokens.tolist()
+
+
+def test_the_image_token_is_the_models(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Its number may be a token's that is no special one, or one beyond the tokenizer's."""
+    tokenizer = byte_level(("<s>", "</s>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no <image>.*--image-token"):
+        HuggingFaceTokenizer.of(tmp_path)
+    size = tokenizer.get_vocab_size()
+    beyond = HuggingFaceTokenizer.of(tmp_path, image=size + 9)
+    assert beyond.vocab_size == size + 10
+    assert beyond.encode("a<image>b").ids.tolist() == [*beyond.encode("a").ids, size + 9, *beyond.encode("b").ids]
+    assert beyond.decode([size + 9]) == "<image>"
+    ordinary = HuggingFaceTokenizer.of(tmp_path, image=tokenizer.token_to_id("~"))
+    assert ordinary.image_text == "~"
+    with pytest.raises(UserError, match="--image-token"):
+        HuggingFaceTokenizer.of(folders["llama"], image=9999)

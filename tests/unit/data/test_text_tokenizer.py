@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megavlm.config.schema import CheckpointConfig, Config, DataConfig, LanguageConfig, ModelConfig
+from megavlm.data.bad import BadSample
+from megavlm.data.chat import ChatFormat
+from megavlm.data.conversation import Conversation, ImageRef, Turn
+from megavlm.data.processors.layout import Prompt
+from megavlm.data.text_tokenizer import SentencePieceTokenizer, tokenizer_for
+from megavlm.data.tokenizer import train_tokenizer
+from megavlm.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
+    train_tokenizer(["what is in the picture", "the cat sat é", "USER: ASSISTANT: yes"] * 5, path, vocab_size=90)
+    return path
+
+
+def test_control_pieces_in_a_text_are_tokens_and_places_are_characters(model: Path) -> None:
+    tokenizer = SentencePieceTokenizer(model)
+    text = "<s>é the <image>\ncat</s>"
+    tokens = tokenizer.encode(text)
+    assert tokens.ids[0] == tokenizer.begin
+    assert tokens.ids[-1] == tokenizer.eos
+    assert (tokens.ids == tokenizer.image).sum() == 1
+    for number, start, end in zip(tokens.ids, tokens.starts, tokens.ends, strict=True):
+        if number in (tokenizer.begin, tokenizer.eos, tokenizer.image):
+            assert text[start:end] == tokenizer.decode([number])
+    assert tokens.starts[0] == 0
+    assert tokens.ends[-1] == len(text)
+    assert tokenizer.decode(tokens.ids.tolist()).replace(" ", "") == "<s>éthe<image>cat</s>"
+
+
+def test_it_travels_to_other_processes(model: Path) -> None:
+    tokenizer = SentencePieceTokenizer(model)
+    moved = pickle.loads(pickle.dumps(tokenizer))
+    assert moved.encode("the cat</s>").ids.tolist() == tokenizer.encode("the cat</s>").ids.tolist()
+
+
+def test_a_chat_with_it(model: Path) -> None:
+    tokenizer = SentencePieceTokenizer(model)
+    chat = ChatFormat.of(tokenizer, template="vicuna")
+    turns = (
+        Turn("user", (ImageRef(b""), "\nwhat is in the picture")),
+        Turn("assistant", ("the cat",)),
+        Turn("user", ("yes",)),
+        Turn("assistant", ("the picture",)),
+    )
+    encoded = chat.encode(Conversation(turns), [Prompt("<image>", ("", ""), (3,))])
+    assert encoded.tokens[0] == tokenizer.begin
+    assert (encoded.tokens == tokenizer.begin).sum() == 1
+    assert (encoded.tokens == tokenizer.image).sum() == 3
+    assert tokenizer.decode(encoded.tokens[encoded.trained].tolist()) == "the cat</s>the picture</s>"
+    assert [turn.images for turn in encoded.turns] == [1, 0]
+    with pytest.raises(BadSample, match="<image>"):
+        chat.encode(Conversation((Turn("user", ("<image>",)), Turn("assistant", ("x",)))), [])
+
+
+def with_tokenizer(path: Path | None, **model: object) -> Config:
+    language = LanguageConfig(vocab_size=model.pop("vocab_size", None))  # type: ignore[arg-type]
+    made = replace(ModelConfig(language=language), **model)  # type: ignore[arg-type]
+    return Config(model=made, data=DataConfig(tokenizer=None if path is None else str(path)))
+
+
+def test_the_tokenizer_of_a_run(model: Path) -> None:
+    tokenizer = tokenizer_for(with_tokenizer(model))
+    assert tokenizer.encode("the cat").ids.tolist() == SentencePieceTokenizer(model).encode("the cat").ids.tolist()
+    assert tokenizer_for(with_tokenizer(model, vocab_size=1000)).vocab_size == tokenizer.vocab_size
+    assert tokenizer_for(with_tokenizer(model, image_token=5)).image == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 20}, "--data-tokenizer"),
+        ({"image_token": 5000}, "--image-token 5000"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_the_model(model: Path, options: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        tokenizer_for(with_tokenizer(model, **options))
+    assert "\n" not in str(caught.value)
+
+
+def test_where_there_is_none(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--data-tokenizer"):
+        tokenizer_for(with_tokenizer(None))
+    with pytest.raises(UserError, match="is not there"):
+        tokenizer_for(with_tokenizer(tmp_path / "none"))
+    garbage = tmp_path / "garbage.model"
+    garbage.write_bytes(b"nothing of the kind")
+    with pytest.raises(UserError, match="SentencePiece"):
+        tokenizer_for(with_tokenizer(garbage))
+    with pytest.raises(UserError, match="cannot be read") as caught:
+        tokenizer_for(Config(checkpoint=CheckpointConfig(init_from=str(tmp_path))))
+    assert "\n" not in str(caught.value)
