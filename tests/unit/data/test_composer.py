@@ -1,0 +1,109 @@
+"""Global batches of packed windows: every sample once, the same from any place on, and nothing usable is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megavlm.data.bad import Reason
+from megavlm.data.composer import Measured, Packed, Place, Skipped
+from megavlm.data.costs import Measure
+from megavlm.errors import UserError
+
+WINDOW, LENGTH = 20, 100
+
+
+def measure_of(length: int) -> Measure:
+    return Measure(length=length, patches=0, images=0, vision=0.0, language=float(length))
+
+
+def window_of(number: int) -> Sequence[Measured]:
+    """Samples of random lengths; every fifth is bad, every seventh in two pieces."""
+    samples = []
+    for item in range(number * WINDOW, (number + 1) * WINDOW):
+        length = int(np.random.default_rng(item).integers(1, LENGTH + 1))
+        skipped = (Skipped(f"t:{item}", "t", Reason.EMPTY, "nothing"),) if item % 5 == 0 else ()
+        pieces = () if skipped else (measure_of(length),) * (2 if item % 7 == 0 else 1)
+        samples.append(Measured(item, pieces, skipped))
+    return samples
+
+
+def composer(*, count: int = 4, packing: bool = True, window: int = WINDOW) -> Packed:
+    return Packed(window_of, count=count, window=window, seq_length=LENGTH, packing=packing)
+
+
+def taken(given_composer: Packed, place: Place, steps: int) -> tuple[list[tuple[tuple[int, int], ...]], list[Place]]:
+    sequences, places = [], []
+    for _ in range(steps):
+        composed = given_composer.compose(place)
+        place = composed.after
+        places.append(place)
+        sequences += [tuple((member.item, member.piece) for member in row) for row in composed.sequences]
+    return sequences, places
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 12), st.booleans())
+def test_every_usable_piece_comes_once_and_fits(count: int, packing: bool) -> None:
+    given_composer = composer(count=count, packing=packing)
+    sequences, places = taken(given_composer, given_composer.start, 12)
+    given_composer.close()
+    flat = [member for row in sequences for member in row]
+    assert len(flat) == len(set(flat))
+    whole = places[-1]["window"]
+    expected = {(s.item, piece) for n in range(whole) for s in window_of(n) for piece in range(len(s.pieces))}
+    assert expected <= set(flat)
+    lengths = {(s.item): s.pieces[0].length for n in range(whole + 1) for s in window_of(n) if s.pieces}
+    assert all(sum(lengths[item] for item, _ in row) <= LENGTH for row in sequences)
+    assert packing or all(len(row) == 1 for row in sequences)
+
+
+def test_any_place_goes_on_as_if_nothing_had_been() -> None:
+    first = composer()
+    whole, places = taken(first, first.start, 9)
+    first.close()
+    for done in (1, 4, 7):
+        resumed = composer(count=2)
+        again, _ = taken(resumed, places[done - 1], 4)
+        resumed.close()
+        assert again == whole[done * 4 : done * 4 + 8]
+
+
+def test_a_window_is_counted_once_when_it_is_opened() -> None:
+    given_composer = composer(count=3)
+    place, read, skipped = given_composer.start, 0, []
+    for _ in range(30):
+        composed = given_composer.compose(place)
+        place = composed.after
+        read += composed.read
+        skipped += [skip.label for skip in composed.skipped]
+    given_composer.close()
+    assert read == (place["window"] + (place["taken"] > 0)) * WINDOW
+    assert len(skipped) == len(set(skipped)) == read // 5
+
+
+def test_packing_needs_fewer_sequences() -> None:
+    packed, alone = composer(), composer(packing=False)
+    assert taken(packed, packed.start, 9)[1][-1]["window"] > taken(alone, alone.start, 9)[1][-1]["window"]
+    packed.close()
+    alone.close()
+
+
+def test_data_without_a_usable_sample_says_why() -> None:
+    bad = Skipped("train.jsonl:3", "train", Reason.MISSING, "no cat.jpg")
+    given_composer = Packed(
+        lambda number: [Measured(number, (), (bad,))], count=1, window=1, seq_length=8, packing=True
+    )
+    with pytest.raises(UserError, match=r"none of 4 samples .* 4 × missing_file, as train.jsonl:3: no cat.jpg"):
+        given_composer.compose(given_composer.start)
+    given_composer.close()
+
+
+def test_a_place_in_other_windows_is_refused() -> None:
+    place = composer(window=10).start
+    with pytest.raises(UserError, match="--packing-window 10"):
+        composer().compose(place)

@@ -1,0 +1,37 @@
+"""What a sample costs is what the FLOPs formula says of the batch that it makes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.data.costs import Costs
+from megavlm.model.flops import Workload, layer_cost, window_squares
+from megavlm.planner.layers import layer_names, module_of
+
+MODEL = ModelConfig(
+    vision=VisionConfig(patch_size=4, window_size=16, full_attention_layers=(1,)),
+    projector=ProjectorConfig(pixel_shuffle=2),
+    language=LanguageConfig(vocab_size=100),
+)
+
+
+def test_costs_are_the_flops_of_the_model() -> None:
+    grids = [(4, 6), (8, 8)]
+    measured = Costs.of(MODEL).measure(length=70, grids=grids, images=2)
+    work = Workload(
+        patches=88,
+        patch_squares=24**2 + 64**2,
+        window_squares=sum(window_squares(grid, 4) for grid in grids),
+        tokens=70,
+        token_squares=4900,
+    )
+    costs = {name: layer_cost(name, MODEL, work).forward_flops for name in layer_names(MODEL)}
+    language = sum(cost for name, cost in costs.items() if module_of(name) == "language")
+    assert measured.patches == 88
+    assert measured.language == pytest.approx(language)
+    assert measured.vision == pytest.approx(sum(costs.values()) - language)
+
+
+def test_text_costs_no_vision() -> None:
+    assert Costs.of(MODEL).measure(length=70, grids=(), images=0).vision == 0
