@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MOST_SWAPS = 4  # per item
+_EVEN = 1.005  # largest load over mean load that no swap is worth
 
 
 def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
@@ -20,7 +21,7 @@ def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
     Costs are taken relative to the mean load of their kind. First each item, the costliest first, goes to the rank
     whose largest load stays least and which still has a place (Graham 1969, for several dimensions). Then the rank of
     the largest load swaps the item with another rank that lowers the larger of both ranks' loads most, until no swap
-    does.
+    does or the load is even to half a hundredth.
 
     Args:
         costs: [N, K] ≥ 0: K kinds of cost of each of N items; `ranks` divides N.
@@ -53,7 +54,7 @@ def _swap(costs: NDArray[np.float64], owners: NDArray[np.int64], loads: NDArray[
     for _ in range(_MOST_SWAPS * len(owners)):
         worst = int(loads.max(axis=1).argmax())
         mine, others = np.flatnonzero(owners == worst), np.flatnonzero(owners != worst)
-        if not len(others):
+        if not len(others) or loads[worst].max() <= _EVEN:
             return
         moved = costs[others][None] - costs[mine][:, None]  # [mine, others, K]: what the worst rank would gain
         here = (loads[worst] + moved).max(axis=2)
