@@ -12,6 +12,7 @@ from megavlm.data.bad import BadSample
 from megavlm.data.batch import PackedBatch
 from megavlm.data.composer import Measured, Skipped
 from megavlm.data.digits import DigitsSource
+from megavlm.data.files import FilesSource
 from megavlm.data.sample import Row, Sample, collate
 from megavlm.data.synthetic import SyntheticSource
 
@@ -70,13 +71,15 @@ class Source(Protocol):
 
 def build_source(
     config: Config, *, run_dir: Path, rank: int = 0, barrier: Callable[[], None] = lambda: None
-) -> SyntheticSource | DigitsSource:
+) -> SyntheticSource | DigitsSource | FilesSource:
     """The source that `--data` names.
 
     Rank 0 writes what the source stores in `run_dir` (the tokenizer); the others call `barrier` to wait for it.
     """
     if data_source(config) == "digits":
         return DigitsSource.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
+    if data_source(config) == "files":
+        return FilesSource(config)
     return SyntheticSource(config)
 
 

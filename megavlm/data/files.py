@@ -1,0 +1,134 @@
+"""`FilesSource`: the user's data sets as samples that the model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from megavlm.config.schema import Config
+from megavlm.data.anyres import TileGroup
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.chat import ChatFormat, Piece, split
+from megavlm.data.composer import Measured, Skipped
+from megavlm.data.conversation import Conversation, ImageRef, Records
+from megavlm.data.costs import Costs
+from megavlm.data.decode import decode, size_of
+from megavlm.data.order import Order
+from megavlm.data.processors.choose import processor_for
+from megavlm.data.processors.families import Anyres, Processor
+from megavlm.data.processors.layout import Layout
+from megavlm.data.records import name_of, open_records
+from megavlm.data.sample import Sample, Tiles
+from megavlm.data.text_tokenizer import model_type, tokenizer_for, tokenizer_path
+
+
+class FilesSource:
+    """Samples of `--sources`: conversations as tokens, images as patches.
+
+    An item is a number of the shuffled, blended stream (`order.py`). The data sets are opened when the first sample is
+    asked for: ranks that are told their data never open them.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Raises UserError where tokenizer, chat template or image processor are missing or do not fit the model."""
+        self._config = config
+        self.processor: Processor = processor_for(config)
+        self.tokenizer = tokenizer_for(config, image_text=self.processor.image_token)
+        self.chat = ChatFormat.of(
+            self.tokenizer,
+            template=config.data.chat_template,
+            placeholder=self.processor.placeholder,
+            train_on=config.data.train_on,
+            model_type=model_type(tokenizer_path(config)),
+        )
+        self.names = tuple(name_of(source) for source in config.data.sources)
+        self.vocab_size = config.model.language.vocab_size or self.tokenizer.vocab_size
+        self.image_token = self.tokenizer.image
+        self.pad_token = self.tokenizer.pad
+        self.pixel_shuffle = config.model.projector.pixel_shuffle
+        self.patch_dim = config.model.vision.in_channels * config.model.vision.patch_size**2
+        self.mrope = bool(config.model.language.mrope_section)
+        self.anyres_max_tiles = config.model.projector.anyres_max_tiles
+        self._costs = Costs.of(config.model)
+        self._most_pixels = config.data.max_image_pixels
+
+    @cached_property
+    def records(self) -> tuple[Records, ...]:
+        """The data sets. Raises UserError for one that cannot be opened."""
+        return tuple(open_records(source) for source in self._config.data.sources)
+
+    @cached_property
+    def order(self) -> Order:
+        data = self._config.data
+        return Order(
+            lengths=tuple(len(records) for records in self.records),
+            weights=tuple(source.weight for source in data.sources),
+            seed=self._config.train.seed,
+            shuffle=data.shuffle,
+        )
+
+    def conversation(self, item: int) -> tuple[Conversation, int]:
+        """A sample's conversation, and the number of its data set. Raises BadSample."""
+        place = self.order.place(item)
+        return self.records[place.source].read(place.record), place.source
+
+    def pieces(self, item: int) -> tuple[Sample, ...]:
+        return self._fitted(item)[0]
+
+    def _fitted(self, item: int) -> tuple[tuple[Sample, ...], int]:
+        """A sample's pieces, and how many of its turns are in none."""
+        conversation, source = self.conversation(item)
+        images = conversation.images
+        layouts = [
+            self.processor.layout(*size_of(image.source, max_pixels=self._most_pixels), images=len(images))
+            for image in images
+        ]
+        encoded = self.chat.encode(conversation, [layout.prompt for layout in layouts])
+        fitted = split(encoded, self._config.train.seq_length)
+        return tuple(self._sample(piece, images, layouts, source=source) for piece in fitted.pieces), fitted.dropped
+
+    def measure(self, item: int) -> Measured:
+        try:
+            samples, dropped = self._fitted(item)
+        except BadSample as error:
+            return Measured(item, (), (self.skipped(item, error),))
+        measures = tuple(
+            self._costs.measure(length=len(sample), grids=sample.grids, images=len(sample.images)) for sample in samples
+        )
+        lost: tuple[Skipped, ...] = ()
+        if dropped:
+            rest = BadSample(Reason.TOO_LONG, f"{dropped} of its turns do not fit --seq-length")
+            lost = (replace(self.skipped(item, rest), partly=True),)
+        return Measured(item, measures, lost)
+
+    def skipped(self, item: int, error: BadSample) -> Skipped:
+        place = self.order.place(item)
+        records = self.records[place.source]
+        detail = str(error).removeprefix(f"{error.reason}: ")
+        return Skipped(records.label(place.record), self.names[place.source], error.reason, detail)
+
+    def _sample(self, piece: Piece, images: Sequence[ImageRef], layouts: Sequence[Layout], *, source: int) -> Sample:
+        shown = [(images[number], layouts[number]) for number in piece.images]
+        tiled = isinstance(self.processor, Anyres)
+        return Sample(
+            tokens=piece.tokens,
+            trained=piece.trained,
+            images=tuple(
+                Tiles(
+                    tuple(tile.grid for tile in layout.tiles),
+                    partial(self._patches, image, images=len(images)),
+                )
+                for image, layout in shown
+            ),
+            tile_groups=tuple(TileGroup(layout.arrangement, layout.size) for _, layout in shown) if tiled else (),
+            source=source,
+        )
+
+    def _patches(self, image: ImageRef, *, images: int) -> Tensor:
+        """All tiles' patches of one image. Raises BadSample for one that cannot be decoded."""
+        pixels = decode(image.source, max_pixels=self._most_pixels).pixels
+        return torch.cat(self.processor.tiles(pixels, images=images))
