@@ -126,7 +126,8 @@ def _typed(error: Exception) -> BadSample:
         case FileNotFoundError() | IsADirectoryError() | NotADirectoryError() | PermissionError():
             return BadSample(Reason.MISSING, str(error))
         case UnidentifiedImageError():
-            return BadSample(Reason.NOT_AN_IMAGE, str(error))
+            where = str(error).partition("file ")[2]  # a path, or the address of an object, which tells nobody anything
+            return BadSample(Reason.NOT_AN_IMAGE, f"no known format{'' if where.endswith('>') else f': {where}'}")
         case Image.DecompressionBombError():
             return BadSample(Reason.TOO_LARGE, str(error))
     told = "truncated" in str(error).lower() or isinstance(error, EOFError)

@@ -1,0 +1,197 @@
+"""Records as WebDataset tars: shard after shard, the same bytes whenever the records are the same.
+
+A shard is written under another name, renamed when it is whole, and noted in `prepare_data.json`; a run that was
+stopped goes on after the last one noted. Samples are LLaVA records (`json`) with their images beside them, unchanged.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.conversation import Conversation, ImageRef, Records, Turn
+from megavlm.data.decode import size_of
+from megavlm.data.records import tars
+from megavlm.data.records.turns import TAG
+from megavlm.errors import UserError
+
+NOTES = "prepare_data.json"
+SKIPPED = "skipped.jsonl"
+_READERS = 8  # threads that read images; what they read is written in order
+_AT_ONCE = 256  # records that are read before they are written
+_SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
+# How files begin; what is none of these is written as a jpg, since readers look at the content.
+_SIGNATURES = {b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif", b"RIFF": "webp"}
+
+Parts = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What is written so far, and of what: a run with another `recipe` does not go on."""
+
+    recipe: dict[str, Any]
+    records: int = 0  # read
+    samples: int = 0
+    shards: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_bytes: int = 0  # of `skipped.jsonl`
+    done: bool = False
+
+
+def write_shards(
+    records: Records,
+    out: Path,
+    *,
+    recipe: dict[str, Any],
+    order: NDArray[np.int64],
+    shard_bytes: int,
+    progress: Callable[[int, Notes], None] = lambda *_: None,
+) -> Notes:
+    """Write `records`, in `order`, as tars of about `shard_bytes` below `out`, ready for energon.
+
+    Bad records are counted, and listed in `skipped.jsonl` with their labels. `progress` is told how many records are
+    read of the current shard too. Raises UserError where `out` holds something else, or no record is good.
+    """
+    notes = _notes(out, recipe)
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / SKIPPED).open("ab") as skipped, ThreadPoolExecutor(_READERS) as pool:
+        skipped.truncate(notes.skipped_bytes)
+        while not notes.done and notes.records < len(order):
+            shard = _Shard(out / f"{notes.shards:06}.tar")
+            samples = _samples(records, order[notes.records :], pool)
+            read, counts = 0, Counter(notes.skipped)
+            while shard.size < shard_bytes and (made := next(samples, None)) is not None:
+                index, parts = made
+                read += 1
+                if isinstance(parts, BadSample):
+                    counts[parts.reason] += 1
+                    skipped.write(_line(records.label(index), parts))
+                else:
+                    shard.add(f"{index:09}", parts)
+                progress(notes.records + read, notes)
+            samples.close()
+            shard.close()
+            skipped.flush()
+            notes = replace(
+                notes,
+                records=notes.records + read,
+                samples=notes.samples + shard.count,
+                shards=notes.shards + bool(shard.count),
+                skipped=dict(counts),
+                skipped_bytes=skipped.tell(),
+            )
+            _note(out, notes)
+    if not notes.samples:
+        raise UserError(f"no record can be used: {out / SKIPPED} says why")
+    if not notes.done:
+        tars.index(out, [f"{number:06}.tar" for number in range(notes.shards)])
+        notes = replace(notes, done=True)
+        _note(out, notes)
+    return notes
+
+
+def parts_of(conversation: Conversation, label: str) -> Parts:
+    """The files of a sample. Raises BadSample where an image cannot be read, by its header."""
+    parts: Parts = {}
+    names = [""] if len(conversation.images) == 1 else [f"{number}." for number in range(len(conversation.images))]
+    for name, image in zip(names, conversation.images, strict=True):
+        data = _bytes(image)
+        size_of(image.source)
+        parts[name + _extension(data)] = data
+    record: dict[str, Any] = {"id": label}
+    if conversation.turns[0].role == "text":
+        record["text"] = _text(conversation.turns[0])
+    else:
+        record["conversations"] = [{"from": _SPEAKERS[t.role], "value": _text(t)} for t in conversation.turns]
+    return {"json": json.dumps(record, ensure_ascii=False).encode(), **parts}
+
+
+def _samples(
+    records: Records, order: NDArray[np.int64], pool: ThreadPoolExecutor
+) -> Generator[tuple[int, Parts | BadSample], None, None]:
+    def sample(index: int) -> Parts | BadSample:
+        try:
+            return parts_of(records.read(index), records.label(index))
+        except BadSample as error:
+            return error
+
+    for at in range(0, len(order), _AT_ONCE):
+        indices = [int(index) for index in order[at : at + _AT_ONCE]]
+        yield from zip(indices, pool.map(sample, indices), strict=True)
+
+
+class _Shard:
+    """A tar that appears under its name when it is closed, unless it is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_suffix(".tmp")
+        self._tar = tarfile.TarFile(self._temporary, "w", format=tarfile.USTAR_FORMAT)
+        self.size = 0
+        self.count = 0
+
+    def add(self, key: str, parts: Parts) -> None:
+        for name, data in parts.items():
+            entry = tarfile.TarInfo(f"{key}.{name}")  # of no user and no time: the same bytes each time
+            entry.size = len(data)
+            self._tar.addfile(entry, io.BytesIO(data))
+        self.size, self.count = self._tar.offset, self.count + 1
+
+    def close(self) -> None:
+        self._tar.close()
+        if self.count:
+            self._temporary.replace(self._path)
+        else:
+            self._temporary.unlink()
+
+
+def _notes(out: Path, recipe: dict[str, Any]) -> Notes:
+    if not out.exists() or not any(out.iterdir()):
+        return Notes(recipe)
+    try:
+        notes = Notes(**json.loads((out / NOTES).read_text()))
+    except (OSError, TypeError, ValueError):
+        notes = None
+    if notes is None or notes.recipe != recipe:
+        raise UserError(f"{out} holds something else already: name another folder, or empty it")
+    return notes
+
+
+def _note(out: Path, notes: Notes) -> None:
+    temporary = out / (NOTES + ".tmp")
+    temporary.write_text(json.dumps(asdict(notes), indent=1))
+    temporary.replace(out / NOTES)
+
+
+def _text(turn: Turn) -> str:
+    return "".join(TAG if isinstance(part, ImageRef) else part for part in turn.parts)
+
+
+def _bytes(image: ImageRef) -> bytes:
+    if isinstance(image.source, bytes):
+        return image.source
+    try:
+        return image.source.read_bytes()
+    except OSError as error:
+        raise BadSample(Reason.MISSING, str(error)) from error
+
+
+def _extension(data: bytes) -> str:
+    return next((name for signature, name in _SIGNATURES.items() if data.startswith(signature)), "jpg")
+
+
+def _line(label: str, bad: BadSample) -> bytes:
+    line = {"record": label, "reason": str(bad.reason), "detail": str(bad)}
+    return json.dumps(line, ensure_ascii=False).encode(errors="replace") + b"\n"

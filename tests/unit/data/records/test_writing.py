@@ -1,0 +1,163 @@
+"""`tools/prepare_data.py`: what goes in comes out of the tars, whole, in order, and the same each time."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from megavlm.config.schema import SourceConfig
+from megavlm.data.conversation import Conversation, ImageRef
+from megavlm.data.records import open_records, open_stream, prepare_stream, writing
+from tools.prepare_data import main
+
+
+def picture(colour: int, file_format: str = "PNG") -> bytes:
+    file = BytesIO()
+    Image.new("RGB", (4, 4), (colour, 0, 0)).save(file, file_format)
+    return file.getvalue()
+
+
+def llava(number: int, *images: str) -> dict[str, Any]:
+    human = {"from": "human", "value": "<image>\n" * len(images) + f"Frage {number}: größer?"}
+    return {"image": list(images), "conversations": [human, {"from": "gpt", "value": f"answer {number}"}]}
+
+
+RECORDS = [
+    llava(0, "a.png"),
+    llava(1),
+    llava(2, "a.png", "b.jpg"),
+    llava(3, "missing.png"),
+    {"conversations": []},
+    llava(5, "text.png"),
+    llava(6, "../secret.png"),
+    *(llava(number, "b.jpg") for number in range(7, 40)),
+]
+GOOD = [0, 1, 2, *range(7, 40)]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(picture(1))
+    (tmp_path / "images" / "b.jpg").write_bytes(picture(2, "JPEG"))
+    (tmp_path / "images" / "text.png").write_bytes(b"no image")
+    (tmp_path / "secret.png").write_bytes(picture(3))
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(RECORDS))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mebibytes of a few kilobytes, so that few records make several shards."""
+    real = writing.write_shards
+    monkeypatch.setattr(
+        "tools.prepare_data.write_shards", lambda *a, shard_bytes, **k: real(*a, shard_bytes=2**14, **k)
+    )
+
+
+def prepare(source: Path, out: Path, *options: str) -> int:
+    return main([str(source), str(out), "--image-root", str(source.parent / "images"), *options])
+
+
+def inlined(conversation: Conversation) -> list[Any]:
+    """Turns with the bytes of their images."""
+    parts = [(turn.role, part) for turn in conversation.turns for part in turn.parts]
+    contents = [(role, part.source if isinstance(part, ImageRef) else part) for role, part in parts]
+    return [(role, content.read_bytes() if isinstance(content, Path) else content) for role, content in contents]
+
+
+def read_back(out: Path, count: int) -> list[Any]:
+    prepare_stream(SourceConfig(path=str(out)), run_dir=out)
+    stream = open_stream(SourceConfig(path=str(out)), run_dir=out, rank=0, world=1, seed=0, shuffle=False)
+    found = list(islice(iter(stream), count))
+    assert all(isinstance(item, Conversation) for item in found), found
+    return [inlined(item) for item in found if isinstance(item, Conversation)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_goes_in_comes_out(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert prepare(source, out) == 0
+    told = capsys.readouterr().out
+    assert "36 samples in" in told
+    assert "4 records skipped" in told
+    records = open_records(SourceConfig(path=str(source), image_root=str(tmp_path / "images")))
+    assert read_back(out, 36) == [inlined(records.read(index)) for index in GOOD]
+    assert len(list(out.glob("*.tar"))) > 3
+    skipped = [json.loads(line) for line in (out / "skipped.jsonl").read_text().splitlines()]
+    assert [(line["record"], line["reason"]) for line in skipped] == [
+        ("train.json[3]", "missing_file"),
+        ("train.json[4]", "empty_conversation"),
+        ("train.json[5]", "not_an_image"),
+        ("train.json[6]", "path_outside_root"),
+    ]
+
+
+def test_text_comes_out_as_text(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("One.\nTwo.\n")
+    assert main([str(tmp_path / "t.txt"), str(tmp_path / "out")]) == 0
+    assert read_back(tmp_path / "out", 2) == [[("text", "One.")], [("text", "Two.")]]
+
+
+def test_the_bytes_are_the_same_each_time_and_after_a_stop(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prepare(source, tmp_path / "one") == 0
+    assert prepare(source, tmp_path / "two") == 0
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+    add, calls = writing._Shard.add, iter(range(25))
+
+    def stopping(self: Any, *args: Any) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        add(self, *args)
+
+    monkeypatch.setattr(writing._Shard, "add", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, tmp_path / "three")
+    assert len(list((tmp_path / "three").glob("*.tar"))) > 1
+    monkeypatch.setattr(writing._Shard, "add", add)
+    assert prepare(source, tmp_path / "three") == 0
+    assert files(tmp_path / "three") == files(tmp_path / "one")
+    before = files(tmp_path / "three")
+    assert prepare(source, tmp_path / "three") == 0  # nothing left to do
+    assert files(tmp_path / "three") == before
+
+
+def test_shuffled(source: Path, tmp_path: Path) -> None:
+    assert prepare(source, tmp_path / "plain") == 0
+    assert prepare(source, tmp_path / "shuffled", "--shuffle", "1") == 0
+    plain, shuffled = read_back(tmp_path / "plain", 36), read_back(tmp_path / "shuffled", 36)
+    assert plain != shuffled
+    assert sorted(map(str, plain)) == sorted(map(str, shuffled))
+
+
+def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"conversations": [{"from": "human", "value": "x"}]}\n')
+    assert prepare(source, tmp_path / "out") == 0
+    capsys.readouterr()
+    for arguments, message in [
+        ((source, tmp_path / "full"), "holds something else already"),
+        ((source, tmp_path / "out", "--shuffle", "1"), "holds something else already"),
+        ((source, tmp_path / "new", "--shard-mib", "0"), "--shard-mib 0"),
+        ((tmp_path / "out", tmp_path / "new"), "holds tars"),
+        ((tmp_path / "nowhere", tmp_path / "new"), "is not a file"),
+        ((tmp_path / "bad.jsonl", tmp_path / "new"), "no record can be used"),
+    ]:
+        assert prepare(*arguments) == 2
+        told = capsys.readouterr().err
+        assert message in told
+        assert len(told.splitlines()) == 1
