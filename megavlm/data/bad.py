@@ -31,7 +31,8 @@ class BadSample(ValueError):
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+        self.detail = detail
 
     def __reduce__(self) -> tuple[type[BadSample], tuple[Reason, str]]:
         """Pickled by its parts: worker processes report it."""
-        return type(self), (self.reason, str(self).removeprefix(f"{self.reason}: "))
+        return type(self), (self.reason, self.detail)

@@ -156,6 +156,15 @@ class Packed:
                 number, taken = number + 1, 0
         return Composed(tuple(sequences), {**self.start, "window": number, "taken": taken}, read, tuple(skipped))
 
+    def forget(self) -> None:
+        """Drop the windows that are at hand."""
+        for window in self._windows.values():
+            window.cancel()
+        while self._windows:
+            window = self._windows.popitem()[1]
+            if not window.cancelled():
+                window.exception()  # waits for the one that is being made
+
     def close(self) -> None:
         """Stop measuring ahead."""
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -21,15 +21,28 @@ from megavlm.data.order import Order
 from megavlm.data.processors.choose import processor_for
 from megavlm.data.processors.families import Anyres, Processor
 from megavlm.data.processors.layout import Layout
-from megavlm.data.records import name_of, open_records
+from megavlm.data.records import is_stream, name_of, open_records
 from megavlm.data.sample import Sample, Tiles
 from megavlm.data.text_tokenizer import model_type, tokenizer_for, tokenizer_path
+
+# Records of a stream, as far as the order of a blend is concerned.
+_ENDLESS = 2**62
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A sample that a stream handed out."""
+
+    conversation: Conversation
+    source: int
+    label: str
 
 
 class FilesSource:
     """Samples of `--sources`: conversations as tokens, images as patches.
 
-    An item is a number of the shuffled, blended stream (`order.py`). The data sets are opened when the first sample is
+    An item is a number of the shuffled, blended stream (`order.py`), or a sample that a WebDataset handed out
+    (`streaming.py`), which has no number. The data sets are opened when the first sample is
     asked for: ranks that are told their data never open them.
     """
 
@@ -57,29 +70,34 @@ class FilesSource:
         self._most_pixels = config.data.max_image_pixels
 
     @cached_property
-    def records(self) -> tuple[Records, ...]:
-        """The data sets. Raises UserError for one that cannot be opened."""
-        return tuple(open_records(source) for source in self._config.data.sources)
+    def records(self) -> Mapping[int, Records]:
+        """The data sets that are numbered. Raises UserError for one that cannot be opened."""
+        sources = enumerate(self._config.data.sources)
+        return {number: open_records(source) for number, source in sources if not is_stream(source)}
 
     @cached_property
     def order(self) -> Order:
         data = self._config.data
         return Order(
-            lengths=tuple(len(records) for records in self.records),
+            lengths=tuple(
+                len(self.records[number]) if number in self.records else _ENDLESS for number in range(len(data.sources))
+            ),
             weights=tuple(source.weight for source in data.sources),
             seed=self._config.train.seed,
             shuffle=data.shuffle,
         )
 
-    def conversation(self, item: int) -> tuple[Conversation, int]:
+    def conversation(self, item: int | Read) -> tuple[Conversation, int]:
         """A sample's conversation, and the number of its data set. Raises BadSample."""
+        if isinstance(item, Read):
+            return item.conversation, item.source
         place = self.order.place(item)
         return self.records[place.source].read(place.record), place.source
 
-    def pieces(self, item: int) -> tuple[Sample, ...]:
+    def pieces(self, item: int | Read) -> tuple[Sample, ...]:
         return self._fitted(item)[0]
 
-    def _fitted(self, item: int) -> tuple[tuple[Sample, ...], int]:
+    def _fitted(self, item: int | Read) -> tuple[tuple[Sample, ...], int]:
         """A sample's pieces, and how many of its turns are in none."""
         conversation, source = self.conversation(item)
         images = conversation.images
@@ -91,7 +109,7 @@ class FilesSource:
         fitted = split(encoded, self._config.train.seq_length)
         return tuple(self._sample(piece, images, layouts, source=source) for piece in fitted.pieces), fitted.dropped
 
-    def measure(self, item: int) -> Measured:
+    def measure(self, item: int | Read) -> Measured:
         try:
             samples, dropped = self._fitted(item)
         except BadSample as error:
@@ -105,11 +123,12 @@ class FilesSource:
             lost = (replace(self.skipped(item, rest), partly=True),)
         return Measured(item, measures, lost)
 
-    def skipped(self, item: int, error: BadSample) -> Skipped:
+    def skipped(self, item: int | Read, error: BadSample) -> Skipped:
+        if isinstance(item, Read):
+            return Skipped(item.label, self.names[item.source], error.reason, error.detail)
         place = self.order.place(item)
-        records = self.records[place.source]
-        detail = str(error).removeprefix(f"{error.reason}: ")
-        return Skipped(records.label(place.record), self.names[place.source], error.reason, detail)
+        label = self.records[place.source].label(place.record)
+        return Skipped(label, self.names[place.source], error.reason, error.detail)
 
     def _sample(self, piece: Piece, images: Sequence[ImageRef], layouts: Sequence[Layout], *, source: int) -> Sample:
         shown = [(images[number], layouts[number]) for number in piece.images]

@@ -56,7 +56,9 @@ class Loader:
         micro_batch_size: int,
         global_batch_size: int,
         balance: bool = False,
+        alone: bool = False,
     ) -> None:
+        """`alone`: the data of other ranks is not known here, so loads cannot be compared with theirs."""
         assert 0 <= dp_rank < dp_size
         assert global_batch_size % (micro_batch_size * dp_size) == 0, "the configuration rules refuse this"
         self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
@@ -66,6 +68,7 @@ class Loader:
         self._dp_size = dp_size
         self._micro_batch_size = micro_batch_size
         self._balance = balance
+        self._alone = alone
         self._place = composer.start
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._prefetched: Future[tuple[Step, Place]] | None = None
@@ -144,7 +147,8 @@ class Loader:
         groups = [list(range(i, i + size)) for i in range(0, len(mine), size)]
         if self._balance:
             groups = assign(costs[mine], self.num_microbatches)
-        return [[sequences[mine[place]] for place in group] for group in groups], evenness
+        dealt = [[sequences[mine[place]] for place in group] for group in groups]
+        return dealt, None if self._alone else evenness
 
 
 def costs_of(sequences: Sequence[Members]) -> NDArray[np.float64] | None:

@@ -11,10 +11,30 @@ from megavlm.config.data_source import data_source
 from megavlm.config.schema import Config
 from megavlm.data.composer import Composer, InOrder, Packed
 from megavlm.data.feed import Exchange, Feed
+from megavlm.data.files import FilesSource
 from megavlm.data.loader import Loader
 from megavlm.data.making import InProcesses, InThread, Maker
+from megavlm.data.records import is_stream, open_records, open_stream, prepare_stream
 from megavlm.data.source import Source, build_source
+from megavlm.data.streaming import Forward, ForwardPacked
 from megavlm.parallel.groups import Groups
+
+# Samples of a stream that are held at a time, with their images, to be packed.
+_MOST_HELD = 512
+
+
+def prepare_data(config: Config) -> None:
+    """Look at every data set once, before all ranks rely on it; index tars that nobody has. One rank calls it.
+
+    Raises UserError for one that cannot be read.
+    """
+    if data_source(config) != "files":
+        return
+    for source in config.data.sources:
+        if is_stream(source):
+            prepare_stream(source, run_dir=Path(config.train.run_dir), log=print)
+        else:
+            open_records(source)
 
 
 def build_feed(config: Config, source: Source, groups: Groups, *, device: torch.device, sees: bool) -> Feed:
@@ -29,10 +49,17 @@ def build_feed(config: Config, source: Source, groups: Groups, *, device: torch.
         device=device,
         patch_dim=source.patch_dim,
     )
-    if not exchange.reads:
-        return Feed(None, exchange=exchange)
-    maker = file_maker(config, source)
-    return Feed(_loader(config, file_composer(config, maker), maker, groups), exchange=exchange)
+    forward = any(is_stream(each) for each in config.data.sources)
+    replicas = groups.dp if forward else None
+    loader = None
+    if exchange.reads:
+        maker = file_maker(config, source)
+        loader = (
+            _forward_loader(config, source, maker, groups)
+            if forward
+            else _loader(config, file_composer(config, maker), maker, groups)
+        )
+    return Feed(loader, exchange=exchange, replicas=replicas)
 
 
 def file_maker(config: Config, source: Source) -> Maker:
@@ -56,6 +83,37 @@ def file_composer(config: Config, maker: Maker) -> Packed:
         window=size,
         seq_length=config.train.seq_length,
         packing=config.data.packing,
+    )
+
+
+def _forward_loader(config: Config, source: Source, maker: Maker, groups: Groups) -> Loader:
+    """Each replica reads a share of its own, and knows nothing of the others'."""
+    assert isinstance(source, FilesSource)
+    at, dims, data, train = groups.at, groups.dims, config.data, config.train
+    streams = {
+        number: open_stream(
+            each, run_dir=Path(train.run_dir), rank=at.dp, world=dims.dp, seed=train.seed, shuffle=data.shuffle
+        )
+        for number, each in enumerate(data.sources)
+        if is_stream(each)
+    }
+    composer = ForwardPacked(
+        Forward(source, streams, rank=at.dp, ranks=dims.dp),
+        maker,
+        count=train.global_batch_size // dims.dp,
+        window=min(data.packing_window, _MOST_HELD),
+        seq_length=train.seq_length,
+        packing=data.packing,
+    )
+    return Loader(
+        composer,
+        maker,
+        dp_rank=0,
+        dp_size=1,
+        micro_batch_size=train.micro_batch_size,
+        global_batch_size=train.global_batch_size // dims.dp,
+        balance=data.balance,
+        alone=True,
     )
 
 

@@ -25,7 +25,7 @@ from megavlm.checkpoint.hf.source import ALL_PARTS, origins_of
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.data.feed import Feed
-from megavlm.data.reading import build_feed
+from megavlm.data.reading import build_feed, prepare_data
 from megavlm.data.source import Source, build_source
 from megavlm.errors import UserError
 from megavlm.metrics.progress import ProgressLine
@@ -66,6 +66,7 @@ def build(config: Config, backend: Backend) -> Run:
     if rank == 0:
         print(table(plan, config), flush=True)
 
+    on_rank_0(partial(prepare_data, config))
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
     feed = build_feed(config, source, groups, device=backend.device, sees=plan.owner_of(PATCH_EMBED) == groups.at.pp)
     folder = _start(config, run_dir)
