@@ -11,6 +11,7 @@ import pytest
 from tests.data_files import sources_of, write_all
 from tests.dist.pool import Pools
 from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tools import prepare_data
 
 # Packing on: about four samples a sequence. The images of the records are resized to the tower's 16 pixels.
 FILES = [*SMALL, *"--train-iters 12 --seq-length 96 --packing-window 16 --num-workers 0 --lr-decay-iters 20".split()]
@@ -72,3 +73,30 @@ def test_bad_samples_are_skipped_and_counted(pools: Pools, folder: Path, tmp_pat
     assert {"missing_file", "truncated", "not_a_record"} <= {skip["reason"] for skip in skipped}
     assert sum(record["skipped_samples"] for record in metrics(tmp_path / "run")) == len(skipped)
     assert all(record["loss"] > 0 for record in metrics(tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def tars(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The records of `folder` as WebDataset, by the tool."""
+    out = tmp_path_factory.mktemp("tars") / "wds"
+    argv = [str(folder / "train.jsonl"), str(out), "--image-root", str(folder / "images")]
+    assert prepare_data.main(argv) == 0
+    return out
+
+
+def streamed(folder: Path, tars: Path) -> list[str]:
+    sources = ["--sources", f"{tars},weight=3", str(folder / "book.txt"), "--tokenizer", str(folder / "tokenizer")]
+    return [*FILES, *sources, "--train-iters", "8"]
+
+
+def test_streams_resume_exactly_on_as_many_replicas(pools: Pools, folder: Path, tars: Path, tmp_path: Path) -> None:
+    argv = streamed(folder, tars)
+    pools(2).run(train, [*argv, "--no-save"], str(tmp_path / "whole"))
+    pools(2).run(train, [*argv, "--train-iters", "3"], str(tmp_path / "halves"))
+    shutil.copytree(tmp_path / "halves", tmp_path / "other")
+    pools(2).run(train, [*argv, "--num-workers", "1"], str(tmp_path / "halves"))
+    whole = metrics(tmp_path / "whole")
+    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(whole)
+    assert {name for record in whole for name, loss in record["loss_by_source"].items() if loss} == {"wds", "book"}
+    with pytest.raises(AssertionError, match="as many|number of replicas"):
+        pools(1).run(train, argv, str(tmp_path / "other"))
