@@ -125,10 +125,11 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
     backend.activate()
 
     from megavlm.checkpoint.hf.adapters import export_adapters, read_adapters, table_in_memory
-    from megavlm.checkpoint.hf.exporting import family_at, stored_tensors
+    from megavlm.checkpoint.hf.exporting import family_at
+    from megavlm.checkpoint.hf.records import Records
 
     checkpoint, sidecar, saved = _trained(options.source)
-    adapters = read_adapters(checkpoint, stored_tensors(checkpoint), saved.model)
+    adapters = read_adapters(Records(checkpoint), saved.model)
     if not adapters:
         raise UserError(f"{options.source} has no adapters: train with --lora-rank, or use export")
     if left := sorted({"vision", "projector", "language"} - {*saved.model.freeze, *adapted_parts(saved)}):

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megavlm.checkpoint.hf.family import Family
-from megavlm.checkpoint.hf.importing import Stored
+from megavlm.checkpoint.hf.records import Records
 from megavlm.checkpoint.hf.table import FusedQKV, Rule, Table
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import LoraConfig, ModelConfig
@@ -48,11 +47,10 @@ class Adapters:
         return {theirs: self.pairs[ours] for ours, theirs in zip(order, rule.names, strict=True) if ours in self.pairs}
 
 
-def read_adapters(checkpoint: Path, stored: Mapping[str, Stored], model: ModelConfig) -> dict[str, Adapters]:
+def read_adapters(records: Records, model: ModelConfig) -> dict[str, Adapters]:
     """All adapters of a checkpoint, by the name of the weight that they adapt."""
-    values = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in stored.items() if _is_model_adapter(key)}
-    if values:
-        dcp.load(values, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    keys = filter(_is_model_adapter, records.stored)
+    values = {key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}
     found: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
     for key in values:
         if not key.endswith(".A"):
@@ -77,9 +75,10 @@ def _real(key: str, values: Mapping[str, Tensor], model: ModelConfig) -> Tensor:
     return values[key][tuple(slice(size) for size in shape)].float()
 
 
-def deltas(adapters: Adapters, rule: Rule, lora: LoraConfig) -> dict[str, Tensor]:
-    """(α/r)·B·A for each of their weights."""
-    return {name: (lora.alpha / lora.rank) * (b @ a) for name, (a, b) in adapters.of_theirs(rule).items()}
+def folded(weights: Tensor, pair: tuple[Tensor, Tensor], rows: slice, lora: LoraConfig) -> Tensor:
+    """W + (α/r)·B·A for these rows of one of their weights, in its type."""
+    a, b = pair
+    return (weights.float() + (lora.alpha / lora.rank) * (b[rows] @ a)).to(weights.dtype)
 
 
 def table_in_memory(family: Family, model: ModelConfig) -> Table:

@@ -8,24 +8,19 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-from megavlm.checkpoint import safety
-from megavlm.checkpoint.hf.adapters import deltas, read_adapters
+from megavlm.checkpoint.hf.adapters import folded, read_adapters
 from megavlm.checkpoint.hf.families import family_of
 from megavlm.checkpoint.hf.family import Family
 from megavlm.checkpoint.hf.files import INDEX, HfFolder, read_json
-from megavlm.checkpoint.hf.importing import PIECE_BYTES, Stored
+from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
+from megavlm.checkpoint.hf.records import Records, Stored
 from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
 from megavlm.checkpoint.hf.settings import Settings
 from megavlm.checkpoint.hf.sidecar import Sidecar
 from megavlm.checkpoint.hf.source import refuse
-from megavlm.checkpoint.hf.table import Table
+from megavlm.checkpoint.hf.table import Table, pieces
 from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.model.weights import real_shape
@@ -42,11 +37,11 @@ def export(
 
     Raises UserError when the checkpoint lacks tensors, or has adapters that would be left behind.
     """
-    safety.check_metadata(checkpoint)
+    records = Records(checkpoint)
     family = family_at(sidecar)
     table = family.table(model, family.spellings[sidecar.spelling])
-    stored = stored_tensors(checkpoint)
-    adapters = read_adapters(checkpoint, stored, model)
+    stored = records.stored
+    adapters = read_adapters(records, model)
     if adapters and merged is None:
         raise UserError(f"{checkpoint} has adapters: use merge-lora for whole weights, or export-lora for the adapters")
     refuse((f"missing {key}" for key in table.keys() - stored.keys()), f"{checkpoint} cannot be exported")
@@ -60,15 +55,19 @@ def export(
     with ExitStack() as stack:
         writers = {file: stack.enter_context(StreamedFile(temporary / file, held)) for file, held in files.items()}
         writer_of = {name: writers[file] for file, held in files.items() for name in held}
-        for key, values in _values(checkpoint, table, stored, model):
-            added = deltas(adapters[key], table[key], merged) if merged is not None and key in adapters else {}
-            first = 0
-            for span in table[key].spans(tuple(values.shape)):
-                rows = values[first : first + span.rows]
-                if span.name in added:
-                    rows = (rows.float() + added[span.name][span.start : span.start + span.rows]).to(rows.dtype)
-                writer_of[span.name].write(span.name, rows, first_row=span.start)
-                first += span.rows
+        real = {key: _real(key, stored[key], model) for key in table}
+        pairs = {name: pair for key, held in adapters.items() for name, pair in held.of_theirs(table[key]).items()}
+
+        def move(run: _Run) -> None:
+            shape = real[run.key]
+            values = records.read(run.key, run.start, run.stop)[(slice(None), *map(slice, shape[1:]))]
+            for piece in pieces(table[run.key].spans(shape), run.start, run.stop):
+                rows = values[piece.ours]
+                if merged is not None and piece.name in pairs:
+                    rows = folded(rows, pairs[piece.name], piece.theirs, merged)
+                writer_of[piece.name].write(piece.name, rows, first_row=piece.theirs.start)
+
+        for_each(move, (run for key, shape in real.items() for run in _runs(key, shape, stored[key])))
         for name in unused.tensors:
             writer_of[name].write(name, unused.read(name, slice(None)))
     _write_rest(temporary, files, sidecar)
@@ -81,14 +80,17 @@ def family_at(sidecar: Sidecar) -> Family:
     return family_of(Settings(read_json(file), str(file)))
 
 
-def stored_tensors(checkpoint: Path) -> dict[str, Stored]:
-    """The tensors of a checkpoint, as its metadata describes them."""
-    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    return {
-        key: Stored(tuple(entry.size), entry.properties.dtype)
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+class _Run(NamedTuple):
+    """Rows of one of our tensors, moved at once."""
+
+    key: str
+    start: int
+    stop: int
+
+
+def _runs(key: str, real: tuple[int, ...], stored: Stored) -> Iterator[_Run]:
+    rows = max(1, PIECE_BYTES // (math.prod(stored.shape[1:]) * stored.dtype.itemsize))
+    return (_Run(key, start, min(start + rows, real[0])) for start in range(0, real[0], rows))
 
 
 def _real(key: str, stored: Stored, model: ModelConfig) -> tuple[int, ...]:
@@ -129,21 +131,6 @@ def _cut(declared: Declared) -> dict[str, str]:
 def _bytes(tensor: tuple[str, tuple[int, ...]]) -> int:
     dtype, shape = tensor
     return math.prod(shape) * DTYPES[dtype].itemsize
-
-
-def _values(
-    checkpoint: Path, table: Table, stored: Mapping[str, Stored], model: ModelConfig
-) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors whole, without padding, read some at a time."""
-    reader = dcp.FileSystemReader(checkpoint)
-    batch: dict[str, Tensor] = {}
-    for number, key in enumerate(table, start=1):
-        batch[key] = torch.empty(stored[key].shape, dtype=stored[key].dtype)
-        if number == len(table) or sum(tensor.nbytes for tensor in batch.values()) >= PIECE_BYTES:
-            dcp.load(batch, storage_reader=reader, no_dist=True)
-            for name, values in batch.items():
-                yield name, values[tuple(slice(size) for size in _real(name, stored[name], model))]
-            batch = {}
 
 
 def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megavlm.checkpoint.hf.raw import read_into
+from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.settings import Settings
 from megavlm.errors import UserError
 
 INDEX = "model.safetensors.index.json"
-KEPT_BYTES = 256 * 2**20
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -27,13 +30,14 @@ class TensorInfo:
     file: str
     shape: tuple[int, ...]
     dtype: str  # safetensors' spelling: F32, BF16, …
+    offset: int  # of its first byte in the file
 
 
 class HfFolder:
-    """Reads names, shapes and slices.
+    """Reads names, shapes and rows; threads can share it.
 
-    Files are mapped into memory, where every page that was read stays resident as long as its file is open. So files
-    are let go after each KEPT_BYTES: a tensor that is still in use keeps its own file alive.
+    The library checks the files and reads their headers. Values are read past it, from the places that the headers
+    name: it maps files into memory, page by page, and what was read stays resident as long as a file is open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,12 +46,6 @@ class HfFolder:
         if not path.is_dir():
             raise UserError(f"{path} is no folder: give a Hugging Face checkpoint that lies on this machine")
         self.files = _weight_files(path)
-        self.close()
-
-    def close(self) -> None:
-        """Let the files go; reading opens them again."""
-        self._handles: dict[str, Any] = {}
-        self._read_bytes = 0
 
     @cached_property
     def settings(self) -> Settings:
@@ -60,35 +58,42 @@ class HfFolder:
         """Every tensor of the folder, in the order of the files."""
         found: dict[str, TensorInfo] = {}
         for file in self.files:
-            handle = self._handle(file)
-            for name in handle.keys():  # noqa: SIM118 - no mapping
-                part = handle.get_slice(name)
+            for name, info in _header(self.path, file).items():
                 if name in found:
                     raise UserError(f"{self.path}: {name} is in {found[name].file} and again in {file}: remove one")
-                found[name] = TensorInfo(file, tuple(part.get_shape()), part.get_dtype())
-        self.close()
+                found[name] = info
         return found
 
     def read(self, name: str, rows: slice) -> Tensor:
-        """Rows of a tensor, in the file's type and trailing shape."""
+        """Rows of a tensor, in the file's type and trailing shape; of a scalar, itself."""
         info = self.tensors[name]
-        if self._read_bytes > KEPT_BYTES:
-            self.close()
-        handle = self._handle(info.file)
-        tensor: Tensor = handle.get_slice(name)[rows] if info.shape else handle.get_tensor(name)
-        self._read_bytes += tensor.nbytes
-        return tensor
+        height, *trailing = info.shape or (1,)
+        start, stop, _ = rows.indices(height)
+        out = torch.empty((stop - start, *trailing), dtype=DTYPES[info.dtype])
+        with (self.path / info.file).open("rb", buffering=0) as file:
+            read_into(file.fileno(), out, info.offset + start * math.prod(trailing) * out.element_size())
+        return out if info.shape else out[0]
 
-    def _handle(self, file: str) -> Any:
-        handles = self._handles
-        if file not in handles:
-            try:
-                handles[file] = safe_open(str(self.path / file), framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise UserError(
-                    f"{self.path / file} is no complete safetensors file ({error}): copy it again"
-                ) from error
-        return handles[file]
+
+def _header(folder: Path, file: str) -> dict[str, TensorInfo]:
+    """The tensors of a file, in its order."""
+    path = folder / file
+    try:
+        with safe_open(str(path), framework="pt"):  # refuses what is truncated or contradicts itself
+            pass
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is no complete safetensors file ({error}): copy it again") from error
+    with path.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        described: dict[str, Any] = json.loads(opened.read(length))
+    described.pop("__metadata__", None)
+    for name, entry in described.items():
+        if entry["dtype"] not in DTYPES:
+            raise UserError(f"{path}: {name} is of type {entry['dtype']}, which cannot be read: save it as BF16 or F32")
+    return {
+        name: TensorInfo(file, tuple(entry["shape"]), entry["dtype"], offset=8 + length + entry["data_offsets"][0])
+        for name, entry in described.items()
+    }
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,16 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from megavlm.checkpoint import folders
+from megavlm.checkpoint.hf.raw import PIECE_BYTES, THREADS, begin_writeback, for_each
+from megavlm.checkpoint.hf.records import Stored
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.sidecar import write_sidecar
 from megavlm.checkpoint.hf.source import Origin
@@ -29,29 +37,19 @@ from megavlm.checkpoint.hf.table import Shape
 from megavlm.checkpoint.state import FORMAT, SUMMARY
 from megavlm.config.schema import Config
 
-# What is read, and written, at once: it bounds the memory that a conversion needs.
-PIECE_BYTES = 128 * 2**20
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One of our tensors as the checkpoint will hold it."""
-
-    shape: Shape
-    dtype: torch.dtype
-
 
 def import_checkpoint(origin: Origin, shapes: Mapping[str, Shape], config: Config, plan: Any, *, root: Path) -> Path:
     """Write `root`/iter_0000000 with the weights in the type of the files. `shapes`: ours, without padding."""
     temporary = folders.prepare(root, 0)
     stored = {key: Stored(shape, _dtype(origin, key)) for key, shape in shapes.items()}
-    dcp.save(
-        dict.fromkeys(stored),
-        # A file per tensor, for the writer keeps all of a file's tensors; two threads, so that one reads as one writes.
-        storage_writer=dcp.FileSystemWriter(temporary, single_file_per_rank=False, sync_files=False, thread_count=2),
-        planner=_StreamingPlanner(origin, stored),
-        no_dist=True,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+        dcp.save(
+            dict.fromkeys(stored),
+            storage_writer=_StreamingWriter(temporary, sync_files=False),  # committing it flushes it
+            planner=_StreamingPlanner(origin, stored),
+            no_dist=True,
+        )
     save_config(CheckpointingConfig("torch_dist"), str(temporary))
     torch.save({}, temporary / "common.pt")
     write_sidecar(origin, temporary)
@@ -87,6 +85,40 @@ class _StreamingPlanner(DefaultSavePlanner):
         index = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
         values = self.origin.read_slice(key, self.stored[key].shape, index)
         return values.to(self.stored[key].dtype)
+
+
+class _StreamingWriter(dcp.FileSystemWriter):
+    """A file per thread, each item gone from memory once it is written: torch's writer keeps all of a file's tensors.
+
+    Records have no checksum. It takes as long as reading them does, and no reader of torch's looks at it.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        items, lock = iter(plan.items), threading.Lock()
+        results: list[WriteResult] = []
+
+        def next_item() -> WriteItem | None:
+            with lock:
+                return next(items, None)
+
+        def fill(name: str) -> None:
+            with (Path(self.path) / name).open("wb", buffering=0) as file:
+                while (item := next_item()) is not None:
+                    offset = file.tell()
+                    torch.save(planner.resolve_data(item), file)
+                    length = file.tell() - offset
+                    begin_writeback(file.fileno(), offset, length)
+                    results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+
+        summed = get_crc32_options()
+        set_crc32_options(False)
+        try:
+            for_each(fill, [f"__0_{number}.distcp" for number in range(THREADS)])
+        finally:
+            set_crc32_options(summed)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
 
 def _items(key: str, tensor: Stored) -> Iterator[WriteItem]:

@@ -26,8 +26,6 @@ def load_weights(chunks: Sequence[VLMChunk], origins: Sequence[Origin], config: 
             if (origin := _origin(origins, shard.key)) is not None:
                 real = real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocab_size)
                 shard.data.copy_(origin.read_slice(shard.key, real, index_of(shard)))
-    for origin in origins:
-        origin.folder.close()
 
 
 def _origin(origins: Sequence[Origin], key: str) -> Origin | None:

@@ -15,6 +15,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from megavlm.checkpoint.hf.raw import write_at
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -31,7 +33,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StreamedFile:
-    """Declares all tensors first, then takes their values in any order, in whole or in runs of rows."""
+    """Declares all tensors first, then takes their values in any order and from any thread, in runs of rows."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """`tensors`: name → (type in safetensors' spelling, shape)."""
@@ -48,7 +50,7 @@ class StreamedFile:
         text += b" " * (-len(text) % 8)
         self._first = 8 + len(text)
         self.size = offset
-        self._file = path.open("wb")
+        self._file = path.open("wb", buffering=0)
         self._file.write(len(text).to_bytes(8, "little") + text)
         self._file.truncate(self._first + offset)
 
@@ -57,8 +59,7 @@ class StreamedFile:
         dtype, shape = self._tensors[name]
         assert values.dtype == DTYPES[dtype], f"{name} was declared as {dtype}"
         row = math.prod(shape[1:]) * values.element_size()
-        self._file.seek(self._first + self._starts[name] + first_row * row)
-        self._file.write(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        write_at(self._file.fileno(), values, self._first + self._starts[name] + first_row * row)
 
     def __enter__(self) -> StreamedFile:
         return self

@@ -1,0 +1,97 @@
+"""The tensors of a checkpoint by rows, whatever layout wrote it, read from the places where their bytes lie.
+
+torch's own reader loads a record whole and copies it into a tensor that was there before: twice the largest tensor in
+memory, and each byte copied twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megavlm.checkpoint import safety
+from megavlm.checkpoint.hf.raw import read_into
+from megavlm.checkpoint.hf.table import Shape
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One of our tensors as a checkpoint holds it."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A block of a tensor, saved by `torch.save` at `offset` of a file."""
+
+    file: Path
+    offset: int
+    length: int
+    first: Shape  # where in the tensor the block begins
+    sizes: Shape
+
+
+class Records:
+    """Reads rows of tensors; safe to share between threads."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Raises UserError where the checkpoint's metadata is none that is safe to read."""
+        safety.check_metadata(checkpoint)
+        metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+        self.stored: dict[str, Stored] = {}
+        self._records: dict[str, list[_Record]] = {}
+        for key, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            self.stored[key] = Stored(tuple(entry.size), entry.properties.dtype)
+            for chunk in entry.chunks:
+                place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+                file = checkpoint / place.relative_path
+                record = _Record(file, place.offset, place.length, tuple(chunk.offsets), tuple(chunk.sizes))
+                self._records.setdefault(key, []).append(record)
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor, in the stored type."""
+        shape, dtype = self.stored[key].shape, self.stored[key].dtype
+        out = torch.empty((stop - start, *shape[1:]), dtype=dtype)
+        for record in self._records[key]:
+            low, high = max(start, record.first[0]), min(stop, record.first[0] + record.sizes[0])
+            if low >= high:
+                continue
+            whole_rows = record.sizes[1:] == shape[1:]
+            block = out[low - start : high - start]
+            if not whole_rows:
+                block = torch.empty((high - low, *record.sizes[1:]), dtype=dtype)
+            _read_rows(record, block, low - record.first[0])
+            if not whole_rows:
+                columns = (slice(at, at + size) for at, size in zip(record.first[1:], record.sizes[1:], strict=True))
+                out[(slice(low - start, high - start), *columns)] = block
+        return out
+
+
+def _read_rows(record: _Record, out: Tensor, first_row: int) -> None:
+    with record.file.open("rb", buffering=0) as file:
+        offset, stride = _where(record)
+        read_into(file.fileno(), out, offset + first_row * stride * out.element_size())
+
+
+@cache
+def _where(record: _Record) -> tuple[int, int]:
+    """Where in its file a record's values begin, and its rows' distance in elements."""
+    with record.file.open("rb") as file:
+        view = cast("IO[bytes]", _create_file_view(file, record.offset, record.length))
+        tensor = torch.load(view, map_location="meta", weights_only=True)  # reads the description only
+    if not tensor.is_contiguous():
+        raise ValueError(f"{record.file} holds a tensor that is not contiguous")
+    begin = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.element_size()
+    return record.offset + begin, tensor.stride(0) if tensor.ndim else 1
