@@ -8,10 +8,9 @@ anything below is trained): 2, 4 or 6 FLOPs per parameter and token, by what act
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
+from megavlm.config.schema import Config, LanguageConfig, ModelConfig, VisionConfig
 from megavlm.planner.layers import (
     DEEPSTACK,
     EMBEDDING,
@@ -23,6 +22,8 @@ from megavlm.planner.layers import (
     layer_names,
     module_of,
     trained_below,
+    trained_layers,
+    trains_weights,
 )
 
 
@@ -71,18 +72,17 @@ def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
     return LayerCost(vision.hidden_size if module_of(name) == "vision" else language.hidden_size, 0.0)
 
 
-def step_flops(model: ModelConfig, work: Workload, *, adapted: Sequence[str] = ()) -> float:
-    """FLOPs of one training step over a workload, backward included, frozen parts counted as they run.
+def step_flops(config: Config, work: Workload) -> float:
+    """FLOPs of one training step over a workload, backward included, frozen layers counted as they run.
 
-    Parts that are `adapted` (LoRA) have no gradients of their weights; the adapters' own products, a share of about
-    rank / width, are left out.
+    Left out are the adapters' own products (LoRA), a share of about rank / width, and what gradients cost between the
+    matrices of the first trained layer.
     """
     total = 0.0
-    names = layer_names(model)
+    names, trained = layer_names(config.model), trained_layers(config)
     for place, name in enumerate(names):
-        weights = module_of(name) not in (*model.freeze, *adapted)
-        passes = 1 + weights + trained_below(name, names[:place], model.freeze)
-        total += passes * layer_cost(name, model, work).forward_flops
+        passes = 1 + trains_weights(name, config) + trained_below(name, names[:place], trained)
+        total += passes * layer_cost(name, config.model, work).forward_flops
     return total
 
 

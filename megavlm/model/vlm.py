@@ -49,6 +49,8 @@ from megavlm.planner.layers import (
     VISION_NORM,
     module_of,
     trained_below,
+    trained_layers,
+    trains_weights,
 )
 from megavlm.planner.plan import Plan
 
@@ -67,9 +69,10 @@ class VLMChunk(MegatronModule):
         self.run_config = config
         self.groups = groups
         self.names = plan.chunks[index]
-        self.upstream_trained = plan.trained_before(index, config.model.freeze)
+        trained = trained_layers(config)
+        self.upstream_trained = plan.trained_before(index, trained)
         earlier = [name for chunk in plan.chunks[:index] for name in chunk]
-        self.hidden_trained = trained_below(self.names[0], earlier, config.model.freeze)
+        self.hidden_trained = trained_below(self.names[0], earlier, trained)
         self.carried = carried_features(earlier)
         self.sequence_parallel = sequence_parallel(config)
         self.full_recompute = config.train.recompute_granularity == "full"
@@ -90,9 +93,8 @@ class VLMChunk(MegatronModule):
     def _choose_trained(self, name: str, part: nn.Module) -> None:
         """Freeze what is not trained; where a part of the model has adapters, all but those."""
         config, module = self.run_config, module_of(name)
-        adapted = module in adapted_parts(config)
-        part.requires_grad_(module not in config.model.freeze and not adapted)
-        if adapted and isinstance(part, TransformerLayer):
+        part.requires_grad_(trains_weights(name, config))
+        if module in adapted_parts(config) and isinstance(part, TransformerLayer):
             gated = module == "language" or config.model.vision.activation == "swiglu"
             add_adapters(part, name, config.lora, gated=gated)
 

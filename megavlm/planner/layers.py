@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from megavlm.config.schema import ModelConfig, VisionConfig
+from megavlm.config.lora import adapted_parts, is_target, linears_of
+from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 PATCH_EMBED = "patch_embed"
 VISION_NORM = "vision.norm"
@@ -44,13 +45,32 @@ def _tower(vision: VisionConfig) -> Iterator[str]:
             yield f"{DEEPSTACK}{vision.deepstack_layers.index(number)}"
 
 
-def trained_below(name: str, earlier: Sequence[str], freeze: Sequence[str]) -> bool:
-    """Whether what layer `name` reads depends on a trained layer, given all layers before it.
+def trains_weights(name: str, config: Config) -> bool:
+    """Whether a layer's own weights are trained: its part is not frozen, and has no adapters anywhere."""
+    return module_of(name) not in (*config.model.freeze, *adapted_parts(config))
+
+
+def trained_layers(config: Config) -> frozenset[str]:
+    """The layers that have anything to train, own weights or adapters: what gradients are computed for."""
+    return frozenset(
+        name for name in layer_names(config.model) if trains_weights(name, config) or _has_adapters(name, config)
+    )
+
+
+def _has_adapters(name: str, config: Config) -> bool:
+    part = module_of(name)
+    if not name.startswith((VISION_LAYER, LANGUAGE_LAYER)) or part in config.model.freeze:
+        return False
+    return any(is_target(config.lora, name, linear) for linear in linears_of(config, part))
+
+
+def trained_below(name: str, earlier: Sequence[str], trained: Collection[str]) -> bool:
+    """Whether what layer `name` reads depends on one of the `trained` layers, given all layers before it.
 
     DeepStack's mergers hand their features to the language model alone: the tower goes on without them.
     """
     takes_all = module_of(name) == "language"
-    return any(module_of(other) not in freeze for other in earlier if takes_all or not other.startswith(DEEPSTACK))
+    return any(other in trained for other in earlier if takes_all or not other.startswith(DEEPSTACK))
 
 
 def module_of(name: str) -> str:

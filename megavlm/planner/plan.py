@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.flops import Workload, layer_cost, window_patches, window_squares
 from megavlm.parallel.dims import Dims, dims_for
-from megavlm.planner.layers import EMBEDDING, OUTPUT, layer_names, module_of
+from megavlm.planner.layers import EMBEDDING, OUTPUT, layer_names
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Plan:
     def owner_of(self, layer: str) -> int:
         return self.dims.owner_of(next(i for i, names in enumerate(self.chunks) if layer in names))
 
-    def trained_before(self, chunk: int, freeze: Sequence[str]) -> bool:
-        """Whether any layer of an earlier chunk is trained, so that gradients have a reason to travel there."""
-        return any(module_of(name) not in freeze for names in self.chunks[:chunk] for name in names)
+    def trained_before(self, chunk: int, trained: Collection[str]) -> bool:
+        """Whether any of the `trained` layers is in an earlier chunk, so that gradients must travel there."""
+        return any(name in trained for names in self.chunks[:chunk] for name in names)
 
     def to_json(self) -> dict[str, Any]:
         return {

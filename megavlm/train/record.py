@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megavlm.config.lora import adapted_parts
 from megavlm.data.loader import Step, stats
 from megavlm.metrics import throughput
 from megavlm.metrics.sinks import Value
@@ -71,7 +70,7 @@ def record_of(
         tokens=int(counts.tokens),
         token_squares=int(counts.token_squares),
     )
-    flops = step_flops(run.config.model, work, adapted=adapted_parts(run.config))
+    flops = step_flops(run.config, work)
     tflops = throughput.model_tflops_per_device(flops=flops, seconds=seconds, devices=run.plan.dims.world)
     peak = throughput.peak_tflops(run.backend.name, run.config.train.precision)
     record: dict[str, Value] = {

@@ -52,6 +52,15 @@ def test_layouts_train_alike(pools: Pools, one: Path, tmp_path: Path, world: int
     assert_same_curve(metrics(tmp_path), metrics(one))
 
 
+def test_stages_below_the_first_adapter(pools: Pools, tmp_path: Path) -> None:
+    """Adapters in the last stage only: the one before trains nothing and gets no gradients."""
+    targets = "--lora-targets language.layers.5.q_proj --freeze vision projector --train-iters 3 --no-save".split()
+    argv = [*SMALL, *"--lora-rank 4 --lr-warmup-iters 0".split(), *targets]
+    pools(1).run(train, argv, str(tmp_path / "one"))
+    pools(2).run(train, [*argv, "--pp", "2"], str(tmp_path / "two"))
+    assert_same_curve(metrics(tmp_path / "two"), metrics(tmp_path / "one"))
+
+
 def test_resume_on_another_layout(pools: Pools, one: Path, tmp_path: Path) -> None:
     argv = [*SMALL, *LORA]
     pools(2).run(train, [*argv, *"--tp 2 --train-iters 4 --lr-decay-iters 8".split()], str(tmp_path))

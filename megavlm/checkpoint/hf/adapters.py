@@ -50,7 +50,11 @@ class Adapters:
 def read_adapters(records: Records, model: ModelConfig) -> dict[str, Adapters]:
     """All adapters of a checkpoint, by the name of the weight that they adapt."""
     keys = filter(_is_model_adapter, records.stored)
-    values = {key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}
+    return grouped({key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}, model)
+
+
+def grouped(values: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Adapters]:
+    """Adapters by the name of the weight that they adapt, from their A and B by our names."""
     found: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
     for key in values:
         if not key.endswith(".A"):

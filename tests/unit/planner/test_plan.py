@@ -12,7 +12,7 @@ from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ParallelC
 from megavlm.errors import UserError
 from megavlm.model.flops import Workload, layer_cost, step_flops, window_patches, window_squares
 from megavlm.parallel.dims import Dims, dims_for
-from megavlm.planner.layers import layer_names, module_of, trained_below
+from megavlm.planner.layers import layer_names, module_of, trained_below, trained_layers, trains_weights
 from megavlm.planner.plan import even_cuts, make_plan, table, typical_workload
 
 
@@ -96,10 +96,13 @@ def test_deepstack_mergers_follow_the_layers_they_tap():
 
 
 def test_the_tower_does_not_depend_on_deepstack():
-    names = layer_names(ModelConfig(vision=VisionConfig(num_layers=3, deepstack_layers=(0,))))
-    below = {name: trained_below(name, names[:place], ("vision",)) for place, name in enumerate(names)}
+    model = ModelConfig(vision=VisionConfig(num_layers=3, deepstack_layers=(0,)))
+    names = layer_names(model)
+    trained = trained_layers(Config(model=replace(model, freeze=("vision",))))
+    below = {name: trained_below(name, names[:place], trained) for place, name in enumerate(names)}
     assert [name for name in names if not below[name]] == [*names[: names.index("embedding")]]
-    assert not any(trained_below(name, names[: names.index(name)], ("vision", "projector")) for name in names[:-8])
+    trained = trained_layers(Config(model=replace(model, freeze=("vision", "projector"))))
+    assert not any(trained_below(name, names[: names.index(name)], trained) for name in names[:-8])
 
 
 def test_windows_cost_what_they_hold():
@@ -120,11 +123,45 @@ def test_trained_before_knows_what_is_frozen():
     # patch_embed, layer 0 | layers 1-3, norm | projector, embedding, language 0-1 | the rest
     config = replace(Config(), parallel=ParallelConfig(pipeline_cuts=(2, 6, 10)))
     plan = make_plan(config, Dims(tp=1, pp=4, vpp=1, dp=1))
-    assert not plan.trained_before(0, ())
-    assert plan.trained_before(1, ())
-    assert not plan.trained_before(2, ("vision",))
-    assert plan.trained_before(3, ("vision", "projector"))  # the embedding
-    assert not plan.trained_before(3, ("vision", "projector", "language"))
+
+    def before(chunk, *freeze):
+        return plan.trained_before(chunk, trained_layers(replace(config, model=replace(config.model, freeze=freeze))))
+
+    assert not before(0)
+    assert before(1)
+    assert not before(2, "vision")
+    assert before(3, "vision", "projector")  # the embedding
+    assert not before(3, "vision", "projector", "language")
+
+
+def test_adapters_train_the_layers_that_have_them():
+    argv = "--lora-rank 2 --freeze vision projector --pipeline-cuts 2 6 10 --pp 4 --lora-targets"
+    config = parse([*argv.split(), "language.layers.3.q_proj"])
+    assert trained_layers(config) == {"language.layers.3"}
+    plan = make_plan(config, Dims(tp=1, pp=4, vpp=1, dp=1))
+    assert not plan.trained_before(3, trained_layers(config))  # layer 3 is in the last chunk
+    names = layer_names(config.model)
+    below = [name for place, name in enumerate(names) if trained_below(name, names[:place], trained_layers(config))]
+    assert below == list(names[names.index("language.layers.3") + 1 :])
+    both = parse(["--lora-rank", "2", "--lora-targets", "vision.layers.1", "language.layers.0.down_proj"])
+    assert trained_layers(both) == {"vision.layers.1", "projector", "language.layers.0"}
+    assert not any(map(trains_weights, names, [config] * len(names)))
+    assert [name for name in names if trains_weights(name, both)] == ["projector"]
+
+
+def test_flops_of_adapters_count_backward_from_the_first_of_them():
+    work = Workload(patches=10, patch_squares=0, window_squares=0, tokens=20, token_squares=0)
+    argv = ["--lora-rank", "2", "--freeze", "vision", "projector", "--lora-targets"]
+    late = parse([*argv, "language.layers.2"])
+
+    def forward(*stems):
+        names = [name for name in layer_names(late.model) if name.startswith(stems)]
+        return sum(layer_cost(name, late.model, work).forward_flops for name in names)
+
+    assert step_flops(late, work) == forward("") + forward("language.layers.3", "output")
+    assert step_flops(parse([*argv, "language"]), work) == step_flops(late, work) + forward(
+        "language.layers.1", "language.layers.2"
+    )
 
 
 def test_flops_count_two_four_or_six_per_parameter_and_token():
@@ -139,11 +176,11 @@ def test_flops_count_two_four_or_six_per_parameter_and_token():
 
     first = layer_cost("patch_embed", model, work).forward_flops  # its input needs no gradient
     everything = sum(map(forward, ("vision", "projector", "language")))
-    assert step_flops(model, work) == 3 * everything - first
-    frozen_vision = replace(model, freeze=("vision",))
+    assert step_flops(Config(model=model), work) == 3 * everything - first
+    frozen_vision = Config(model=replace(model, freeze=("vision",)))
     projector = forward("projector")
     assert step_flops(frozen_vision, work) == forward("vision") + 2 * projector + 3 * forward("language")
-    projector_only = replace(model, freeze=("vision", "language"))
+    projector_only = Config(model=replace(model, freeze=("vision", "language")))
     assert step_flops(projector_only, work) == forward("vision") + 2 * projector + 2 * forward("language")
 
 

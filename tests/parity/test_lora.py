@@ -1,0 +1,103 @@
+"""Adapters against PEFT's in one process: the gradient of each A and B, with and without dropout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from megavlm.backend import activate
+
+activate()  # before the modules below import megatron-core
+
+from megavlm.checkpoint.hf.adapters import PREFIX, export_adapters, grouped, table_in_memory  # noqa: E402
+from megavlm.checkpoint.hf.source import ALL_PARTS, Origin  # noqa: E402
+from megavlm.config.schema import Config, LoraConfig  # noqa: E402
+from megavlm.train.engine import Engine  # noqa: E402
+from tests.parity import hf, test_hf_llava  # noqa: E402
+from tests.parity.harness import Single, assert_same  # noqa: E402
+
+
+def lora_run(folder: Path, single: Single, dropout: float) -> tuple[Config, Engine]:
+    """An engine whose adapters are no longer at their start, where B is zero and A has no gradient."""
+    config = hf.config_for(folder)
+    lora = LoraConfig(rank=3, alpha=6.0, dropout=dropout, targets=("language", "vision"))
+    config = replace(config, lora=lora, model=replace(config.model, freeze=("projector",)))
+    engine = hf.engine_for(config, folder, single)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in trained(engine).values():
+            param.copy_(0.2 * torch.randn(param.shape, generator=generator))
+    return config, engine
+
+
+def trained(engine: Engine) -> dict[str, Any]:
+    return {name: param for name, param in engine.chunks[0].module.named_parameters() if param.requires_grad}
+
+
+def every_other_channel(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout whose mask both sides know, whatever the order of their dimensions."""
+    if not training or not p:
+        return x
+    return x * (torch.arange(x.shape[-1]) % 2) / (1 - p)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_are_pefts(dropout: float, single: Single, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "dropout", every_other_channel)
+    base = transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna())
+    folder = hf.save(base, tmp_path / "hf")
+    config, engine = lora_run(folder, single, dropout)
+    origin = Origin.of(folder, *ALL_PARTS)
+    table = table_in_memory(origin.family, config.model)
+    held = grouped(trained(engine), config.model)
+    export_adapters(held, table, config.lora, tmp_path / "adapters", base=str(folder))
+    theirs: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True).train()
+
+    given = hf.batch_of(config)
+    loss, _ = hf.loss_of(theirs, origin, given, config)
+    loss.backward()
+    engine.optimizer.zero_grad()
+    loss_sum, tokens = engine.schedule.train([given]).tolist()
+    assert loss_sum / tokens == pytest.approx(loss.item(), rel=1e-5)
+
+    gradients = grouped({name: param.main_grad for name, param in trained(engine).items()}, config.model)
+    expected = {name: param.grad for name, param in theirs.named_parameters() if param.requires_grad}
+    for key, adapters in gradients.items():
+        for weight, pair in adapters.of_theirs(table[key]).items():
+            for letter, ours in zip("AB", pair, strict=True):
+                name = f"{PREFIX}{weight.removesuffix('.weight')}.lora_{letter}.default.weight"
+                wanted = expected.pop(name)
+                assert wanted.abs().max() > 1e-7, f"{name} has no gradient to compare"
+                assert_same(ours, wanted, tolerance=hf.GRADIENTS, what=f"gradient of {name}")
+    assert not expected, "adapters of PEFT's that ours lack"
+
+
+def test_dropout_acts_in_training_only(single: Single, tmp_path: Path) -> None:
+    folder = hf.save(transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), tmp_path / "hf")
+    losses, evaluated = {}, {}
+    for dropout in (0.0, 0.3):
+        config, engine = lora_run(folder, single, dropout)
+        given = hf.batch_of(config)
+        losses[dropout] = [engine.schedule.train([given])[0].item() for _ in range(3)]
+        evaluated[dropout] = engine.evaluate([given])
+    assert len(set(losses[0.0])) == 1
+    assert len({losses[0.0][0], *losses[0.3]}) == 4, "each step draws another mask"
+    assert evaluated[0.0] == evaluated[0.3]
+
+
+def test_dropout_keeps_the_mean(single: Single, tmp_path: Path) -> None:
+    folder = hf.save(transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), tmp_path / "hf")
+    _, engine = lora_run(folder, single, 0.3)
+    layer = engine.chunks[0].module.get_submodule("language.layers.0.self_attention.linear_qkv.lora").train()
+    ones = torch.ones(1000, 100)
+    for differs in (False, True):
+        dropped: Any = layer.drop(ones, differs=differs)  # type: ignore[operator]
+        assert dropped.unique().tolist() == [0.0, pytest.approx(1 / 0.7)]
+        # The share of 100,000 that is dropped: its standard deviation is 0.0014.
+        assert (dropped == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
