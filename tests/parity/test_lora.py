@@ -85,7 +85,8 @@ def test_dropout_acts_in_training_only(single: Single, tmp_path: Path) -> None:
         config, engine = lora_run(folder, single, dropout)
         given = hf.batch_of(config)
         losses[dropout] = [engine.schedule.train([given])[0].item() for _ in range(3)]
-        evaluated[dropout] = engine.evaluate([given])
+        engine.evaluating(True)
+        evaluated[dropout] = engine.schedule.evaluate([given])[0].item()
     assert len(set(losses[0.0])) == 1
     assert len({losses[0.0][0], *losses[0.3]}) == 4, "each step draws another mask"
     assert evaluated[0.0] == evaluated[0.3]
