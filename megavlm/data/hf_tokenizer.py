@@ -46,7 +46,7 @@ class HuggingFaceTokenizer:
             loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # whatever the files hold
             reason = str(error).strip().partition("\n")[0][:200]
-            raise UserError(f"the tokenizer in {folder} cannot be read ({reason}): check --data-tokenizer") from error
+            raise UserError(f"the tokenizer in {folder} cannot be read ({reason}): check --tokenizer") from error
         if getattr(loaded, "backend_tokenizer", None) is None:
             raise UserError(f"the tokenizer in {folder} has no tokenizer.json: save it with Transformers first")
         backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())  # a copy: it is changed here

@@ -70,13 +70,13 @@ class InThread:
 
 
 class InProcesses:
-    """Worker processes that each build the source anew and never outlive this process."""
+    """Worker processes that each have a copy of the source, and never outlive this process."""
 
-    def __init__(self, build: Callable[[], Source], *, workers: int, seq_length: int, with_patches: bool) -> None:
+    def __init__(self, source: Source, *, workers: int, seq_length: int, with_patches: bool) -> None:
         self._make: Callable[..., Made] = partial(make_batch, seq_length=seq_length, with_patches=with_patches)
         # Spawned, not forked: this process has threads of gloo and NCCL, and perhaps a CUDA context.
         self._pool = ProcessPoolExecutor(
-            workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(build,)
+            workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(source,)
         )
 
     def measure(self, items: Sequence[Any]) -> list[Measured]:
@@ -103,13 +103,13 @@ class InProcesses:
 _OWN: dict[str, Source] = {}  # a worker's source: set once, when it begins
 
 
-def _begin(build: Callable[[], Source]) -> None:
+def _begin(source: Source) -> None:
     """A worker's first act."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the main process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
     torch.set_num_threads(1)
-    _OWN["source"] = build()
+    _OWN["source"] = source
 
 
 def _follow_parent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from megavlm.data.files import FilesSource
 from megavlm.data.loader import Loader
 from megavlm.data.making import InProcesses, InThread, Maker
 from megavlm.data.records import is_stream, open_records, open_stream, prepare_stream
-from megavlm.data.source import Source, build_source
+from megavlm.data.source import Source
 from megavlm.data.streaming import Forward, ForwardPacked
 from megavlm.parallel.groups import Groups
 
@@ -67,7 +66,7 @@ def file_maker(config: Config, source: Source) -> Maker:
     if not config.data.num_workers:
         return InThread(source, seq_length=config.train.seq_length, with_patches=True)
     return InProcesses(
-        partial(build_source, config, run_dir=Path(config.train.run_dir)),
+        source,
         workers=config.data.num_workers,
         seq_length=config.train.seq_length,
         with_patches=True,

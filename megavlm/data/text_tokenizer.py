@@ -65,7 +65,7 @@ class SentencePieceTokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError, TypeError) as error:
             raise UserError(
-                f"--data-tokenizer {path} is not a readable SentencePiece model: give a .model file, or the folder of "
+                f"--tokenizer {path} is not a readable SentencePiece model: give a .model file, or the folder of "
                 "a Hugging Face tokenizer"
             ) from error
         model = self._model
@@ -73,7 +73,7 @@ class SentencePieceTokenizer:
         self.eos: int = model.eos_id()
         self.begin: int | None = model.bos_id() if model.bos_id() >= 0 else None
         if self.eos < 0:
-            raise UserError(f"--data-tokenizer {path} has no end mark: train it with eos_id")
+            raise UserError(f"--tokenizer {path} has no end mark: train it with eos_id")
         self.pad: int = model.pad_id() if model.pad_id() >= 0 else self.eos
         self.image, self.image_text = self._image(path, image, image_text)
         named = {"bos_token": self.begin, "eos_token": self.eos, "pad_token": model.pad_id()}
@@ -91,7 +91,7 @@ class SentencePieceTokenizer:
         found = model.piece_to_id(text)
         if found == model.unk_id():
             raise UserError(
-                f"--data-tokenizer {path} has no {text}: train it with user_defined_symbols, or name an unused piece "
+                f"--tokenizer {path} has no {text}: train it with user_defined_symbols, or name an unused piece "
                 "with --image-token"
             )
         return found, text
@@ -142,7 +142,7 @@ def _any_of(words: Mapping[str, int]) -> re.Pattern[str]:
 
 
 def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
-    """The tokenizer of a run: `--data-tokenizer`, else that of the folder that the language model comes from.
+    """The tokenizer of a run: `--tokenizer`, else that of the folder that the language model comes from.
 
     `image_text` is what the image processor calls the image token; `--image-token`, or the model's own, goes before.
     Raises UserError where there is none, or where the model has no place for its tokens.
@@ -156,14 +156,14 @@ def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
     elif path.is_file():
         tokenizer = SentencePieceTokenizer(path, image=image, image_text=image_text)
     else:
-        raise UserError(f"--data-tokenizer {path} is not there: give a Hugging Face folder or a SentencePiece model")
+        raise UserError(f"--tokenizer {path} is not there: give a Hugging Face folder or a SentencePiece model")
     vocabulary = config.model.language.vocab_size
     if image is not None and image != tokenizer.image:
         raise UserError(f"--image-token {image} is not in {path}, where it is {tokenizer.image}: leave it out")
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         raise UserError(
             f"the tokenizer {path} has {tokenizer.vocab_size} tokens, and the model {vocabulary}: give the model's own "
-            "to --data-tokenizer"
+            "to --tokenizer"
         )
     return tokenizer
 
@@ -173,7 +173,7 @@ def tokenizer_path(config: Config) -> Path:
     given = config.data.tokenizer or config.checkpoint.init_from or config.checkpoint.language_from
     if given is None:
         raise UserError(
-            "--sources need a tokenizer: give --data-tokenizer a Hugging Face folder or a SentencePiece model, or a "
+            "--sources need a tokenizer: give --tokenizer a Hugging Face folder or a SentencePiece model, or a "
             "model to --init-from"
         )
     return Path(given)

@@ -301,9 +301,9 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
 
 def test_a_built_in_format_needs_its_tokens(folders: dict[str, Path]) -> None:
     tokenizer = HuggingFaceTokenizer.of(folders["llama"])
-    with pytest.raises(UserError, match=r"--data-chat-template chatml needs the tokens <\|im_start\|> <\|im_end\|>"):
+    with pytest.raises(UserError, match=r"--chat-template chatml needs the tokens <\|im_start\|> <\|im_end\|>"):
         ChatFormat.of(tokenizer, template="chatml")
-    with pytest.raises(UserError, match="--data-chat-template vicunia is unknown"):
+    with pytest.raises(UserError, match="--chat-template vicunia is unknown"):
         ChatFormat.of(tokenizer, template="vicunia")
 
 
@@ -358,7 +358,7 @@ def test_plain_text_is_trained_whole(folders: dict[str, Path]) -> None:
 def test_without_a_template_only_text_can_be_encoded(folders: dict[str, Path]) -> None:
     chat = ChatFormat.of(HuggingFaceTokenizer.of(folders["llama"]))
     assert len(chat.encode(talk(("text", "A cat.")), []))
-    with pytest.raises(UserError, match="--data-chat-template"):
+    with pytest.raises(UserError, match="--chat-template"):
         chat.encode(talk(("user", "a"), ("assistant", "b")), [])
     assert ChatFormat.of(HuggingFaceTokenizer.of(folders["llama"]), model_type="llava").template is not None
 

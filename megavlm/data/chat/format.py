@@ -51,7 +51,7 @@ class ChatFormat:
         train_on: TrainOn = "assistant",
         model_type: str | None = None,
     ) -> ChatFormat:
-        """The format that `--data-chat-template` names.
+        """The format that `--chat-template` names.
 
         `placeholder` is the image processor's, `model_type` that of the tokenizer's folder. Where `auto` finds no
         template the format knows plain text alone. Raises UserError for a template that is missing or cannot be used.
@@ -65,7 +65,7 @@ class ChatFormat:
             openings, end_of_turn = openings_of(chosen, in_parts)
         except TemplateError as error:
             raise UserError(
-                f"--data-chat-template {template} cannot be trained on: {error}; choose one of {', '.join(BUILT_IN)}"
+                f"--chat-template {template} cannot be trained on: {error}; choose one of {', '.join(BUILT_IN)}"
             ) from error
         return cls(chosen, tokenizer, written, in_parts, train_on, openings, end_of_turn)
 
@@ -86,7 +86,7 @@ class ChatFormat:
             raise BadSample(Reason.EMPTY, "the assistant says nothing")
         if self.template is None:
             raise UserError(
-                "the tokenizer has no chat template, and --sources have conversations: set --data-chat-template to "
+                "the tokenizer has no chat template, and --sources have conversations: set --chat-template to "
                 f"one of {', '.join(BUILT_IN)}, or to a .jinja file"
             )
         rendered, spans = self._render(self.template, conversation)

@@ -17,7 +17,7 @@ def source_of(tokenizer: TextTokenizer, template: str, model_type: str | None) -
         try:
             return Path(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--data-chat-template {template} cannot be read: check the path") from error
+            raise UserError(f"--chat-template {template} cannot be read: check the path") from error
     name = template
     if template == "auto":
         if tokenizer.chat_template is not None:
@@ -26,13 +26,11 @@ def source_of(tokenizer: TextTokenizer, template: str, model_type: str | None) -
             return None
         name = OF_MODEL[model_type]
     if name not in BUILT_IN:
-        raise UserError(
-            f"--data-chat-template {name} is unknown: use auto, one of {', '.join(BUILT_IN)}, or a .jinja file"
-        )
+        raise UserError(f"--chat-template {name} is unknown: use auto, one of {', '.join(BUILT_IN)}, or a .jinja file")
     missing = [token for token in BUILT_IN[name].needs if not _has(tokenizer, token)]
     if missing:
         raise UserError(
-            f"--data-chat-template {name} needs the tokens {' '.join(missing)}, which the tokenizer has not: choose "
+            f"--chat-template {name} needs the tokens {' '.join(missing)}, which the tokenizer has not: choose "
             "vicuna, mistral or plain"
         )
     return BUILT_IN[name].source

@@ -79,7 +79,7 @@ def test_the_tokenizer_of_a_run(model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocab_size": 20}, "--data-tokenizer"),
+        ({"vocab_size": 20}, "--tokenizer"),
         ({"image_token": 5000}, "--image-token 5000"),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_tokenizer_that_does_not_fit_the_model(model: Path, options: dict[str,
 
 
 def test_where_there_is_none(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--data-tokenizer"):
+    with pytest.raises(UserError, match="--tokenizer"):
         tokenizer_for(with_tokenizer(None))
     with pytest.raises(UserError, match="is not there"):
         tokenizer_for(with_tokenizer(tmp_path / "none"))

@@ -1,0 +1,205 @@
+"""Whatever is wrong with a sample has its reason; what only looks odd is trained on; neither stops a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megavlm.config.cli import parse
+from megavlm.config.schema import Config
+from megavlm.data.bad import Reason
+from megavlm.data.composer import Member, Packed
+from megavlm.data.files import FilesSource
+from megavlm.data.loader import Loader
+from megavlm.data.making import InProcesses, InThread, make_batch
+from megavlm.data.reading import file_composer
+from megavlm.errors import UserError
+from tests.data_files import record, sources_of, write_all, write_tokenizer
+from tests.dist.training import SMALL
+
+ASK = "<image>\nwhat is this ?"
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def noise(*shape: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8))
+
+
+def bomb() -> bytes:
+    """A PNG header that promises 60,000 × 60,000 pixels."""
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + struct.pack(">I", 13)
+        + b"IHDR"
+        + header
+        + struct.pack(">I", zlib.crc32(b"IHDR" + header))
+        + struct.pack(">I", 0)
+        + b"IDAT"
+        + struct.pack(">I", zlib.crc32(b"IDAT"))
+    )
+
+
+JPEG = encoded(noise(40, 30, 3), "JPEG")
+# What is in the folder of images.
+IMAGES = {
+    "good.jpg": JPEG,
+    "cmyk.jpg": encoded(noise(20, 30, 3).convert("CMYK"), "JPEG"),
+    "pixel.png": encoded(noise(1, 1, 3), "PNG"),
+    "sixteen.png": encoded(Image.fromarray(np.arange(600, dtype=np.uint16).reshape(20, 30) * 100), "PNG"),
+    "animated.gif": encoded(
+        noise(20, 30, 3), "GIF", save_all=True, append_images=[Image.new("RGB", (30, 20), "red")], duration=50
+    ),
+    "cut.jpg": JPEG[: len(JPEG) // 2],
+    "bomb.png": bomb(),
+    "text.png": b"this is no image at all",
+}
+# A line of the data set, and why it is left out; None: it is not.
+LINES: dict[str | bytes, Reason | None] = {
+    record(ASK, image="good.jpg"): None,
+    record(ASK, image="cmyk.jpg"): None,
+    record(ASK, image="pixel.png"): None,
+    record(ASK, image="sixteen.png"): None,
+    record(ASK, image="animated.gif"): None,
+    record(ASK, image="cut.jpg"): Reason.TRUNCATED,
+    record(ASK, image="bomb.png"): Reason.TOO_LARGE,
+    record(ASK, image="text.png"): Reason.NOT_AN_IMAGE,
+    record(ASK, image="gone.jpg"): Reason.MISSING,
+    record(ASK, image="../secret.jpg"): Reason.OUTSIDE,
+    record(ASK, image="/etc/passwd"): Reason.OUTSIDE,
+    record("<image> <image> which ?", image="good.jpg"): Reason.IMAGE_COUNT,
+    record(ASK, image=["good.jpg", "cmyk.jpg"]): Reason.IMAGE_COUNT,
+    record("what is <|im_start|> ?"): None,
+    json.dumps({"conversations": []}): Reason.EMPTY,
+    json.dumps({"conversations": [{"from": "human", "value": "where ?"}]}): Reason.EMPTY,
+    json.dumps({"conversations": [{"from": "martian", "value": "where ?"}]}): Reason.ROLE,
+    record("the cat " * 60): Reason.TOO_LONG,
+    b"\x00\xff\xfe garbage \x80": Reason.NOT_A_RECORD,
+    "[1, 2": Reason.NOT_A_RECORD,
+}
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("broken")
+    write_tokenizer(folder / "tokenizer")
+    (folder / "images").mkdir()
+    (folder / "secret.jpg").write_bytes(JPEG)
+    for name, content in IMAGES.items():
+        (folder / "images" / name).write_bytes(content)
+    lines = [line if isinstance(line, bytes) else line.encode() for line in LINES]
+    (folder / "train.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    (folder / "book.txt").write_text("the cat sits on the mat .\n")
+    return folder
+
+
+def config_for(folder: Path, *more: str) -> Config:
+    flags = ["--seq-length", "96", "--packing-window", "16", "--num-workers", "0", *more]
+    return parse([*SMALL, *sources_of(folder), *flags])
+
+
+def in_order(folder: Path) -> FilesSource:
+    config = config_for(folder, "--no-shuffle")
+    return FilesSource(replace(config, data=replace(config.data, sources=config.data.sources[:1])))
+
+
+@pytest.mark.parametrize(("number", "reason"), enumerate(LINES.values()))
+def test_each_sample_is_used_or_has_its_reason(broken: Path, number: int, reason: Reason | None) -> None:
+    source = in_order(broken)
+    measured = source.measure(number)
+    found = [skip.reason for skip in measured.skipped]
+    rows = [tuple(Member(number, piece) for piece in range(len(measured.pieces)))]
+    made = make_batch(source, rows, seq_length=96, with_patches=True)
+    found += [skip.reason for skip in made.skipped]
+    assert found == ([] if reason is None else [reason])
+    assert all(skip.label == f"train.jsonl:{number + 1}" for skip in (*measured.skipped, *made.skipped))
+    assert (made.batch.num_tokens > 0) == (reason is None)
+    assert made.batch.patches is not None
+    assert torch.isfinite(made.batch.patches).all()
+    assert len(made.batch.patches) == made.batch.num_patches
+
+
+def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
+    config = config_for(write_all(tmp_path, samples=24))
+    source = FilesSource(config)
+    in_thread = InThread(source, seq_length=96, with_patches=True)
+    in_processes = InProcesses(source, workers=2, seq_length=96, with_patches=True)
+    loaders = [
+        Loader(
+            file_composer(config, maker),
+            maker,
+            dp_rank=1,
+            dp_size=2,
+            micro_batch_size=1,
+            global_batch_size=4,
+            balance=True,
+        )
+        for maker in (in_thread, in_processes)
+    ]
+    for _ in range(3):
+        first, second = (loader.next_step() for loader in loaders)
+        assert first.imbalance == second.imbalance is not None
+        for ours, theirs in zip(first.batches, second.batches, strict=True):
+            for name, value in vars(ours).items():
+                other = getattr(theirs, name)
+                assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_worker_that_is_killed_is_explained(tmp_path: Path) -> None:
+    config = config_for(write_all(tmp_path, samples=4))
+    maker = InProcesses(FilesSource(config), workers=1, seq_length=96, with_patches=True)
+    assert len(maker.measure(range(4))) == 4
+    for process in maker._pool._processes.values():
+        process.kill()
+        process.join()
+    with pytest.raises(UserError, match="--num-workers"):
+        maker.measure(range(4))
+    maker.close()
+
+
+def test_every_record_comes_once_an_epoch(tmp_path: Path) -> None:
+    config = config_for(write_all(tmp_path, samples=30))
+    config = replace(config, data=replace(config.data, sources=config.data.sources[:1], packing_window=30))
+    source = FilesSource(config)
+    composer = file_composer(config, InThread(source, seq_length=96, with_patches=True))
+    assert isinstance(composer, Packed)
+    place, items = composer.start, []
+    while place["window"] == 0:
+        composed = composer.compose(place)
+        place = composed.after
+        items += [member.item for row in composed.sequences for member in row]
+    composer.close()
+    assert set(range(30)) <= set(items)
+    assert sorted(source.order.place(item).record for item in range(30)) == list(range(30))
+
+
+MISTAKES = (
+    (["--tokenizer", "none"], "--tokenizer"),
+    (["--tokenizer", "/nowhere"], "--tokenizer /nowhere"),
+    (["--image-processor", "/nowhere"], "--image-processor /nowhere"),
+    (["--chat-template", "nonsense"], "--chat-template nonsense"),
+    (["--projector-anyres-max-tiles", "4"], "--image-processor"),
+    (["--language-vocab-size", "8"], "--tokenizer"),
+)
+
+
+@pytest.mark.parametrize(("flags", "named"), MISTAKES)
+def test_mistakes_name_the_option(broken: Path, flags: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        FilesSource(config_for(broken, *flags))
