@@ -78,6 +78,9 @@ class Forgiving:
             return self._reader[index]
         except Exception as error:
             bad = BadSample(_reason(error), f"{type(error).__name__}: {error}")
+        finally:
+            for tar in self._reader.itar_files_cache.values():
+                tar.members = []  # a tar remembers every file that was read of it, as long as it is open
         shard = self._shard(index)
         return {
             "__key__": f"{shard}/sample {index}",

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import struct
 import tarfile
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -112,26 +114,24 @@ def _index_tar(path: Path) -> int:
 
 def _write(path: Path, data: bytes) -> None:
     """In one step: a reader never sees half a file."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # others may do the same
     temporary.write_bytes(data)
     temporary.replace(path)
 
 
 def _is_writable(folder: Path) -> bool:
     try:
-        (folder / META).mkdir(exist_ok=True)
-        _write(folder / META / ".writable", b"")
-        (folder / META / ".writable").unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            return True
     except OSError:
         return False
-    return True
 
 
 def _links(folder: Path, names: Sequence[str], home: Path) -> Path:
     for name in names:
         link = home / name
         link.parent.mkdir(parents=True, exist_ok=True)
-        if not link.is_symlink():
+        with suppress(FileExistsError):
             link.symlink_to((folder / name).resolve())
     return home
 

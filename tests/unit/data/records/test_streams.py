@@ -145,6 +145,21 @@ def test_bad_samples_are_counted_and_passed_over(tmp_path: Path) -> None:
     assert found == ["good", "not_a_record", "image_count", "not_a_record", "good", "truncated"]
 
 
+def test_what_was_read_is_not_remembered(folder: Path) -> None:
+    stream = opened(folder)
+    take(stream, 130)
+    reader = _reader_of(stream)
+    assert reader.itar_files_cache
+    assert not any(tar.members for tar in reader.itar_files_cache.values())
+
+
+def _reader_of(stream: Any) -> Any:
+    dataset = stream._loader.dataset
+    while not hasattr(dataset, "join_readers"):
+        dataset = dataset.dataset
+    return dataset.join_readers[0]
+
+
 def test_a_meta_dataset_blends(folder: Path, tmp_path: Path) -> None:
     opened(folder)
     write_tar(tmp_path / "other" / "0.tar", [sample("other")] * 4)
