@@ -140,6 +140,7 @@ class FilesSource:
                 Tiles(
                     tuple(tile.grid for tile in layout.tiles),
                     partial(self._patches, image, images=len(images)),
+                    layout.arrangement,
                 )
                 for image, layout in shown
             ),

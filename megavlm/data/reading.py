@@ -15,11 +15,8 @@ from megavlm.data.loader import Loader
 from megavlm.data.making import InProcesses, InThread, Maker
 from megavlm.data.records import is_stream, open_records, open_stream, prepare_stream
 from megavlm.data.source import Source
-from megavlm.data.streaming import Forward, ForwardPacked
+from megavlm.data.streaming import MOST_HELD, Forward, ForwardPacked
 from megavlm.parallel.groups import Groups
-
-# Samples of a stream that are held at a time, with their images, to be packed.
-_MOST_HELD = 512
 
 
 def prepare_data(config: Config) -> None:
@@ -100,7 +97,7 @@ def _forward_loader(config: Config, source: Source, maker: Maker, groups: Groups
         Forward(source, streams, rank=at.dp, ranks=dims.dp),
         maker,
         count=train.global_batch_size // dims.dp,
-        window=min(data.packing_window, _MOST_HELD),
+        window=min(data.packing_window, MOST_HELD),
         seq_length=train.seq_length,
         packing=data.packing,
     )

@@ -30,6 +30,11 @@ class Picture(Protocol):
         """(rows, columns) in patches of what the tower sees of the image: of itself, or of each of its tiles."""
         ...
 
+    @property
+    def arrangement(self) -> tuple[int, int]:
+        """(rows, columns) of the tiles that the image is cut into, (0, 0) where it stays whole."""
+        ...
+
     def patches(self) -> Tensor:
         """[patches of all grids, D] float32, normalised: the same with every call. May raise BadSample."""
         ...
@@ -46,6 +51,7 @@ class Image:
     width: int
     patch_size: int
     render: Callable[[], NDArray[np.uint8]]
+    arrangement: tuple[int, int] = (0, 0)
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -61,6 +67,7 @@ class Tiles:
 
     grids: tuple[tuple[int, int], ...]
     make: Callable[[], Tensor]
+    arrangement: tuple[int, int] = (0, 0)
 
     def patches(self) -> Tensor:
         return self.make()

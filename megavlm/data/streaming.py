@@ -15,6 +15,9 @@ from megavlm.data.making import Maker
 if TYPE_CHECKING:
     from megavlm.data.records.energon import EnergonStream
 
+# Samples of a stream that are held at a time, with their images, to be packed.
+MOST_HELD = 512
+
 
 class Forward:
     """What data-parallel rank `rank` of `ranks` reads of a blend in which some data sets are streams.

@@ -34,7 +34,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "megavlm.pipeline",
         "megavlm.precision",
     ),
-    ("megavlm.checkpoint", "megavlm.metrics", "megavlm.resilience"),
+    ("megavlm.checkpoint", "megavlm.metrics", "megavlm.preview", "megavlm.resilience"),
     ("megavlm.train",),
     ("pretrain_vlm", "launch", "tools", "benchmarks"),
 )
@@ -261,7 +261,8 @@ def test_the_pure_modules_load_without_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["megavlm.checkpoint.hf.source", "megavlm.config.cli", "pretrain_vlm", "tools.convert"]
+    "module",
+    ["megavlm.checkpoint.hf.source", "megavlm.config.cli", "megavlm.preview.collect", "pretrain_vlm", "tools.convert"],
 )
 def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone(module: str) -> None:
     program = f"import sys, {module}\nassert 'megatron.core' not in sys.modules, 'megatron-core was imported'"

@@ -1,0 +1,98 @@
+"""What the page shows, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.data.composer import Skipped
+
+Decode = Callable[[Sequence[int]], str]
+_CONTEXT = 8  # tokens
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbouring tokens that are all trained or all not; or the tokens of images, whose text is a count."""
+
+    text: str
+    trained: bool
+    image: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A sample that is shown with its images, each as the pictures that the vision tower sees of it."""
+
+    label: str
+    source: int
+    length: int
+    images: tuple[tuple[NDArray[np.uint8], ...], ...]  # [height, width, 3] each
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sample, or a piece of one, in a packed sequence."""
+
+    label: str
+    source: int
+    length: int
+    images: int
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    name: str
+    records: int | None  # None for a stream
+    weight: float
+    drawn: int  # of the samples that were looked at
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of one window of samples: how it is packed, what is skipped, what some of it looks like."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    seq_length: int
+    read: int
+    sources: tuple[SourceShare, ...]
+    sequences: tuple[tuple[Segment, ...], ...]
+    skipped: tuple[Skipped, ...]
+    shown: tuple[Shown, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(segment for sequence in self.sequences for segment in sequence)
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the sequences' places that hold a token."""
+        places = self.seq_length * len(self.sequences)
+        return sum(segment.length for segment in self.segments) / places if places else 0.0
+
+
+def stretches_of(
+    tokens: Sequence[int], trained: Sequence[bool], *, image_token: int, decode: Decode
+) -> tuple[Stretch, ...]:
+    """A sample's text, by what is trained. Each stretch is decoded with what stands before it, for its spaces."""
+    found: list[Stretch] = []
+    at = 0
+    while at < len(tokens):
+        image = tokens[at] == image_token
+        end = at + 1
+        while end < len(tokens) and (tokens[end] == image_token) == image and trained[end] == trained[at]:
+            end += 1
+        if image:
+            found.append(Stretch(str(end - at), trained=False, image=True))
+        else:
+            before = [token for token in tokens[max(0, at - _CONTEXT) : at] if token != image_token]
+            text = decode([*before, *tokens[at:end]])[len(decode(before)) :]
+            found.append(Stretch(text, bool(trained[at])))
+        at = end
+    return tuple(found)

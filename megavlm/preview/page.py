@@ -1,0 +1,151 @@
+"""Findings as one HTML page that needs nothing else: no script, no font, no file, no network."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections import Counter
+from html import escape
+from io import BytesIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from megavlm.preview.charts import histogram
+from megavlm.preview.findings import Findings, Segment, Shown, Stretch
+from megavlm.preview.style import COLOURS, STYLE
+
+_FIRST_BARS, _MOST_BARS = 24, 512  # sequences that are drawn at once, and on demand
+_MOST_SKIPPED = 5  # examples of a reason
+
+
+def page(findings: Findings) -> str:
+    """The page. Whatever the data says is escaped."""
+    body = [
+        f"<header><h1>{escape(findings.title)}</h1>{_facts(findings)}</header>",
+        *(f'<p class="warning">{escape(text)}</p>' for text in findings.warnings),
+        '<div class="columns">',
+        _section("Sources", _sources(findings)),
+        _section("Skipped", _skipped(findings)),
+        _section("Lengths", histogram([s.length for s in findings.segments], what="tokens", of="samples")),
+        _section("Images", histogram([s.images for s in findings.segments], what="images", of="samples")),
+        "</div>",
+        _section("Sequences", _sequences(findings)),
+        _section("Samples", _legend() + "".join(_sample(shown, findings) for shown in findings.shown)),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(findings.title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
+        + "\n".join(body)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _section(title: str, inner: str) -> str:
+    return f"<section><h2>{title}</h2>{inner}</section>"
+
+
+def _facts(findings: Findings) -> str:
+    counted = (
+        ("samples looked at", f"{findings.read:,}"),
+        ("sequences", f"{len(findings.sequences):,} of {findings.seq_length:,} tokens"),
+        ("places filled", f"{findings.efficiency:.2%}"),
+    )
+    rows = (
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in (*counted, *findings.facts)
+    )
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _colour(source: int) -> str:
+    return f"var(--source-{source % COLOURS})"
+
+
+def _sources(findings: Findings) -> str:
+    total = sum(source.drawn for source in findings.sources) or 1
+    weights = sum(source.weight for source in findings.sources) or 1
+    rows = []
+    for number, source in enumerate(findings.sources):
+        share = source.drawn / total
+        records = "stream" if source.records is None else f"{source.records:,}"
+        rows.append(
+            f'<tr><td><i class="dot" style="background:{_colour(number)}"></i>{escape(source.name)}</td>'
+            f'<td class="number">{records}</td><td class="number">{source.weight / weights:.1%}</td>'
+            f'<td class="number">{share:.1%}</td><td class="wide"><div class="share">'
+            f'<i style="width:{share:.2%};background:{_colour(number)}"></i></div></td></tr>'
+        )
+    head = '<tr><th>source</th><th class="number">records</th><th class="number">weight</th>'
+    return f'<table>{head}<th class="number">drawn</th><th></th></tr>{"".join(rows)}</table>'
+
+
+def _skipped(findings: Findings) -> str:
+    if not findings.skipped:
+        return f'<p class="quiet">Nothing: all {findings.read:,} samples can be used.</p>'
+    whole = sum(not skip.partly for skip in findings.skipped)
+    parts = [f"<p>{whole:,} of {findings.read:,} samples ({whole / max(findings.read, 1):.1%}).</p>"]
+    counts = Counter((str(skip.reason), skip.partly) for skip in findings.skipped)
+    for (reason, partly), count in counts.most_common():
+        examples = [skip for skip in findings.skipped if (str(skip.reason), skip.partly) == (reason, partly)]
+        listed = "".join(
+            f"<li><b>{escape(skip.label)}</b> {escape(skip.detail)}</li>" for skip in examples[:_MOST_SKIPPED]
+        )
+        note = " <span>in part</span>" if partly else ""
+        parts.append(f"<details><summary><b>{count:,}</b> {escape(reason)}{note}</summary><ul>{listed}</ul></details>")
+    return "".join(parts)
+
+
+def _sequences(findings: Findings) -> str:
+    def segment(found: Segment) -> str:
+        tip = escape(f"{found.label}: {found.length} tokens, {found.images} images", quote=True)
+        width = found.length / findings.seq_length
+        return f'<i style="width:{width:.4%};background:{_colour(found.source)}" title="{tip}"></i>'
+
+    rows = [
+        f'<li><span class="number">{number}</span><div class="sequence">{"".join(map(segment, sequence))}</div></li>'
+        for number, sequence in enumerate(findings.sequences[:_MOST_BARS])
+    ]
+    about = (
+        '<p class="quiet">A bar is a sequence; its parts are samples, none of which sees another, in the colour of '
+        "their source. What is hatched is padding.</p>"
+    )
+    listed = f'{about}<ol class="sequences">{"".join(rows[:_FIRST_BARS])}</ol>'
+    if (more := len(findings.sequences) - _FIRST_BARS) > 0:
+        kept = f"{len(rows) - _FIRST_BARS:,} of " if len(rows) < len(findings.sequences) else ""
+        rest = f'<ol class="sequences">{"".join(rows[_FIRST_BARS:])}</ol>'
+        listed += f"<details><summary>{kept}{more:,} more</summary>{rest}</details>"
+    return listed
+
+
+def _legend() -> str:
+    return (
+        '<p class="quiet"><mark>Trained</mark> tokens are what the loss is taken of; the rest is read. '
+        '<span class="image">image</span> stands for image tokens.</p>'
+    )
+
+
+def _sample(shown: Shown, findings: Findings) -> str:
+    name = findings.sources[shown.source].name if shown.source < len(findings.sources) else ""
+    trained = sum(len(stretch.text) for stretch in shown.stretches if stretch.trained)
+    images = "".join(f'<div class="tiles">{"".join(map(_picture, tiles))}</div>' for tiles in shown.images)
+    text = "".join(map(_stretch, shown.stretches))
+    nothing = "" if trained else ' <span class="warning">nothing is trained</span>'
+    return (
+        f'<article><h3><i class="dot" style="background:{_colour(shown.source)}"></i>{escape(shown.label)} '
+        f"<span>{escape(name)} · {shown.length:,} tokens</span>{nothing}</h3>"
+        f'{f"<div class=images>{images}</div>" if images else ""}<div class="text">{text}</div></article>'
+    )
+
+
+def _stretch(stretch: Stretch) -> str:
+    if stretch.image:
+        return f'<span class="image">image × {escape(stretch.text)}</span>'
+    return f"<mark>{escape(stretch.text)}</mark>" if stretch.trained else escape(stretch.text)
+
+
+def _picture(pixels: NDArray[np.uint8]) -> str:
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, format="PNG")
+    height, width = pixels.shape[:2]
+    data = b64encode(file.getvalue()).decode("ascii")
+    return f'<img width="{width}" height="{height}" alt="{height}×{width} pixels" src="data:image/png;base64,{data}">'

@@ -1,0 +1,77 @@
+"""The page's style sheet, for light and dark screens."""
+
+from __future__ import annotations
+
+# Hues that differ in lightness too, for those who see fewer colours.
+_LIGHT = ("#2f6fb3", "#d9822b", "#3f8f5f", "#a64d79", "#7a6bb8", "#8c7a3d", "#4c9aa8", "#b5483a")
+_DARK = ("#6ea8e0", "#f0a860", "#7cc79a", "#dc8fb5", "#b3a6ea", "#cdb975", "#86ccd8", "#e88a7d")
+COLOURS = len(_LIGHT)
+
+
+def _sources(colours: tuple[str, ...]) -> str:
+    return "".join(f"--source-{number}:{colour};" for number, colour in enumerate(colours))
+
+
+STYLE = (
+    (
+        ":root{color-scheme:light dark;--paper:#f6f5f2;--card:#fff;--ink:#1d1f23;--quiet:#666b73;--line:#dedcd6;"
+        "--trained:#d4eeda;--trained-ink:#12381f;--trained-line:#3f8f5f;--image:#e4e9f2;--image-ink:#33445e;--warn:#a33a1e;"
+        + _sources(_LIGHT)
+        + "}@media(prefers-color-scheme:dark){:root{--paper:#16181c;--card:#1f2227;--ink:#e6e4df;--quiet:#9aa0a9;"
+        "--line:#353a42;--trained:#1d3f2b;--trained-ink:#d3f2dd;--trained-line:#7cc79a;--image:#2a3342;--image-ink:#b9c8e2;"
+        "--warn:#f0a080;" + _sources(_DARK) + "}}"
+    )
+    + """
+*{box-sizing:border-box}
+body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,"Segoe UI",sans-serif}
+main{max-width:1120px;margin:0 auto;padding:28px 20px 60px}
+h1{font-size:24px;margin:0 0 14px;overflow-wrap:anywhere}
+h2{font-size:16px;margin:0 0 10px}
+h3{font-size:14px;margin:0 0 10px;overflow-wrap:anywhere}
+h3 span,summary span{color:var(--quiet);font-weight:normal}
+section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:16px 18px;margin:0 0 16px;
+  min-width:0}
+.columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:16px;margin-bottom:16px}
+.columns section{margin:0}
+dl{display:flex;flex-wrap:wrap;gap:8px 28px;margin:0 0 20px}
+dt{color:var(--quiet);font-size:12px}
+dd{margin:0;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
+table{width:100%;border-collapse:collapse;font-variant-numeric:tabular-nums}
+th{font-weight:normal;color:var(--quiet);font-size:12px;text-align:left}
+th,td{padding:4px 10px 4px 0;border-bottom:1px solid var(--line)}
+tr:last-child td{border:0}
+td.wide{width:30%;padding-right:0}
+.number{text-align:right;font-variant-numeric:tabular-nums}
+.share{height:8px;border-radius:4px;background:var(--line);overflow:hidden}
+.share i{display:block;height:100%}
+.dot{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:8px}
+.quiet{color:var(--quiet);margin:0 0 10px}
+.warning{color:var(--warn);font-weight:600}
+.sequences+details{border:0;margin-top:8px}
+details{border-top:1px solid var(--line);padding:6px 0}
+summary{cursor:pointer}
+details ul{margin:6px 0;padding-left:18px;font-size:13px;color:var(--quiet);overflow-wrap:anywhere}
+details b{color:var(--ink)}
+svg{width:100%;height:auto;display:block}
+svg .bar{fill:var(--source-0)}
+svg .grid{stroke:var(--line)}
+svg .axis{stroke:var(--quiet)}
+svg .tick{fill:var(--quiet);font-size:11px;font-variant-numeric:tabular-nums}
+.sequences{list-style:none;margin:0;padding:0}
+.sequences li{display:flex;gap:10px;align-items:center;margin:3px 0}
+.sequences .number{width:3ch;color:var(--quiet);font-size:12px}
+.sequence{flex:1;display:flex;height:14px;border-radius:3px;overflow:hidden;
+  background:repeating-linear-gradient(135deg,var(--line) 0 2px,transparent 2px 6px)}
+.sequence i{height:100%;flex:none;border-right:1px solid var(--card)}
+article{border-top:1px solid var(--line);padding:16px 0}
+.images{display:flex;flex-wrap:wrap;gap:14px;margin:0 0 12px}
+.tiles{display:flex;flex-wrap:wrap;gap:3px;max-width:100%}
+.tiles img{max-width:min(100%,360px);height:auto;min-width:48px;border-radius:3px;outline:1px solid var(--line);
+  image-rendering:auto}
+.text{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.65 ui-monospace,"DejaVu Sans Mono",monospace}
+mark{background:var(--trained);color:var(--trained-ink);border-bottom:2px solid var(--trained-line);border-radius:2px;
+  -webkit-box-decoration-break:clone;box-decoration-break:clone}
+.image{background:var(--image);color:var(--image-ink);border-radius:8px;padding:0 7px;font-size:12px}
+@media print{section{break-inside:avoid}}
+"""
+)

@@ -1,0 +1,77 @@
+"""Look at the data before training on it: `python tools/preview_data.py CONFIG.yaml`, or with the flags of a run.
+
+Writes one HTML page that needs nothing else: images as the model sees them, the text with what is trained on marked,
+how samples are packed, lengths, the sources' shares, and what is skipped and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megavlm.config.cli import parse
+from megavlm.config.rules import check
+from megavlm.config.schema import Config, ParallelConfig
+from megavlm.errors import UserError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 written, 2 something given is wrong (said in one line)."""
+    options, rest = _parser().parse_known_args(argv)
+    if rest and not rest[0].startswith("-"):
+        rest = ["--config", *rest]
+    try:
+        path = write(_config(rest), options.out, shown=options.samples)
+    except UserError as error:
+        print(f"preview_data.py: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {path}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Write a page that shows what a run would train on.",
+        epilog="Other flags are those of pretrain_vlm.py; a first argument that is none is its --config.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE")
+    parser.add_argument("--samples", type=int, default=24, help="how many are shown in full (default: 24)")
+    return parser
+
+
+def _config(argv: Sequence[str]) -> Config:
+    """The run's configuration, checked as for one process: a preview has no layout."""
+    config = parse(argv)
+    options = config.checkpoint
+    if options.init_from or options.vision_from or options.language_from:
+        from megavlm.checkpoint.hf.source import with_model_of_origins
+
+        config = with_model_of_origins(config)
+    check(replace(config, parallel=ParallelConfig()), world=1)
+    return config
+
+
+def write(config: Config, out: Path, *, shown: int) -> Path:
+    """The page, written in one step."""
+    from megavlm.preview.collect import look
+    from megavlm.preview.page import page
+
+    names = ", ".join(source.name or Path(source.path).stem for source in config.data.sources)
+    text = page(look(config, shown=shown, title=f"Data of {names}"))
+    temporary = out.with_name(out.name + ".tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written: {error.strerror}") from error
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
