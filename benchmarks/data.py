@@ -5,8 +5,9 @@
 Lengths have a long tail, as visual instruction data has: text of log-normal length (median 200 tokens), none to eight
 images of native resolution, 64 to 2,500 tokens each. Each packer sees the same samples, in windows of
 `--packing-window`; naive padding puts each sample into a sequence of its own. Costs are forward FLOPs of
-Qwen2.5-VL-7B, vision and language apart. `before` deals sequences out in turn, `after` is what a run does. Image
-decoding is measured by `data_images.py`, the wait for data by the demo. Appends to `benchmarks/records/data.jsonl`.
+Qwen2.5-VL-7B, vision and language apart. `before` deals sequences out in turn, `after` is what a run does. Images are
+those of `data_images.py`, in one size; the wait for data is `data_time_s` of a run's metrics. Appends to
+`benchmarks/records/data.jsonl`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import data_images
 import numpy as np
 from record import append, circumstances
 
@@ -59,10 +61,14 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=8192)
     parser.add_argument("--packing-window", type=int, default=DataConfig().packing_window)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--no-images", action="store_true", help="leave the images out")
     options = parser.parse_args()
     record: dict[str, Any] = {**circumstances(), "arguments": vars(options)}
     record |= packing(options)
     record |= balance(options)
+    if not options.no_images:
+        print("images, JPEG and pixels to patches (benchmarks/data_images.py has all sizes)")
+        record["images"] = data_images.table(data_images.SIZES[:1], repeats=5)
     append("data", record)
 
 

@@ -18,7 +18,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -80,22 +80,28 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="one size, three repeats, nothing recorded")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    record: dict[str, Any] = {**circumstances(), "arguments": vars(arguments), "results": []}
+    record: dict[str, Any] = {**circumstances(), "arguments": vars(arguments)}
     repeats, sizes = (3, SIZES[:1]) if arguments.quick else (arguments.repeats, SIZES)
+    record["results"] = table(sizes, repeats=repeats)
+    if not arguments.quick:
+        append("data_images", record)
+
+
+def table(sizes: Sequence[tuple[int, int]], *, repeats: int) -> list[dict[str, Any]]:
+    """Measure and print every family with images of these sizes."""
+    torch.set_num_threads(1)
+    results = []
     print("images/s and core; × is ours (fast) over Transformers'")
     print(f"{'family':16} {'image':>10}   {'JPEG → patches':>34}   {'pixels → patches':>34}   off")
     for family in FAMILIES:
         for size in sizes:
-            result = {"family": family, "size": size, **measure(family, size, repeats)}
-            record["results"].append(result)
-            print(line(result), flush=True)
+            results.append({"family": family, "size": size, **measure(family, size, repeats)})
+            print(line(results[-1]), flush=True)
     for scope in ("jpeg", "pixels"):
         for side in ("ours", "fast"):
-            ratios = [result[scope][f"{side}_ratio"] for result in record["results"]]
+            ratios = [result[scope][f"{side}_ratio"] for result in results]
             print(f"{scope}, {side}: × {min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}")
-    if not arguments.quick:
-        append("data_images", record)
+    return results
 
 
 def measure(family: str, size: tuple[int, int], repeats: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ def fit(run: Run) -> None:
     config = run.config
     iteration = saved = run.position.iteration
     tally = _Tally(run.position.samples_read, run.position.samples_skipped)
+    bad: str | None = None
     try:
         while iteration < config.train.train_iters:
             iteration += 1
@@ -41,11 +42,13 @@ def fit(run: Run) -> None:
                 sink.log(record)
             if _due(iteration, config.checkpoint.save_interval):
                 saved = _save(run, iteration, tally)
-            tally.check(config.data.max_bad_sample_rate)
-            if counts.stop:
+            bad = tally.complaint(config.data.max_bad_sample_rate)
+            if counts.stop or bad:
                 break
         if saved != iteration:
             _save(run, iteration, tally)
+        if bad:
+            raise UserError(bad)
         finished = iteration >= config.train.train_iters
         _say(run, "finished" if finished else f"stopped at iteration {iteration}; the same command goes on from here")
         if finished:
@@ -75,13 +78,14 @@ class _Tally:
         self.read += int(counts.read)
         self.skipped += int(counts.skipped)
 
-    def check(self, most: float) -> None:
-        """Raises UserError, on every rank alike, where too many were skipped."""
-        if self.skipped >= _LEAST_SKIPPED and self.skipped > most * self.read:
-            raise UserError(
-                f"{self.skipped} of {self.read} samples were skipped, more than --max-bad-sample-rate {most}: "
-                "RUN_DIR/skipped has each with its reason; mend the data or raise the rate"
-            )
+    def complaint(self, most: float) -> str | None:
+        """What is wrong, on every rank alike, where too many were skipped."""
+        if self.skipped < _LEAST_SKIPPED or self.skipped <= most * self.read:
+            return None
+        return (
+            f"{self.skipped} of {self.read} samples were skipped, more than --max-bad-sample-rate {most}: "
+            "RUN_DIR/skipped has each with its reason; mend the data, or raise the rate to go on"
+        )
 
 
 def _due(iteration: int, interval: int) -> bool:
