@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.parity import hf
 from tests.parity.harness import Single
+from tools import convert
 
 TEXT: dict[str, Any] = {
     "vocab_size": 61,
@@ -103,3 +104,17 @@ def test_other_spellings_come_back_as_they_were(old: Any, tmp_path: Path) -> Non
     weights = {old(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     hf.assert_round_trip(folder, tmp_path)
+
+
+def test_a_tied_output_layer_may_be_in_the_file_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = hf.save(transformers.LlavaForConditionalGeneration(mistral_tied()), tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    head, embedding = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
+    assert head not in weights
+    weights[head] = weights[embedding].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    hf.assert_round_trip(folder, tmp_path)
+    weights[head][3, 5] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert convert.main(["import", str(folder), str(tmp_path / "differing")]) == 2
+    assert f"{head} differs from {embedding}, to which tie_word_embeddings ties it" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from megavlm.checkpoint.hf.records import Records, Stored
 from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
 from megavlm.checkpoint.hf.settings import Settings
 from megavlm.checkpoint.hf.sidecar import Sidecar
-from megavlm.checkpoint.hf.source import refuse
+from megavlm.checkpoint.hf.source import copies, refuse
 from megavlm.checkpoint.hf.table import Table, pieces
 from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
@@ -48,10 +48,13 @@ def export(
     if out.exists():
         raise UserError(f"{out} exists: choose another folder, or remove it")
     unused = HfFolder(sidecar.path)
+    copies_of = _inverted(copies(table, family.spellings[sidecar.spelling].head, model, sidecar.file_of))
     temporary = out.with_name(f"tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    files = _files(_declared(table, stored, model), unused, sidecar)
+    declared = _declared(table, stored, model)
+    declared |= {copy: declared[name] for name, made in copies_of.items() for copy in made}
+    files = _files(declared, unused, sidecar)
     with ExitStack() as stack:
         writers = {file: stack.enter_context(StreamedFile(temporary / file, held)) for file, held in files.items()}
         writer_of = {name: writers[file] for file, held in files.items() for name in held}
@@ -65,13 +68,21 @@ def export(
                 rows = values[piece.ours]
                 if merged is not None and piece.name in pairs:
                     rows = folded(rows, pairs[piece.name], piece.theirs, merged)
-                writer_of[piece.name].write(piece.name, rows, first_row=piece.theirs.start)
+                for name in (piece.name, *copies_of.get(piece.name, ())):
+                    writer_of[name].write(name, rows, first_row=piece.theirs.start)
 
         for_each(move, (run for key, shape in real.items() for run in _runs(key, shape, stored[key])))
         for name in unused.tensors:
             writer_of[name].write(name, unused.read(name, slice(None)))
     _write_rest(temporary, files, sidecar)
     temporary.rename(out)
+
+
+def _inverted(copies: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for copy, name in copies.items():
+        found.setdefault(name, []).append(copy)
+    return found
 
 
 def family_at(sidecar: Sidecar) -> Family:

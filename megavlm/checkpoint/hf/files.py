@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megavlm.checkpoint.hf.raw import read_into
+from megavlm.checkpoint.hf.raw import PIECE_BYTES, read_into
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.settings import Settings
 from megavlm.errors import UserError
@@ -73,6 +73,15 @@ class HfFolder:
         with (self.path / info.file).open("rb", buffering=0) as file:
             read_into(file.fileno(), out, info.offset + start * math.prod(trailing) * out.element_size())
         return out if info.shape else out[0]
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors agree in type, shape and values, read some rows at a time."""
+        one, two = self.tensors[name], self.tensors[other]
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        rows = max(1, PIECE_BYTES // (math.prod(one.shape[1:]) * DTYPES[one.dtype].itemsize))
+        runs = (slice(start, start + rows) for start in range(0, one.shape[0], rows))
+        return all(torch.equal(self.read(name, run), self.read(other, run)) for run in runs)
 
 
 def _header(folder: Path, file: str) -> dict[str, TensorInfo]:

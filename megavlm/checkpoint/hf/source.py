@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from megavlm.checkpoint.hf.table import Shape, Table, fits, pieces
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 from megavlm.errors import UserError
-from megavlm.planner.layers import module_of
+from megavlm.planner.layers import EMBEDDING, module_of
 
 ALL_PARTS = ("vision", "projector", "language")
 
@@ -62,16 +62,26 @@ class Origin:
     @property
     def unused(self) -> list[str]:
         """Weights in the folder that no tensor of ours holds."""
-        names = _names(self.table)
+        names = _names(self.table) | self.copies.keys()
         return [name for name in self.folder.tensors if name not in names]
 
+    @property
+    def copies(self) -> dict[str, str]:
+        """Tensors that repeat another one: the output layer's weight where it is tied and in the files all the same."""
+        return copies(self.table, self.family.spellings[self.spelling].head, self.model, self.folder.tensors)
+
     def problems(self) -> list[str]:
-        """Missing and surplus names."""
+        """Missing and surplus names, and copies that are none."""
         found = self.folder.tensors
         missing = [f"missing {name}" for name in sorted(_names(self.table) - found.keys())]
         known = [re.compile(pattern) for pattern in self.family.unused]
         surplus = [name for name in self.unused if not any(pattern.fullmatch(name) for pattern in known)]
-        return missing + [f"surplus {name}" for name in surplus]
+        untied = [
+            f"{name} differs from {original}, to which tie_word_embeddings ties it: say false in config.json"
+            for name, original in self.copies.items()
+            if original in found and not self.folder.same(name, original)
+        ]
+        return missing + [f"surplus {name}" for name in surplus] + untied
 
     def wrong_shapes(self, ours: dict[str, Shape]) -> list[str]:
         """Tensors whose shape contradicts ours, for those of ours that are given."""
@@ -104,6 +114,13 @@ class Origin:
         if len(shape) > len(real) and shape[0] == 1:  # [1, N, H] for our [N, H]: small, and read whole
             return self.folder.read(name, slice(None)).reshape(-1, *real[1:])[rows]
         return self.folder.read(name, rows).reshape(-1, *real[1:])
+
+
+def copies(table: Table, head: str, model: ModelConfig, names: Container[str]) -> dict[str, str]:
+    """The output layer's name → the embedding's, where they are tied and `names` has both."""
+    if not model.language.tie_embeddings or head not in names:
+        return {}
+    return {head: table[f"{EMBEDDING}.word_embeddings.weight"].names[0]}
 
 
 def _names(table: Table) -> set[str]:
