@@ -71,13 +71,15 @@ class _Reader:
         self._file = pyarrow_parquet().ParquetFile(path, memory_map=True)
         self._columns = list(columns)
         self._groups: OrderedDict[int, Any] = OrderedDict()
+        self._sizes: dict[int, int] = {}  # in bytes, which Arrow takes long to add up
         self._lock = Lock()
 
     def group(self, number: int) -> Any:
         with self._lock:
             if number not in self._groups:
-                self._groups[number] = self._file.read_row_group(number, columns=self._columns, use_threads=False)
+                table = self._file.read_row_group(number, columns=self._columns, use_threads=False)
+                self._groups[number], self._sizes[number] = table, table.nbytes
             self._groups.move_to_end(number)
-            while len(self._groups) > 1 and sum(table.nbytes for table in self._groups.values()) > _CACHE:
-                self._groups.popitem(last=False)
+            while len(self._groups) > 1 and sum(self._sizes.values()) > _CACHE:
+                del self._sizes[self._groups.popitem(last=False)[0]]
             return self._groups[number]
