@@ -8,6 +8,7 @@ keeps its high byte, where Pillow's conversion would turn every value above 255 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 
@@ -50,17 +51,23 @@ def resolve_inside(root: Path, name: str) -> Path:
     """
     if "\0" in name:
         raise BadSample(Reason.OUTSIDE, f"{name!r} is not a path")
-    root = root.resolve()
+    root = _resolved(root.absolute())
     try:
         path = (root / name).resolve()
         inside, is_file = path.is_relative_to(root), path.is_file()  # a pipe or a device would block who opens it
-    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:  # too long, a loop of links, half a character
         raise BadSample(Reason.MISSING, f"{name[:200]!r}: {error}") from error
     if Path(name).is_absolute() or not inside:
         raise BadSample(Reason.OUTSIDE, f"{name!r} leaves {root}")
     if not is_file:
         raise BadSample(Reason.MISSING, f"{path} is not a file")
     return path
+
+
+@lru_cache(maxsize=256)
+def _resolved(root: Path) -> Path:
+    """Once for all images below it: each part of a path is a question to the file system."""
+    return root.resolve()
 
 
 def size_of(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:

@@ -52,7 +52,14 @@ def shape_of(record: Any) -> Shape | None:
 
 
 def conversation_of(record: Any, shape: Shape, find: FindFile) -> Conversation:
-    """The conversation in `record`; `find` opens images by name. Raises BadSample."""
+    """The conversation in `record`; `find` opens images by name. Raises BadSample, and nothing else."""
+    try:
+        return _conversation(record, shape, find)
+    except RecursionError as error:
+        raise BadSample(Reason.NOT_A_RECORD, "it is nested too deeply") from error
+
+
+def _conversation(record: Any, shape: Shape, find: FindFile) -> Conversation:
     if not isinstance(record, Mapping):
         raise BadSample(Reason.NOT_A_RECORD, f"a record is an object with fields, not {shown(record)}")
     content = record.get(FIELD[shape])

@@ -55,6 +55,8 @@ def test_images_by_path(value: Any, root: Path) -> None:
         ("/etc/passwd", Reason.OUTSIDE),
         ("link.png", Reason.OUTSIDE),
         ("a\0.png", Reason.OUTSIDE),
+        ("\ud800.png", Reason.MISSING),
+        ("a" * 5000, Reason.MISSING),
         ("https://example.com/a.png", Reason.UNSUPPORTED),
         ("http://example.com/a.png", Reason.UNSUPPORTED),
         ("s3://bucket/a.png", Reason.UNSUPPORTED),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megavlm.data.bad import BadSample, Reason
 from megavlm.data.conversation import Conversation, ImageRef, Turn
+from megavlm.data.records.pictures import file_below
 from megavlm.data.records.turns import Shape, conversation_of, shape_of
 
 
@@ -158,3 +164,35 @@ def test_reasons(record: Any, shape: Shape, reason: Reason) -> None:
         conversation_of(record, shape, find)
     assert caught.value.reason == reason
     assert len(str(caught.value).splitlines()) == 1
+
+
+ROWS = ("conversations", "messages", "text", "system", "image", "images")
+FIELDS = ("role", "from", "content", "value", "type", "url", "bytes", "path", "base64", "source")
+NAMES = st.sampled_from([*ROWS, *FIELDS])
+WORDS = st.sampled_from(
+    ["user", "gpt", "assistant", "text", "image", "<image>", "data:;base64,x", "a.jpg", "\ud800", "\0"]
+)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(record=ANYTHING, fields=st.dictionaries(NAMES, ANYTHING, max_size=4), shape=st.sampled_from(["llava", "text"]))
+def test_whatever_a_record_is_it_stops_nothing(record: Any, fields: dict[str, Any], shape: Shape) -> None:
+    for candidate in (record, fields, llava(human(record), said("assistant", "x"), **fields)):
+        with suppress(BadSample):
+            assert conversation_of(candidate, shape, partial(file_below, Path(__file__).parent)).turns
+
+
+@pytest.mark.parametrize("name", ["content", "image"])
+def test_deep_nesting_stops_nothing(name: str) -> None:
+    nested: Any = "x"
+    for _ in range(5000):
+        nested = [nested] if name == "content" else {"image": nested}
+    record = llava(said("user", nested if name == "content" else "x"), ANSWER, image=nested)
+    with pytest.raises(BadSample) as caught:
+        conversation_of(record, "llava", find)
+    assert caught.value.reason == Reason.NOT_A_RECORD
