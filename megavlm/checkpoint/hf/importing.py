@@ -28,7 +28,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from megavlm.checkpoint import folders
-from megavlm.checkpoint.hf.raw import PIECE_BYTES, THREADS, begin_writeback, for_each
+from megavlm.checkpoint.hf.raw import PIECE_BYTES, THREADS, for_each
 from megavlm.checkpoint.hf.records import Stored
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.sidecar import write_sidecar
@@ -107,7 +107,6 @@ class _StreamingWriter(dcp.FileSystemWriter):
                     offset = file.tell()
                     torch.save(planner.resolve_data(item), file)
                     length = file.tell() - offset
-                    begin_writeback(file.fileno(), offset, length)
                     results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
 
         summed = get_crc32_options()

@@ -29,20 +29,11 @@ def read_into(descriptor: int, tensor: Tensor, offset: int) -> None:
 
 
 def write_at(descriptor: int, tensor: Tensor, offset: int) -> None:
-    """Write a tensor's values, row-major, from `offset` on, and have the disk begin with them."""
-    view, start = _bytes(tensor.contiguous()), offset
+    """Write a tensor's values, row-major, from `offset` on."""
+    view = _bytes(tensor.contiguous())
     while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
-    begin_writeback(descriptor, start, offset - start)
-
-
-def begin_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Start writing pages to disk without waiting for it, so that a flush at the end finds little left to do.
-
-    Linux does so for pages that are declared unneeded and not yet on disk.
-    """
-    os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def for_each(task: Callable[[Task], None], items: Iterable[Task]) -> None:
