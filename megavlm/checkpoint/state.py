@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megavlm.checkpoint import folders, safety
+from megavlm.checkpoint.optimizer import load_optimizer_state, sharded_optimizer_state
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, LoraConfig
 from megavlm.errors import UserError
@@ -86,7 +86,7 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
         loaded = dist_checkpointing.load(state, str(folder))
     for index, chunk in enumerate(trained.chunks):
         chunk.load_state_dict(loaded[f"chunk{index}"])
-    trained.optimizer.load_state_dict(loaded["optimizer"])
+    load_optimizer_state(trained.optimizer, loaded["optimizer"])
     position = Position(**loaded["position"])
     if same_layout:
         _set_random_state(loaded["random"])
@@ -149,6 +149,12 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
             "--use-distributed-optimizer" if summary["use_distributed_optimizer"] else "--no-use-distributed-optimizer"
         )
         raise UserError(f"checkpoint {folder} was made with {flag}: give the same option to resume it")
+    placement = summary["plan"].get("placement", "stages")
+    if placement != config.parallel.placement and not config.parallel.use_distributed_optimizer:
+        raise UserError(
+            f"checkpoint {folder} was made with --placement {placement} --no-use-distributed-optimizer: give the same "
+            "--placement to resume it"
+        )
     saved = summary.get("lora", _jsonable(asdict(LoraConfig())))
     for name, value in _jsonable(asdict(config.lora)).items():
         if (before := saved.get(name, value)) != value:
@@ -188,37 +194,9 @@ def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
     chunks = {
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(trained.chunks)
     }
-    with _whole_buckets(trained.optimizer):
-        optimizer = trained.optimizer.sharded_state_dict(
-            {key: value for chunk in chunks.values() for key, value in chunk.items()},
-            is_loading=loading,
-            metadata=metadata,
-        )
+    parameters = {key: value for chunk in chunks.values() for key, value in chunk.items()}
+    optimizer = sharded_optimizer_state(trained.optimizer, parameters, loading=loading, metadata=metadata)
     return {**chunks, "optimizer": optimizer, "random": _random_state()}
-
-
-@contextmanager
-def _whole_buckets(optimizer: Any) -> Iterator[None]:
-    """Let megatron-core gather moments with the padding of its buckets left in.
-
-    It joins the buckets of a gradient buffer without their padding, but then cuts parameters out by their offsets in
-    the padded buffer: from the second bucket on (tied embeddings, overlapped reduction) every parameter would be
-    saved with its neighbour's numbers. Told that nothing is padding, both sides count alike.
-    """
-    padded = [part for buffer in _buffers(optimizer) for part in (buffer, *buffer.buckets)]
-    true_sizes = [part.numel_unpadded for part in padded]
-    try:
-        for part in padded:
-            part.numel_unpadded = part.numel if hasattr(part, "buckets") else part.grad_data.numel()
-        yield
-    finally:
-        for part, size in zip(padded, true_sizes, strict=True):
-            part.numel_unpadded = size
-
-
-def _buffers(optimizer: Any) -> list[Any]:
-    """Gradient buffers that a distributed optimizer shards; none for other optimizers."""
-    return [buffer for part in optimizer.chained_optimizers for buffer in getattr(part, "buffers", [])]
 
 
 def _random_state() -> ShardedObject:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megavlm.config.lora import adapted_parts
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.words import divisors, nearest
 
 
@@ -51,18 +51,19 @@ def query_groups_divide_over_tp(config: Config) -> str | None:
 
 def mlps_divide_over_tp(config: Config) -> str | None:
     tp, model = config.parallel.tensor_model_parallel_size, config.model
-    widths: list[tuple[str, int]] = [
-        ("--vision-ffn-hidden-size", model.vision.ffn_hidden_size),
-        ("--language-ffn-hidden-size", model.language.ffn_hidden_size),
-    ]
-    if model.projector.kind == "mlp" and model.projector.hidden_size is not None:
-        widths.append(("--projector-hidden-size", model.projector.hidden_size))
-    else:
-        widths.append(("--language-hidden-size (the width of the projector)", model.language.hidden_size))
+    widths: list[tuple[str, int]] = [("--language-ffn-hidden-size", model.language.ffn_hidden_size)]
+    if config.parallel.placement == "stages":  # a colocated encoder is whole
+        widths = [("--vision-ffn-hidden-size", model.vision.ffn_hidden_size), *widths, _projector_width(model)]
     for flag, width in widths:
         if width % tp:
             return f"{flag} {width} is not divisible by --tensor-model-parallel-size {tp}: {nearest(width, tp)}"
     return None
+
+
+def _projector_width(model: ModelConfig) -> tuple[str, int]:
+    if model.projector.kind == "mlp" and model.projector.hidden_size is not None:
+        return "--projector-hidden-size", model.projector.hidden_size
+    return "--language-hidden-size (the width of the projector)", model.language.hidden_size
 
 
 def sequence_parallel_has_tp(config: Config) -> str | None:

@@ -50,6 +50,7 @@ RANGES = (
             "parallel.tensor_model_parallel_size",
             "parallel.pipeline_model_parallel_size",
             "parallel.virtual_pipeline_model_parallel_size",
+            "parallel.encoder_chunk_patches",
             "train.train_iters",
             "train.micro_batch_size",
             "train.global_batch_size",
@@ -68,6 +69,7 @@ RANGES = (
         lambda value: value >= 0,
         (
             "lora.rank",
+            "parallel.encoder_keep_chunks",
             "optimizer.min_lr",
             "optimizer.vision_lr",
             "optimizer.projector_lr",

@@ -146,6 +146,17 @@ class ParallelConfig:
     sequence_parallel: bool | None = option(
         None, "Shard activations between TP regions; default: on where TP > 1.", "--sp"
     )
+    placement: Literal["stages", "colocated"] = option(
+        "stages",
+        "The vision encoder: layers of the pipeline like any other, or whole on every process, each of which encodes a "
+        "share of the images before the language model's pipeline runs.",
+    )
+    encoder_chunk_patches: int = option(
+        4096, "Colocated: patches that the encoder takes in one pass (one image at least), which bounds its memory."
+    )
+    encoder_keep_chunks: int = option(
+        1, "Colocated: passes of a step whose activations wait for the backward pass; others are computed again."
+    )
     pipeline_cuts: tuple[int, ...] | None = option(
         None, "Layer-list indices where chunks begin, PP·VPP−1 of them (--dry-run prints the list); default: even."
     )

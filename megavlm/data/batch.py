@@ -38,6 +38,9 @@ class PackedBatch:
     tile_groups: tuple[TileGroup, ...] = ()  # per tiled image: how many of `grids` it is; empty where none is tiled
     lengths: tuple[int, ...] = ()  # tokens of each sample, padding not counted
     sources: Tensor | None = None  # [B, S] int64: which data set a token is from; None where there is but one
+    # Where a colocated encoder has already run: [F', 1 + DeepStack layers, Hl], those of the features that this rank
+    # merges into its hidden states.
+    features: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

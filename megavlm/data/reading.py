@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megavlm.config.data_source import data_source
 from megavlm.config.schema import Config
@@ -33,15 +34,17 @@ def prepare_data(config: Config) -> None:
             open_records(source)
 
 
-def build_feed(config: Config, source: Source, groups: Groups, *, device: torch.device, sees: bool) -> Feed:
-    """The data of a run on this rank; `sees` where the rank needs pixels."""
+def build_feed(
+    config: Config, source: Source, groups: Groups, *, device: torch.device, seers: dist.ProcessGroup | None
+) -> Feed:
+    """The data of a run on this rank; `seers` are the ranks of its replica that need pixels, None on another rank."""
     if data_source(config) != "files":
         in_order = InOrder(count=config.train.global_batch_size)
-        in_thread = InThread(source, seq_length=config.train.seq_length, with_patches=sees)
+        in_thread = InThread(source, seq_length=config.train.seq_length, with_patches=seers is not None)
         return Feed(_loader(config, in_order, in_thread, groups))
     exchange = Exchange(
         replica=groups.collection.mp,
-        seers=groups.tp if sees else None,
+        seers=seers,
         device=device,
         patch_dim=source.patch_dim,
     )

@@ -30,7 +30,10 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
 
 
 class Embedding(MegatronModule):
-    """Token embeddings with image features in their places: tokens [B, S], features [F, 1, H] → [S(/TP), B, H]."""
+    """Token embeddings with image features in their places: tokens [B, S], features [F, 1, H] → [S(/TP), B, H].
+
+    Without features the places of images hold the embedding of the image token.
+    """
 
     def __init__(self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups) -> None:
         super().__init__(config=layer_config)
@@ -43,14 +46,15 @@ class Embedding(MegatronModule):
             tp_group=groups.tp,
         )
 
-    def forward(self, batch: PackedBatch, features: Tensor) -> Tensor:
-        samples, length = batch.tokens.shape
-        embedded = self.word_embeddings(batch.tokens).flatten(0, 1)
-        # With no image in the batch this copies nothing, yet keeps the features in the graph: the vision part of
-        # the pipeline gets its (zero) gradient like on any other micro-batch.
-        places = batch.feature_positions
-        merged = embedded.index_copy(0, places, features[: places.numel(), 0].to(embedded.dtype))
-        hidden = merged.view(samples, length, -1).transpose(0, 1).contiguous()
+    def forward(self, batch: PackedBatch, features: Tensor | None = None) -> Tensor:
+        embedded = self.word_embeddings(batch.tokens)
+        if features is not None:
+            # With no image in the batch this copies nothing, yet keeps the features in the graph: the vision part of
+            # the pipeline gets its (zero) gradient like on any other micro-batch.
+            places = batch.feature_positions
+            found = features[: places.numel(), 0].to(embedded.dtype)
+            embedded = embedded.flatten(0, 1).index_copy(0, places, found).view_as(embedded)
+        hidden = embedded.transpose(0, 1).contiguous()
         if self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
         return hidden

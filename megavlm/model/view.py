@@ -31,6 +31,7 @@ class View:
     config: Config
     groups: Groups
     device: torch.device
+    encoder_apart: bool = False  # colocated: features come as each rank needs them, without a blank image's
 
     @cached_property
     def layout(self) -> VisionLayout:
@@ -80,6 +81,8 @@ class View:
     def feature_shape(self) -> tuple[int, int, int]:
         """[F, 1, Hl] of one layer's features for the language model; a blank image has one as well."""
         model = self.config.model
+        if self.encoder_apart:
+            return self.places.numel(), 1, model.language.hidden_size
         patches = sum(rows * columns for rows, columns in self.layout.grids)
         return patches // model.projector.pixel_shuffle**2, 1, model.language.hidden_size
 
@@ -90,8 +93,29 @@ class View:
             return 1 if name == EMBEDDING else self.batch.tokens.shape[0], model.language.hidden_size
         return 1, model.vision.hidden_size
 
+    @cached_property
+    def places(self) -> Tensor:
+        """[F'] int64: rows of this rank's hidden states, flattened [S(/TP)·B], that take features; for a colocated
+        encoder, which sends a rank the features of these rows alone, in this order.
+        """
+        samples, length = self.batch.tokens.shape
+        places = self.batch.feature_positions
+        if not sequence_parallel(self.config):
+            return places % length * samples + places // length
+        local, tp = length // self.groups.dims.tp, self.groups.at.tp
+        mine = places[shard_of(places, length=length, shards=self.groups.dims.tp) == tp]
+        return (mine % length - tp * local) * samples + mine // length
+
+    def with_features_merged(self, hidden: Tensor, features: Tensor) -> Tensor:
+        """Language states [S(/TP), B, H] with a colocated encoder's features [F', H] in their places."""
+        merged = hidden.flatten(0, 1).index_copy(0, self.places, features.to(hidden.dtype))
+        return merged.view_as(hidden)
+
     def with_features(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Language states with DeepStack features added to the image tokens'."""
+        if self.encoder_apart:
+            added = hidden.flatten(0, 1).index_add(0, self.places, features[:, 0].to(hidden.dtype))
+            return added.view_as(hidden)
         return add_features(
             hidden,
             features,
@@ -99,3 +123,8 @@ class View:
             length=self.batch.tokens.shape[1],
             sequence_group=self.groups.tp if sequence_parallel(self.config) else None,
         )
+
+
+def shard_of(places: Tensor, *, length: int, shards: int) -> Tensor:
+    """[F] int64: in which of the `shards` equal parts of its row of `length` tokens each of [F] flat places lies."""
+    return places % length // (length // shards)

@@ -71,7 +71,8 @@ class VLMChunk(MegatronModule):
         self.names = plan.chunks[index]
         trained = trained_layers(config)
         self.upstream_trained = plan.trained_before(index, trained)
-        earlier = [name for chunk in plan.chunks[:index] for name in chunk]
+        earlier = plan.before(index)
+        self.encoder_apart = plan.placement == "colocated"
         self.hidden_trained = trained_below(self.names[0], earlier, trained)
         self.carried = carried_features(earlier)
         self.sequence_parallel = sequence_parallel(config)
@@ -109,7 +110,8 @@ class VLMChunk(MegatronModule):
             The hidden tensor for the next chunk; from the last chunk the cross entropies [B, S], or with
             `logits=True` the logits [B, S, vocabulary] (whole on every tensor-parallel rank).
         """
-        view = View(batch, self.run_config, self.groups, device=next(iter(self.parameters())).device)
+        device = next(iter(self.parameters())).device
+        view = View(batch, self.run_config, self.groups, device=device, encoder_apart=self.encoder_apart)
         hidden, carried = self._received(view)
         for name in self.names:
             if name.startswith(DEEPSTACK):
@@ -140,6 +142,8 @@ class VLMChunk(MegatronModule):
         if name == PROJECTOR or name.startswith(DEEPSTACK):
             return part(hidden, view.layout, tile_groups=view.tile_groups, sequence_parallel=self.sequence_parallel)
         if name == EMBEDDING:
+            if batch.features is not None:
+                return view.with_features_merged(part(batch), batch.features[:, 0])
             return part(batch, hidden)
         if name == OUTPUT:
             tied = self.run_config.model.language.tie_embeddings and not self.has_tied_copy
@@ -162,7 +166,8 @@ class VLMChunk(MegatronModule):
         """
         tensor = self.input_tensor
         if tensor is None:
-            return None, []
+            features = view.batch.features
+            return None, [] if features is None else list(features.split(1, dim=1))[1:]
         if not self.upstream_trained and torch.is_grad_enabled():
             tensor.grad = torch.zeros_like(tensor)
             tensor = tensor.detach()

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -65,6 +65,11 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], g
         use_gloo_process_groups=False,
         pg_collection=groups.collection,
     )
+
+
+def join_optimizers(*optimizers: Any) -> Any:
+    """One optimizer of several: the gradient norm, and clipping to it, is that of all their parameters together."""
+    return ChainedOptimizer([part for optimizer in optimizers for part in optimizer.chained_optimizers])
 
 
 def _overrides(config: Config) -> dict[ParamKey, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Coordinates, Dims
+
+ENCODER_RNG = "encoder-rng"  # the dropout generator of a colocated encoder, in megatron-core's tracker
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,15 @@ class Groups:
     @property
     def dp(self) -> dist.ProcessGroup:
         return self.collection.dp_cp
+
+    @property
+    def block(self) -> dist.ProcessGroup:
+        """The ranks of one model replica, TP × PP: rank tp + TP·pp of it stands at (tp, pp)."""
+        return self.collection.mp
+
+    @property
+    def block_rank(self) -> int:
+        return self.at.tp + self.dims.tp * self.at.pp
 
     @property
     def is_first_of_replica(self) -> bool:
@@ -99,6 +111,21 @@ def _tied_group(dims: Dims, owners: list[int], *, timeout: timedelta) -> dist.Pr
     columns = [[column + owner * dims.tp * dims.dp for owner in owners] for column in range(dims.tp * dims.dp)]
     made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in columns]
     return next((group for ranks, group in made if dist.get_rank() in ranks), None)
+
+
+def encoder_groups(groups: Groups, *, seed: int) -> Groups:
+    """The layout of an encoder that every rank holds whole: the world is data-parallel, and dropout differs on all."""
+    get_cuda_rng_tracker().add(ENCODER_RNG, seed + 1_000_000 * (1 + dist.get_rank()))
+    alone = groups.collection.cp
+    assert alone.size() == 1, "without context parallelism its groups are single ranks"
+    world = groups.collection.intra_dist_opt
+    collection = copy(groups.collection)
+    for name in ("tp", "pp", "mp", "embd", "pos_embd", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"):
+        setattr(collection, name, alone)
+    for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp", "tp_dp_cp"):
+        setattr(collection, name, world)
+    dims = Dims(tp=1, pp=1, vpp=1, dp=groups.dims.world)
+    return Groups(dims=dims, at=Coordinates(tp=0, dp=world.rank(), pp=0), collection=collection, tied=None)
 
 
 def destroy_groups() -> None:

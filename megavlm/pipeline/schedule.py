@@ -24,6 +24,7 @@ from megavlm.data.batch import PackedBatch
 from megavlm.model.specs import common_config
 from megavlm.parallel.dims import Dims
 from megavlm.parallel.groups import Groups
+from megavlm.pipeline.colocated import Colocated
 from megavlm.pipeline.tied import sum_tied_gradients
 
 
@@ -63,9 +64,13 @@ class Schedule:
         groups: Groups,
         backend: Backend,
         num_sources: int = 0,
+        colocated: Colocated | None = None,
     ) -> None:
-        """`num_sources` data sets have their losses summed apart, where batches tell them apart."""
+        """`num_sources` data sets have their losses summed apart, where batches tell them apart. `colocated` encodes
+        images before the pipeline runs, where they are no layers of it.
+        """
         dims = groups.dims
+        self.colocated = colocated
         self.chunks = list(chunks)
         self.config = config
         self.groups = groups
@@ -87,6 +92,8 @@ class Schedule:
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+        if self.colocated is not None:
+            self.colocated.encoder.zero_gradients()
         return self._total(self._execute(batches, forward_only=False))
 
     @torch.no_grad()
@@ -100,7 +107,10 @@ class Schedule:
         return self._execute(batches, forward_only=True, logits=True)
 
     def _execute(self, batches: Sequence[PackedBatch], *, forward_only: bool, logits: bool = False) -> list[Any]:
-        on_device = [batch.to(self.backend.device) for batch in batches]
+        if self.colocated is not None:
+            on_device = self.colocated.encode(batches, self.backend.device)
+        else:
+            on_device = [batch.to(self.backend.device) for batch in batches]
         iterators = [iter(on_device) for _ in self.chunks]
         single = len(self.chunks) == 1
         arguments: dict[str, Any] = {}
@@ -154,7 +164,14 @@ def finalize_gradients(
     force_all_reduce: bool = False,
     *,
     groups: Groups,
+    colocated: Colocated | None = None,
 ) -> None:
-    """What the schedule calls after the last backward: reduce over DP and TP, divide by tokens, join tied copies."""
+    """What the schedule calls after the last backward: reduce over DP and TP, divide by tokens, join tied copies.
+
+    Then a colocated encoder's backward runs. `num_tokens` has by then become the global batch's on every rank.
+    """
     finalize_model_grads(chunks, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     sum_tied_gradients(chunks, groups)
+    if colocated is not None:
+        assert num_tokens is not None
+        colocated.finish(num_tokens)

@@ -37,6 +37,12 @@ def layer_names(model: ModelConfig) -> tuple[str, ...]:
     )
 
 
+def encoder_names(model: ModelConfig) -> tuple[str, ...]:
+    """The layers that make features of images: all before the embedding."""
+    names = layer_names(model)
+    return names[: names.index(EMBEDDING)]
+
+
 def _tower(vision: VisionConfig) -> Iterator[str]:
     """Vision layers, and after those that DeepStack taps, the merger that turns their output into features."""
     for number in range(vision_layers_run(vision)):

@@ -12,7 +12,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.flops import Workload, layer_cost, window_patches, window_squares
 from megavlm.parallel.dims import Dims, dims_for
-from megavlm.planner.layers import EMBEDDING, OUTPUT, layer_names
+from megavlm.planner.layers import EMBEDDING, OUTPUT, encoder_names, layer_names
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Plan:
     dims: Dims
     chunks: tuple[tuple[str, ...], ...]  # layer names of chunk 0, 1, … in pipeline order
     placement: str = "stages"
+    encoder: tuple[str, ...] = ()  # colocated: the layers that every rank holds whole, outside the pipeline
 
     @property
     def embedding_owner(self) -> int:
@@ -35,14 +36,19 @@ class Plan:
 
     def trained_before(self, chunk: int, trained: Collection[str]) -> bool:
         """Whether any of the `trained` layers is in an earlier chunk, so that gradients must travel there."""
-        return any(name in trained for names in self.chunks[:chunk] for name in names)
+        return any(name in trained for name in self.before(chunk))
+
+    def before(self, chunk: int) -> tuple[str, ...]:
+        """All layers that data passes before it reaches a chunk."""
+        return (*self.encoder, *(name for names in self.chunks[:chunk] for name in names))
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        plan = {
             "dims": asdict(self.dims),
             "placement": self.placement,
             "chunks": [list(names) for names in self.chunks],
         }
+        return {**plan, "encoder": list(self.encoder)} if self.encoder else plan
 
     def dumps(self) -> str:
         return json.dumps(self.to_json(), indent=2) + "\n"
@@ -61,7 +67,9 @@ def dims_of(config: Config, *, world: int) -> Dims:
 
 def make_plan(config: Config, dims: Dims) -> Plan:
     """Cut the layer list into PP × VPP chunks: by hand (`--pipeline-cuts`), or evenly by forward FLOPs."""
-    names = layer_names(config.model)
+    placement = config.parallel.placement
+    encoder = encoder_names(config.model) if placement == "colocated" else ()
+    names = layer_names(config.model)[len(encoder) :]
     if dims.chunks > len(names):
         raise UserError(
             f"--pp {dims.pp} × --vpp {dims.vpp} needs {dims.chunks} chunks, but the model has only {len(names)} layers "
@@ -74,7 +82,8 @@ def make_plan(config: Config, dims: Dims) -> Plan:
     else:
         _check_cuts(cuts, count=len(names), chunks=dims.chunks)
     bounds = (0, *cuts, len(names))
-    return Plan(dims=dims, chunks=tuple(names[a:b] for a, b in pairwise(bounds)))
+    chunks = tuple(names[a:b] for a, b in pairwise(bounds))
+    return Plan(dims=dims, chunks=chunks, placement=placement, encoder=encoder)
 
 
 def _check_cuts(cuts: Sequence[int], *, count: int, chunks: int) -> None:
@@ -140,20 +149,26 @@ def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
 
 
 def table(plan: Plan, config: Config) -> str:
-    """The plan for people: chunk, owner, layers (with their indices in the list), parameters, share of the work."""
+    """The plan for people: chunk, owner, layers (with their indices in the list), parameters, share of the work.
+
+    A colocated encoder comes first: every rank holds it.
+    """
     work = typical_workload(config)
     names = layer_names(config.model)
     total = sum(layer_cost(name, config.model, work).forward_flops for name in names) or 1.0
     rows = [("chunk", "rank", "layers", "parameters", "forward")]
     start = 0
-    for index, chunk in enumerate(plan.chunks):
+    placed = [(str(index), str(plan.dims.owner_of(index)), chunk) for index, chunk in enumerate(plan.chunks)]
+    if plan.encoder:
+        placed.insert(0, ("encoder", "all", plan.encoder))
+    for index, owner, chunk in placed:
         costs = [layer_cost(name, config.model, work) for name in chunk]
         share = sum(cost.forward_flops for cost in costs) / total
-        span = f"[{start}-{start + len(chunk) - 1}] {_summary(chunk)}"
-        rows.append(
-            (str(index), str(plan.dims.owner_of(index)), span, f"{sum(c.parameters for c in costs):,}", f"{share:.0%}")
-        )
-        start += len(chunk)
+        span = _summary(chunk)
+        if chunk is not plan.encoder:
+            span = f"[{start}-{start + len(chunk) - 1}] {span}"
+            start += len(chunk)
+        rows.append((index, owner, span, f"{sum(c.parameters for c in costs):,}", f"{share:.0%}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["{:>{}}", "{:>{}}", "{:<{}}", "{:>{}}", "{:>{}}"]
     lines = [

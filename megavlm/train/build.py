@@ -31,7 +31,7 @@ from megavlm.errors import UserError
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megavlm.metrics.skips import SkippedLog
-from megavlm.parallel.groups import build_groups, on_rank_0, start
+from megavlm.parallel.groups import Groups, build_groups, on_rank_0, start
 from megavlm.planner.layers import PATCH_EMBED
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
 from megavlm.train.engine import Engine, Fill, build_engine
@@ -68,7 +68,7 @@ def build(config: Config, backend: Backend) -> Run:
 
     on_rank_0(partial(prepare_data, config))
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
-    feed = build_feed(config, source, groups, device=backend.device, sees=plan.owner_of(PATCH_EMBED) == groups.at.pp)
+    feed = build_feed(config, source, groups, device=backend.device, seers=_seers(plan, groups))
     folder = _start(config, run_dir)
     fill = _weights(config, folder, vocab_size=source.vocab_size, image_token=source.image_token)
     engine = build_engine(
@@ -96,6 +96,13 @@ def build(config: Config, backend: Backend) -> Run:
         sinks=sinks,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.at.dp:05d}.jsonl" if reads else None),
     )
+
+
+def _seers(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
+    """The ranks of this replica that need pixels; None on a rank that needs none."""
+    if plan.encoder:
+        return groups.block
+    return groups.tp if plan.owner_of(PATCH_EMBED) == groups.at.pp else None
 
 
 def _start(config: Config, run_dir: Path) -> Path | None:

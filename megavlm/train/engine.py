@@ -17,8 +17,10 @@ from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
-from megavlm.optim.build import build_optimizer, build_scheduler, wrap_chunks
-from megavlm.parallel.groups import Groups
+from megavlm.optim.build import build_optimizer, build_scheduler, join_optimizers, wrap_chunks
+from megavlm.parallel.groups import Groups, encoder_groups
+from megavlm.pipeline.colocated import Colocated
+from megavlm.pipeline.encoder import Encoder, encoder_config
 from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
 from megavlm.planner.plan import Plan
 
@@ -42,7 +44,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Engine:
-    """This rank's chunks (wrapped for data parallelism) with what drives them."""
+    """This rank's chunks (wrapped for data parallelism) with what drives them.
+
+    `chunks` are the pipeline's; a colocated encoder is one more in `parts`.
+    """
 
     chunks: Sequence[Any]
     schedule: Schedule
@@ -81,7 +86,7 @@ class Engine:
 
     def evaluating(self, evaluating: bool) -> None:
         """Switch dropout off (or on again)."""
-        for chunk in self.chunks:
+        for chunk in self.parts:
             chunk.train(not evaluating)
 
     def close(self) -> None:
@@ -90,12 +95,19 @@ class Engine:
         megatron-core's gradient hooks and the wrapper that they belong to hold each other through C++, where Python's
         collector does not look. An emptied wrapper keeps neither weights nor process groups and their threads alive.
         """
-        for chunk in self.chunks:
+        for chunk in self.parts:
             vars(chunk).clear()
 
     def trained(self) -> Trained:
         """What checkpoints hold of this rank."""
-        return Trained(chunks=[chunk.module for chunk in self.chunks], optimizer=self.optimizer, groups=self.groups)
+        bare = [getattr(chunk, "module", chunk) for chunk in self.parts]
+        return Trained(chunks=bare, optimizer=self.optimizer, groups=self.groups)
+
+    @property
+    def parts(self) -> list[Any]:
+        """All of the model that this rank holds."""
+        colocated = self.schedule.colocated
+        return [*self.chunks, *([colocated.encoder.module] if colocated is not None else [])]
 
 
 def build_engine(
@@ -114,28 +126,68 @@ def build_engine(
         VLMChunk(config, plan, index, vocab_size=vocab_size, groups=groups, pipeline=pipeline).to(backend.device)
         for index in plan.dims.chunks_of(groups.at.pp)
     ]
+    apart = _Apart.of(config, plan, groups, vocab_size=vocab_size, backend=backend)
+    parts = [*bare, *([apart.chunk] if apart else [])]
     if fill is not None:
-        fill(bare)
+        fill(parts)
     else:
-        for chunk in bare:
+        for chunk in parts:
             initialize(chunk, config, vocab_size=vocab_size)
     chunks = wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
-    _connect(pipeline, config, chunks, optimizer, groups)
+    colocated = None
+    if apart is not None:
+        colocated, optimizer = apart.connect(config, groups, optimizer)
+    _connect(pipeline, config, chunks, optimizer, groups, colocated)
     return Engine(
         chunks=chunks,
-        schedule=Schedule(chunks, config=pipeline, groups=groups, backend=backend, num_sources=num_sources),
+        schedule=Schedule(
+            chunks, config=pipeline, groups=groups, backend=backend, num_sources=num_sources, colocated=colocated
+        ),
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         groups=groups,
     )
 
 
-def _connect(pipeline: Any, config: Config, chunks: Sequence[Any], optimizer: Any, groups: Groups) -> None:
+@dataclass(frozen=True)
+class _Apart:
+    """A colocated encoder: a model of one chunk that is data-parallel over the world."""
+
+    config: Config
+    groups: Groups
+    chunk: VLMChunk
+
+    @classmethod
+    def of(cls, config: Config, plan: Plan, groups: Groups, *, vocab_size: int, backend: Backend) -> _Apart | None:
+        if not plan.encoder:
+            return None
+        alone = encoder_config(config)
+        spread = encoder_groups(groups, seed=config.train.seed)
+        whole = Plan(dims=spread.dims, chunks=(plan.encoder,))
+        pipeline = pipeline_config(alone, spread.dims, backend)
+        chunk = VLMChunk(alone, whole, 0, vocab_size=vocab_size, groups=spread, pipeline=pipeline)
+        return cls(alone, spread, chunk.to(backend.device))
+
+    def connect(self, config: Config, groups: Groups, optimizer: Any) -> tuple[Colocated, Any]:
+        """The encoder's place in a step, and the optimizer of all that is trained; a frozen one has neither gradient
+        buffers nor optimizer state.
+        """
+        encoder = Encoder(self.chunk, config)
+        if encoder.trained:
+            wrapped = wrap_chunks([self.chunk], self.config, self.groups)
+            encoder = Encoder(wrapped[0], config)
+            optimizer = join_optimizers(optimizer, build_optimizer(config, wrapped, self.groups))
+        return Colocated(encoder, config, groups), optimizer
+
+
+def _connect(
+    pipeline: Any, config: Config, chunks: Sequence[Any], optimizer: Any, groups: Groups, colocated: Colocated | None
+) -> None:
     """The callbacks through which megatron-core's schedule scales, reduces and gathers."""
     single = len(chunks) == 1
     pipeline.grad_scale_func = optimizer.scale_loss
-    pipeline.finalize_model_grads_func = partial(finalize_gradients, groups=groups)
+    pipeline.finalize_model_grads_func = partial(finalize_gradients, groups=groups, colocated=colocated)
     if config.parallel.overlap_grad_reduce:
         pipeline.no_sync_func = chunks[0].no_sync if single else [chunk.no_sync for chunk in chunks]
     if config.parallel.overlap_param_gather and not single:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.model.vlm import VLMChunk
@@ -23,6 +25,7 @@ def groups_of_one(backend: Backend, *, seed: int = 0) -> Groups:
 
 def whole_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
     """The model as one chunk, its weights not set (on CPU they take no memory until they are)."""
+    config = replace(config, parallel=replace(config.parallel, placement="stages"))
     assert config.model.language.vocab_size is not None
     return VLMChunk(
         config,

@@ -80,6 +80,10 @@ OPTIONS = {
     "cuts-late-embedding": "--pipeline-cuts 2 8 12",
     # … deepstack.0 | … deepstack.1 | … language.layers.0 | the rest: one, two and two features on the way
     "cuts-deepstack": "--pipeline-cuts 3 6 13",
+    "colocated": "--placement colocated",
+    # An image, or a few small ones, at a time; all but the last pass are computed again.
+    "colocated-passes": "--placement colocated --encoder-chunk-patches 20 --micro-batch-size 2",
+    "colocated-whole": "--placement colocated --no-sequence-parallel --no-use-distributed-optimizer",
 }
 
 # Every layout, model and option at least once; `slow` runs the whole product of layouts and models.
@@ -106,8 +110,16 @@ FAST = [
     ("tp2-pp2-vpp2", "qwen3-vl", "cuts-deepstack"),
     ("pp4", "qwen3-vl-frozen-vision", "cuts-deepstack"),
     ("pp2-vpp2-dp2", "one-image-rank", "overlap"),
+    ("tp2", "qwen3-vl", "colocated"),
+    ("tp2", "padded-heads", "colocated-whole"),
+    ("pp2", "frozen-language", "colocated"),
+    ("pp2-vpp2", "rich", "colocated-passes"),
+    ("dp2", "one-image-rank", "colocated"),
+    ("tp2", "frozen-vision-projector", "colocated"),
+    ("tp2-pp2", "llava-onevision", "colocated-passes"),
 ]
 SLOW = [
+    *[(layout, model, "colocated") for layout in LAYOUTS for model in MODELS],
     *[(layout, model, "") for layout in LAYOUTS for model in MODELS],
     *[(layout, "rich", "no-zero") for layout in LAYOUTS],
     *[("tp2-pp2-dp2", model, "overlap") for model in MODELS],
@@ -157,9 +169,18 @@ def test_recomputation_draws_the_same_dropout(pools, tmp_path):
         assert_same_curve(metrics(tmp_path / granularity), metrics(tmp_path / "none"), tolerance=1e-6)
 
 
+def test_passes_that_run_again_draw_the_same_dropout(pools, tmp_path):
+    """A colocated encoder's numbers do not depend on which passes keep their activations."""
+    argv = [*SMALL, "--no-save", *"--hidden-dropout 0.2 --attention-dropout 0.2 --pp 2 --train-iters 5".split()]
+    argv += "--placement colocated --encoder-chunk-patches 20 --encoder-keep-chunks".split()
+    for kept in ("0", "100"):
+        pools(2).run(train, [*argv, kept], str(tmp_path / kept))
+    assert_same_curve(metrics(tmp_path / "0"), metrics(tmp_path / "100"), tolerance=1e-6)
+
+
 def test_bf16_follows_fp32(pools, one_process, tmp_path):
     """bf16 keeps 8 bits of mantissa: a loss near 4.6 agrees to about 1e-2 over 20 steps, with ZeRO-1 and without."""
-    for option in ("--use-distributed-optimizer", "--no-use-distributed-optimizer"):
+    for option in ("--use-distributed-optimizer", "--no-use-distributed-optimizer", "--placement=colocated"):
         argv = [*SMALL, "--no-save", "--precision", "bf16", "--tp", "2", option]
         pools(2).run(train, argv, str(tmp_path / option))
         for ours, exact in zip(metrics(tmp_path / option), one_process("plain"), strict=True):

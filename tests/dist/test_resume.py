@@ -26,7 +26,13 @@ HALF = "--train-iters 10 --lr-decay-iters 20".split()
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [(4, "--tp 2 --pp 2 --recompute-granularity full"), (2, "--no-use-distributed-optimizer"), (4, "--pp 2 --vpp 2")],
+    [
+        (4, "--tp 2 --pp 2 --recompute-granularity full"),
+        (2, "--no-use-distributed-optimizer"),
+        (4, "--pp 2 --vpp 2"),
+        (2, "--tp 2 --placement colocated --encoder-chunk-patches 20"),
+        (2, "--pp 2 --placement colocated --no-use-distributed-optimizer"),
+    ],
 )
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, layout: str):
     argv = [*SMALL, *DROPOUT, *layout.split()]
@@ -53,7 +59,7 @@ def whole_on_one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [(4, "--pp 4"), (4, "--tp 4"), (2, "--pp 2 --vpp 2"), (2, ""), (1, ""), (4, "--tp 2")],
+    [(4, "--pp 4"), (4, "--tp 4"), (2, "--pp 2 --vpp 2"), (2, ""), (1, ""), (4, "--tp 2"), (2, "--pp 2 --placement colocated")],
 )
 def test_checkpoint_resumes_on_any_layout(
     pools: Pools, half_of_tp2_pp2: Path, whole_on_one: Path, tmp_path: Path, world: int, layout: str
@@ -62,6 +68,13 @@ def test_checkpoint_resumes_on_any_layout(
     shutil.copytree(half_of_tp2_pp2, run_dir)
     pools(world).run(train, [*SMALL, *MODEL.split(), *layout.split()], str(run_dir))
     assert_same_curve(metrics(run_dir), metrics(whole_on_one))
+
+
+def test_colocated_checkpoint_resumes_in_stages(pools: Pools, whole_on_one: Path, tmp_path: Path):
+    argv = [*SMALL, *MODEL.split()]
+    pools(2).run(train, [*argv, *HALF, *"--tp 2 --placement colocated".split()], str(tmp_path))
+    pools(2).run(train, [*argv, "--pp", "2"], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), metrics(whole_on_one))
 
 
 def test_load_starts_from_another_run(pools: Pools, half_of_tp2_pp2: Path, whole_on_one: Path, tmp_path: Path):

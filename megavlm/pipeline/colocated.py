@@ -1,0 +1,115 @@
+"""The colocated encoder's place in a step: images to ranks, features to the embedding, gradients back.
+
+Every rank of a model replica (TP × PP) knows the same window of micro-batches and so computes the same assignment and
+the same routes; nothing but features and their gradients is sent, in one all-to-all each. The language model's pipeline
+then runs on leaf tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megavlm.config import sequence_parallel
+from megavlm.config.schema import Config
+from megavlm.data.batch import PackedBatch
+from megavlm.model.view import shard_of
+from megavlm.parallel.groups import Groups
+from megavlm.pipeline.encoder import Encoder, without_patches
+from megavlm.pipeline.images import encoder_flops, encoder_inputs
+from megavlm.pipeline.routes import Exchange, Route, Rows, exchange_of
+from megavlm.planner.assign import assign_longest_first
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Micro-batches on their way through the language model."""
+
+    exchange: Exchange
+    leaves: tuple[Tensor, ...]  # per micro-batch [F', 1 + DeepStack layers, H]; none on ranks that do not embed
+
+
+class Colocated:
+    """Encodes windows of micro-batches over the ranks of a model replica."""
+
+    def __init__(self, encoder: Encoder, config: Config, groups: Groups) -> None:
+        self.encoder = encoder
+        self._config = config
+        self._groups = groups
+        self._window: _Window | None = None
+
+    def encode(self, batches: Sequence[PackedBatch], device: torch.device) -> list[PackedBatch]:
+        """Micro-batches for the language model: on `device`, without pixels, and with features where they are merged.
+
+        Every rank of the replica calls it, with the same micro-batches.
+        """
+        images = encoder_inputs(batches, self._config.model)
+        rank, ranks = self._groups.block_rank, self._groups.block.size()
+        owners = assign_longest_first([encoder_flops(image.grids, self._config.model) for image in images], ranks)
+        rows = np.repeat(np.asarray(owners, dtype=np.int64), [image.features for image in images])
+        shards = self._shards(batches)
+        exchange = exchange_of(rows, shards, merging=self._groups.dims.tp, ranks=ranks)
+        mine = [image for image, owner in zip(images, owners, strict=True) if owner == rank]
+        features = self._send(self.encoder.forward(mine, batches), exchange.features(rank))
+
+        moved = [without_patches(batch).to(device) for batch in batches]
+        leaves: tuple[Tensor, ...] = ()
+        if self._groups.at.pp == 0:
+            counts = self._merged_here(batches, exchange)
+            leaves = tuple(part.detach().requires_grad_(self._keeps()) for part in features.split(counts))
+            moved = [replace(batch, features=leaf) for batch, leaf in zip(moved, leaves, strict=True)]
+        self._window = _Window(exchange, leaves) if self._keeps() else None
+        return moved
+
+    def finish(self, tokens: Tensor) -> None:
+        """After the language model's backward: the encoder's, and its gradients summed and divided by `tokens`."""
+        if not self.encoder.trained:
+            return
+        if self._window is not None:
+            window, self._window = self._window, None
+            found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in window.leaves]
+            gradients = torch.cat(found) if found else self.encoder.no_features()
+            self.encoder.backward(self._send(gradients, window.exchange.gradients(self._groups.block_rank)))
+        self.encoder.reduce(tokens)
+
+    def _keeps(self) -> bool:
+        return self.encoder.trained and torch.is_grad_enabled()
+
+    def _shards(self, batches: Sequence[PackedBatch]) -> Rows | None:
+        """[R] which tensor-parallel rank's part of the sequence each row of features lies in."""
+        if not sequence_parallel(self._config):
+            return None
+        shards = self._groups.dims.tp
+        found = [
+            shard_of(batch.feature_positions, length=batch.tokens.shape[1], shards=shards).cpu().numpy()
+            for batch in batches
+        ]
+        return np.concatenate(found)
+
+    def _merged_here(self, batches: Sequence[PackedBatch], exchange: Exchange) -> list[int]:
+        """Rows of each micro-batch that this rank merges."""
+        counts = [batch.feature_positions.numel() for batch in batches]
+        wanted = exchange.wants[self._groups.block_rank]
+        return [int(part.sum()) for part in np.split(wanted, np.cumsum(counts)[:-1])]
+
+    def _send(self, values: Tensor, route: Route) -> Tensor:
+        """Rows [before, …] → rows [after, …]."""
+        if self._groups.block.size() == 1:
+            return values
+        order = torch.from_numpy(np.concatenate(route.send)).to(values.device)
+        outgoing = values.flatten(1).index_select(0, order)
+        incoming = outgoing.new_empty(route.received, outgoing.shape[1])
+        dist.all_to_all_single(
+            incoming,
+            outgoing,
+            output_split_sizes=[len(rows) for rows in route.receive],
+            input_split_sizes=[len(rows) for rows in route.send],
+            group=self._groups.block,
+        )
+        places = torch.from_numpy(np.concatenate(route.receive)).to(values.device)
+        return torch.empty_like(incoming).index_copy_(0, places, incoming).view(-1, *values.shape[1:])

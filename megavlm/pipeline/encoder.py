@@ -1,0 +1,144 @@
+"""The encoder of a colocated run on one rank: its share of a window's images, forward and backward, in passes.
+
+A pass takes images of at most `--encoder-chunk-patches` patches. The last `--encoder-keep-chunks` passes keep their
+activations for the backward pass; those before run without a graph and are computed again, with the same dropout, so
+that memory is bounded however many images a window has. A frozen tower keeps next to nothing, and no pass is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+
+from megavlm.config.schema import Config
+from megavlm.data.batch import PackedBatch
+from megavlm.model.deepstack import unpack
+from megavlm.parallel.groups import ENCODER_RNG
+from megavlm.pipeline.images import EncoderInput, in_passes
+from megavlm.planner.layers import encoder_names, module_of, trained_layers
+
+
+@dataclass
+class _Pass:
+    """One pass: what it takes, and what is known of it until its backward."""
+
+    batch: PackedBatch
+    features: int
+    random: dict[str, Any] = field(default_factory=dict)  # the generators' states before it
+    output: Tensor | None = None  # with its graph, where that is kept
+
+
+class Encoder:
+    """`module` is the chunk of all encoder layers, wrapped for data parallelism over the world if any are trained."""
+
+    def __init__(self, module: Any, config: Config) -> None:
+        self.module = module
+        trained = trained_layers(config).intersection(encoder_names(config.model))
+        self.trained = bool(trained)
+        self._model = config.model
+        self._deepstack = len(config.model.vision.deepstack_layers)
+        self._chunk_patches = config.parallel.encoder_chunk_patches
+        tower_trained = any(module_of(name) == "vision" for name in trained)
+        self._keep = config.parallel.encoder_keep_chunks if tower_trained else None
+        self._passes: list[_Pass] = []
+        self._device = next(iter(module.parameters())).device
+        self._dtype = next(iter(module.parameters())).dtype
+
+    def forward(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> Tensor:
+        """Features [R, 1 + DeepStack layers, Hl] of some of a window's images, without a graph.
+
+        Where gradients are enabled and something is trained, `backward` must follow.
+        """
+        passes = [self._pass(group, batches) for group in in_passes(inputs, self._chunk_patches)]
+        learns = self.trained and torch.is_grad_enabled()
+        outputs = []
+        for index, one in enumerate(passes):
+            keeps = learns and (self._keep is None or index >= len(passes) - self._keep)
+            one.random = get_cuda_rng_tracker().get_states()
+            output = self._run(one, graph=keeps)
+            one.output = output if keeps else None
+            outputs.append(output.detach())
+        self._passes = passes if learns else []
+        return torch.cat(outputs) if outputs else self.no_features()
+
+    def backward(self, gradients: Tensor) -> None:
+        """Add up gradients of the parameters, from those of the features that `forward` gave."""
+        parts = gradients.split([one.features for one in self._passes])
+        while self._passes:  # what is kept goes first, and frees its memory
+            one = self._passes.pop()
+            output = self._again(one) if one.output is None else one.output
+            torch.autograd.backward(output, parts[len(self._passes)])
+
+    def zero_gradients(self) -> None:
+        if self.trained:
+            self.module.zero_grad_buffer()
+
+    def reduce(self, tokens: Tensor) -> None:
+        """Sum gradients over the world and divide them by the trained tokens of the global batch."""
+        self.module.finish_grad_sync()
+        if tokens > 0:
+            self.module.scale_gradients(1.0 / tokens)
+
+    def _again(self, one: _Pass) -> Tensor:
+        tracker = get_cuda_rng_tracker()
+        now = tracker.get_states()
+        tracker.set_states(dict(one.random))
+        output = self._run(one, graph=True)
+        tracker.set_states(now)
+        return output
+
+    def _run(self, one: _Pass, *, graph: bool) -> Tensor:
+        with get_cuda_rng_tracker().fork(ENCODER_RNG), torch.set_grad_enabled(graph):
+            width = self._model.language.hidden_size
+            output = self.module(one.batch)
+            first, others = unpack(output, hidden=(1, width), carried=[(one.features, 1, width)] * self._deepstack)
+            return torch.cat([first, *others], dim=1)
+
+    def _pass(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> _Pass:
+        patches: list[Tensor] = []
+        for image in inputs:
+            pixels = batches[image.batch].patches
+            assert pixels is not None, "every rank that encodes has pixels"
+            patches.append(pixels[image.patches])
+        none = torch.empty(0, 0, dtype=torch.int64)
+        batch = PackedBatch(
+            tokens=none,
+            labels=none,
+            loss_mask=none,
+            positions=none,
+            feature_positions=none,
+            grids=tuple(grid for image in inputs for grid in image.grids),
+            tile_groups=tuple(group for image in inputs for group in image.tile_groups),
+            patches=torch.cat(patches).to(self._device, non_blocking=True),
+        )
+        return _Pass(batch, features=sum(image.features for image in inputs))
+
+    def no_features(self) -> Tensor:
+        """[0, 1 + DeepStack layers, Hl]."""
+        shape = 0, 1 + self._deepstack, self._model.language.hidden_size
+        return torch.empty(*shape, dtype=self._dtype, device=self._device)
+
+
+def encoder_config(config: Config) -> Config:
+    """The configuration as the encoder sees it: whole on each rank, its gradients reduced once, at the step's end."""
+    parallel = replace(
+        config.parallel,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=1,
+        pipeline_cuts=None,
+        sequence_parallel=False,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+    )
+    return replace(config, parallel=parallel)
+
+
+def without_patches(batch: PackedBatch) -> PackedBatch:
+    """The same batch for the language model alone."""
+    return replace(batch, patches=None)

@@ -1,0 +1,79 @@
+"""The images of a window of micro-batches, as a colocated encoder takes them: in which order, at what cost, how many
+in a pass. Pure arithmetic on grids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from megavlm.config.schema import ModelConfig
+from megavlm.data.anyres import TileGroup, features_of_images
+from megavlm.data.batch import PackedBatch
+from megavlm.model.flops import Workload, layer_cost, window_patches, window_squares
+from megavlm.planner.layers import encoder_names
+
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class EncoderInput:
+    """One image, or the tiles of one image."""
+
+    batch: int  # micro-batch of the window
+    patches: slice  # its rows of that micro-batch's patches
+    grids: tuple[Grid, ...]
+    tile_groups: tuple[TileGroup, ...]  # one, or none where the model's images are not tiled
+    features: int  # image tokens that it becomes
+
+    @property
+    def num_patches(self) -> int:
+        return self.patches.stop - self.patches.start
+
+
+def encoder_inputs(batches: Sequence[PackedBatch], model: ModelConfig) -> list[EncoderInput]:
+    """The images of a window of micro-batches, in the order of their tokens."""
+    found = []
+    for index, batch in enumerate(batches):
+        counts = features_of_images(
+            batch.grids,
+            batch.tile_groups,
+            pixel_shuffle=model.projector.pixel_shuffle,
+            max_tiles=model.projector.anyres_max_tiles,
+        )
+        groups: list[tuple[TileGroup, ...]] = [(group,) for group in batch.tile_groups] or [()] * len(batch.grids)
+        start = place = 0
+        for group, features in zip(groups, counts, strict=True):
+            grids = batch.grids[place : place + (group[0].tiles if group else 1)]
+            end = start + sum(rows * columns for rows, columns in grids)
+            found.append(EncoderInput(index, slice(start, end), grids, group, features))
+            start, place = end, place + len(grids)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def encoder_flops(grids: tuple[Grid, ...], model: ModelConfig) -> float:
+    """Forward FLOPs of the encoder for one image's grids: what images are balanced by."""
+    window = window_patches(model)
+    lengths = [rows * columns + model.vision.class_token for rows, columns in grids]
+    work = Workload(
+        patches=sum(lengths),
+        patch_squares=sum(length * length for length in lengths),
+        window_squares=sum(window_squares(grid, window) for grid in grids) if window else 0,
+        tokens=0,
+        token_squares=0,
+    )
+    return sum(layer_cost(name, model, work).forward_flops for name in encoder_names(model))
+
+
+def in_passes(inputs: Sequence[EncoderInput], most_patches: int) -> list[Sequence[EncoderInput]]:
+    """Images in order, divided where the next one would exceed `most_patches`; a larger one is a pass of its own."""
+    starts, patches = [0], 0
+    for index, image in enumerate(inputs):
+        if patches and patches + image.num_patches > most_patches:
+            starts.append(index)
+            patches = 0
+        patches += image.num_patches
+    return [inputs[a:b] for a, b in pairwise([*starts, len(inputs)]) if b > a]

@@ -1,0 +1,47 @@
+from dataclasses import replace
+
+import torch
+
+from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.data.anyres import TileGroup
+from megavlm.data.batch import PackedBatch
+from megavlm.pipeline.images import encoder_flops, encoder_inputs, in_passes
+
+MODEL = ModelConfig(vision=VisionConfig(patch_size=4), projector=ProjectorConfig(pixel_shuffle=2))
+
+
+def batch(grids, tile_groups=()):
+    none = torch.empty(0, dtype=torch.long)
+    return PackedBatch(none, none, none, none, grids, none, None, tile_groups=tile_groups)
+
+
+def test_images_are_listed_in_the_order_of_their_tokens():
+    found = encoder_inputs([batch(((4, 4), (2, 6))), batch(()), batch(((2, 2),))], MODEL)
+    assert [(image.batch, image.patches, image.features) for image in found] == [
+        (0, slice(0, 16), 4),
+        (0, slice(16, 28), 3),
+        (2, slice(0, 4), 1),
+    ]
+
+
+def test_tiles_of_an_image_stay_together():
+    model = replace(MODEL, projector=ProjectorConfig(pixel_shuffle=2, anyres_max_tiles=4))
+    groups = (TileGroup((1, 2), (16, 32)), TileGroup((0, 0), (16, 16)))
+    found = encoder_inputs([batch(((4, 4),) * 4, groups)], model)
+    assert [(image.patches, len(image.grids), image.tile_groups) for image in found] == [
+        (slice(0, 48), 3, groups[:1]),
+        (slice(48, 64), 1, groups[1:]),
+    ]
+    assert [image.features for image in found] == [4 + 2 * 5, 5]
+
+
+def test_passes_hold_at_most_so_many_patches_and_every_image_once():
+    found = encoder_inputs([batch(((4, 4), (2, 2), (2, 2), (8, 8), (4, 4)))], MODEL)
+    passes = in_passes(found, 24)
+    assert [[image.num_patches for image in one] for one in passes] == [[16, 4, 4], [64], [16]]
+    assert in_passes([], 24) == []
+
+
+def test_cost_grows_faster_than_patches():
+    """Attention's square term: one image of 4 × the patches costs more than four images."""
+    assert encoder_flops(((32, 32),), MODEL) > 4.5 * encoder_flops(((16, 16),), MODEL)

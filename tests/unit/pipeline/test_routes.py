@@ -1,0 +1,45 @@
+"""Routes are followed on paper: what every rank would send and receive, without any process."""
+
+import numpy as np
+import pytest
+
+from megavlm.pipeline.routes import exchange_of
+
+
+def follow(routes, held):
+    """[M] lists of rows held before → what each rank has after."""
+    after = [np.full(route.received, -1) for route in routes]
+    for source, route in enumerate(routes):
+        for target, places in enumerate(route.send):
+            arriving = routes[target].receive[source]
+            assert len(arriving) == len(places)
+            after[target][arriving] = held[source][places]
+    return [list(rows) for rows in after]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+@pytest.mark.parametrize("merging", [1, 2])
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 13])
+def test_features_reach_who_merges_them_and_gradients_return_once(ranks, merging, sharded, count):
+    if merging > ranks:
+        pytest.skip("more tensor-parallel ranks than ranks")
+    rng = np.random.default_rng(count)
+    owner = rng.integers(0, ranks, size=count)
+    shards = rng.integers(0, merging, size=count) if sharded else None
+    exchange = exchange_of(owner, shards, merging=merging, ranks=ranks)
+
+    made = [np.flatnonzero(owner == rank) for rank in range(ranks)]
+    merged = follow([exchange.features(rank) for rank in range(ranks)], made)
+    for rank, rows in enumerate(merged):
+        everything = list(range(count)) if shards is None else list(np.flatnonzero(shards == rank))
+        assert rows == (everything if rank < merging else [])
+
+    routes = [exchange.gradients(rank) for rank in range(ranks)]
+    assert follow(routes, [np.array(rows, dtype=int) for rows in merged]) == [list(rows) for rows in made]
+    assert sum(len(places) for route in routes for places in route.send) == count
+
+
+def test_ranks_that_merge_the_same_rows_share_the_sending_of_gradients():
+    exchange = exchange_of([0] * 8, None, merging=2, ranks=2)
+    assert [sum(map(len, exchange.gradients(rank).send)) for rank in range(2)] == [4, 4]
