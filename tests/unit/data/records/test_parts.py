@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megavlm.data.bad import BadSample, Reason
 from megavlm.data.conversation import ImageRef, Turn
@@ -74,3 +77,17 @@ def test_reasons(parts: dict[str, bytes], reason: Reason) -> None:
     with pytest.raises(BadSample) as caught:
         conversation_of_parts(parts)
     assert caught.value.reason == reason
+
+
+NAMES = st.sampled_from(["json", "txt", "caption", "jpg", "0.jpg", "10.PNG", "²٣.webp", "cls", "a.b.c", ""])
+TEXTS = st.sampled_from(
+    ['{"text": "x"}', '{"caption": 3}', '{"text": ["x"]}', "null", '{"conversations": {}}', '{"image": 3}']
+)
+RECORDS = st.binary(max_size=30) | TEXTS.map(str.encode) | TEXTS.map(lambda text: text.encode("utf-16"))
+
+
+@settings(deadline=None, max_examples=300)
+@given(parts=st.dictionaries(NAMES, RECORDS, max_size=5))
+def test_whatever_a_sample_holds_it_stops_nothing(parts: dict[str, bytes]) -> None:
+    with suppress(BadSample):
+        assert conversation_of_parts(parts).turns
