@@ -78,6 +78,7 @@ class InProcesses:
         self._pool = ProcessPoolExecutor(
             workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(source,)
         )
+        self._pool.submit(_ready)  # starts all workers now, while the model is built
 
     def measure(self, items: Sequence[Any]) -> list[Measured]:
         chunks = [items[i : i + _MEASURED_AT_ONCE] for i in range(0, len(items), _MEASURED_AT_ONCE)]
@@ -118,6 +119,10 @@ def _follow_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def _ready() -> None:
+    """A first task."""
 
 
 def _with_source(function: Callable[..., Result], task: Any) -> Result:
