@@ -209,6 +209,11 @@ def test_answers_and_their_end_marks_are_trained(case: Case, chat: ChatFormat) -
     assert chat.end_of_turn.strip() == case.stop
 
 
+def test_a_turn_without_words_is_not_trained(case: Case, chat: ChatFormat) -> None:
+    encoded = encode(chat, case, talk(("user", "a?"), ("assistant", ""), ("user", "b?"), ("assistant", "Yes.")))
+    assert [text.lstrip() for text in trained_texts(chat, encoded)] == ["Yes." + case.stop]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_other_choices_of_what_is_trained(name: str, folders: dict[str, Path]) -> None:
     case = CASES[name]
@@ -329,6 +334,7 @@ def test_reasoning_that_a_template_rewrites(folders: dict[str, Path]) -> None:
     ("conversation", "reason"),
     [
         (talk(("user", "Who?")), Reason.EMPTY),
+        (talk(("user", "Who?"), ("assistant", " ")), Reason.EMPTY),
         (talk(("user", "Who wrote <image>?"), ("assistant", "Me.")), Reason.IMAGE_COUNT),
         (talk(("assistant", "Hm."), ("user", "a"), ("assistant", "b")), Reason.NOT_A_RECORD),
         (talk(("user", "a"), ("text", "b")), Reason.NOT_A_RECORD),

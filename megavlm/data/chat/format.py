@@ -90,9 +90,14 @@ class ChatFormat:
                 f"one of {', '.join(BUILT_IN)}, or to a .jinja file"
             )
         rendered, spans = self._render(self.template, conversation)
-        answers = spans.answers[-1:] if self.train_on == "last" else spans.answers
+        mark = self.end_of_turn.strip()  # with nothing before it: a turn that only calls a tool, as a rule
+        answers = [span for span in spans.answers if rendered[slice(*span)].strip() != mark]
+        if not answers:
+            raise BadSample(Reason.EMPTY, "the assistant says nothing")
+        if self.train_on == "last":
+            answers = answers[-1:]
         if self.train_on == "all":
-            answers = ((0, len(rendered)),)
+            answers = [(0, len(rendered))]
         return expand(
             rendered,
             prompts,

@@ -9,9 +9,11 @@ renderings of its beginnings must be beginnings of it.
 from __future__ import annotations
 
 import re
+import string
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
@@ -20,6 +22,7 @@ Kind = tuple[str, tuple[str, ...] | None]  # role; its parts (text, image), or N
 Place = tuple[int, int]  # gap, character in it
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
+_BEGUN = re.compile(r"[<\[{#|/]+\w*$")  # two marks that begin alike: <|user|>, </s>
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,19 @@ def _start(template: ChatTemplate, before: list[Message], rendered: str, text: i
 
 
 def _tail(template: ChatTemplate, messages: list[Message], rendered: str, mark: re.Match[str]) -> str:
-    """What follows an answer before anything else is said; nothing where that depends on what is said next."""
+    """What follows an answer before anything else is said.
+
+    Some templates end conversations with a mark of its own: what follows the answer there, and here as well, is meant.
+    """
     alone = template.render(messages)
-    tail = alone[alone.rindex(mark[0]) + len(mark[0]) :]
-    return tail if rendered.startswith(tail, mark.end()) else ""
+    tail, rest = alone[alone.rindex(mark[0]) + len(mark[0]) :], rendered[mark.end() :]
+    if rest.startswith(tail):
+        return tail
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(tail, rest, strict=False))
+    same = "".join(character for character, _ in pairs)
+    if any(text[len(same) : len(same) + 1].isalnum() for text in (tail, rest)):
+        same = same.rstrip(string.ascii_letters + string.digits)
+    return _BEGUN.sub("", same)
 
 
 def _end_mark(tail: str) -> str:

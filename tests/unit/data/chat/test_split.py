@@ -78,7 +78,7 @@ def test_one_token_left_over_is_no_piece() -> None:
 TURNS = st.lists(
     st.builds(
         lambda length, images, trained, divisible: (length, images if not divisible else 0, trained, divisible),
-        st.integers(2, 12),
+        st.integers(4, 12),
         st.integers(0, 2),
         st.booleans(),
         st.booleans(),
