@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config, ModelConfig
-from megavlm.config.words import divisors, nearest
+from megavlm.config.words import divisors, nearest, shown
 
 
 def sequence_parallel(config: Config) -> bool:
@@ -95,6 +95,22 @@ def interleaving_has_stages(config: Config) -> str | None:
     return None
 
 
+def features_can_be_reused(config: Config) -> str | None:
+    """Features that are made before their step, or were made by another run, must not depend on when."""
+    model, parallel = config.model, config.parallel
+    asked = {"--encode-ahead": parallel.encode_ahead, "--vision-cache": parallel.vision_cache is not None}
+    for option in (name for name, given in asked.items() if given):
+        if parallel.placement != "colocated":
+            return f"{option} is for an encoder outside the pipeline: add --placement colocated, or leave it out"
+        if not {"vision", "projector"} <= set(model.freeze):
+            return f"{option} needs an encoder that does not change: add --freeze vision projector, or leave it out"
+        if model.hidden_dropout or model.attention_dropout:
+            return f"{option} needs features without dropout: set --hidden-dropout and --attention-dropout to 0"
+    if parallel.vision_cache == "" or (parallel.vision_cache or "").startswith("~"):
+        return f"--vision-cache {shown(parallel.vision_cache or '')} is no path: write out the folder"
+    return None
+
+
 def param_gather_overlaps_what_exists(config: Config) -> str | None:
     parallel = config.parallel
     if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
@@ -152,6 +168,7 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     sequence_parallel_has_tp,
     sequence_divides_over_tp,
     interleaving_has_stages,
+    features_can_be_reused,
     param_gather_overlaps_what_exists,
 )
 

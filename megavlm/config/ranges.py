@@ -102,6 +102,7 @@ RANGES = (
             "model.language.rope_low_freq_factor",
             "model.language.rope_high_freq_factor",
             "parallel.distributed_timeout_minutes",
+            "parallel.vision_cache_size",
             "lora.alpha",
             "optimizer.lr",
             "optimizer.adam_eps",

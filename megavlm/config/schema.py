@@ -157,6 +157,13 @@ class ParallelConfig:
     encoder_keep_chunks: int = option(
         1, "Colocated: passes of a step whose activations wait for the backward pass; others are computed again."
     )
+    encode_ahead: bool = option(
+        False, "Colocated, frozen encoder: encode the next step's images beside this step, in a thread of its own."
+    )
+    vision_cache: str | None = option(
+        None, "Colocated, frozen encoder: folder for features of images, shared by runs with the same encoder."
+    )
+    vision_cache_size: float = option(10.0, "Most GiB that --vision-cache keeps; what was not used for longest goes.")
     pipeline_cuts: tuple[int, ...] | None = option(
         None, "Layer-list indices where chunks begin, PP·VPP−1 of them (--dry-run prints the list); default: even."
     )

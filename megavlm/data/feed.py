@@ -87,9 +87,23 @@ class Feed:
         self._loader = loader
         self._exchange = exchange
         self._replicas = replicas
+        self._peeked: tuple[Place, Step] | None = None
+
+    def peek(self) -> Step:
+        """What `next_step` will give; the place in the data stays where it is. Every rank of a replica calls it."""
+        if self._peeked is None:
+            place = self.state_dict()
+            self._peeked = place, self._read()
+        return self._peeked[1]
 
     def next_step(self) -> Step:
         """What the next optimizer step trains on. Raises UserError on every rank of a replica alike."""
+        if self._peeked is None:
+            return self._read()
+        (_, step), self._peeked = self._peeked, None
+        return step
+
+    def _read(self) -> Step:
         if self._exchange is None:
             return self._own.next_step()
         step: Step = self._exchange.share(lambda: self._own.next_step())
@@ -97,6 +111,8 @@ class Feed:
 
     def state_dict(self) -> Place:
         """Where the next step begins; every rank calls it."""
+        if self._peeked is not None:
+            return self._peeked[0]
         if self._exchange is None:
             return self._own.state_dict()
         place: Place = self._exchange.share(lambda: self._own.state_dict())
@@ -108,6 +124,7 @@ class Feed:
 
     def load_state_dict(self, state: Place) -> None:
         """Raises UserError for the place in data of another kind, or dealt to another number of replicas."""
+        self._peeked = None
         if self._replicas is not None:
             places = state.get("replicas")
             if places is None or len(places) != self._replicas.size():

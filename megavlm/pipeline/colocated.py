@@ -8,6 +8,7 @@ then runs on leaf tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from megavlm.data.batch import PackedBatch
 from megavlm.model.view import shard_of
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.encoder import Encoder, without_patches
-from megavlm.pipeline.images import encoder_flops, encoder_inputs
+from megavlm.pipeline.images import EncoderInput, encoder_flops, encoder_inputs
 from megavlm.pipeline.routes import Exchange, Route, Rows, exchange_of
 from megavlm.planner.assign import assign_longest_first
 
@@ -34,6 +35,14 @@ class _Window:
     leaves: tuple[Tensor, ...]  # per micro-batch [F', 1 + DeepStack layers, H]; none on ranks that do not embed
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """A share of a window that a thread encodes."""
+
+    batches: Sequence[PackedBatch]
+    features: Future[Tensor]
+
+
 class Colocated:
     """Encodes windows of micro-batches over the ranks of a model replica."""
 
@@ -42,20 +51,33 @@ class Colocated:
         self._config = config
         self._groups = groups
         self._window: _Window | None = None
+        self._upcoming: Sequence[PackedBatch] | None = None
+        self._ahead: _Ahead | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def announce(self, batches: Sequence[PackedBatch]) -> None:
+        """Encode this window as soon as the next one has been handed out, beside what then runs. For frozen encoders:
+        only computation runs ahead, in a thread; the exchange waits for the window's turn.
+        """
+        assert not self.encoder.trained, "the configuration rules refuse this"
+        self._upcoming = batches
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
 
     def encode(self, batches: Sequence[PackedBatch], device: torch.device) -> list[PackedBatch]:
         """Micro-batches for the language model: on `device`, without pixels, and with features where they are merged.
 
         Every rank of the replica calls it, with the same micro-batches.
         """
-        images = encoder_inputs(batches, self._config.model)
+        images, owners = self._assigned(batches)
         rank, ranks = self._groups.block_rank, self._groups.block.size()
-        owners = assign_longest_first([encoder_flops(image.grids, self._config.model) for image in images], ranks)
         rows = np.repeat(np.asarray(owners, dtype=np.int64), [image.features for image in images])
-        shards = self._shards(batches)
-        exchange = exchange_of(rows, shards, merging=self._groups.dims.tp, ranks=ranks)
-        mine = [image for image, owner in zip(images, owners, strict=True) if owner == rank]
-        features = self._send(self.encoder.forward(mine, batches), exchange.features(rank))
+        exchange = exchange_of(rows, self._shards(batches), merging=self._groups.dims.tp, ranks=ranks)
+        features = self._send(self._share(batches), exchange.features(rank))
+        self._begin_upcoming()
 
         moved = [without_patches(batch).to(device) for batch in batches]
         leaves: tuple[Tensor, ...] = ()
@@ -76,6 +98,34 @@ class Colocated:
             gradients = torch.cat(found) if found else self.encoder.no_features()
             self.encoder.backward(self._send(gradients, window.exchange.gradients(self._groups.block_rank)))
         self.encoder.reduce(tokens)
+
+    def _assigned(self, batches: Sequence[PackedBatch]) -> tuple[list[EncoderInput], tuple[int, ...]]:
+        """The window's images, and which rank of the replica encodes each."""
+        images = encoder_inputs(batches, self._config.model)
+        costs = [encoder_flops(image.grids, self._config.model) for image in images]
+        return images, assign_longest_first(costs, self._groups.block.size())
+
+    def _share(self, batches: Sequence[PackedBatch]) -> Tensor:
+        """Features of this rank's images, encoded ahead or now."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            features = ahead.features.result()  # whosever they are, the encoder must be free
+            if ahead.batches is batches:
+                return features
+        return self._encode_mine(batches)
+
+    def _encode_mine(self, batches: Sequence[PackedBatch]) -> Tensor:
+        images, owners = self._assigned(batches)
+        mine = [image for image, owner in zip(images, owners, strict=True) if owner == self._groups.block_rank]
+        return self.encoder.forward(mine, batches)
+
+    def _begin_upcoming(self) -> None:
+        if self._upcoming is None:
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encoder")
+        batches, self._upcoming = self._upcoming, None
+        self._ahead = _Ahead(batches, self._thread.submit(self._encode_mine, batches))
 
     def _keeps(self) -> bool:
         return self.encoder.trained and torch.is_grad_enabled()

@@ -8,6 +8,7 @@ that memory is bounded however many images a window has. A frozen tower keeps ne
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.deepstack import unpack
 from megavlm.parallel.groups import ENCODER_RNG
+from megavlm.pipeline.feature_cache import FeatureCache
 from megavlm.pipeline.images import EncoderInput, in_passes
 from megavlm.planner.layers import encoder_names, module_of, trained_layers
 
@@ -36,8 +38,10 @@ class _Pass:
 class Encoder:
     """`module` is the chunk of all encoder layers, wrapped for data parallelism over the world if any are trained."""
 
-    def __init__(self, module: Any, config: Config) -> None:
+    def __init__(self, module: Any, config: Config, *, cache: FeatureCache | None = None) -> None:
+        """`cache` is of a frozen encoder's features."""
         self.module = module
+        self._cache = cache
         trained = trained_layers(config).intersection(encoder_names(config.model))
         self.trained = bool(trained)
         self._model = config.model
@@ -45,6 +49,8 @@ class Encoder:
         self._chunk_patches = config.parallel.encoder_chunk_patches
         tower_trained = any(module_of(name) == "vision" for name in trained)
         self._keep = config.parallel.encoder_keep_chunks if tower_trained else None
+        dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
+        self._dropout = dropout > 0 or (self.trained and config.lora.dropout > 0)
         self._passes: list[_Pass] = []
         self._device = next(iter(module.parameters())).device
         self._dtype = next(iter(module.parameters())).dtype
@@ -54,6 +60,8 @@ class Encoder:
 
         Where gradients are enabled and something is trained, `backward` must follow.
         """
+        if self._cache is not None:
+            return self._looked_up(self._cache, inputs, batches)
         passes = [self._pass(group, batches) for group in in_passes(inputs, self._chunk_patches)]
         learns = self.trained and torch.is_grad_enabled()
         outputs = []
@@ -65,6 +73,21 @@ class Encoder:
             outputs.append(output.detach())
         self._passes = passes if learns else []
         return torch.cat(outputs) if outputs else self.no_features()
+
+    def _looked_up(self, cache: FeatureCache, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> Tensor:
+        """What `forward` gives, from the cache where it has it."""
+        keys = [cache.key(pixels_of(image, batches), (image.grids, image.tile_groups)) for image in inputs]
+        found = [cache.get(key) for key in keys]
+        missing = [index for index, features in enumerate(found) if features is None]
+        for group in in_passes([inputs[index] for index in missing], self._chunk_patches):
+            one = self._pass(group, batches)
+            parts = self._run(one, graph=False).split([image.features for image in group])
+            for features in parts:
+                index = missing.pop(0)
+                cache.put(keys[index], features)
+                found[index] = features
+        held = [features.to(self._device) for features in found if features is not None]
+        return torch.cat(held) if held else self.no_features()
 
     def backward(self, gradients: Tensor) -> None:
         """Add up gradients of the parameters, from those of the features that `forward` gave."""
@@ -93,18 +116,16 @@ class Encoder:
         return output
 
     def _run(self, one: _Pass, *, graph: bool) -> Tensor:
-        with get_cuda_rng_tracker().fork(ENCODER_RNG), torch.set_grad_enabled(graph):
+        # Generators belong to the process: a thread that encodes ahead must leave them alone, and has no dropout.
+        draws = get_cuda_rng_tracker().fork(ENCODER_RNG) if self._dropout else nullcontext()
+        with draws, torch.set_grad_enabled(graph):
             width = self._model.language.hidden_size
             output = self.module(one.batch)
             first, others = unpack(output, hidden=(1, width), carried=[(one.features, 1, width)] * self._deepstack)
             return torch.cat([first, *others], dim=1)
 
     def _pass(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> _Pass:
-        patches: list[Tensor] = []
-        for image in inputs:
-            pixels = batches[image.batch].patches
-            assert pixels is not None, "every rank that encodes has pixels"
-            patches.append(pixels[image.patches])
+        patches = [pixels_of(image, batches) for image in inputs]
         none = torch.empty(0, 0, dtype=torch.int64)
         batch = PackedBatch(
             tokens=none,
@@ -137,6 +158,13 @@ def encoder_config(config: Config) -> Config:
         overlap_param_gather=False,
     )
     return replace(config, parallel=parallel)
+
+
+def pixels_of(image: EncoderInput, batches: Sequence[PackedBatch]) -> Tensor:
+    """[P, D] patches of one image."""
+    patches = batches[image.batch].patches
+    assert patches is not None, "every rank that encodes has pixels"
+    return patches[image.patches]
 
 
 def without_patches(batch: PackedBatch) -> PackedBatch:

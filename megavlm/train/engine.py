@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megavlm.optim.build import build_optimizer, build_scheduler, join_optimizer
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import Colocated
 from megavlm.pipeline.encoder import Encoder, encoder_config
+from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
 from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
 from megavlm.planner.plan import Plan
 
@@ -55,11 +57,20 @@ class Engine:
     scheduler: Any
     groups: Groups
 
-    def train_step(self, batches: Sequence[PackedBatch], counters: Sequence[float] = ()) -> StepResult:
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        counters: Sequence[float] = (),
+        *,
+        upcoming: Sequence[PackedBatch] | None = None,
+    ) -> StepResult:
         """Forward, backward and update on one global batch's share of this rank.
 
         `counters` are numbers of this rank to add up on the way: the one small all-reduce of a step carries them.
+        `upcoming` is the next step's share, which a frozen encoder outside the pipeline encodes meanwhile.
         """
+        if upcoming is not None and self.schedule.colocated is not None:
+            self.schedule.colocated.announce(upcoming)
         self.optimizer.zero_grad()
         totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)
@@ -95,6 +106,8 @@ class Engine:
         megatron-core's gradient hooks and the wrapper that they belong to hold each other through C++, where Python's
         collector does not look. An emptied wrapper keeps neither weights nor process groups and their threads alive.
         """
+        if self.schedule.colocated is not None:
+            self.schedule.colocated.close()
         for chunk in self.parts:
             vars(chunk).clear()
 
@@ -173,12 +186,22 @@ class _Apart:
         """The encoder's place in a step, and the optimizer of all that is trained; a frozen one has neither gradient
         buffers nor optimizer state.
         """
-        encoder = Encoder(self.chunk, config)
+        encoder = Encoder(self.chunk, config, cache=_feature_cache(config, self.chunk))
         if encoder.trained:
             wrapped = wrap_chunks([self.chunk], self.config, self.groups)
             encoder = Encoder(wrapped[0], config)
             optimizer = join_optimizers(optimizer, build_optimizer(config, wrapped, self.groups))
         return Colocated(encoder, config, groups), optimizer
+
+
+def _feature_cache(config: Config, chunk: VLMChunk) -> FeatureCache | None:
+    folder = config.parallel.vision_cache
+    if folder is None:
+        return None
+    model = config.model
+    known = {"vision": model.vision, "projector": model.projector, "precision": config.train.precision}
+    weights = encoder_hash(chunk.named_parameters(), known)
+    return FeatureCache(Path(folder), size=int(config.parallel.vision_cache_size * 2**30), encoder=weights)
 
 
 def _connect(

@@ -29,8 +29,11 @@ def fit(run: Run) -> None:
             iteration += 1
             before = time.perf_counter()
             step = run.feed.next_step()
+            ahead = config.parallel.encode_ahead and iteration < config.train.train_iters
+            upcoming = run.feed.peek().batches if ahead else None
             fetched = time.perf_counter()
-            result = run.engine.train_step(step.batches, counts_of(run, step, stop=stop.requested).values())
+            counters = counts_of(run, step, stop=stop.requested).values()
+            result = run.engine.train_step(step.batches, counters, upcoming=upcoming)
             counts = Counts(*result.counters)
             seconds = time.perf_counter() - before
             record = record_of(run, iteration, step, result, counts, data_time=fetched - before, seconds=seconds)
