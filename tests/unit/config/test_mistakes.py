@@ -292,6 +292,30 @@ LAYOUT = (
         2,
     ),
     Mistake(
+        "--encode-ahead --freeze vision projector",
+        "--encode-ahead",
+        "add --placement colocated",
+        "--placement colocated",
+    ),
+    Mistake(
+        "--vision-cache x --placement colocated --freeze vision",
+        "--vision-cache",
+        "--freeze vision projector",
+        "--freeze vision projector",
+    ),
+    Mistake(
+        "--encode-ahead --placement colocated --freeze vision projector --hidden-dropout 0.1",
+        "--encode-ahead",
+        "--hidden-dropout and --attention-dropout",
+        "--hidden-dropout 0 --attention-dropout 0",
+    ),
+    Mistake(
+        "--vision-cache ~/x --placement colocated --freeze vision projector",
+        "--vision-cache '~/x'",
+        "write out the folder",
+        "--vision-cache x",
+    ),
+    Mistake(
         "--overlap-param-gather",
         "--overlap-param-gather",
         "needs --overlap-grad-reduce: add it",

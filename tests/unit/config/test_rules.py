@@ -51,6 +51,8 @@ def test_the_defaults_are_a_run() -> None:
         ("--pipeline-cuts 1 2 3", 1),  # the planner's to judge
         ("--run-dir no/such/place", 1),
         ("--overlap-grad-reduce --overlap-param-gather", 2),
+        ("--placement colocated --freeze vision projector --encode-ahead --vision-cache x", 2),
+        ("--placement colocated --tp 2 --vision-ffn-hidden-size 33 --projector-hidden-size 17", 2),
     ],
 )
 def test_what_works_is_allowed(argv: str, world: int) -> None:
