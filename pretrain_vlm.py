@@ -16,8 +16,8 @@ from megavlm.errors import UserError
 
 def main(argv: Sequence[str]) -> None:
     """Parse → check → build → fit. Nothing heavy is imported before the configuration is known to be right."""
-    config = with_model(parse(argv))
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    config = with_plan(with_model(parse(argv)), world=world)
     if config.train.dry_run:
         return dry_run(config, world=world)
     check(config, world=world)
@@ -42,14 +42,27 @@ def with_model(config: Config) -> Config:
     return with_model_of_origins(config)
 
 
+def with_plan(config: Config, *, world: int) -> Config:
+    """The configuration with the planner's layout, if it asks for one (`--plan auto`); every rank finds the same."""
+    if config.parallel.plan != "auto":
+        return config
+    from megavlm.planner.auto import planned
+
+    return planned(config, world)
+
+
 def dry_run(config: Config, *, world: int) -> None:
     """Print the plan for this layout, for at least as many processes as it needs; touches no device."""
+    from megavlm.planner.auto import memory_of
+    from megavlm.planner.memory import table as memory_table
     from megavlm.planner.plan import dims_of, make_plan, table
 
     parallel = config.parallel
     world = max(world, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     check(config, world=world)
-    print(table(make_plan(config, dims_of(config, world=world)), config))
+    dims = dims_of(config, world=world)
+    print(table(make_plan(config, dims), config))
+    print(memory_table(memory_of(config, dims, on_gpu=config.train.precision == "bf16")))
 
 
 def run(argv: Sequence[str]) -> int:

@@ -164,6 +164,12 @@ class ParallelConfig:
         None, "Colocated, frozen encoder: folder for features of images, shared by runs with the same encoder."
     )
     vision_cache_size: float = option(10.0, "Most GiB that --vision-cache keeps; what was not used for longest goes.")
+    plan: Literal["manual", "auto"] = option(
+        "manual", "Layout and micro-batch as given, or what the planner finds fastest for this many processes."
+    )
+    hardware: str = option(
+        "cpu", "What --plan auto plans for: a100, h100, h200, b200, cpu, or a JSON file of tools/calibrate.py."
+    )
     pipeline_cuts: tuple[int, ...] | None = option(
         None, "Layer-list indices where chunks begin, PP·VPP−1 of them (--dry-run prints the list); default: even."
     )

@@ -42,6 +42,7 @@ class Workload:
 class LayerCost:
     parameters: int
     forward_flops: float
+    attention_flops: float = 0.0  # of those, the products of scores and values
 
 
 def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
@@ -51,11 +52,11 @@ def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
         params = _vision_layer_matrices(vision)
         windowed = attends_in_windows(vision, int(name.removeprefix(VISION_LAYER)))
         attention = 4.0 * (work.window_squares if windowed else work.patch_squares) * vision.hidden_size
-        return LayerCost(params, 2.0 * params * work.patches + attention)
+        return LayerCost(params, 2.0 * params * work.patches + attention, attention)
     if name.startswith(LANGUAGE_LAYER):
         params = _language_layer_matrices(language)
         attention = 2.0 * work.token_squares * head_width(language) * language.num_attention_heads
-        return LayerCost(params, 2.0 * params * work.tokens + attention)
+        return LayerCost(params, 2.0 * params * work.tokens + attention, attention)
     if name == PATCH_EMBED:
         pixels = vision.in_channels * vision.patch_size**2
         table = (vision.image_size // vision.patch_size) ** 2 if vision.position_embedding != "rope2d" else 0

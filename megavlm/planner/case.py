@@ -1,0 +1,97 @@
+"""`Case`: one way to run a model, as the planner's models of memory and time read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megavlm.config import sequence_parallel
+from megavlm.config.schema import Config, ModelConfig
+from megavlm.model.flops import Workload
+from megavlm.parallel.dims import Dims
+from megavlm.planner.layers import layer_names, trained_below, trained_layers, trains_weights
+from megavlm.planner.orders import Shape, schedule_for
+from megavlm.planner.plan import typical_workload
+
+Recompute = Literal["none", "selective", "full"]
+BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # of an activation or a weight; FP8 keeps both in bf16 outside its products
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what one micro-batch holds, and the layout. Times and bytes follow from nothing else."""
+
+    model: ModelConfig
+    work: Workload  # of one micro-batch
+    dims: Dims
+    micro_batches: int  # per data-parallel rank and step
+    precision: str = "fp32"
+    sequence_parallel: bool = False
+    sharded_optimizer: bool = True  # ZeRO-1
+    overlap_grad_reduce: bool = False
+    own: frozenset[str] = frozenset()  # layers whose own weights are trained
+    trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
+    on_gpu: bool = False  # a CPU computes RMS norms in steps and keeps them, and keeps what stages have sent
+
+    @property
+    def shape(self) -> Shape:
+        dims = self.dims
+        return Shape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, self.micro_batches)
+
+    @property
+    def bytes_each(self) -> int:
+        return BYTES[self.precision]
+
+    @property
+    def sequence_shards(self) -> int:
+        """Parts that activations between TP regions are cut into."""
+        return self.dims.tp if self.sequence_parallel else 1
+
+    @property
+    def features(self) -> float:
+        """Image features of a micro-batch."""
+        return self.work.patches / self.model.projector.pixel_shuffle**2
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return layer_names(self.model)
+
+    def trains(self, name: str) -> bool:
+        """Whether a layer's own weights have gradients."""
+        return name in self.own
+
+    @cached_property
+    def gradient_reaches(self) -> tuple[bool, ...]:
+        """Of each layer: whether something before it is trained, so that its input needs a gradient."""
+        return tuple(trained_below(name, self.names[:i], self.trained) for i, name in enumerate(self.names))
+
+
+def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
+    """The case that a configuration describes on these degrees."""
+    train = config.train
+    sample = typical_workload(config)
+    return Case(
+        model=config.model,
+        work=times(sample, train.micro_batch_size),
+        dims=dims,
+        micro_batches=train.global_batch_size // (train.micro_batch_size * dims.dp),
+        precision=train.precision,
+        sequence_parallel=sequence_parallel(config),
+        sharded_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
+        trained=trained_layers(config),
+        on_gpu=on_gpu,
+    )
+
+
+def times(work: Workload, samples: int) -> Workload:
+    """The work of several samples that are alike."""
+    return Workload(
+        patches=work.patches * samples,
+        patch_squares=work.patch_squares * samples,
+        window_squares=work.window_squares * samples,
+        tokens=work.tokens * samples,
+        token_squares=work.token_squares * samples,
+    )

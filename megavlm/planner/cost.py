@@ -1,0 +1,138 @@
+"""Seconds of each layer's passes, of what travels, and of what ends a step: FLOPs and bytes over a device's rates.
+
+A pass is matrix products, attention, memory traffic and, under tensor parallelism, collectives, one after the other:
+megatron-core's linear layers wait for them on the CPU and, but for one overlap in backward, on a GPU as well. Backward
+runs each product once for the weight's gradient where the weight is trained and once for the input's where something
+below is: 2, 4 or 6 FLOPs per parameter and token, forward included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megavlm.model.flops import layer_cost
+from megavlm.planner.activations import FP32, hidden_bytes, saved_bytes
+from megavlm.planner.case import Case, Recompute
+from megavlm.planner.hardware import Hardware, Link, Rates
+from megavlm.planner.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PROJECTOR, VISION_LAYER
+from megavlm.planner.parameters import local_parameters
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """One micro-batch through one layer on one tensor-parallel rank."""
+
+    forward: float
+    backward: float
+
+
+def layer_seconds(name: str, case: Case, hardware: Hardware, recompute: Recompute = "none") -> Seconds:
+    """Forward and backward of a layer; `recompute` adds what is computed anew to the backward pass."""
+    index = case.names.index(name)
+    reached, trained, tp = case.gradient_reaches[index], case.trains(name), case.dims.tp
+    cost = layer_cost(name, case.model, case.work)
+    attention = cost.attention_flops / tp
+    products = cost.forward_flops / tp - attention
+    traffic = 2 * _touched(name, case)  # written once, read once
+    link = hardware.link(tp)
+    gathers, reductions = _tensor_parallel_bytes(name, case)
+    exchange = _collective(gathers, tp, link) + _collective(reductions, tp, link)
+    forward = _seconds(products, attention, traffic, hardware.forward) + exchange
+    if not (trained or reached):
+        return Seconds(forward, 0.0)
+    grad_products = products * (trained + reached)
+    backward = _seconds(grad_products, 2 * attention, 2 * traffic, hardware.backward)
+    # The input's gradient goes the opposite ways, and sequence-sharded inputs are gathered once more for the weight's.
+    backward += exchange + (_collective(gathers, tp, link) if trained and case.sequence_parallel else 0.0)
+    if recompute == "full" and reached and name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
+        backward += forward
+    if recompute == "selective" and attention:
+        backward += attention / hardware.forward.attention
+    return Seconds(forward, backward)
+
+
+def _seconds(products: float, attention: float, traffic: float, rates: Rates) -> float:
+    return products / rates.matmul + attention / rates.attention + traffic / rates.bandwidth + rates.overhead
+
+
+def features_of(name: str, case: Case) -> tuple[float, float, float]:
+    """(products, attention, traffic) of a forward pass: what `tools/calibrate.py` fits a device's rates to."""
+    cost = layer_cost(name, case.model, case.work)
+    attention = cost.attention_flops / case.dims.tp
+    return cost.forward_flops / case.dims.tp - attention, attention, 2 * _touched(name, case)
+
+
+def _touched(name: str, case: Case) -> float:
+    """Bytes that a forward pass writes: as many as it would save if everything were trained."""
+    everything = replace(case, own=frozenset(case.names), trained=frozenset(case.names))
+    return saved_bytes(name, everything) + hidden_bytes(name, case)
+
+
+def _tensor_parallel_bytes(name: str, case: Case) -> tuple[list[float], list[float]]:
+    """Bytes of the all-gathers and of the reductions of a forward pass, whole tensors.
+
+    A transformer layer gathers before and reduces after each of its two blocks; without sequence parallelism the two
+    all-reduces move as much as these four. Projector and merge are whole outside their own products.
+    """
+    if case.dims.tp == 1:
+        return [], []
+    e, work, model = case.bytes_each, case.work, case.model
+    vision = work.patches * model.vision.hidden_size * e
+    text = work.tokens * model.language.hidden_size * e
+    if name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
+        size = vision if name.startswith(VISION_LAYER) else text
+        return [size, size], [size, size]
+    if name == PROJECTOR or name.startswith(DEEPSTACK):
+        features = case.features * model.language.hidden_size * e
+        return [vision] * case.sequence_parallel, [features, features]
+    if name == EMBEDDING:
+        return [], [text, text]  # an all-reduce of whole embeddings
+    if name == OUTPUT:
+        return [text], [work.tokens * FP32] * 6  # largest logit, label's logit and sum, each an all-reduce
+    return [], []
+
+
+def _collective(sizes: list[float], ranks: int, link: Link) -> float:
+    """Ring all-gathers or reduce-scatters: (n−1)/n of the whole tensor passes each link, in n−1 hops."""
+    return sum((ranks - 1) * link.latency + size * (ranks - 1) / ranks / link.bandwidth for size in sizes)
+
+
+def transfer_seconds(size: float, case: Case, hardware: Hardware) -> float:
+    """Sending `size` bytes to the next pipeline rank: the shape is announced first."""
+    dims = case.dims
+    if dims.pp == 1:
+        return 0.0
+    link = hardware.link(2 * dims.tp * dims.dp)
+    return 2 * link.latency + link.seconds(size)
+
+
+def carried_bytes(case: Case, index: int) -> float:
+    """DeepStack features that travel along where the list is cut before layer `index`, whole on each rank."""
+    if not case.model.vision.deepstack_layers:
+        return 0.0
+    made = sum(name.startswith(DEEPSTACK) for name in case.names[:index])
+    taken = sum(name.startswith(LANGUAGE_LAYER) for name in case.names[:index])
+    return max(0, made - taken) * case.features * case.model.language.hidden_size * case.bytes_each
+
+
+def gradient_seconds(trained: float, case: Case, hardware: Hardware, *, shards: int) -> float:
+    """Reducing a rank's gradients over `shards` ranks, and gathering the weights anew: fp32 out, weights' type back."""
+    if shards == 1:
+        return 0.0
+    link = hardware.link(shards * case.dims.tp)
+    back = trained * (case.bytes_each if case.sharded_optimizer else FP32)  # an all-reduce is both halves in fp32
+    return _collective([trained * FP32], shards, link) + _collective([back], shards, link)
+
+
+def optimizer_seconds(trained: float, case: Case, hardware: Hardware, *, shards: int) -> float:
+    """AdamW's passes over memory: gradient, weights and two moments read, all but the gradient written.
+
+    Clearing and scaling gradients and their norm pass over the whole fp32 buffer, whether the state is sharded or not.
+    """
+    own = trained / (shards if case.sharded_optimizer else 1)
+    return (own * 7 * FP32 + trained * 4 * FP32) / hardware.memory_bandwidth
+
+
+def trained_parameters(case: Case, start: int, end: int) -> float:
+    """Trained numbers that one tensor-parallel rank holds of layers start … end−1."""
+    return sum(local_parameters(n, case.model, case.dims.tp) for n in case.names[start:end] if case.trains(n))

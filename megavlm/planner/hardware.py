@@ -1,0 +1,203 @@
+"""`Hardware`: what a device and its links can do. Profiles of NVIDIA GPUs from published figures, others measured.
+
+Rates are what well-shaped work reaches, not peaks: the peak that MFU is measured against is in `metrics/throughput.py`.
+`tools/calibrate.py` measures a profile on the machine at hand and writes it as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megavlm.config.words import did_you_mean, plain
+from megavlm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of a layer's pass = products / `matmul` + attention / `attention` + bytes / `bandwidth` + `overhead`."""
+
+    matmul: float  # FLOP/s of matrix products
+    attention: float  # FLOP/s of attention's two products, causal ones counted half
+    bandwidth: float  # bytes/s of what lies between: norms, activations, residuals
+    overhead: float  # seconds per layer
+
+
+@dataclass(frozen=True)
+class Link:
+    """A transfer of n bytes takes `latency` + n / `bandwidth`."""
+
+    bandwidth: float  # bytes/s per device and direction
+    latency: float  # seconds
+
+    def seconds(self, size: float) -> float:
+        return self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Hardware:
+    name: str
+    source: str
+    on_gpu: bool
+    memory: float  # bytes of a device that tensors may take
+    forward: Rates
+    backward: Rates
+    memory_bandwidth: float  # bytes/s of an optimizer step
+    near: Link  # between devices of a node
+    far: Link  # between nodes, per device
+    devices_per_node: int
+    peak: float | None = None  # FLOP/s that MFU is a share of; None: unknown
+
+    def link(self, span: int) -> Link:
+        """The slowest link of a group whose ranks lie within `span` neighbouring ranks."""
+        return self.near if span <= self.devices_per_node else self.far
+
+
+_GB, _TFLOP = 1e9, 1e12
+_USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, NCCL's buffers and fragmentation
+_LINK_SHARE = 0.8  # of a link's data-sheet rate that NCCL's collectives reach
+_MEMORY_SHARE = 0.85  # of the memory's data-sheet rate that elementwise kernels reach
+_LAYER_LAUNCHES = 20e-6  # seconds per layer and pass that no kernel fills
+
+
+def _gpu(
+    name: str,
+    *,
+    peak: float,
+    products: float,
+    attention: tuple[float, float],
+    gigabytes: float,
+    memory_rate: float,
+    nvlink: float,
+    network: float,
+    source: str,
+) -> Hardware:
+    """A profile from TFLOP/s, gigabytes and GB/s; `nvlink` and `network` per direction."""
+    bandwidth = memory_rate * _GB * _MEMORY_SHARE
+    return Hardware(
+        name=name,
+        source=source,
+        on_gpu=True,
+        memory=gigabytes * _GB * _USABLE,
+        forward=Rates(products * _TFLOP, attention[0] * _TFLOP, bandwidth, _LAYER_LAUNCHES),
+        backward=Rates(products * _TFLOP, attention[1] * _TFLOP, bandwidth, _LAYER_LAUNCHES),
+        memory_bandwidth=bandwidth,
+        near=Link(nvlink * _GB * _LINK_SHARE, 10e-6),
+        far=Link(network * _GB * _LINK_SHARE, 20e-6),
+        devices_per_node=8,
+        peak=peak * _TFLOP,
+    )
+
+
+# Products: the "maximum achievable matmul FLOPS" of S. Bekman's ML Engineering book for bf16, except H200, which has
+# H100's arithmetic. Attention: FlashAttention-2 (Dao 2023) on A100, FlashAttention-3 (Shah et al. 2024) on Hopper, head
+# width 128; on B200 an assumption, Hopper's shares of the peak. Memory, links and peaks: NVIDIA's data sheets; network:
+# 200 Gbit/s per GPU on DGX A100, 400 on DGX H100, H200 and B200.
+PROFILES: dict[str, Hardware] = {
+    "a100": _gpu(
+        "a100",
+        peak=312,
+        products=271,
+        attention=(220, 185),
+        gigabytes=80,
+        memory_rate=2039,
+        nvlink=300,
+        network=25,
+        source="A100 80GB SXM data sheet; MAMF 271 TFLOP/s; FlashAttention-2",
+    ),
+    "h100": _gpu(
+        "h100",
+        peak=989,
+        products=794,
+        attention=(600, 500),
+        gigabytes=80,
+        memory_rate=3350,
+        nvlink=450,
+        network=50,
+        source="H100 SXM data sheet; MAMF 794 TFLOP/s; FlashAttention-3",
+    ),
+    "h200": _gpu(
+        "h200",
+        peak=989,
+        products=794,
+        attention=(600, 500),
+        gigabytes=141,
+        memory_rate=4800,
+        nvlink=450,
+        network=50,
+        source="H200 SXM data sheet; arithmetic as H100",
+    ),
+    "b200": _gpu(
+        "b200",
+        peak=2250,
+        products=1745,
+        attention=(1360, 1140),
+        gigabytes=180,
+        memory_rate=8000,
+        nvlink=900,
+        network=50,
+        source="HGX B200 data sheet; MAMF 1745 TFLOP/s; attention assumed at Hopper's share of the peak",
+    ),
+    # One core of a server processor and gloo on one machine: enough to compare layouts, no more. Calibrate yours.
+    "cpu": Hardware(
+        name="cpu",
+        source="an order of magnitude for one core; tools/calibrate.py measures yours",
+        on_gpu=False,
+        memory=8e9,
+        forward=Rates(6e10, 4e10, 4e9, 1e-3),
+        backward=Rates(6e10, 4e10, 4e9, 2e-3),
+        memory_bandwidth=5e9,
+        near=Link(1e9, 3e-4),
+        far=Link(1e9, 3e-4),
+        devices_per_node=1 << 20,
+    ),
+}
+
+
+def scaled(hardware: Hardware, *, products: float) -> Hardware:
+    """The same device with matrix products so many times as fast (FP8: 2), attention as it is."""
+    forward, backward = hardware.forward, hardware.backward
+    return replace(
+        hardware,
+        forward=replace(forward, matmul=forward.matmul * products),
+        backward=replace(backward, matmul=backward.matmul * products),
+    )
+
+
+def for_precision(hardware: Hardware, precision: str) -> Hardware:
+    """GPU profiles are in bf16: fp32 runs its products on TF32 units at best, half as fast."""
+    return scaled(hardware, products=0.5) if hardware.on_gpu and precision == "fp32" else hardware
+
+
+def profile(name: str) -> Hardware:
+    """A profile by name (`h100`) or out of a JSON file that `tools/calibrate.py` wrote. Raises UserError."""
+    if name.lower() in PROFILES:
+        return PROFILES[name.lower()]
+    path = Path(name)
+    if not path.is_file():
+        hint = did_you_mean(name, PROFILES) or f": choose {', '.join(PROFILES)} or a file of tools/calibrate.py"
+        raise UserError(f"--gpu/--profile {plain(name)} is neither a known device nor a file{hint}")
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--profile {plain(name)} is no hardware profile: write one with tools/calibrate.py") from error
+
+
+def to_json(hardware: Hardware) -> dict[str, Any]:
+    return asdict(hardware)
+
+
+def from_json(data: Mapping[str, Any]) -> Hardware:
+    """The inverse; ValueError, KeyError or TypeError where something is missing or no positive number."""
+    fields: dict[str, Any] = dict(data)
+    rates = {side: Rates(**fields.pop(side)) for side in ("forward", "backward")}
+    links = {side: Link(**fields.pop(side)) for side in ("near", "far")}
+    hardware = Hardware(**fields | rates | links)
+    numbers = [hardware.memory, hardware.memory_bandwidth, hardware.devices_per_node]
+    numbers += [value for rate in rates.values() for value in (rate.matmul, rate.attention, rate.bandwidth)]
+    if not all(value > 0 for value in (*numbers, hardware.near.bandwidth, hardware.far.bandwidth)):
+        raise ValueError("rates must be positive")
+    return hardware

@@ -1,0 +1,127 @@
+"""Bytes on each pipeline rank: what weights, their gradients and the optimizer take, and what a step adds at its peak.
+
+Honest to what this program allocates: DDP's gradient buffer is fp32 whatever the precision, master weights exist under
+bf16 alone, ZeRO-1 shards state and master weights over data-parallel ranks, and every micro-batch of the step is on the
+device from its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from itertools import pairwise
+
+from megavlm.planner.activations import FP32, hidden_bytes, saved_bytes
+from megavlm.planner.case import Case, Recompute
+from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, VISION_LAYER
+from megavlm.planner.orders import peak_in_flight
+from megavlm.planner.parameters import local_parameters, vocabulary_shard
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, by what they hold."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0  # saved for the backward passes in flight
+    transient: float = 0.0  # beyond that, at the worst moment of a backward pass
+    data: float = 0.0  # the step's batches, and image features where the encoder runs ahead of the pipeline
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def standing(name: str, case: Case, *, copies_vocabulary: bool = False) -> Memory:
+    """What a layer takes from step to step. `copies_vocabulary`: a tied output layer away from its embedding."""
+    count = local_parameters(name, case.model, case.dims.tp)
+    if copies_vocabulary and name == OUTPUT and case.model.language.tie_embeddings:
+        count += vocabulary_shard(case.model, case.dims.tp)
+    return _standing(count, case, trained=case.trains(name), shards=case.dims.dp)
+
+
+def _standing(count: float, case: Case, *, trained: bool, shards: int) -> Memory:
+    if not trained:
+        return Memory(weights=count * case.bytes_each)
+    state = 2 * FP32 + (FP32 if case.bytes_each != FP32 else 0)  # two moments; master weights
+    return Memory(
+        weights=count * case.bytes_each,
+        gradients=count * FP32,
+        optimizer=count * state / (shards if case.sharded_optimizer else 1),
+    )
+
+
+def replicated_encoder(case: Case) -> Memory:
+    """Vision tower and projector, whole on every rank, their state sharded over the world (`--placement colocated`)."""
+    total = Memory()
+    for name in case.names[: case.names.index(EMBEDDING)]:
+        count = local_parameters(name, case.model, 1)
+        total += _standing(count, case, trained=case.trains(name), shards=case.dims.world)
+    return total
+
+
+def transient_bytes(name: str, case: Case, recompute: Recompute = "none") -> float:
+    """What a layer's backward pass needs beside what was saved, while everything saved is still there."""
+    e = case.bytes_each
+    if name.startswith((VISION_LAYER, LANGUAGE_LAYER)) and recompute == "full":
+        return saved_bytes(name, case)  # one layer at a time is computed anew; its input replaces its gradient
+    if name == OUTPUT:
+        vocabulary = vocabulary_shard(case.model, case.dims.tp) / case.model.language.hidden_size
+        weight = vocabulary * case.model.language.hidden_size * e * case.trains(OUTPUT)
+        if e == FP32:
+            return weight + 2 * hidden_bytes(name, case)
+        logits = case.work.tokens * vocabulary  # their gradient in bf16, before those of fp32 are freed
+        return max(logits * e, weight + logits * (e - FP32)) + 2 * hidden_bytes(name, case)
+    return 2 * hidden_bytes(name, case)  # the gradient that arrives and the one that leaves
+
+
+def batch_bytes(case: Case, *, with_patches: bool) -> float:
+    """One micro-batch's tensors: token ids, labels and positions of 8 bytes, a mask of 4, and pixels in fp32."""
+    axes = 3 if case.model.language.mrope_section else 1
+    text = case.work.tokens * (8 * (2 + axes) + 4) + case.features * 8
+    vision = case.model.vision
+    pixels = case.work.patches * vision.in_channels * vision.patch_size**2 * FP32
+    return text + pixels * with_patches
+
+
+def rank_memory(
+    case: Case, bounds: Sequence[int], rank: int, *, recompute: Sequence[Recompute], skip: int = 0
+) -> Memory:
+    """Peak of one pipeline rank whose chunks are cut at `bounds` (indices into the layer list, both ends included).
+
+    `recompute` is each chunk's mode; `skip` leaves the first layers out, where they are replicated instead.
+    """
+    spans = [case.names[a:b] for a, b in pairwise(bounds)]
+    total, transient = Memory(), 0.0
+    for chunk, count in zip(case.dims.chunks_of(rank), peak_in_flight(case.shape)[rank], strict=True):
+        names = [name for name in spans[chunk] if case.names.index(name) >= skip]
+        alone = EMBEDDING not in spans[chunk]
+        for name in names:
+            total += standing(name, case, copies_vocabulary=alone)
+        mode = recompute[chunk]
+        saved = sum(saved_bytes(name, case, mode) for name in names)
+        if not case.on_gpu and chunk < case.dims.chunks - 1:
+            saved += hidden_bytes(spans[chunk + 1][0], case)  # sent, and not yet let go
+        total += Memory(activations=count * saved)
+        transient = max(transient, *(transient_bytes(name, case, mode) for name in names), 0.0)
+    with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in case.dims.chunks_of(rank))
+    data = case.micro_batches * batch_bytes(case, with_patches=with_patches)
+    return total + Memory(transient=transient, data=data)
+
+
+def table(memories: Sequence[Memory]) -> str:
+    """Memory of each pipeline rank for people, in GiB (MiB where all are small)."""
+    unit, size = ("GiB", 2**30) if max(memory.total for memory in memories) > 2**30 else ("MiB", 2**20)
+    header = ("rank", "weights", "gradients", "optimizer", "activations", "transient", "data", "total")
+    rows = [header] + [
+        (str(rank), *(f"{value / size:.2f}" for value in (*astuple(memory), memory.total)))
+        for rank, memory in enumerate(memories)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([f"memory of each pipeline rank at its peak, {unit}", *lines])

@@ -1,0 +1,109 @@
+"""In which order each pipeline rank runs its passes: GPipe, 1F1B, interleaved 1F1B and zero-bubble ZB-H1.
+
+An order is fixed before the step begins and says nothing about time; `timeline` says when each pass then runs.
+Sources: GPipe (Huang et al. 2019); 1F1B (Narayanan et al. 2019, PipeDream-Flush); interleaved 1F1B (Narayanan et al.
+2021) in megatron-core's order; ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch through one chunk: F forward, B backward (its input's half where W is apart), W weights' half."""
+
+    kind: str
+    chunk: int
+    micro: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an order depends on: `pp` ranks with `vpp` chunks each, and micro-batches per step."""
+
+    schedule: ScheduleName
+    pp: int
+    vpp: int
+    micro_batches: int
+
+    @property
+    def chunks(self) -> int:
+        return self.pp * self.vpp
+
+
+def schedule_for(*, pp: int, vpp: int) -> ScheduleName:
+    """The schedule that megatron-core runs for these degrees."""
+    return "interleaved" if vpp > 1 and pp > 1 else "1f1b"
+
+
+@lru_cache(maxsize=256)
+def orders(shape: Shape) -> tuple[tuple[Pass, ...], ...]:
+    """Each rank's passes in the order that it runs them."""
+    if shape.schedule == "interleaved":
+        assert shape.micro_batches % shape.pp == 0, "interleaving runs micro-batches in rounds of PP"
+        return tuple(_interleaved(shape, rank) for rank in range(shape.pp))
+    assert shape.vpp == 1, f"{shape.schedule} has one chunk per rank"
+    if shape.schedule == "zb-h1":
+        return tuple(_zero_bubble(shape.micro_batches, rank, shape.pp) for rank in range(shape.pp))
+    warmups = [shape.micro_batches if shape.schedule == "gpipe" else shape.pp - rank - 1 for rank in range(shape.pp)]
+    return tuple(_one_f_one_b(shape.micro_batches, rank, min(shape.micro_batches, w)) for rank, w in enumerate(warmups))
+
+
+def _one_f_one_b(count: int, rank: int, warmup: int) -> tuple[Pass, ...]:
+    """`warmup` forwards, then a forward and a backward in turn while there are forwards, then the backwards left."""
+    order = [Pass(FORWARD, rank, micro) for micro in range(warmup)]
+    for micro in range(count - warmup):
+        order += [Pass(FORWARD, rank, warmup + micro), Pass(BACKWARD, rank, micro)]
+    return (*order, *(Pass(BACKWARD, rank, micro) for micro in range(count - warmup, count)))
+
+
+def _interleaved(shape: Shape, rank: int) -> tuple[Pass, ...]:
+    """Rounds of PP micro-batches pass a rank's chunks in turn, backwards in the opposite order of chunks."""
+    pp, vpp, count = shape.pp, shape.vpp, shape.micro_batches
+    table = [(first + micro, chunk) for first in range(0, count, pp) for chunk in range(vpp) for micro in range(pp)]
+    forwards = [Pass(FORWARD, chunk * pp + rank, micro) for micro, chunk in table]
+    backwards = [Pass(BACKWARD, (vpp - 1 - chunk) * pp + rank, micro) for micro, chunk in table]
+    warmup = min(len(table), (pp - rank - 1) * 2 + (vpp - 1) * pp)
+    order = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        order += [forward, backward]
+    return (*order, *backwards[len(table) - warmup :])
+
+
+def _zero_bubble(count: int, rank: int, pp: int) -> tuple[Pass, ...]:
+    """ZB-H1: 1F1B whose weight gradients lag `rank` micro-batches behind, and so fill the end of the step.
+
+    Between F and W a rank holds (PP − rank) + rank micro-batches: as many as 1F1B's first rank, on every rank.
+    """
+    order: list[Pass] = []
+    for step in _one_f_one_b(count, rank, min(count, pp - rank - 1)):
+        order.append(step)
+        if step.kind == BACKWARD and step.micro >= rank:
+            order.append(Pass(WEIGHT, rank, step.micro - rank))
+    return (*order, *(Pass(WEIGHT, rank, micro) for micro in range(max(0, count - rank), count)))
+
+
+@lru_cache(maxsize=1024)
+def peak_in_flight(shape: Shape) -> tuple[tuple[int, ...], ...]:
+    """Of each rank: the largest number of micro-batches whose activations each of its chunks holds at once.
+
+    Where a rank has several chunks, the counts are those at the moment when their sum is largest.
+    """
+    release = WEIGHT if shape.schedule == "zb-h1" else BACKWARD
+    peaks = []
+    for rank, order in enumerate(orders(shape)):
+        held = dict.fromkeys(range(rank, shape.chunks, shape.pp), 0)
+        peak, at_peak = -1, tuple(held.values())
+        for step in order:
+            held[step.chunk] += (step.kind == FORWARD) - (step.kind == release)
+            if sum(held.values()) > peak:
+                peak, at_peak = sum(held.values()), tuple(held.values())
+        peaks.append(at_peak)
+    return tuple(peaks)

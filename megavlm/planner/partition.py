@@ -1,0 +1,220 @@
+"""Where to cut the layer list, and what to recompute in each chunk: least simulated step time under a memory cap.
+
+A rank r cannot be done before S(r) + m·load(r): its first micro-batch has to come through the chunks before it and the
+gradients of its last one have to return (S), and it works m times on its chunks in between. Exact dynamic programming
+minimises the largest of these bounds; branch and bound then plays the promising cuts through the simulator, until no
+cut is left whose bound is below the best time found (`exact`), or the allowance of simulations is spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megavlm.planner.case import Recompute
+from megavlm.planner.orders import Shape, peak_in_flight
+from megavlm.planner.tables import Array, LayerTables
+from megavlm.planner.timeline import Timeline, simulate, uniform
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Cuts (indices into the pipeline's own layers, as many as chunks − 1) with each chunk's recomputation."""
+
+    cuts: tuple[int, ...]
+    recompute: tuple[Recompute, ...]
+    seconds: float  # simulated, of the pipeline alone
+    bubble: float
+    bound: float  # no partition is faster than this
+    exact: bool  # none is faster than `seconds`
+
+
+def play(
+    tables: LayerTables,
+    shape: Shape,
+    cuts: tuple[int, ...],
+    recompute: tuple[Recompute, ...],
+    *,
+    keep_events: bool = False,
+) -> Timeline:
+    """Simulate one partition."""
+    bounds = (0, *cuts, tables.count)
+    spans = list(zip(bounds, bounds[1:], recompute, strict=False))
+    durations = uniform(
+        [float(tables.forward[b] - tables.forward[a]) for a, b, _ in spans],
+        [float(tables.modes[mode].backward[b] - tables.modes[mode].backward[a]) for a, b, mode in spans],
+        transfer=[float(tables.transfer[cut]) for cut in cuts] if shape.pp > 1 else [],
+        micro_batches=shape.micro_batches,
+    )
+    return simulate(shape, durations, keep_events=keep_events)
+
+
+def chunk_bytes(tables: LayerTables, held: int, a: int, b: int, mode: Recompute, *, last: bool) -> tuple[float, float]:
+    """(bytes that add up over a rank's chunks, transient bytes of which the largest counts) of layers a … b−1."""
+    by_mode = tables.modes[mode]
+    saved = float(by_mode.saved[b] - by_mode.saved[a])
+    if not tables.case.on_gpu and not last:
+        saved += float(tables.boundary[b])
+    return float(tables.standing[b] - tables.standing[a]) + held * saved, float(by_mode.transient[a:b].max())
+
+
+@dataclass(frozen=True)
+class NoPartition:
+    """Nothing found: `bound` is inf where nothing fits the memory, else what no partition can be faster than."""
+
+    bound: float
+
+
+def best_partition(
+    tables: LayerTables,
+    shape: Shape,
+    *,
+    cap: float = float("inf"),
+    limit: float = float("inf"),
+    simulations: int = 200,
+    nodes: int = 200_000,
+) -> Partition | NoPartition:
+    """The fastest partition into `shape.chunks` chunks whose ranks stay below `cap` bytes.
+
+    Partitions slower than `limit` seconds are of no interest. After `simulations` simulations or `nodes` partial
+    partitions the best found so far is the answer, and `exact` is False.
+    """
+    search = _Search(tables, shape, cap, limit, simulations, nodes)
+    bound = search.run()
+    if search.best is None:
+        return NoPartition(bound)
+    seconds, bubble, cuts, recompute = search.best
+    return Partition(cuts, recompute, seconds, bubble, seconds if search.exhausted else bound, search.exhausted)
+
+
+@dataclass
+class _Search:
+    """Branch and bound, chunk by chunk from the first."""
+
+    tables: LayerTables
+    shape: Shape
+    cap: float
+    limit: float
+    simulations: int
+    nodes: int
+    best: tuple[float, float, tuple[int, ...], tuple[Recompute, ...]] | None = None
+    exhausted: bool = False
+    _nodes: int = 0
+    _rest: list[Array] = field(default_factory=list)
+
+    def run(self) -> float:
+        """Search; returns a bound that holds for every partition."""
+        if self.shape.chunks > self.tables.count:
+            return float("inf")
+        self._held = peak_in_flight(self.shape)
+        self._rest = self._bounds_of_rests()
+        bound = float(self._rest[self.shape.chunks][0])
+        if bound < self.limit:
+            used = [(0.0, 0.0)] * self.shape.pp
+            self.exhausted = self._extend(0, 0, 0.0, 0.0, [0.0] * self.shape.pp, used, (), ())
+        return bound if self.best is not None or not self.exhausted else max(bound, self.limit)
+
+    def _bounds_of_rests(self) -> list[Array]:
+        """[chunks + 1][layers + 1]: the least bound of layers j … in k chunks, counted from when j is reached.
+
+        Chunks that do not fit their rank alone are left out. With several chunks per rank only the work of one of them
+        is known to be on its rank: a weaker bound.
+        """
+        tables, m, n = self.tables, self.shape.micro_batches, self.tables.count
+        places = np.arange(n + 1)
+        rising = places[None, :] > places[:, None]
+        seconds, standing = _spans(tables.forward), _spans(tables.standing)
+        kept = np.zeros(n + 1) if tables.case.on_gpu else tables.boundary
+        worst = {mode: _largest(values.transient) for mode, values in tables.modes.items()}
+        rest = [np.where(places == n, 0.0, np.inf)]
+        for k in range(1, self.shape.chunks + 1):
+            index = self.shape.chunks - k
+            held = self._held[index % self.shape.pp][index // self.shape.pp]
+            chunk = np.full((n + 1, n + 1), np.inf)
+            for mode, values in tables.modes.items():
+                size = standing + held * (_spans(values.saved) + (kept[None, :] if k > 1 else 0.0)) + worst[mode]
+                took = seconds + _spans(values.backward)
+                chunk = np.where(rising & (size <= self.cap), np.minimum(chunk, took), chunk)
+            passing = chunk + 2 * tables.transfer[None, :] + rest[-1][None, :]
+            after = np.maximum(m * chunk, passing)
+            rest.append(np.where(np.isfinite(rest[-1])[None, :], after, np.inf).min(axis=1))
+        return rest
+
+    def _choices(self, index: int, start: int, reach: float) -> Iterator[tuple[float, int, Recompute, float]]:
+        """(bound, end, mode, seconds) of chunk `index`, most promising first."""
+        left, tables = self.shape.chunks - index - 1, self.tables
+        ends = np.arange(start + 1, tables.count - left + 1) if left else np.array([tables.count])
+        forward = tables.forward[ends] - tables.forward[start]
+        beyond = 2 * tables.transfer[ends] + self._rest[left][ends]
+        names = list(tables.modes)
+        took = np.stack([forward + v.backward[ends] - v.backward[start] for v in tables.modes.values()])
+        bounds = reach + np.maximum(took + beyond[None, :], self.shape.micro_batches * took)
+        for flat in np.argsort(bounds, axis=None, kind="stable"):
+            mode, place = divmod(int(flat), len(ends))
+            if bounds[mode, place] == np.inf:
+                return
+            yield float(bounds[mode, place]), int(ends[place]), names[mode], float(took[mode, place])
+
+    @property
+    def _target(self) -> float:
+        """Seconds that a partition must be faster than."""
+        return self.limit if self.best is None else min(self.limit, self.best[0] * (1 - 1e-12))
+
+    def _extend(
+        self,
+        index: int,
+        start: int,
+        reach: float,
+        bound: float,
+        loads: list[float],
+        used: list[tuple[float, float]],
+        cuts: tuple[int, ...],
+        modes: tuple[Recompute, ...],
+    ) -> bool:
+        """Try every continuation; False when the allowance ended before all were tried or ruled out."""
+        shape = self.shape
+        if index == shape.chunks:
+            timeline = play(self.tables, shape, cuts[:-1], modes)
+            self.simulations -= 1
+            if self.best is None or timeline.seconds < self.best[0]:
+                self.best = (timeline.seconds, timeline.bubble, cuts[:-1], modes)
+            return True
+        rank, round_ = index % shape.pp, index // shape.pp
+        for own, end, mode, seconds in self._choices(index, start, reach):
+            self._nodes += 1
+            if max(own, bound) >= self._target:
+                return True  # sorted: what follows is no better
+            if (self.best is not None and self.simulations <= 0) or self._nodes > self.nodes:
+                return False
+            is_last = index == shape.chunks - 1
+            kept, peak = chunk_bytes(self.tables, self._held[rank][round_], start, end, mode, last=is_last)
+            mine = (used[rank][0] + kept, max(used[rank][1], peak))
+            if sum(mine) > self.cap:
+                continue
+            now = used.copy()
+            now[rank] = mine
+            load = loads.copy()
+            load[rank] += seconds
+            # `reach` of a rank's first chunk is what its load comes on top of.
+            fill = reach if round_ == 0 else 0.0
+            further = max(bound, own, fill + shape.micro_batches * load[rank])
+            if further >= self._target:
+                continue
+            after = reach + seconds + 2 * float(self.tables.transfer[end])
+            if not self._extend(index + 1, end, after, further, load, now, (*cuts, end), (*modes, mode)):
+                return False
+        return True
+
+
+def _spans(prefix: Array) -> Array:
+    """[i, j]: the sum of layers i … j−1."""
+    return prefix[None, :] - prefix[:, None]
+
+
+def _largest(values: Array) -> Array:
+    """[i, j]: the largest of layers i … j−1; 0 where there is none."""
+    size = len(values) + 1
+    rows = np.where(np.arange(size)[:, None] < np.arange(size)[None, :], np.concatenate([[0.0], values])[None, :], 0.0)
+    return np.maximum.accumulate(rows, axis=1)

@@ -1,0 +1,82 @@
+"""What a search found, for people: a table of layouts, why others fail, where the best one's memory and time go."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import astuple
+
+from megavlm.planner.memory import table as memory_table
+from megavlm.planner.search import GIB, Estimate, Outcome, Rejected
+
+_HEADER = (
+    "layout",
+    "step s",
+    "tokens/s",
+    "MFU",
+    "bubble",
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "other",
+    "GiB in all",
+)
+
+
+def report(outcome: Outcome) -> str:
+    """The whole answer of a search, as text."""
+    if not outcome.best:
+        return "\n".join(["no layout can run", *reasons(outcome.rejected)])
+    best = outcome.best[0]
+    step = best.step
+    parts = (("pipeline", step.pipeline), ("encoder", step.encoder), ("gradients", step.gradients))
+    shares = ", ".join(f"{name} {value:.3f}" for name, value in (*parts, ("optimizer", step.optimizer)) if value)
+    proof = "no cut is faster" if best.partition.exact else f"bound {best.partition.bound:.3f} s"
+    return "\n".join(
+        [
+            layouts(outcome.best),
+            "",
+            f"best: {best.candidate.label}",
+            f"  cuts {' '.join(map(str, best.partition.cuts)) or 'none'} ({proof}); seconds: {shares}",
+            memory_table(step.memory),
+            "",
+            f"{outcome.tried} layouts, {outcome.simulated} simulated, {len(outcome.rejected)} cannot run:",
+            *reasons(outcome.rejected),
+            "  context parallelism above 1 and ZeRO above stage 1 are not tried: they cannot run yet",
+        ]
+    )
+
+
+def layouts(estimates: Sequence[Estimate]) -> str:
+    """One line per layout; memory is that of the fullest pipeline rank."""
+    rows = [_HEADER, *(_row(each) for each in estimates)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if place == 0 else cell.rjust(width) for place, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    )
+
+
+def _row(estimate: Estimate) -> tuple[str, ...]:
+    step = estimate.step
+    fullest = max(step.memory, key=lambda memory: memory.total)
+    weights, gradients, optimizer, activations, transient, data = (value / GIB for value in astuple(fullest))
+    return (
+        estimate.candidate.label,
+        f"{step.seconds:.3f}",
+        f"{estimate.tokens_per_second:,.0f}",
+        "–" if estimate.mfu is None else f"{estimate.mfu:.1%}",
+        f"{step.bubble:.1%}",
+        *(f"{value:.2f}" for value in (weights, gradients, optimizer, activations, transient + data)),
+        f"{fullest.total / GIB:.2f}",
+    )
+
+
+def reasons(rejected: Sequence[Rejected]) -> list[str]:
+    """Each reason once, with how many layouts it concerns and one of them."""
+    counts = Counter(each.reason for each in rejected)
+    examples: dict[str, str] = defaultdict(str)
+    for each in rejected:
+        examples[each.reason] = examples[each.reason] or each.candidate.label
+    return [f"  {count:5d} × {reason} (as {examples[reason]})" for reason, count in counts.most_common()]

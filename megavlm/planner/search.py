@@ -1,0 +1,268 @@
+"""Which layout is fastest: every runnable combination of degrees, judged by the same models of time and memory.
+
+Candidates are bounded from below (no pipeline beats work / ranks) and simulated in the order of their bounds, until as
+many as were asked for are faster than every bound that is left. Nothing is random: all ranks of a run that search find
+the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
+from megavlm.config.schema import Config
+from megavlm.model.flops import step_flops
+from megavlm.parallel.dims import Dims
+from megavlm.planner.case import Case, Recompute, case_of, times
+from megavlm.planner.hardware import Hardware, for_precision
+from megavlm.planner.memory import batch_bytes
+from megavlm.planner.partition import NoPartition, Partition, best_partition, play
+from megavlm.planner.plan import typical_workload
+from megavlm.planner.step import Encoder, Step, colocated_encoder, encoder_layers, step_of
+from megavlm.planner.tables import LayerTables, layer_tables
+from megavlm.planner.timeline import Timeline
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is tried. Context parallelism and ZeRO beyond stage 1 are not: this program cannot run them yet."""
+
+    tp: tuple[int, ...] = (1, 2, 4, 8)
+    pp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    vpp: tuple[int, ...] = (1, 2, 4)
+    micro_batch: tuple[int, ...] = (1, 2, 4, 8)
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    placement: tuple[Literal["stages", "colocated"], ...] = ("stages", "colocated")
+    zero: tuple[int, ...] = (1, 0)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    dims: Dims
+    micro_batch: int
+    recompute: Recompute
+    placement: Literal["stages", "colocated"]
+    zero: int
+
+    @property
+    def label(self) -> str:
+        d = self.dims
+        return (
+            f"TP{d.tp} PP{d.pp} VPP{d.vpp} DP{d.dp} mbs {self.micro_batch} recompute {self.recompute} "
+            f"{self.placement} ZeRO-{self.zero}"
+        )
+
+    def applied(self, config: Config, cuts: tuple[int, ...] | None = None) -> Config:
+        """The configuration with this layout."""
+        parallel = replace(
+            config.parallel,
+            tensor_model_parallel_size=self.dims.tp,
+            pipeline_model_parallel_size=self.dims.pp,
+            virtual_pipeline_model_parallel_size=self.dims.vpp,
+            use_distributed_optimizer=bool(self.zero),
+            pipeline_cuts=cuts or None,
+            placement=self.placement,
+        )
+        train = replace(config.train, micro_batch_size=self.micro_batch, recompute_granularity=self.recompute)
+        return replace(config, parallel=parallel, train=train)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A candidate with its cuts and what a step of it takes."""
+
+    candidate: Candidate
+    partition: Partition
+    step: Step
+    tokens_per_second: float
+    mfu: float | None  # None where the device's peak is unknown
+
+
+@dataclass(frozen=True)
+class Rejected:
+    candidate: Candidate
+    reason: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Fastest first. `simulated` of the runnable candidates were played through; the others' bounds are worse."""
+
+    best: tuple[Estimate, ...]
+    rejected: tuple[Rejected, ...]
+    simulated: int
+    tried: int
+
+    def config(self, config: Config) -> Config:
+        """The configuration with the best layout."""
+        first = self.best[0]
+        return first.candidate.applied(config, first.partition.cuts)
+
+
+def candidates(world: int, space: Space) -> Iterator[Candidate]:
+    for tp in space.tp:
+        for pp in space.pp:
+            if world % (tp * pp):
+                continue
+            dp = world // (tp * pp)
+            for vpp in space.vpp if pp > 1 else (1,):
+                dims = Dims(tp, pp, vpp, dp)
+                for micro_batch in space.micro_batch:
+                    for placement in space.placement:
+                        for recompute in space.recompute:
+                            yield Candidate(dims, micro_batch, recompute, placement, space.zero[0])
+
+
+def search(config: Config, world: int, hardware: Hardware, *, space: Space | None = None, top: int = 10) -> Outcome:
+    """The `top` fastest layouts of a configuration on `world` devices, and why others cannot run."""
+    space = space or Space()
+    judge = _Judge(config, for_precision(hardware, config.train.precision))
+    rejected: list[Rejected] = []
+    bounded: list[tuple[float, int, Candidate]] = []
+    tried = 0
+    for number, candidate in enumerate(candidates(world, space)):
+        tried += 1
+        reason = judge.complaint(candidate)
+        if reason:
+            rejected.append(Rejected(candidate, reason))
+        else:
+            bounded.append((judge.bound(candidate), number, candidate))
+    found: list[Estimate] = []
+    simulated = 0
+    for bound, _, candidate in sorted(bounded, key=lambda each: each[:2]):
+        if len(found) >= top and bound >= found[top - 1].step.seconds:
+            break
+        estimate = judge.estimate(candidate, limit=found[top - 1].step.seconds if len(found) >= top else float("inf"))
+        simulated += 1
+        if isinstance(estimate, Rejected):
+            rejected.append(estimate)
+            continue
+        if estimate is None:
+            continue
+        found.append(estimate)
+        found.sort(key=lambda each: each.step.seconds)
+    # The first ZeRO stage is the one with the least memory, and no step is faster under another but for its optimizer.
+    for each in found[:top]:
+        for zero in space.zero[1:] if each.candidate.dims.dp > 1 else ():
+            other = judge.estimate(replace(each.candidate, zero=zero))
+            if isinstance(other, Estimate):
+                found.append(other)
+            elif other is not None:
+                rejected.append(other)
+    found.sort(key=lambda each: each.step.seconds)
+    best = sorted((judge.refined(each) for each in found[:top]), key=lambda each: each.step.seconds)
+    return Outcome(tuple(best), tuple(rejected), simulated, tried)
+
+
+def timeline_of(estimate: Estimate, config: Config, hardware: Hardware) -> Timeline:
+    """The estimate's pipeline played through once more, with every pass."""
+    judge = _Judge(config, for_precision(hardware, config.train.precision))
+    tables, partition = judge.tables(estimate.candidate), estimate.partition
+    return play(tables, tables.case.shape, partition.cuts, partition.recompute, keep_events=True)
+
+
+class _Judge:
+    """The models of one configuration on one device, with what candidates share computed once."""
+
+    def __init__(self, config: Config, hardware: Hardware) -> None:
+        self.config, self.hardware = config, hardware
+        sample = typical_workload(config)
+        batch = config.train.global_batch_size
+        self.tokens = sample.tokens * batch
+        self.flops = step_flops(config, times(sample, batch))
+        self.images = round(sum(config.data.images_per_sample) / max(1, len(config.data.images_per_sample)))
+        self._rules = lru_cache(maxsize=None)(self._breaks_rule)
+        self._tables = lru_cache(maxsize=None)(self._make_tables)
+        self._encoders = lru_cache(maxsize=None)(self._make_encoder)
+
+    def complaint(self, candidate: Candidate) -> str | None:
+        """Why a candidate cannot run, in the words of the configuration's own rules, or for lack of memory."""
+        if reason := self._rules(candidate.dims, candidate.micro_batch, candidate.placement):
+            return reason
+        tables, encoder = self.tables(candidate), self.encoder(candidate)
+        if candidate.dims.chunks > tables.count:
+            return f"--pp {candidate.dims.pp} × --vpp {candidate.dims.vpp} makes more chunks than the model has layers"
+        least = float(tables.standing[-1]) / candidate.dims.pp + (encoder.memory.total if encoder else 0.0)
+        if least > self.hardware.memory:
+            return (
+                f"weights, gradients and optimizer alone take {least / GIB:.0f} GiB of a device's "
+                f"{self.hardware.memory / GIB:.0f}"
+            )
+        return None
+
+    def bound(self, candidate: Candidate) -> float:
+        """Seconds that no partition of the candidate can beat."""
+        tables, encoder = self.tables(candidate), self.encoder(candidate)
+        work = float(tables.forward[-1] + tables.modes[candidate.recompute].backward[-1])
+        pipeline = work * max(1.0, tables.case.micro_batches / candidate.dims.pp)
+        return pipeline + (encoder.seconds if encoder else 0.0)
+
+    def estimate(
+        self, candidate: Candidate, *, limit: float = float("inf"), simulations: int = 1, with_memory: bool = False
+    ) -> Estimate | Rejected | None:
+        """A step of the candidate at good cuts; None where it takes longer than `limit` seconds."""
+        tables, encoder = self.tables(candidate), self.encoder(candidate)
+        case = tables.case
+        data = case.micro_batches * batch_bytes(case, with_patches=encoder is None)
+        room = self.hardware.memory - data - (encoder.memory.total if encoder else 0.0)
+        own = replace(tables, modes={candidate.recompute: tables.modes[candidate.recompute]})
+        nodes = 4 * case.dims.chunks + 50 if simulations == 1 else 5_000
+        left = limit - (encoder.seconds if encoder else 0.0)
+        partition = best_partition(own, case.shape, cap=room, limit=left, simulations=simulations, nodes=nodes)
+        if isinstance(partition, NoPartition):
+            if partition.bound < float("inf"):
+                return None
+            return Rejected(candidate, f"no cut leaves room for activations in {self.hardware.memory / GIB:.0f} GiB")
+        step = step_of(
+            own, self.hardware, partition.cuts, partition.recompute, encoder=encoder, with_memory=with_memory
+        )
+        peak, world = self.hardware.peak, candidate.dims.world
+        mfu = None if peak is None else self.flops / step.seconds / world / peak
+        return Estimate(candidate, partition, step, self.tokens / step.seconds, mfu)
+
+    def refined(self, estimate: Estimate) -> Estimate:
+        """The same candidate at better cuts, with its memory in parts."""
+        better = self.estimate(estimate.candidate, simulations=20, with_memory=True)
+        assert isinstance(better, Estimate)
+        return better
+
+    def tables(self, candidate: Candidate) -> LayerTables:
+        tables = self._tables(
+            replace(candidate.dims, vpp=1), candidate.micro_batch, candidate.placement, candidate.zero
+        )
+        return replace(tables, case=replace(tables.case, dims=candidate.dims))
+
+    def encoder(self, candidate: Candidate) -> Encoder | None:
+        if candidate.placement == "stages":
+            return None
+        return self._encoders(candidate.dims, candidate.micro_batch, candidate.zero)
+
+    def case(self, dims: Dims, micro_batch: int, zero: int) -> Case:
+        layout = Candidate(dims, micro_batch, "none", "stages", zero).applied(self.config)
+        return case_of(layout, dims, on_gpu=self.hardware.on_gpu)
+
+    def _make_tables(
+        self, dims: Dims, micro_batch: int, placement: Literal["stages", "colocated"], zero: int
+    ) -> LayerTables:
+        case = self.case(dims, micro_batch, zero)
+        return layer_tables(case, self.hardware, first=encoder_layers(case) if placement == "colocated" else 0)
+
+    def _make_encoder(self, dims: Dims, micro_batch: int, zero: int) -> Encoder:
+        return colocated_encoder(
+            self.case(dims, micro_batch, zero),
+            self.hardware,
+            images=self.images * micro_batch,
+            chunk_patches=self.config.parallel.encoder_chunk_patches,
+            kept=self.config.parallel.encoder_keep_chunks,
+        )
+
+    def _breaks_rule(self, dims: Dims, micro_batch: int, placement: Literal["stages", "colocated"]) -> str | None:
+        layout = Candidate(dims, micro_batch, "none", placement, 1).applied(self.config)
+        complaints = (rule(layout) for rule in LAYOUT_RULES)
+        of_world = (rule(layout, dims.world) for rule in WORLD_RULES)
+        return next((text for text in (*complaints, *of_world) if text), None)

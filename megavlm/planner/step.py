@@ -1,0 +1,146 @@
+"""A whole step: the pipeline's timeline, an encoder that runs before it, gradients reduced, weights updated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from megavlm.planner.activations import hidden_bytes, saved_bytes
+from megavlm.planner.case import Case, Recompute
+from megavlm.planner.cost import gradient_seconds, layer_seconds, optimizer_seconds, trained_parameters
+from megavlm.planner.hardware import Hardware
+from megavlm.planner.layers import EMBEDDING
+from megavlm.planner.memory import Memory, batch_bytes, rank_memory, replicated_encoder
+from megavlm.planner.partition import play
+from megavlm.planner.tables import LayerTables
+from megavlm.planner.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A colocated encoder: what it adds to every rank of a replica. Seconds per step, bytes at its peak."""
+
+    forward: float
+    backward: float  # recomputation included
+    exchange: float  # features out, their gradients back
+    memory: Memory
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.exchange
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step takes, by part, in seconds."""
+
+    pipeline: float
+    encoder: float
+    gradients: float
+    optimizer: float
+    bubble: float  # of the pipeline, share of the ranks' time
+    memory: tuple[Memory, ...]  # of each pipeline rank
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline + self.encoder + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> float:
+        return max(memory.total for memory in self.memory)
+
+
+def encoder_layers(case: Case) -> int:
+    """Layers before the embedding, which a colocated encoder consists of."""
+    return case.names.index(EMBEDDING)
+
+
+def colocated_encoder(case: Case, hardware: Hardware, *, images: int, chunk_patches: int, kept: int) -> Encoder:
+    """The encoder on each rank of a replica of TP × PP ranks.
+
+    `images` are those of one micro-batch, alike; a rank takes ⌈all of the step's / ranks⌉ of them, at TP 1, in passes
+    of about `chunk_patches`. All passes but the last `kept` are computed again for their backward.
+    """
+    dims, ranks = case.dims, case.dims.tp * case.dims.pp
+    all_images = images * case.micro_batches
+    own = math.ceil(all_images / ranks)
+    if not all_images:
+        return Encoder(0.0, 0.0, 0.0, replicated_encoder(case))
+    per_image = case.work.patches / images
+    in_pass = max(1, min(own, int(chunk_patches // per_image)))
+    share = in_pass / images
+    alone = replace(
+        case,
+        dims=replace(dims, tp=1, pp=1, vpp=1, dp=dims.world),
+        sequence_parallel=False,
+        work=replace(
+            case.work,
+            patches=round(case.work.patches * share),
+            patch_squares=round(case.work.patch_squares * share),
+            window_squares=round(case.work.window_squares * share),
+        ),
+    )
+    names = case.names[: encoder_layers(case)]
+    seconds = [layer_seconds(name, alone, hardware) for name in names]
+    passes = own / in_pass
+    forward = passes * sum(s.forward for s in seconds)
+    backward = passes * sum(s.backward for s in seconds)
+    if backward:
+        backward += max(0.0, passes - kept) / passes * forward
+    features = case.micro_batches * hidden_bytes(EMBEDDING, case)
+    link = hardware.link(dims.world)
+    exchange = link.seconds(features / ranks * (ranks - 1)) * (2 if backward else 1) if ranks > 1 else 0.0
+    saved = sum(saved_bytes(name, alone) for name in names) * min(max(1, kept), math.ceil(passes))
+    pixels = batch_bytes(alone, with_patches=True) - batch_bytes(alone, with_patches=False)
+    memory = replicated_encoder(case) + Memory(activations=saved, data=features + pixels * passes)
+    return Encoder(forward, backward, exchange, memory)
+
+
+def step_of(
+    tables: LayerTables,
+    hardware: Hardware,
+    cuts: tuple[int, ...],
+    recompute: tuple[Recompute, ...],
+    *,
+    encoder: Encoder | None = None,
+    timeline: Timeline | None = None,
+    with_memory: bool = True,
+) -> Step:
+    """Everything about one step of a partition; `cuts` are indices into the tables' own layers."""
+    case, dims = tables.case, tables.case.dims
+    timeline = timeline or play(tables, case.shape, cuts, recompute)
+    bounds = [tables.first, *(tables.first + cut for cut in cuts), len(case.names)]
+    memory = [
+        rank_memory(case, [0, *bounds[1:]], rank, recompute=recompute, skip=tables.first)
+        for rank in range(dims.pp if with_memory else 0)
+    ]
+    trained = _trained(case, bounds)
+    gradients = max(gradient_seconds(count, case, hardware, shards=dims.dp) for count in trained)
+    if case.overlap_grad_reduce:  # hidden behind the last micro-batch's backward, all but the last bucket
+        gradients = max(gradients * 0.1, gradients - timeline.seconds / (case.micro_batches + dims.pp - 1))
+    optimizer = max(optimizer_seconds(count, case, hardware, shards=dims.dp) for count in trained)
+    if encoder is not None:
+        memory = [each + encoder.memory for each in memory]
+        whole = replace(case, dims=replace(dims, tp=1, pp=1, vpp=1, dp=dims.world))
+        count = trained_parameters(whole, 0, tables.first)
+        gradients += gradient_seconds(count, whole, hardware, shards=dims.world)
+        optimizer += optimizer_seconds(count, whole, hardware, shards=dims.world)
+    return Step(
+        pipeline=timeline.seconds,
+        encoder=encoder.seconds if encoder is not None else 0.0,
+        gradients=gradients,
+        optimizer=optimizer,
+        bubble=timeline.bubble,
+        memory=tuple(memory),
+    )
+
+
+def _trained(case: Case, bounds: Sequence[int]) -> list[float]:
+    """Trained numbers of each pipeline rank."""
+    spans = list(pairwise(bounds))
+    return [
+        sum(trained_parameters(case, *spans[chunk]) for chunk in case.dims.chunks_of(rank))
+        for rank in range(case.dims.pp)
+    ]

@@ -1,0 +1,97 @@
+"""The memory model against tensors counted while a real step runs, on one process and on two."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import astuple
+from itertools import accumulate
+
+import pytest
+
+from tests.dist.pool import Pools
+
+# Equal images and layers wide enough that what is left out (positions, statistics of norms) is small.
+MODEL = (
+    "--train-iters 2 --global-batch-size 8 --micro-batch-size 2 --seq-length 128 --no-tensorboard --no-save "
+    "--vision-num-layers 3 --vision-hidden-size 128 --vision-ffn-hidden-size 256 --vision-num-attention-heads 4 "
+    "--vision-image-size 64 --vision-patch-size 8 --projector-pixel-shuffle 2 --language-num-layers 4 "
+    "--language-hidden-size 192 --language-ffn-hidden-size 512 --language-num-attention-heads 6 "
+    "--language-num-query-groups 2 --language-vocab-size 512 --images-per-sample 1"
+)
+RICH = (
+    "--language-tie-embeddings --language-qk-norm --language-add-qkv-bias --vision-normalization RMSNorm "
+    "--vision-activation swiglu --vision-position-embedding rope2d --vision-qk-norm head --vision-layer-scale "
+    "--projector-input-norm --vision-pre-norm --vision-class-token"
+)
+
+CASES = {
+    "plain": (1, ""),
+    "bf16": (1, "--precision bf16"),
+    "selective": (1, "--recompute-granularity selective"),
+    "full": (1, "--recompute-granularity full"),
+    "full-bf16": (1, "--recompute-granularity full --precision bf16"),
+    "frozen-vision": (1, "--freeze vision"),
+    "rich": (1, RICH),
+    "large-vocabulary-bf16": (1, "--language-vocab-size 8192 --precision bf16"),
+    "tp2": (2, "--tp 2"),
+    "tp2-no-sp": (2, "--tp 2 --no-sequence-parallel --precision bf16"),
+    "pp2": (2, "--pp 2"),
+    "pp2-vpp2": (2, "--pp 2 --vpp 2"),
+    "pp2-rich-tied": (2, f"--pp 2 {RICH} --precision bf16"),
+    "dp2-zero": (2, "--precision bf16"),
+    "dp2-no-zero": (2, "--no-use-distributed-optimizer"),
+}
+
+
+def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[int, tuple[float, ...], int, int]:
+    """(measured peak, predicted memory, parameters there are, parameters counted) of this rank."""
+    import torch.distributed as dist
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.config.rules import check
+    from megavlm.metrics.memory import step_peak
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.planner.case import case_of
+    from megavlm.planner.memory import rank_memory
+    from megavlm.planner.parameters import local_parameters, vocabulary_shard
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
+
+    config = parse([*argv, "--run-dir", run_dir])
+    check(config, world=dist.get_world_size())
+    destroy_groups()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        run = build(config, backend.activate())
+    peak = step_peak(run.engine, run.feed.next_step().batches)
+    case, plan = case_of(config, run.plan.dims), run.plan
+    bounds = list(accumulate((len(names) for names in plan.chunks), initial=0))
+    rank = run.engine.groups.at.pp
+    modes = [config.train.recompute_granularity] * len(plan.chunks)
+    memory = rank_memory(case, bounds, rank, recompute=modes)
+    there = sum(p.numel() for chunk in run.engine.chunks for p in chunk.parameters())
+    chunks = [plan.chunks[index] for index in plan.dims.chunks_of(rank)]
+    counted = sum(local_parameters(name, config.model, plan.dims.tp) for names in chunks for name in names)
+    if config.model.language.tie_embeddings:
+        copies = sum("output" in names and "embedding" not in names for names in chunks)
+        counted += copies * vocabulary_shard(config.model, plan.dims.tp)
+    close(run)
+    return peak, astuple(memory), there, counted
+
+
+FAST = ("bf16", "rich", "pp2-rich-tied", "tp2-no-sp")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_predicted_peak_is_within_a_tenth(pools: Pools, name: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    world, flags = CASES[name]
+    argv = [*MODEL.split(), *flags.split()]
+    for rank, (peak, memory, there, counted) in enumerate(
+        pools(world).run(measured_and_predicted, argv, str(tmp_path / "run"))
+    ):
+        print(name, rank, peak, sum(memory), sum(memory) / peak, memory)
+        assert counted == there, f"rank {rank}: parameters"
+        assert sum(memory) == pytest.approx(peak, rel=0.1), f"rank {rank}: {sum(memory) / peak:.3f} of {peak}"

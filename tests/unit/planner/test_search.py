@@ -1,0 +1,125 @@
+"""The search, what it writes, and what it is fed with: published sizes and hardware profiles."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megavlm.config.load import from_dict, to_yaml
+from megavlm.config.rules import check
+from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, TrainConfig, VisionConfig
+from megavlm.errors import UserError
+from megavlm.planner.auto import planned
+from megavlm.planner.gantt import html, png
+from megavlm.planner.hardware import PROFILES, profile, to_json
+from megavlm.planner.layers import layer_names
+from megavlm.planner.models import MODELS, model
+from megavlm.planner.parameters import local_parameters
+from megavlm.planner.plan import dims_of, make_plan
+from megavlm.planner.report import report
+from megavlm.planner.search import Estimate, Space, _Judge, candidates, search, timeline_of
+
+SMALL = Config(
+    model=ModelConfig(
+        vision=VisionConfig(num_layers=6, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, image_size=64),
+        language=LanguageConfig(
+            num_layers=6, hidden_size=512, ffn_hidden_size=1536, num_attention_heads=8, vocab_size=4096
+        ),
+    ),
+    train=TrainConfig(seq_length=256, global_batch_size=16, precision="bf16"),
+    data=DataConfig(source="synthetic"),
+)
+
+
+def test_finds_what_judging_every_layout_finds() -> None:
+    outcome = search(SMALL, 4, PROFILES["a100"], top=3)
+    judge = _Judge(SMALL, PROFILES["a100"])
+    estimates = [judge.estimate(each) for each in candidates(4, Space()) if not judge.complaint(each)]
+    times = sorted(each.step.seconds for each in estimates if isinstance(each, Estimate))
+    assert outcome.best[0].step.seconds <= times[0] * (1 + 1e-12)
+    assert [each.step.seconds for each in outcome.best] == sorted(each.step.seconds for each in outcome.best)
+
+
+def test_the_best_layout_is_a_configuration_that_can_run() -> None:
+    outcome = search(SMALL, 8, PROFILES["a100"])
+    config = from_dict(yaml.safe_load(to_yaml(outcome.config(SMALL))))
+    check(config, world=8)
+    plan = make_plan(config, dims_of(config, world=8))
+    assert plan.placement == outcome.best[0].candidate.placement
+    assert plan.dims == outcome.best[0].candidate.dims
+    assert "best: " in report(outcome)
+
+
+def test_memory_decides_and_says_so() -> None:
+    roomy = search(SMALL, 2, PROFILES["a100"], top=1).best[0]
+    small = replace(PROFILES["a100"], memory=roomy.step.peak * 0.5)
+    tight = search(SMALL, 2, small, top=1)
+    assert all(each.step.peak <= small.memory for each in tight.best)
+    assert any("GiB" in each.reason for each in tight.rejected)
+    nothing = search(SMALL, 2, replace(small, memory=1e6))
+    assert not nothing.best
+    assert report(nothing).startswith("no layout can run")
+
+
+def test_rules_reject_in_their_own_words() -> None:
+    config = replace(SMALL, model=replace(SMALL.model, language=replace(SMALL.model.language, num_attention_heads=7)))
+    outcome = search(config, 2, PROFILES["a100"], space=Space(tp=(2,)))
+    assert all("--language-num-attention-heads 7" in each.reason for each in outcome.rejected)
+
+
+def test_plan_auto_settles_on_a_layout() -> None:
+    auto = replace(SMALL, parallel=replace(SMALL.parallel, plan="auto", hardware="h100"))
+    config = planned(auto, 4)
+    assert config.parallel.plan == "manual"
+    check(config, world=4)
+    assert planned(config, 4) is config
+    assert planned(auto, 4) == config
+
+
+def test_the_timeline_is_drawn_as_one_page(tmp_path: Path) -> None:
+    best = search(SMALL, 4, PROFILES["a100"], space=Space(tp=(1,), pp=(4,)), top=1).best[0]
+    timeline = timeline_of(best, SMALL, PROFILES["a100"])
+    assert timeline.seconds == pytest.approx(best.step.pipeline)
+    page = html(timeline, "a <title>")
+    assert page.count("<rect") == len(timeline.events)
+    assert "&lt;title&gt;" in page
+    assert not any(word in page for word in ("http", "src=", "<script", "@import"))
+    png(timeline, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen2_5_vl_3b", 3.754),
+        ("qwen2_5_vl_7b", 8.292),
+        ("qwen2_5_vl_72b", 73.41),
+        ("qwen3_vl_8b", 8.767),
+        ("llava_1_5_7b", 7.063),
+        ("llava_1_5_13b", 13.35),
+        ("internvl3_8b", 7.944),
+        ("llama3_70b", 70.55),
+        ("gpt_7_1b", 6.975),
+    ],
+)
+def test_published_sizes(name: str, billions: float) -> None:
+    sizes = model(name)
+    total = sum(local_parameters(layer, sizes, 1) for layer in layer_names(sizes))
+    assert total / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert name in MODELS
+
+
+def test_profiles_survive_json(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(to_json(PROFILES["h100"])))
+    assert profile(str(file)) == PROFILES["h100"]
+    for text in ("{}", "[1]", "not json", json.dumps(to_json(replace(PROFILES["h100"], memory=-1)))):
+        file.write_text(text)
+        with pytest.raises(UserError, match="is no hardware profile"):
+            profile(str(file))
+    with pytest.raises(UserError, match="did you mean h100"):
+        profile("h10")
