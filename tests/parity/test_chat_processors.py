@@ -122,7 +122,10 @@ QUESTION, ANSWER, MORE, LAST = "Which is the largest?", "A cat and a dog.", "How
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tokenizers")
+    return tokenizers_in(tmp_path_factory.mktemp("tokenizers"))
+
+
+def tokenizers_in(root: Path) -> dict[str, Path]:
     made = {
         "qwen": PreTrainedTokenizerFast(
             tokenizer_object=byte_level((*QWEN, *EXTRA)), eos_token="<|im_end|>", pad_token="<|endoftext|>"
