@@ -1,76 +1,152 @@
-"""A step's timeline as one self-contained page (SVG, no scripts, nothing loaded) or as PNG."""
+"""A pipeline step as a picture: one row per rank, one bar per pass, as a page of its own or as PNG."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from megavlm.planner.orders import BACKWARD, FORWARD, WEIGHT
 from megavlm.planner.timeline import Event, Timeline
 
-WIDTH, LEFT, ROW, GAP = 1400, 70, 34, 6
-COLOURS = {FORWARD: ("#3b82f6", "#93c5fd"), BACKWARD: ("#15803d", "#86efac"), WEIGHT: ("#b45309", "#fcd34d")}
-NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weights"}
+# Fill and text of bars by what they do; the second of each pair for chunks that hold vision layers.
+_COLOURS: Mapping[str, tuple[str, str]] = {
+    FORWARD: ("#3b76c4", "#8a63c9"),
+    BACKWARD: ("#3f9a6b", "#c07a2c"),
+    WEIGHT: ("#9bc9ae", "#e3bd8d"),
+}
+_WORDS = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "backward of weights"}
+_ROW, _GAP, _LEFT, _WIDTH, _AXIS = 26, 6, 58, 1400, 26
+_NARROWEST_NUMBER = 15.0  # a bar that is narrower has no room for its micro-batch
 
-
-def colour(event: Event, ranks: int) -> str:
-    """Chunks of one rank alternate between a dark and a light shade."""
-    return COLOURS[event.step.kind][event.step.chunk // ranks % 2]
-
-
-def rectangles(timeline: Timeline) -> list[tuple[float, float, float, Event]]:
-    """(left, top, width, event) of each pass, in pixels."""
-    scale = (WIDTH - LEFT - 10) / timeline.seconds
-    return [
-        (LEFT + e.start * scale, 40 + e.rank * (ROW + GAP), max(0.5, (e.end - e.start) * scale), e)
-        for e in timeline.events
-    ]
-
-
-def height(timeline: Timeline) -> int:
-    return 40 + len(timeline.busy) * (ROW + GAP) + 30
-
-
-def html(timeline: Timeline, title: str) -> str:
-    """The page. Hovering a pass tells its chunk, micro-batch and time."""
-    ranks = len(timeline.busy)
-    shapes = []
-    for left, top, width, event in rectangles(timeline):
-        step = event.step
-        took = (event.end - event.start) * 1e3
-        note = f"{NAMES[step.kind]} of micro-batch {step.micro}, chunk {step.chunk}: {took:.2f} ms"
-        label = f"<text x='{left + width / 2:.1f}' y='{top + 22:.1f}'>{step.micro}</text>" if width > 16 else ""
-        shapes.append(
-            f"<g><rect x='{left:.2f}' y='{top}' width='{width:.2f}' height='{ROW}' fill='{colour(event, ranks)}'/>"
-            f"{label}<title>{escape(note)}</title></g>"
-        )
-    labels = [
-        f"<text class='rank' x='4' y='{40 + rank * (ROW + GAP) + 22}'>rank {rank}</text>" for rank in range(ranks)
-    ]
-    legend = " ".join(f"<span style='color:{COLOURS[kind][0]}'>■ {NAMES[kind]}</span>" for kind in NAMES)
-    summary = f"{timeline.seconds * 1e3:.1f} ms, bubble {timeline.bubble:.1%}; numbers are micro-batches"
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
-<style>body{{font:14px sans-serif;margin:16px}}svg{{background:#f3f4f6}}text{{font-size:11px;text-anchor:middle}}
-text.rank{{text-anchor:start;font-size:13px}}rect{{stroke:#fff;stroke-width:.5}}</style></head>
-<body><h1 style="font-size:18px">{escape(title)}</h1><p>{summary} {legend}</p>
-<svg viewBox="0 0 {WIDTH} {height(timeline)}" width="100%">{"".join(labels)}{"".join(shapes)}</svg></body></html>
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d1f23; --soft: #666a73; --paper: #fff; --idle: #eef0f3; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8eaee; --soft: #9aa0ab; --paper: #16181c; --idle: #24272e; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem; }
+h1 { font-size: 1.3rem; margin: 0 0 .2rem; } p { color: var(--soft); margin: .2rem 0 1rem; }
+svg { width: 100%; min-width: 900px; height: auto; } .scroll { overflow-x: auto; }
+svg text { font: 11px system-ui, sans-serif; fill: var(--soft); } svg .in { fill: #fff; text-anchor: middle; }
+.key { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin: 0 .35rem 0 1rem; }
 """
 
 
-def png(timeline: Timeline, path: Path) -> None:
-    """The same picture, for places that show no pages."""
+@dataclass(frozen=True)
+class _Bar:
+    x: float
+    y: float
+    width: float
+    colour: str
+    number: str
+    title: str
+
+
+def html(timeline: Timeline, *, title: str, sees: Callable[[int], bool] = lambda chunk: False) -> str:
+    """One HTML page without anything from elsewhere; bars say what they are when they are pointed at.
+
+    Args:
+        timeline: with its events (`simulate(…, keep_events=True)`).
+        sees: whether a chunk holds vision layers, which have colours of their own.
+    """
+    bars, height = _bars(timeline, sees), _height(timeline)
+    rows = [
+        f'<rect x="{_LEFT}" y="{_y(rank)}" width="{_WIDTH}" height="{_ROW}" rx="3" fill="var(--idle)"/>'
+        f'<text x="0" y="{_y(rank) + 17}">rank {rank}</text>'
+        for rank in range(len(timeline.busy))
+    ]
+    drawn = [
+        f'<g><title>{escape(bar.title)}</title><rect x="{bar.x:.2f}" y="{bar.y}" width="{bar.width:.2f}" '
+        f'height="{_ROW}" rx="2" fill="{bar.colour}" stroke="var(--paper)" stroke-width=".6"/>'
+        + (
+            f'<text class="in" x="{bar.x + bar.width / 2:.2f}" y="{bar.y + 17}">{bar.number}</text>'
+            if bar.number
+            else ""
+        )
+        + "</g>"
+        for bar in bars
+    ]
+    marks = [
+        f'<text x="{_LEFT + _WIDTH * tick / 4:.1f}" y="{height - 6}" text-anchor="middle">'
+        f"{_time(timeline.seconds * tick / 4)}</text>"
+        for tick in range(5)
+    ]
+    svg = "\n".join([*rows, *drawn, *marks])
+    keys = "".join(
+        f'<span class="key" style="background:{colour}"></span>{part} {_WORDS[kind]}'
+        for kind in dict.fromkeys(event.step.kind for event in timeline.events)
+        for part, colour, shown in zip(
+            ("language", "vision"), _COLOURS[kind], (True, _any(timeline, sees)), strict=True
+        )
+        if shown
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1>\n<p>{_summary(timeline)}</p>\n"
+        f'<div class="scroll"><svg viewBox="0 0 {_LEFT + _WIDTH + 20} {height}" role="img">\n{svg}\n</svg></div>\n'
+        f"<p>{keys}</p></body></html>\n"
+    )
+
+
+def png(timeline: Timeline, path: Path, *, title: str, sees: Callable[[int], bool] = lambda chunk: False) -> None:
+    """The same as a PNG."""
     from PIL import Image, ImageDraw
 
-    picture = Image.new("RGB", (WIDTH, height(timeline)), "#ffffff")
-    draw = ImageDraw.Draw(picture)
+    top = 46
+    image = Image.new("RGB", (_LEFT + _WIDTH + 20, top + _height(timeline)), "white")
+    draw = ImageDraw.Draw(image)
+    draw.text((0, 0), title, fill="#1d1f23", font_size=17)
+    draw.text((0, 23), _summary(timeline), fill="#666a73", font_size=13)
     for rank in range(len(timeline.busy)):
-        row = 40 + rank * (ROW + GAP)
-        draw.rectangle((LEFT, row, WIDTH - 10, row + ROW), fill="#f3f4f6")
-        draw.text((4, row + 10), f"rank {rank}", fill="#000000")
-    for left, top, width, event in rectangles(timeline):
-        draw.rectangle((left, top, left + width, top + ROW), fill=colour(event, len(timeline.busy)), outline="#ffffff")
-        if width > 16:
-            draw.text((left + width / 2 - 5, top + 10), str(event.step.micro), fill="#000000")
-    draw.text((LEFT, 12), f"{timeline.seconds * 1e3:.1f} ms, bubble {timeline.bubble:.1%}", fill="#000000")
-    picture.save(path)
+        y = top + _y(rank)
+        draw.rectangle((_LEFT, y, _LEFT + _WIDTH, y + _ROW), fill="#eef0f3")
+        draw.text((0, y + 6), f"rank {rank}", fill="#666a73", font_size=12)
+    for bar in _bars(timeline, sees):
+        box = (bar.x, top + bar.y, bar.x + bar.width, top + bar.y + _ROW)
+        draw.rectangle(box, fill=bar.colour, outline="white")
+        if bar.number:
+            middle = (bar.x + bar.width / 2, top + bar.y + _ROW / 2)
+            draw.text(middle, bar.number, fill="white", anchor="mm", font_size=11)
+    for tick in range(5):
+        place = (_LEFT + _WIDTH * tick / 4, top + _height(timeline) - 12)
+        draw.text(place, _time(timeline.seconds * tick / 4), fill="#666a73", anchor="mm", font_size=11)
+    image.save(path)
+
+
+def _bars(timeline: Timeline, sees: Callable[[int], bool]) -> list[_Bar]:
+    assert timeline.events, "the events of this timeline were not kept"
+    scale = _WIDTH / timeline.seconds
+    return [_bar(event, scale, vision=sees(event.step.chunk)) for event in timeline.events]
+
+
+def _bar(event: Event, scale: float, *, vision: bool) -> _Bar:
+    step, width = event.step, (event.end - event.start) * scale
+    part = ", vision" if vision else ""
+    return _Bar(
+        x=_LEFT + event.start * scale,
+        y=_y(event.rank),
+        width=width,
+        colour=_COLOURS[step.kind][vision],
+        number=str(step.micro + 1) if width >= _NARROWEST_NUMBER else "",
+        title=f"{_WORDS[step.kind]} of micro-batch {step.micro + 1}, chunk {step.chunk}{part}: "
+        f"{_time(event.start)} to {_time(event.end)}",
+    )
+
+
+def _summary(timeline: Timeline) -> str:
+    return f"{_time(timeline.seconds)} a step, of which ranks are idle {timeline.bubble:.1%}; numbers are micro-batches"
+
+
+def _any(timeline: Timeline, sees: Callable[[int], bool]) -> bool:
+    return any(sees(event.step.chunk) for event in timeline.events)
+
+
+def _y(rank: int) -> int:
+    return rank * (_ROW + _GAP)
+
+
+def _height(timeline: Timeline) -> int:
+    return _y(len(timeline.busy)) + _AXIS
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"

@@ -1,0 +1,37 @@
+"""A page has a bar for every pass, is well-formed, and brings all it needs along."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from PIL import Image
+
+from megavlm.planner.gantt import html, png
+from megavlm.planner.orders import Shape
+from megavlm.planner.timeline import Timeline, simulate, uniform
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def step() -> Timeline:
+    durations = uniform([1.0] * 4, [2.0] * 4, micro_batches=4)
+    return simulate(Shape("interleaved", pp=2, vpp=2, micro_batches=4), durations, keep_events=True)
+
+
+def test_a_page_has_a_bar_for_every_pass() -> None:
+    text = html(step(), title="TP2 <& PP2", sees=lambda chunk: chunk == 0)
+    tree = ElementTree.fromstring(text.removeprefix("<!doctype html>"))
+    titles = [title.text for title in tree.iter("title")][1:]
+    assert len(titles) == 2 * 4 * 4, "forward and backward of four micro-batches through four chunks"
+    assert sum("vision" in (title or "") for title in titles) == 8
+    assert "TP2 &lt;&amp; PP2" in text
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    png(step(), tmp_path / "step.png", title="TP2 PP2")
+    with Image.open(tmp_path / "step.png") as image:
+        colours = image.convert("RGB").getcolors(maxcolors=100_000)
+    assert colours is not None
+    assert {(0x3B, 0x76, 0xC4), (0x3F, 0x9A, 0x6B)} <= {colour for _, colour in colours}
