@@ -14,7 +14,9 @@ from megavlm.config.words import plain
 from megavlm.errors import UserError
 from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile
+from megavlm.planner.layers import module_of
 from megavlm.planner.models import MODELS, model
+from megavlm.planner.plan import make_plan
 from megavlm.planner.report import report
 from megavlm.planner.search import Outcome, Space, search, timeline_of
 
@@ -113,12 +115,19 @@ def _images(text: str, multiple: int) -> tuple[int, int]:
 
 def draw(outcome: Outcome, config: Config, *, hardware_name: str, path: Path) -> None:
     """The best layout's timeline, as a page or a picture by the file's ending."""
+    candidate = outcome.best[0].candidate
     timeline = timeline_of(outcome.best[0], config, profile(hardware_name))
+    chunks = make_plan(outcome.config(config), candidate.dims).chunks
+    title = f"{candidate.label} on {plain(hardware_name)}"
+
+    def sees(chunk: int) -> bool:
+        return any(module_of(name) == "vision" for name in chunks[chunk])
+
     if path.suffix == ".png":
-        png(timeline, path)
+        png(timeline, path, title=title, sees=sees)
+        print(f"wrote {path}")
     else:
-        _write(path, "--gantt", html(timeline, f"{outcome.best[0].candidate.label} on {plain(hardware_name)}"))
-    print(f"timeline: {path}")
+        _write(path, "--gantt", html(timeline, title=title, sees=sees))
 
 
 def _write(path: Path, flag: str, text: str) -> None:

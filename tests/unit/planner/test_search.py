@@ -84,11 +84,11 @@ def test_the_timeline_is_drawn_as_one_page(tmp_path: Path) -> None:
     best = search(SMALL, 4, PROFILES["a100"], space=Space(tp=(1,), pp=(4,)), top=1).best[0]
     timeline = timeline_of(best, SMALL, PROFILES["a100"])
     assert timeline.seconds == pytest.approx(best.step.pipeline)
-    page = html(timeline, "a <title>")
-    assert page.count("<rect") == len(timeline.events)
+    page = html(timeline, title="a <title>")
+    assert page.count("<rect") == len(timeline.events) + 4, "a bar for each pass, and a row for each rank"
     assert "&lt;title&gt;" in page
     assert not any(word in page for word in ("http", "src=", "<script", "@import"))
-    png(timeline, tmp_path / "timeline.png")
+    png(timeline, tmp_path / "timeline.png", title="a title")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
