@@ -63,6 +63,10 @@ def dry_run(config: Config, *, world: int) -> None:
     dims = dims_of(config, world=world)
     print(table(make_plan(config, dims), config))
     print(memory_table(memory_of(config, dims, on_gpu=config.train.precision == "bf16")))
+    if config.data.sources:
+        from megavlm.data import shares
+
+        print(shares.table(config))
 
 
 def run(argv: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from megavlm.config.cli import parse
 from megavlm.config.schema import Config
+from megavlm.data import shares
 from megavlm.data.bad import Reason
 from megavlm.data.composer import Member, Packed
 from megavlm.data.files import FilesSource
@@ -187,6 +188,11 @@ def test_every_record_comes_once_an_epoch(tmp_path: Path) -> None:
     composer.close()
     assert set(range(30)) <= set(items)
     assert sorted(source.order.place(item).record for item in range(30)) == list(range(30))
+
+
+def test_shares_are_told_before_a_run(broken: Path) -> None:
+    lines = shares.table(config_for(broken)).splitlines()
+    assert [line.split() for line in lines[1:]] == [["train", "20", "75.0%"], ["book", "1", "25.0%"]]
 
 
 MISTAKES = (
