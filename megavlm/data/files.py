@@ -69,6 +69,15 @@ class FilesSource:
         self._costs = Costs.of(config.model)
         self._most_pixels = config.data.max_image_pixels
 
+    def warnings(self) -> list[str]:
+        """What a user should know before a run."""
+        if self.chat.template is None or self.chat.end_of_turn.strip():
+            return []
+        return [
+            "the chat template writes no mark after an answer, so the model will not learn to stop: choose another "
+            "--chat-template, as vicuna"
+        ]
+
     @cached_property
     def records(self) -> Mapping[int, Records]:
         """The data sets that are numbered. Raises UserError for one that cannot be opened."""

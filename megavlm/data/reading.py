@@ -48,6 +48,10 @@ def build_feed(
         device=device,
         patch_dim=source.patch_dim,
     )
+    assert isinstance(source, FilesSource)
+    if exchange.reads and groups.at.dp == 0:
+        for warning in source.warnings():
+            print(f"warning: {warning}", flush=True)
     forward = any(is_stream(each) for each in config.data.sources)
     replicas = groups.dp if forward else None
     loader = None
@@ -85,9 +89,8 @@ def file_composer(config: Config, maker: Maker) -> Packed:
     )
 
 
-def _forward_loader(config: Config, source: Source, maker: Maker, groups: Groups) -> Loader:
+def _forward_loader(config: Config, source: FilesSource, maker: Maker, groups: Groups) -> Loader:
     """Each replica reads a share of its own, and knows nothing of the others'."""
-    assert isinstance(source, FilesSource)
     at, dims, data, train = groups.at, groups.dims, config.data, config.train
     streams = {
         number: open_stream(
