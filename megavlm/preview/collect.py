@@ -42,7 +42,7 @@ def look(config: Config, *, shown: int, title: str) -> Findings:
         sequences=_sequences(config, source, usable),
         skipped=(*skipped, *undecodable),
         shown=samples,
-        warnings=_warnings(source),
+        warnings=tuple(source.warnings()),
     )
 
 
@@ -78,13 +78,6 @@ def _facts(config: Config, source: FilesSource) -> tuple[tuple[str, str], ...]:
         ("trained on", config.data.train_on),
         ("end of a turn", repr(source.chat.end_of_turn).strip("'") or "none"),
     )
-
-
-def _warnings(source: FilesSource) -> tuple[str, ...]:
-    chat = source.chat
-    if chat.template is not None and not chat.end_of_turn.strip():
-        return ("The chat template writes no mark behind an answer: a model trained on it does not learn to stop.",)
-    return ()
 
 
 def _shares(config: Config, source: FilesSource, read: int) -> tuple[SourceShare, ...]:
