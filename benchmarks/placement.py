@@ -1,0 +1,250 @@
+"""Where the encoder runs: the same model and data, encoder in the pipeline or colocated, on two processes.
+
+    .venv/bin/python benchmarks/placement.py [--rounds 3] [--steps 2] [--only WORD] [--dry]
+
+Sides take turns in the same two processes, each with a thread of its own. Two figures per side: the step by the clock,
+and the busiest process's processor time per step. The latter is what a step takes at least once no process ever waits,
+and other work on the machine hardly moves it; bubbles and waiting show in the clock alone. For a frozen encoder,
+`vision` is the processor time of the encoder's share in the main thread, the look-up in a cache included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import record
+
+SHARED = (
+    "--no-save --no-tensorboard --seed 7 --train-iters 1000 --global-batch-size 8 --seq-length 256 "
+    "--vision-num-layers 8 --vision-hidden-size 256 --vision-ffn-hidden-size 1024 --vision-num-attention-heads 4 "
+    "--vision-patch-size 14 --projector-pixel-shuffle 2 --vision-activation gelu_tanh "
+    "--language-num-layers 8 --language-hidden-size 384 --language-num-attention-heads 6 --language-vocab-size 4096 "
+    "--language-ffn-hidden-size 1024 --answer-share 0.5"
+)
+IMAGE = "--vision-image-size 224 --images-per-sample 2"
+# patch_embed, 8 vision layers, norm, projector; then embedding and half of the language layers stay on the first stage.
+GLUED = "--pipeline-cuts 16"
+
+
+@dataclass(frozen=True)
+class Side:
+    name: str
+    flags: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """`baseline` over each of `sides`: how many times faster these are."""
+
+    name: str
+    baseline: Side
+    sides: tuple[Side, ...]
+    model: str = IMAGE
+
+
+def questions(cache: str) -> list[Question]:
+    """`cache` is an empty folder."""
+    # Passes of two images: as many patches as a micro-batch has in stages, so that caches hold as much of a pass.
+    whole = "--placement colocated --encoder-keep-chunks 64 --encoder-chunk-patches"
+    colocated = Side("colocated", f"{whole} 512")
+    pipelines = Question(
+        "PP2, trained encoder",
+        Side("glued to the first stage", f"--pp 2 {GLUED}"),
+        (Side("stages, cut evenly", "--pp 2"), Side(colocated.name, f"--pp 2 {colocated.flags}")),
+    )
+    frozen = f"--pp 2 --global-batch-size 2 --freeze vision projector {colocated.flags}"
+    still = Question(
+        "PP2, frozen encoder, two micro-batches",
+        Side("colocated", frozen),
+        (
+            Side("encoded ahead", f"{frozen} --encode-ahead"),
+            Side("cache, later epochs", f"{frozen} --vision-cache {cache}"),  # the untimed step fills it
+        ),
+    )
+    # Images of 8 × 8, 16 × 16 and 24 × 24 patches; as many patches in all, as far as they go.
+    sizes = [
+        Question(
+            f"TP2, {count} images of {side} × {side} pixels per sample",
+            Side("tensor-parallel", "--tp 2"),
+            (Side(colocated.name, f"--tp 2 {colocated.flags}"),),
+            f"--vision-image-size {side} --images-per-sample {count}",
+        )
+        for side, count in ((112, 8), (224, 2), (336, 1))
+    ]
+    return [pipelines, *sizes, still]
+
+
+@dataclass(frozen=True)
+class Timing:
+    clock: float  # seconds per step
+    busiest: float  # the larger processor time of both processes, seconds per step
+    loss: float
+    vision: float  # seconds per step, of the busier process
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of a side in a round")
+    parser.add_argument("--only", default="", help="questions with this in their name")
+    parser.add_argument("--dry", action="store_true", help="record nothing")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        measure(arguments, [q for q in questions(cache) if arguments.only in q.name])
+
+
+def measure(arguments: argparse.Namespace, asked: Sequence[Question]) -> None:
+    circumstances = record.circumstances()
+    argvs = [
+        [*SHARED.split(), *question.model.split(), *side.flags.split()]
+        for question in asked
+        for side in (question.baseline, *question.sides)
+    ]
+    rounds = run(argvs * arguments.rounds, steps=arguments.steps)
+    timings = [rounds[place :: len(argvs)] for place in range(len(argvs))]
+    results = []
+    for question in asked:
+        base, *others = (timings.pop(0) for _ in (question.baseline, *question.sides))
+        share = vision_share([*SHARED.split(), *question.model.split()])
+        print(f"\n{question.name}: {share:.0%} of the forward FLOPs are vision")
+        shown(question.baseline.name, base)
+        result = {"question": question.name, "vision_share": share, question.baseline.name: medians(base)}
+        for side, timing in zip(question.sides, others, strict=True):
+            assert abs(timing[0].loss / base[0].loss - 1) < 1e-5, "the sides compute different things"
+            clock, busiest = (ratio(base, timing, name) for name in ("clock", "busiest"))
+            shown(side.name, timing, f"   {clock:.2f} × by the clock, {busiest:.2f} × by processor time")
+            result[side.name] = {**medians(timing), "gain_clock": clock, "gain_busiest": busiest}
+        results.append(result)
+    if not arguments.dry:
+        rounds_and_steps = {"rounds": arguments.rounds, "steps": arguments.steps}
+        record.append("placement", {**circumstances, **rounds_and_steps, "results": results})
+
+
+def ratio(base: Sequence[Timing], other: Sequence[Timing], name: str) -> float:
+    """Median over rounds of neighbouring measurements."""
+    return statistics.median(getattr(a, name) / getattr(b, name) for a, b in zip(base, other, strict=True))
+
+
+def medians(timings: Sequence[Timing]) -> dict[str, float]:
+    rows = [asdict(timing) for timing in timings]
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def shown(name: str, timings: Sequence[Timing], gain: str = "") -> None:
+    found = medians(timings)
+    vision = f", vision {found['vision']:6.3f} s" if found["vision"] else ""
+    print(f"  {name:26} {found['clock']:6.2f} s a step, busiest process {found['busiest']:6.2f} s{vision}{gain}")
+
+
+def vision_share(argv: Sequence[str]) -> float:
+    """Vision's and the projector's share of forward FLOPs."""
+    from megavlm.config.cli import parse
+    from megavlm.model.flops import layer_cost
+    from megavlm.planner.layers import encoder_names, layer_names
+    from megavlm.planner.plan import typical_workload
+
+    config = parse(list(argv))
+    work = typical_workload(config)
+    flops = {name: layer_cost(name, config.model, work).forward_flops for name in layer_names(config.model)}
+    return sum(flops[name] for name in encoder_names(config.model)) / sum(flops.values())
+
+
+def run(argvs: Sequence[Sequence[str]], *, steps: int, world: int = 2) -> list[Timing]:
+    """Steps of each configuration, one after the other, in `world` processes."""
+    import torch.multiprocessing as mp
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    context = mp.get_context("spawn")
+    answers = context.SimpleQueue()
+    mp.start_processes(_work, (world, port, argvs, steps, answers), nprocs=world, start_method="spawn")
+    return answers.get()
+
+
+def _work(rank: int, world: int, port: int, argvs: Sequence[Sequence[str]], steps: int, answers: Any) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
+    import torch
+    import torch.distributed as dist
+
+    from megavlm import backend
+
+    torch.set_num_threads(1)
+    chosen = backend.activate()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    timings = [_time(argv, chosen, steps=steps) for argv in argvs]
+    if rank == 0:
+        answers.put(timings)
+
+
+def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
+    import torch.distributed as dist
+
+    from megavlm.config.cli import parse
+    from megavlm.config.rules import check
+    from megavlm.data.source import batch_of, build_source
+    from megavlm.parallel.groups import build_groups, destroy_groups
+    from megavlm.planner.plan import dims_of, make_plan
+    from megavlm.train.engine import build_engine
+
+    config = parse([*argv, "--run-dir", tempfile.gettempdir()])
+    check(config, world=dist.get_world_size())
+    destroy_groups()
+    plan = make_plan(config, dims_of(config, world=dist.get_world_size()))
+    groups = build_groups(plan.dims, tied_owners=(), seed=0, timeout_minutes=10)
+    source = build_source(config, run_dir=Path(config.train.run_dir))
+    engine = build_engine(config, plan, groups, vocab_size=source.vocab_size, backend=chosen)
+    share = range(groups.at.dp, config.train.global_batch_size, plan.dims.dp)
+    batches = [
+        batch_of(source, [source.sample(index)], seq_length=config.train.seq_length, with_patches=True)
+        for index in share
+    ]
+    spent_on_vision = watched(engine)
+    upcoming = batches if config.parallel.encode_ahead else None
+    first = engine.train_step(batches, upcoming=upcoming)  # allocates the optimizer's state
+    spent_on_vision.clear()
+    dist.barrier()
+    began, processor = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        engine.train_step(batches, upcoming=upcoming)
+    processor = time.process_time() - processor
+    dist.barrier()
+    clock = time.perf_counter() - began
+    spent: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(spent, (processor, sum(spent_on_vision)))
+    engine.close()
+    busiest, vision = (max(values) / steps for values in zip(*spent, strict=True))
+    return Timing(clock=clock / steps, busiest=busiest, loss=first.loss, vision=vision)
+
+
+def watched(engine: Any) -> list[float]:
+    """Processor time of each call of a colocated frozen encoder in this thread, as they happen."""
+    calls: list[float] = []
+    colocated = engine.schedule.colocated
+    if colocated is None or colocated.encoder.trained:
+        return calls
+    forward = colocated.encoder.forward
+
+    def timed(*arguments: Any) -> Any:
+        began = time.thread_time()
+        features = forward(*arguments)
+        if threading.current_thread() is threading.main_thread():
+            calls.append(time.thread_time() - began)
+        return features
+
+    colocated.encoder.forward = timed
+    return calls
+
+
+if __name__ == "__main__":
+    main()
