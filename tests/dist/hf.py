@@ -85,7 +85,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     engine.optimizer.zero_grad()
     engine.schedule.train(batches)
     gradients = Origin.of(reference.gradients, *ALL_PARTS)
-    for chunk in engine.chunks:
+    for chunk in engine.parts:
         for param in chunk.module.parameters():
             param.data = param.main_grad  # so that each shard is a slice of the gradient
         for shard in named_shards(chunk.module):

@@ -63,3 +63,10 @@ def test_layouts_equal_transformers(
 ) -> None:
     world, flags = LAYOUTS[layout]
     assert_layout(pools, world, references(family), flags)
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "llava-onevision"])
+def test_colocated_encoder_equals_transformers(
+    pools: Pools, references: Callable[[str], Reference], family: str
+) -> None:
+    assert_layout(pools, 2, references(family), "--tp 2 --placement colocated")
