@@ -8,13 +8,13 @@ from itertools import accumulate
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
-from megavlm.planner.case import case_of
-from megavlm.planner.hardware import profile
-from megavlm.planner.layers import encoder_names
-from megavlm.planner.memory import Memory, rank_memory
+from megavlm.planner.case import Case, case_of
+from megavlm.planner.hardware import Hardware, for_precision, profile
+from megavlm.planner.memory import Memory
 from megavlm.planner.plan import make_plan
 from megavlm.planner.search import search
-from megavlm.planner.step import colocated_encoder
+from megavlm.planner.step import Encoder, Step, colocated_encoder, encoder_layers, step_of
+from megavlm.planner.tables import layer_tables
 
 
 def planned(config: Config, world: int) -> Config:
@@ -41,21 +41,28 @@ def _manual(config: Config) -> Config:
     return replace(config, parallel=replace(config.parallel, plan="manual"))
 
 
-def memory_of(config: Config, dims: Dims, *, on_gpu: bool) -> list[Memory]:
-    """Predicted peak of each pipeline rank of a configured layout."""
-    plan, case = make_plan(config, dims), case_of(config, dims, on_gpu=on_gpu)
-    first = len(encoder_names(config.model)) if plan.placement == "colocated" else 0
-    bounds = list(accumulate((len(names) for names in plan.chunks), initial=first))
-    modes = [config.train.recompute_granularity] * len(plan.chunks)
-    ranks = [rank_memory(case, [0, *bounds[1:]], rank, recompute=modes, skip=first) for rank in range(dims.pp)]
-    if not first:
-        return ranks
+def predict(config: Config, dims: Dims, hardware: Hardware) -> Step:
+    """What a step of a configured layout takes, at the cuts that it would run with."""
+    hardware = for_precision(hardware, config.train.precision)
+    plan, case = make_plan(config, dims), case_of(config, dims, on_gpu=hardware.on_gpu)
+    first = encoder_layers(case) if plan.placement == "colocated" else 0
+    modes = (config.train.recompute_granularity,) * len(plan.chunks)
+    cuts = tuple(accumulate(len(names) for names in plan.chunks))[:-1]
+    tables = layer_tables(case, hardware, modes=modes[:1], first=first)
+    return step_of(tables, hardware, cuts, modes, encoder=_encoder(config, case, hardware) if first else None)
+
+
+def _encoder(config: Config, case: Case, hardware: Hardware) -> Encoder:
     counts = config.data.images_per_sample
-    encoder = colocated_encoder(
+    return colocated_encoder(
         case,
-        profile("h100" if on_gpu else "cpu"),
+        hardware,
         images=max(1, round(sum(counts) / max(1, len(counts)))) * config.train.micro_batch_size,
         chunk_patches=config.parallel.encoder_chunk_patches,
         kept=config.parallel.encoder_keep_chunks,
     )
-    return [memory + encoder.memory for memory in ranks]
+
+
+def memory_of(config: Config, dims: Dims, *, on_gpu: bool) -> tuple[Memory, ...]:
+    """Predicted peak of each pipeline rank of a configured layout."""
+    return predict(config, dims, profile("h100" if on_gpu else "cpu")).memory

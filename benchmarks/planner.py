@@ -1,0 +1,147 @@
+"""The planner's step times against measured ones: `python benchmarks/planner.py --profile mine.json`.
+
+Two processes run every case in one go, one thread each; the profile comes from `tools/calibrate.py` on this machine
+with as many processes. Prints predicted beside measured, the median error, and how far from the fastest measured case
+the planner's choice is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from record import append, circumstances
+
+MODEL = (
+    "--global-batch-size 8 --micro-batch-size 1 --seq-length 384 --no-tensorboard --no-save --data synthetic --lr 1e-5 "
+    "--vision-num-layers 6 --vision-hidden-size 256 --vision-ffn-hidden-size 1024 --vision-num-attention-heads 4 "
+    "--vision-image-size 128 --vision-patch-size 8 --language-num-layers 6 --language-hidden-size 384 "
+    "--language-ffn-hidden-size 1152 --language-num-attention-heads 6 --language-vocab-size 4096 --images-per-sample 1"
+)
+CASES = {
+    "dp2": "",
+    "dp2 mbs2": "--mbs 2",
+    "dp2 mbs4": "--mbs 4",
+    "dp2 full": "--recompute-granularity full",
+    "dp2 frozen vision": "--freeze vision",
+    "dp2 colocated": "--placement colocated",
+    "tp2": "--tp 2",
+    "tp2 mbs4": "--tp 2 --mbs 4",
+    "tp2 colocated": "--tp 2 --placement colocated",
+    "pp2": "--pp 2",
+    "pp2 mbs2": "--pp 2 --mbs 2",
+    "pp2 full": "--pp 2 --recompute-granularity full",
+    "pp2 encoder first": "--pp 2 --pipeline-cuts 9",
+    "pp2 late cut": "--pp 2 --pipeline-cuts 13",
+    "pp2 vpp2": "--pp 2 --vpp 2",
+    "pp2 colocated": "--pp 2 --placement colocated",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profile", required=True, metavar="FILE.json")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return worker(arguments.steps)
+    before = circumstances()
+    measured = run_workers(arguments)
+    rows = {name: (predicted(flags, arguments.profile), measured[name]) for name, flags in CASES.items()}
+    print(f"{'case':<22}{'predicted s':>13}{'measured s':>13}{'error':>9}")
+    for name, (guess, real) in rows.items():
+        print(f"{name:<22}{guess:>13.3f}{real:>13.3f}{guess / real - 1:>+9.0%}")
+    errors = [abs(guess / real - 1) for guess, real in rows.values()]
+    trained_alike = {name: row for name, row in rows.items() if "frozen" not in name}
+    choice = min(trained_alike, key=lambda name: trained_alike[name][0])
+    best = min(trained_alike, key=lambda name: trained_alike[name][1])
+    off = trained_alike[choice][1] / trained_alike[best][1] - 1
+    print(f"median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+    print(f"choice: {choice}, {off:.1%} slower than the fastest measured ({best})")
+    append(
+        "planner",
+        {
+            **before,
+            "profile": json.loads(Path(arguments.profile).read_text()),
+            "seconds": {name: {"predicted": guess, "measured": real} for name, (guess, real) in rows.items()},
+            "median_error": statistics.median(errors),
+            "choice": choice,
+            "slower_than_fastest": off,
+        },
+    )
+
+
+def run_workers(arguments: argparse.Namespace) -> dict[str, float]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, "--worker"]
+    command += ["--profile", arguments.profile, "--steps", str(arguments.steps)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def config_of(flags: str) -> Any:
+    from megavlm.config.cli import parse
+
+    return parse([*MODEL.split(), *flags.split()])
+
+
+def predicted(flags: str, profile_name: str) -> float:
+    from megavlm.planner.auto import predict
+    from megavlm.planner.hardware import profile
+    from megavlm.planner.plan import dims_of
+
+    config = config_of(flags)
+    return predict(config, dims_of(config, world=2), profile(profile_name)).seconds
+
+
+def worker(steps: int) -> None:
+    """Every case on this process's world; rank 0 prints the median step times as JSON."""
+    from dataclasses import replace
+
+    from megavlm import backend as backends
+
+    backend = backends.activate()
+    import torch.distributed as dist
+
+    from megavlm.config.rules import check
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
+
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, flags in CASES.items():
+            config = config_of(flags)
+            config = replace(config, train=replace(config.train, run_dir=folder))
+            check(config, world=2)
+            destroy_groups()
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                run = build(config, backend)
+            times = []
+            for _ in range(steps + 1):
+                batches = run.feed.next_step().batches
+                dist.barrier()
+                start = time.perf_counter()
+                run.engine.train_step(batches)
+                times.append(time.perf_counter() - start)
+            found[name] = statistics.median(times[1:])
+            close(run)
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

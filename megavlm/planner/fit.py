@@ -1,0 +1,50 @@
+"""A device's rates from measured layer times: the linear model of `cost.py`, solved backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from megavlm.planner.hardware import Rates
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One pass of a layer: FLOPs of products and of attention, bytes touched, and the seconds that it took."""
+
+    products: float
+    attention: float
+    traffic: float
+    seconds: float
+
+
+def fit(samples: Sequence[Sample]) -> Rates:
+    """The rates, none negative, with the least squared relative error over the samples.
+
+    Four unknowns: every subset of them is solved for and the best solution without negative numbers is taken, which is
+    the non-negative least-squares solution.
+    """
+    rows = np.array([[s.products, s.attention, s.traffic, 1.0] for s in samples], dtype=float)
+    rows /= np.array([s.seconds for s in samples])[:, None]
+    scale = np.where(rows.max(axis=0) > 0, rows.max(axis=0), 1.0)
+    best, least = np.zeros(4), float(len(samples))
+    for size in range(1, 5):
+        for chosen in combinations(range(4), size):
+            part = (rows / scale)[:, chosen]
+            solution = np.linalg.lstsq(part, np.ones(len(samples)), rcond=None)[0]
+            error = float(np.square(part @ solution - 1).sum())
+            if (solution >= 0).all() and error < least - 1e-12:
+                best, least = np.zeros(4), error
+                best[list(chosen)] = solution
+    costs = best / scale
+    products, attention, traffic = (1 / max(cost, 1e-18) for cost in costs[:3])
+    return Rates(products, attention, traffic, float(costs[3]))
+
+
+def predicted(sample: Sample, rates: Rates) -> float:
+    """Seconds of a pass by these rates."""
+    moved = sample.traffic / rates.bandwidth + rates.overhead
+    return sample.products / rates.matmul + sample.attention / rates.attention + moved

@@ -1,0 +1,115 @@
+"""Times of layers, collectives and the optimizer on this machine: what `tools/calibrate.py` fits a profile to."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megavlm.backend import Backend
+from megavlm.config.schema import Config
+from megavlm.model.view import View
+from megavlm.parallel.groups import destroy_groups
+from megavlm.planner.case import Case, case_of
+from megavlm.planner.cost import features_of
+from megavlm.planner.fit import Sample
+from megavlm.planner.hardware import Link
+from megavlm.planner.layers import EMBEDDING
+from megavlm.train.build import Run, build
+from megavlm.train.loop import close
+
+
+def layer_samples(config: Config, backend: Backend, *, repeats: int) -> tuple[list[Sample], list[Sample], float]:
+    """(forward passes, backward passes, bytes/s of an optimizer step) of a configuration at TP 1, PP 1."""
+    destroy_groups()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        run = build(config, backend)
+    try:
+        case = case_of(config, run.plan.dims, on_gpu=not backend.is_cpu)
+        batches = run.feed.next_step().batches
+        run.engine.train_step(batches)
+        times = [_layer_times(run, batches[0], backend) for _ in range(repeats + 1)][1:]
+        forward, backward = [], []
+        for name in times[0]:
+            took = [statistics.median(each[name][side] for each in times) for side in (0, 1)]
+            forward.append(_sample(name, case, took[0], passes=1))
+            if case.trains(name) and name != EMBEDDING:
+                reached = case.gradient_reaches[case.names.index(name)]
+                backward.append(_sample(name, case, took[1], passes=1 + reached))
+        return forward, backward, _optimizer_rate(run, repeats)
+    finally:
+        close(run)
+
+
+def _sample(name: str, case: Case, seconds: float, *, passes: int) -> Sample:
+    """Backward does a forward's products once per gradient; attention and traffic twice (`cost.layer_seconds`)."""
+    products, attention, traffic = features_of(name, case)
+    return Sample(products * passes, attention * passes, traffic * passes, max(seconds, 1e-7))
+
+
+def _layer_times(run: Run, batch: Any, backend: Backend) -> dict[str, tuple[float, float]]:
+    """Seconds of each layer's forward and backward pass, one after the other."""
+    chunk = run.engine.chunks[0].module
+    view = View(batch.to(backend.device), run.config, run.engine.groups, device=backend.device)
+    hidden: torch.Tensor | None = None
+    times: dict[str, tuple[float, float]] = {}
+    for name in chunk.names:
+        given = None if hidden is None else hidden.detach().requires_grad_()
+        output, forward = _timed(partial(chunk._run, name, given, view), backend)
+        gradient = torch.ones_like(output)
+        _, backward = _timed(partial(torch.autograd.backward, output, gradient), backend)
+        times[name] = (forward, backward)
+        hidden = output
+    return times
+
+
+def _timed(call: Callable[[], Any], backend: Backend) -> tuple[Any, float]:
+    if not backend.is_cpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = call()
+    if not backend.is_cpu:
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - start
+
+
+def _optimizer_rate(run: Run, repeats: int) -> float:
+    """Bytes/s by the count of `cost.optimizer_seconds`: clearing gradients, scaling, norm and update."""
+    engine, times = run.engine, []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        engine.optimizer.zero_grad()
+        for chunk in engine.chunks:
+            chunk.zero_grad_buffer()
+            chunk.scale_gradients(1.0)
+        engine.optimizer.step()
+        times.append(time.perf_counter() - start)
+    trained = sum(p.numel() for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad)
+    return trained * 4 * (7 / run.plan.dims.dp + 4) / statistics.median(times[1:])
+
+
+def link(backend: Backend, *, sizes: Sequence[int] = (1 << 12, 1 << 22), repeats: int = 20) -> Link | None:
+    """Latency and bytes/s between the processes of this run, from ring all-gathers; None where there is but one."""
+    world = dist.get_world_size()
+    if world == 1:
+        return None
+    seconds = [_gather_seconds(size, backend, repeats=repeats) for size in sizes]
+    moved = [size * (world - 1) / world for size in sizes]
+    bandwidth = (moved[1] - moved[0]) / max(seconds[1] - seconds[0], 1e-9)
+    return Link(bandwidth, max(0.0, seconds[0] - moved[0] / bandwidth) / (world - 1))
+
+
+def _gather_seconds(size: int, backend: Backend, *, repeats: int) -> float:
+    """Median time of an all-gather of `size` bytes in all."""
+    part = torch.zeros(size // dist.get_world_size(), dtype=torch.uint8, device=backend.device)
+    whole = torch.empty(size, dtype=torch.uint8, device=backend.device)
+    dist.barrier()
+    times = [_timed(lambda: dist.all_gather_into_tensor(whole, part), backend)[1] for _ in range(repeats)]
+    return statistics.median(times[1:])

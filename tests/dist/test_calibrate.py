@@ -1,0 +1,34 @@
+"""What calibration measures is what the model of costs is asked for: each layer, both passes, one link."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megavlm.planner.fit import fit
+from megavlm.planner.hardware import Link
+from tests.dist.pool import Pools
+from tools.calibrate import SIZES, config_of
+
+
+def measured(run_dir: str) -> Any:
+    import torch.distributed as dist
+
+    from megavlm import backend
+    from megavlm.train.measure import layer_samples, link
+
+    chosen = backend.activate()
+    config = config_of(SIZES[0], "fp32", run_dir, processes=dist.get_world_size())
+    return (*layer_samples(config, chosen, repeats=1), link(chosen, repeats=3))
+
+
+def test_layers_are_timed_and_fitted(pools: Pools, tmp_path: Path) -> None:
+    for forward, backward, optimizer_rate, link in pools(2).run(measured, str(tmp_path / "run")):
+        assert len(forward) == 10  # patch_embed, 2 vision layers, norm, projector, embedding, 2 language layers, norm, output
+        assert len(backward) == 9  # the embedding's is a scatter, which no rate describes
+        assert sum(sample.products > 0 for sample in forward) == 7
+        assert optimizer_rate > 0
+        assert isinstance(link, Link)
+        rates = fit(forward)
+        assert rates.matmul > 0
+        assert rates.bandwidth > 0

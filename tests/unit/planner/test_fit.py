@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megavlm.planner.fit import Sample, fit, predicted
+from megavlm.planner.hardware import Rates
+
+
+def drawn(rates: Rates, *, noise: float) -> list[Sample]:
+    random = np.random.default_rng(1)
+    samples = []
+    for products, attention, traffic in random.uniform((1e8, 0, 1e6), (1e10, 2e9, 5e8), (30, 3)):
+        sample = Sample(products, attention, traffic, 1.0)
+        samples.append(
+            Sample(products, attention, traffic, predicted(sample, rates) * random.uniform(1 - noise, 1 + noise))
+        )
+    return samples
+
+
+def test_exact_times_give_the_rates_back() -> None:
+    rates = Rates(6e10, 3e10, 4e9, 1e-3)
+    found = fit(drawn(rates, noise=0))
+    assert vars(found) == pytest.approx(vars(rates), rel=1e-6)
+
+
+def test_what_costs_nothing_is_not_negative() -> None:
+    rates = Rates(6e10, 1e18, 4e9, 0.0)
+    samples = drawn(rates, noise=0.05)
+    found = fit(samples)
+    assert min(vars(found).values()) >= 0
+    assert max(abs(predicted(s, found) / s.seconds - 1) for s in samples) < 0.15

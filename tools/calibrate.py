@@ -1,0 +1,163 @@
+"""Measure this machine for the planner: `torchrun --nproc-per-node 2 tools/calibrate.py --out mine.json`.
+
+Times the layers of small models of several widths and lengths (as many processes at once as will train at once), the
+optimizer and an all-gather, and fits the rates of `megavlm/planner/cost.py` to them. Then:
+`python tools/plan.py … --profile mine.json`, or `pretrain_vlm.py --plan auto --hardware mine.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megavlm.config.rules import check
+from megavlm.config.schema import (
+    Config,
+    DataConfig,
+    LanguageConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    VisionConfig,
+)
+from megavlm.errors import UserError
+from megavlm.planner.fit import Sample, fit, predicted
+from megavlm.planner.hardware import PROFILES, Hardware, profile, to_json
+
+# (width, head count, tokens of text, image side in patches, vocabulary): small, long and wide
+SIZES = ((128, 4, 128, 8, 512), (256, 4, 512, 16, 2048), (384, 6, 256, 16, 4096), (512, 8, 512, 12, 8192))
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Measure this machine's rates and write them as a hardware profile.")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    options = parser.parse_args(argv)
+    try:
+        calibrate(options)
+    except UserError as error:
+        print(f"calibrate.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def config_of(size: tuple[int, int, int, int, int], precision: str, run_dir: str, *, processes: int) -> Config:
+    """A model of two layers each with the mix of layers that a VLM has."""
+    width, heads, tokens, patches, vocabulary = size
+    return Config(
+        model=ModelConfig(
+            vision=VisionConfig(
+                num_layers=2,
+                hidden_size=width,
+                ffn_hidden_size=4 * width,
+                num_attention_heads=heads,
+                image_size=8 * patches,
+            ),
+            language=LanguageConfig(
+                num_layers=2,
+                hidden_size=width,
+                ffn_hidden_size=3 * width,
+                num_attention_heads=heads,
+                vocab_size=vocabulary,
+            ),
+        ),
+        train=TrainConfig(
+            seq_length=max(tokens, patches**2 + 64),
+            global_batch_size=processes,
+            precision="bf16" if precision == "bf16" else "fp32",
+            run_dir=run_dir,
+        ),
+        data=DataConfig(source="synthetic"),
+        optimizer=OptimizerConfig(lr=1e-5),
+        logging=LoggingConfig(tensorboard=False),
+    )
+
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def calibrate(options: argparse.Namespace) -> None:
+    from megavlm import backend as backends
+
+    backend = backends.activate()
+    import torch.distributed as dist
+
+    from megavlm.train.measure import layer_samples, link
+
+    forward: list[Sample] = []
+    backward: list[Sample] = []
+    rates: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for size in SIZES:
+            config = config_of(size, options.precision, folder, processes=world())
+            check(config, world=world())
+            ahead, back, rate = layer_samples(config, backend, repeats=options.repeats)
+            forward, backward, rates = [*forward, *ahead], [*backward, *back], [*rates, rate]
+    between = link(backend)
+    if dist.get_rank() == 0:
+        base = PROFILES["cpu"] if backend.is_cpu else _similar(backend.name)
+        hardware = replace(
+            base,
+            name=backend.name,
+            source=f"measured with {world()} processes, {options.precision}",
+            memory=_memory(on_cpu=backend.is_cpu),
+            forward=fit(forward),
+            backward=fit(backward),
+            memory_bandwidth=statistics.median(rates),
+            near=between or base.near,
+            devices_per_node=max(base.devices_per_node, world()),
+        )
+        options.out.write_text(json.dumps(to_json(hardware), indent=2) + "\n", encoding="utf-8")
+        print(_summary(hardware, forward, backward))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _similar(name: str) -> Hardware:
+    """The profile that a device's name speaks of: its peak and its network are not measured."""
+    known = next((key for key in PROFILES if key in name.lower()), "h100")
+    return profile(known)
+
+
+def _memory(*, on_cpu: bool) -> float:
+    """Bytes that one process's tensors may take: nine tenths of a GPU, or its share of four fifths of the memory."""
+    if on_cpu:
+        import psutil
+
+        return float(psutil.virtual_memory().total) * 0.8 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    import torch
+
+    return float(torch.cuda.mem_get_info()[1]) * 0.9
+
+
+def _summary(hardware: Hardware, forward: Sequence[Sample], backward: Sequence[Sample]) -> str:
+    lines = [f"{hardware.name}: {hardware.source}"]
+    for side, rates, samples in (("forward", hardware.forward, forward), ("backward", hardware.backward, backward)):
+        errors = [abs(predicted(sample, rates) / sample.seconds - 1) for sample in samples]
+        lines.append(
+            f"{side:9} products {rates.matmul / 1e9:8.1f} GFLOP/s, attention {rates.attention / 1e9:8.1f} GFLOP/s, "
+            f"memory {rates.bandwidth / 1e9:6.2f} GB/s, {rates.overhead * 1e6:5.0f} µs a layer; "
+            f"median error {statistics.median(errors):.0%} over {len(errors)} layers"
+        )
+    lines.append(
+        f"optimizer {hardware.memory_bandwidth / 1e9:.2f} GB/s; between processes {hardware.near.bandwidth / 1e9:.2f} "
+        f"GB/s, {hardware.near.latency * 1e6:.0f} µs; {hardware.memory / 2**30:.1f} GiB for tensors"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    # Not sys.exit: gloo's threads now and then abort the interpreter's teardown.
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)
