@@ -30,7 +30,13 @@ def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"), [(4, "--tp 2 --pp 2 --num-workers 1"), (2, "--mbs 2"), (2, "--pp 2 --vpp 2 --mbs 2")]
+    ("world", "layout"),
+    [
+        (4, "--tp 2 --pp 2 --num-workers 1"),
+        (2, "--mbs 2"),
+        (2, "--pp 2 --vpp 2 --mbs 2"),
+        (2, "--tp 2 --placement colocated"),
+    ]
 )
 def test_any_layout_trains_on_the_same_samples(
     pools: Pools, folder: Path, whole: Path, tmp_path: Path, world: int, layout: str
