@@ -62,7 +62,7 @@ def dry_run(config: Config, *, world: int) -> None:
     check(config, world=world)
     dims = dims_of(config, world=world)
     print(table(make_plan(config, dims), config))
-    print(memory_table(memory_of(config, dims, on_gpu=config.train.precision == "bf16")))
+    print(memory_table(memory_of(config, dims, on_gpu=config.train.precision != "fp32")))
     if config.data.sources:
         from megavlm.data import shares
 

@@ -17,6 +17,8 @@ def sharded_optimizer_state(
     optimizer: Any, parameters: Mapping[str, Any], *, loading: bool, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What megatron-core saves, or fills when loading, for an optimizer of parameters sharded as `parameters` say."""
+    if not loading:
+        _begin_state(optimizer)
     with _whole_buckets(optimizer):
         states = [
             part.sharded_state_dict(dict(parameters), is_loading=loading, metadata=dict(metadata))
@@ -45,6 +47,32 @@ def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
             part.load_state_dict({**loaded, "param_state": loaded["param_state"][index]})
         else:
             part.load_state_dict(loaded["parts"][index])
+
+
+def _begin_state(optimizer: Any) -> None:
+    """Give an optimizer that never stepped (every step so far overflowed) the zeros that it would have begun with."""
+    for part in _parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        part.init_state_fn(part.optimizer, part.config)
+        for group in part.optimizer.param_groups:
+            group.setdefault("step", 0)
+
+
+def loss_scale_state(optimizer: Any) -> dict[str, Any] | None:
+    """Loss scale and its counters in fp16, else None. Ranks agree on them, also those that train nothing, whose
+    optimizer megavlm cannot ask megatron-core to save.
+    """
+    scaler = getattr(optimizer.chained_optimizers[0], "grad_scaler", None)  # fp32 optimizers have no such field
+    return None if scaler is None else {**scaler.state_dict(), "scale": float(scaler.scale)}
+
+
+def load_loss_scale(optimizer: Any, loaded: Mapping[str, Any] | None) -> None:
+    """Go on with a saved loss scale; a checkpoint of another precision has none, and leaves the initial one."""
+    for part in optimizer.chained_optimizers:
+        scaler = getattr(part, "grad_scaler", None)
+        if loaded is not None and scaler is not None:
+            scaler.load_state_dict({**loaded, "scale": scaler.scale.new_tensor([loaded["scale"]])})
 
 
 def _parts(optimizer: Any) -> list[Any]:

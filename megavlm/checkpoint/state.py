@@ -21,7 +21,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megavlm.checkpoint import folders, safety
-from megavlm.checkpoint.optimizer import load_optimizer_state, sharded_optimizer_state
+from megavlm.checkpoint.optimizer import (
+    load_loss_scale,
+    load_optimizer_state,
+    loss_scale_state,
+    sharded_optimizer_state,
+)
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, LoraConfig
 from megavlm.errors import UserError
@@ -62,6 +67,7 @@ def save(trained: Trained, position: Position, *, config: Config, plan: Plan, ro
     dist.barrier()
     state = _sharded_state(trained, loading=False)
     state["position"] = asdict(position)
+    state["loss_scale"] = loss_scale_state(trained.optimizer)
     with _quiet():
         dist_checkpointing.save(state, str(temporary), content_metadata=dict(_METADATA))
     if dist.get_rank() == 0:
@@ -87,6 +93,7 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     for index, chunk in enumerate(trained.chunks):
         chunk.load_state_dict(loaded[f"chunk{index}"])
     load_optimizer_state(trained.optimizer, loaded["optimizer"])
+    load_loss_scale(trained.optimizer, loaded.get("loss_scale"))
     position = Position(**loaded["position"])
     if same_layout:
         _set_random_state(loaded["random"])

@@ -56,6 +56,8 @@ RANGES = (
             "train.global_batch_size",
             "train.seq_length",
             "optimizer.lr_decay_iters",
+            "optimizer.loss_scale_window",
+            "optimizer.hysteresis",
             "optimizer.lr_wsd_decay_iters",
             "data.image_sizes",
             "data.max_image_pixels",
@@ -106,6 +108,8 @@ RANGES = (
             "lora.alpha",
             "optimizer.lr",
             "optimizer.adam_eps",
+            "optimizer.initial_loss_scale",
+            "optimizer.min_loss_scale",
         ),
     ),
     Range(

@@ -50,6 +50,28 @@ def wsd_decay_fits(config: Config) -> str | None:
     return None
 
 
+def loss_scale_starts_above_its_floor(config: Config) -> str | None:
+    optimizer = config.optimizer
+    if optimizer.min_loss_scale > optimizer.initial_loss_scale:
+        return (
+            f"--min-loss-scale {optimizer.min_loss_scale} is above --initial-loss-scale "
+            f"{optimizer.initial_loss_scale}: lower the former or raise the latter"
+        )
+    return None
+
+
+def one_optimizer_scales_the_loss(config: Config) -> str | None:
+    """Two optimizers would each judge overflow by their own gradients, and scale one loss differently."""
+    if config.train.precision != "fp16" or config.parallel.placement != "colocated":
+        return None
+    if {"vision", "projector"} <= set(config.model.freeze):
+        return None
+    return (
+        "--precision fp16 does not train an encoder with --placement colocated: use --precision bf16, or "
+        "--placement stages"
+    )
+
+
 def imageless_samples_exist(config: Config) -> str | None:
     size = config.train.global_batch_size
     for place in config.data.imageless_samples:
@@ -138,6 +160,8 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     lr_decays_downwards,
     warmup_fits,
     wsd_decay_fits,
+    loss_scale_starts_above_its_floor,
+    one_optimizer_scales_the_loss,
     imageless_samples_exist,
     synthetic_samples_fit,
     files_have_sources,

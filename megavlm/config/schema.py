@@ -186,7 +186,9 @@ class TrainConfig:
     global_batch_size: int = option(8, "Samples per optimizer step over all ranks.", "--gbs")
     seq_length: int = option(64, "Tokens of a sample, image tokens included.")
     seed: int = option(1234, "Seed of weights, data order and dropout.")
-    precision: Literal["fp32", "bf16"] = option("fp32", "Arithmetic of the model; master weights stay fp32.")
+    precision: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32", "Arithmetic of the model; master weights, moments and summed gradients stay fp32."
+    )
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "Recompute in backward: nothing, attention only, or whole layers."
     )
@@ -210,6 +212,10 @@ class OptimizerConfig:
     adam_beta2: float = option(0.95, "Second-moment decay.")
     adam_eps: float = option(1e-8, "Epsilon of AdamW.")
     clip_grad: float = option(1.0, "Largest global gradient norm; 0: no clipping.")
+    initial_loss_scale: float = option(4096.0, "fp16: factor of the loss at first, so that small gradients survive.")
+    min_loss_scale: float = option(1.0, "fp16: the loss scale is never halved below.")
+    loss_scale_window: int = option(1000, "fp16: steps without overflow after which the loss scale doubles.")
+    hysteresis: int = option(2, "fp16: overflows before the loss scale is halved; each of them skips its step.")
 
 
 @dataclass(frozen=True)

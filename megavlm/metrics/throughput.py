@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 
-# Dense bf16 tensor-core peaks in TFLOP/s per device. NVIDIA prints them with 2:4 sparsity, which is twice that.
-# The first row whose words all occur in the device's name counts, so variants stand above their family.
-_BF16_PEAKS: tuple[tuple[frozenset[str], float], ...] = (
+# Dense tensor-core peaks of bf16 and fp16, which are equal, in TFLOP/s per device. NVIDIA prints them with 2:4
+# sparsity, which is twice that. The first row whose words all occur in the device's name counts, so variants stand
+# above their family.
+_HALF_PEAKS: tuple[tuple[frozenset[str], float], ...] = (
     (frozenset({"A100"}), 312.0),  # "NVIDIA A100 Tensor Core GPU" datasheet, PCIe and SXM alike
     (frozenset({"H100", "PCIE"}), 756.0),  # "NVIDIA H100 Tensor Core GPU" datasheet: 1,513 with sparsity
     (frozenset({"H100", "NVL"}), 835.0),  # same datasheet, H100 NVL: 1,671 with sparsity
@@ -42,10 +43,10 @@ def mfu(tflops_per_device: float, peak: float | None) -> float | None:
 def peak_tflops(device_name: str, precision: str) -> float | None:
     """Dense peak of a device (`torch.cuda.get_device_name()`) in TFLOP/s; None where it is unknown.
 
-    Unknown are CPUs, slices of a GPU (MIG), GPUs that are not in the table, and every precision but "bf16": which
-    units fp32 runs on depends on TF32 switches of each library, so no single figure is its peak.
+    Unknown are CPUs, slices of a GPU (MIG), GPUs that are not in the table, and fp32: which units
+    it runs on depends on TF32 switches of each library, so no single figure is its peak.
     """
     words = frozenset(re.findall(r"[A-Z0-9]+", device_name.upper()))
-    if precision != "bf16" or "MIG" in words:
+    if precision not in ("bf16", "fp16") or "MIG" in words:
         return None
-    return next((peak for needed, peak in _BF16_PEAKS if needed <= words), None)
+    return next((peak for needed, peak in _HALF_PEAKS if needed <= words), None)

@@ -30,7 +30,7 @@ from megavlm.model.flops import head_width
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm, Norm
 from megavlm.parallel.groups import Groups
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -74,6 +74,7 @@ def common_config(config: Config, *, tp: int, **overrides: Any) -> TransformerCo
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         hidden_dropout=config.model.hidden_dropout,
         attention_dropout=config.model.attention_dropout,
         init_method=_leave_as_is,

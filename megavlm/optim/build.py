@@ -54,6 +54,11 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], g
         # The norm is reported in any case; megatron-core computes it only to clip.
         clip_grad=options.clip_grad or float("inf"),
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        initial_loss_scale=options.initial_loss_scale,
+        min_loss_scale=options.min_loss_scale,
+        loss_scale_window=options.loss_scale_window,
+        hysteresis=options.hysteresis,
         params_dtype=dtype,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
@@ -65,6 +70,12 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], g
         use_gloo_process_groups=False,
         pg_collection=groups.collection,
     )
+
+
+def loss_scale(optimizer: Any) -> float | None:
+    """The factor of the next step's loss; None where nothing can overflow (bf16, fp32)."""
+    scaler = getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
+    return None if scaler is None else float(scaler.scale)
 
 
 def join_optimizers(*optimizers: Any) -> Any:

@@ -15,7 +15,8 @@ from megavlm.planner.orders import Shape, schedule_for
 from megavlm.planner.plan import typical_workload
 
 Recompute = Literal["none", "selective", "full"]
-BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # of an activation or a weight; FP8 keeps both in bf16 outside its products
+# Bytes of an activation or a weight; FP8 keeps both in bf16 outside its products.
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True)

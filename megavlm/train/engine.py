@@ -18,7 +18,7 @@ from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
-from megavlm.optim.build import build_optimizer, build_scheduler, join_optimizers, wrap_chunks
+from megavlm.optim.build import build_optimizer, build_scheduler, join_optimizers, loss_scale, wrap_chunks
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import Colocated
 from megavlm.pipeline.encoder import Encoder, encoder_config
@@ -35,9 +35,10 @@ class StepResult:
 
     loss: float  # mean cross entropy over the trained tokens of the global batch
     trained_tokens: int
-    grad_norm: float  # before clipping
+    grad_norm: float | None  # before clipping; None where the step was skipped
     learning_rate: float
     updated: bool  # False where the optimizer skipped the step (overflow)
+    loss_scale: float | None  # that this step ran with; None but in fp16
     source_losses: tuple[
         float, ...
     ]  # of each data set, nan where it has no trained token; empty where there is but one
@@ -74,6 +75,7 @@ class Engine:
         self.optimizer.zero_grad()
         totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)
+        scale = loss_scale(self.optimizer)  # the step may change it
         updated, grad_norm, _ = self.optimizer.step()
         totals = totals if self.groups.at.tp == 0 else torch.zeros_like(totals)
         totals = torch.cat([totals, totals.new_tensor(counters)])
@@ -84,9 +86,10 @@ class Engine:
         return StepResult(
             loss=loss_sum / max(tokens, 1.0),
             trained_tokens=int(tokens),
-            grad_norm=float(grad_norm),
+            grad_norm=None if grad_norm is None else float(grad_norm),
             learning_rate=self.learning_rate(),
             updated=bool(updated),
+            loss_scale=scale,
             source_losses=tuple(s / n if n else math.nan for s, n in zip(sums, counts, strict=True)),
             counters=tuple(summed),
         )

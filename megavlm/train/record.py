@@ -93,6 +93,8 @@ def record_of(
         "model_tflops_per_device": tflops,
         "mfu": throughput.mfu(tflops, peak),
     }
+    if result.loss_scale is not None:
+        record["loss_scale"] = result.loss_scale
     if step.imbalance is not None:
         record |= {f"imbalance_{name}": value for name, value in vars(step.imbalance).items()}
     if result.source_losses:

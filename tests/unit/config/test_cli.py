@@ -143,7 +143,7 @@ def test_help_lists_everything_with_defaults(
     assert "Parts that are not trained. (default: empty)" in text
     assert "--tensor-model-parallel-size N, --tp N\n" in text
     assert "--language-vocab-size N|none " in text
-    assert "--precision {fp32,bf16} " in text
+    assert "--precision {fp32,bf16,fp16} " in text
 
 
 def test_print_config_prints_what_config_reads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

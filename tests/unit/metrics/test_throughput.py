@@ -28,7 +28,7 @@ def test_mfu_is_a_share_of_the_peak_and_unknown_without_one() -> None:
     ],
 )
 def test_known_gpus_have_their_dense_bf16_peak(name: str, peak: float) -> None:
-    assert peak_tflops(name, "bf16") == peak
+    assert peak_tflops(name, "bf16") == peak_tflops(name, "fp16") == peak
     assert peak_tflops(name, "fp32") is None
 
 
