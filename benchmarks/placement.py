@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import record
@@ -192,7 +191,8 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
 
     from megavlm.config.cli import parse
     from megavlm.config.rules import check
-    from megavlm.data.source import batch_of, build_source
+    from megavlm.data.source import batch_of
+    from megavlm.data.synthetic import SyntheticSource
     from megavlm.parallel.groups import build_groups, destroy_groups
     from megavlm.planner.plan import dims_of, make_plan
     from megavlm.train.engine import build_engine
@@ -202,7 +202,7 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
     destroy_groups()
     plan = make_plan(config, dims_of(config, world=dist.get_world_size()))
     groups = build_groups(plan.dims, tied_owners=(), seed=0, timeout_minutes=10)
-    source = build_source(config, run_dir=Path(config.train.run_dir))
+    source = SyntheticSource(config)
     engine = build_engine(config, plan, groups, vocab_size=source.vocab_size, backend=chosen)
     share = range(groups.at.dp, config.train.global_batch_size, plan.dims.dp)
     batches = [
