@@ -1,8 +1,8 @@
 """The planner's step times against measured ones: `python benchmarks/planner.py --profile mine.json`.
 
-Two processes run every case in one go, one thread each; the profile comes from `tools/calibrate.py` on this machine
-with as many processes. Prints predicted beside measured, the median error, and how far from the fastest measured case
-the planner's choice is.
+Two processes run every case in one go, one thread each, in rounds of another order each because a machine's speed
+drifts; the profile comes from `tools/calibrate.py` on this machine with as many processes. Prints predicted beside
+measured, the median error, and how far from the fastest measured case the planner's choice is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -23,9 +24,9 @@ from typing import Any
 from record import append, circumstances
 
 MODEL = (
-    "--global-batch-size 8 --micro-batch-size 1 --seq-length 384 --no-tensorboard --no-save --data synthetic --lr 1e-5 "
+    "--global-batch-size 8 --micro-batch-size 1 --seq-length 256 --no-tensorboard --no-save --data synthetic --lr 1e-5 "
     "--vision-num-layers 6 --vision-hidden-size 256 --vision-ffn-hidden-size 1024 --vision-num-attention-heads 4 "
-    "--vision-image-size 128 --vision-patch-size 8 --language-num-layers 6 --language-hidden-size 384 "
+    "--vision-image-size 96 --vision-patch-size 8 --language-num-layers 6 --language-hidden-size 384 "
     "--language-ffn-hidden-size 1152 --language-num-attention-heads 6 --language-vocab-size 4096 --images-per-sample 1"
 )
 CASES = {
@@ -51,11 +52,12 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", required=True, metavar="FILE.json")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2, help="timed in each round")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        return worker(arguments.steps)
+        return worker(arguments.steps, arguments.rounds)
     before = circumstances()
     measured = run_workers(arguments)
     rows = {name: (predicted(flags, arguments.profile), measured[name]) for name, flags in CASES.items()}
@@ -84,7 +86,7 @@ def main() -> None:
 
 def run_workers(arguments: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, "--worker"]
-    command += ["--profile", arguments.profile, "--steps", str(arguments.steps)]
+    command += ["--profile", arguments.profile, "--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     found: dict[str, float] = json.loads(output.splitlines()[-1])
@@ -106,8 +108,8 @@ def predicted(flags: str, profile_name: str) -> float:
     return predict(config, dims_of(config, world=2), profile(profile_name)).seconds
 
 
-def worker(steps: int) -> None:
-    """Every case on this process's world; rank 0 prints the median step times as JSON."""
+def worker(steps: int, rounds: int) -> None:
+    """Every case on this process's world, `rounds` times; rank 0 prints the median step times as JSON."""
     from dataclasses import replace
 
     from megavlm import backend as backends
@@ -120,26 +122,31 @@ def worker(steps: int) -> None:
     from megavlm.train.build import build
     from megavlm.train.loop import close
 
-    found = {}
+    shuffle = random.Random(1).shuffle
+    order: list[str] = []
+    for _ in range(rounds):
+        names = list(CASES)
+        shuffle(names)
+        order += names
+    times: dict[str, list[float]] = {name: [] for name in CASES}
     with tempfile.TemporaryDirectory() as folder:
-        for name, flags in CASES.items():
-            config = config_of(flags)
+        for name in order:
+            config = config_of(CASES[name])
             config = replace(config, train=replace(config.train, run_dir=folder))
             check(config, world=2)
             destroy_groups()
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 run = build(config, backend)
-            times = []
-            for _ in range(steps + 1):
+            for step in range(steps + 1):
                 batches = run.feed.next_step().batches
                 dist.barrier()
                 start = time.perf_counter()
                 run.engine.train_step(batches)
-                times.append(time.perf_counter() - start)
-            found[name] = statistics.median(times[1:])
+                if step:
+                    times[name].append(time.perf_counter() - start)
             close(run)
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps({name: statistics.median(values) for name, values in times.items()}), flush=True)
     os._exit(0)
 
 

@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Measure this machine's rates and write them as a hardware profile.")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each size in a round")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="over all sizes: a machine's speed drifts")
     options = parser.parse_args(argv)
     try:
         calibrate(options)
@@ -98,7 +99,7 @@ def calibrate(options: argparse.Namespace) -> None:
     backward: list[Sample] = []
     rates: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        for size in SIZES:
+        for size in SIZES * options.rounds:
             config = config_of(size, options.precision, folder, processes=world())
             check(config, world=world())
             ahead, back, rate = layer_samples(config, backend, repeats=options.repeats)
@@ -146,7 +147,7 @@ def _summary(hardware: Hardware, forward: Sequence[Sample], backward: Sequence[S
         errors = [abs(predicted(sample, rates) / sample.seconds - 1) for sample in samples]
         lines.append(
             f"{side:9} products {rates.matmul / 1e9:8.1f} GFLOP/s, attention {rates.attention / 1e9:8.1f} GFLOP/s, "
-            f"memory {rates.bandwidth / 1e9:6.2f} GB/s, {rates.overhead * 1e6:5.0f} µs a layer; "
+            f"memory {rates.bandwidth / 1e9:6.2f} GB/s, {rates.overhead * 1e6:4.0f} µs a call; "
             f"median error {statistics.median(errors):.0%} over {len(errors)} layers"
         )
     lines.append(

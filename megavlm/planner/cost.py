@@ -14,7 +14,7 @@ from megavlm.model.flops import layer_cost
 from megavlm.planner.activations import FP32, hidden_bytes, saved_bytes
 from megavlm.planner.case import Case, Recompute
 from megavlm.planner.hardware import Hardware, Link, Rates
-from megavlm.planner.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PROJECTOR, VISION_LAYER
+from megavlm.planner.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, PROJECTOR, VISION_LAYER
 from megavlm.planner.parameters import local_parameters
 
 
@@ -37,11 +37,11 @@ def layer_seconds(name: str, case: Case, hardware: Hardware, recompute: Recomput
     link = hardware.link(tp)
     gathers, reductions = _tensor_parallel_bytes(name, case)
     exchange = _collective(gathers, tp, link) + _collective(reductions, tp, link)
-    forward = _seconds(products, attention, traffic, hardware.forward) + exchange
+    forward = _seconds(products, attention, traffic, calls_of(name), hardware.forward) + exchange
     if not (trained or reached):
         return Seconds(forward, 0.0)
     grad_products = products * (trained + reached)
-    backward = _seconds(grad_products, 2 * attention, 2 * traffic, hardware.backward)
+    backward = _seconds(grad_products, 2 * attention, 2 * traffic, calls_of(name), hardware.backward)
     # The input's gradient goes the opposite ways, and sequence-sharded inputs are gathered once more for the weight's.
     backward += exchange + (_collective(gathers, tp, link) if trained and case.sequence_parallel else 0.0)
     if recompute == "full" and reached and name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
@@ -51,15 +51,28 @@ def layer_seconds(name: str, case: Case, hardware: Hardware, recompute: Recomput
     return Seconds(forward, backward)
 
 
-def _seconds(products: float, attention: float, traffic: float, rates: Rates) -> float:
-    return products / rates.matmul + attention / rates.attention + traffic / rates.bandwidth + rates.overhead
+def _seconds(products: float, attention: float, traffic: float, calls: float, rates: Rates) -> float:
+    busy = products / rates.matmul + attention / rates.attention + traffic / rates.bandwidth
+    return busy + calls * rates.overhead
 
 
-def features_of(name: str, case: Case) -> tuple[float, float, float]:
-    """(products, attention, traffic) of a forward pass: what `tools/calibrate.py` fits a device's rates to."""
+def calls_of(name: str) -> float:
+    """What a pass costs in calls of Python and of operators, in units of a lone norm's.
+
+    Times of layers so small (width 128, 64 patches) that their arithmetic hardly counts, on a CPU, rounded.
+    """
+    if name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
+        return 20
+    if name.startswith(DEEPSTACK):
+        return 6
+    return {PATCH_EMBED: 4, PROJECTOR: 6, EMBEDDING: 2, OUTPUT: 8}.get(name, 1)
+
+
+def features_of(name: str, case: Case) -> tuple[float, float, float, float]:
+    """(products, attention, traffic, calls) of a forward pass: what `tools/calibrate.py` fits a device's rates to."""
     cost = layer_cost(name, case.model, case.work)
     attention = cost.attention_flops / case.dims.tp
-    return cost.forward_flops / case.dims.tp - attention, attention, 2 * _touched(name, case)
+    return cost.forward_flops / case.dims.tp - attention, attention, 2 * _touched(name, case), calls_of(name)
 
 
 def _touched(name: str, case: Case) -> float:

@@ -13,30 +13,35 @@ from megavlm.planner.hardware import Rates
 
 @dataclass(frozen=True)
 class Sample:
-    """One pass of a layer: FLOPs of products and of attention, bytes touched, and the seconds that it took."""
+    """One pass of a layer: FLOPs of products and of attention, bytes touched, calls, and the seconds that it took."""
 
     products: float
     attention: float
     traffic: float
+    calls: float
     seconds: float
 
 
 def fit(samples: Sequence[Sample]) -> Rates:
-    """The rates, none negative, with the least squared relative error over the samples.
+    """The rates, none negative, with the least squared error over the samples, each error² divided by the time.
+
+    Relative errors alone would let a norm count as much as the layers that a step consists of, absolute ones only the
+    largest layer.
 
     Four unknowns: every subset of them is solved for and the best solution without negative numbers is taken, which is
     the non-negative least-squares solution.
     """
-    rows = np.array([[s.products, s.attention, s.traffic, 1.0] for s in samples], dtype=float)
-    rows /= np.array([s.seconds for s in samples])[:, None]
+    weights = np.array([s.seconds for s in samples]) ** -0.5
+    target = np.array([s.seconds for s in samples]) * weights
+    rows = np.array([[s.products, s.attention, s.traffic, s.calls] for s in samples], dtype=float) * weights[:, None]
     scale = np.where(rows.max(axis=0) > 0, rows.max(axis=0), 1.0)
-    best, least = np.zeros(4), float(len(samples))
+    best, least = np.zeros(4), float(np.square(target).sum())
     for size in range(1, 5):
         for chosen in combinations(range(4), size):
             part = (rows / scale)[:, chosen]
-            solution = np.linalg.lstsq(part, np.ones(len(samples)), rcond=None)[0]
-            error = float(np.square(part @ solution - 1).sum())
-            if (solution >= 0).all() and error < least - 1e-12:
+            solution = np.linalg.lstsq(part, target, rcond=None)[0]
+            error = float(np.square(part @ solution - target).sum())
+            if (solution >= 0).all() and error < least * (1 - 1e-12):
                 best, least = np.zeros(4), error
                 best[list(chosen)] = solution
     costs = best / scale
@@ -46,5 +51,5 @@ def fit(samples: Sequence[Sample]) -> Rates:
 
 def predicted(sample: Sample, rates: Rates) -> float:
     """Seconds of a pass by these rates."""
-    moved = sample.traffic / rates.bandwidth + rates.overhead
+    moved = sample.traffic / rates.bandwidth + sample.calls * rates.overhead
     return sample.products / rates.matmul + sample.attention / rates.attention + moved

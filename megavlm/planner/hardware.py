@@ -18,12 +18,12 @@ from megavlm.errors import UserError
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds of a layer's pass = products / `matmul` + attention / `attention` + bytes / `bandwidth` + `overhead`."""
+    """A layer's pass takes products / `matmul` + attention / `attention` + bytes / `bandwidth` + calls · `overhead`."""
 
     matmul: float  # FLOP/s of matrix products
     attention: float  # FLOP/s of attention's two products, causal ones counted half
     bandwidth: float  # bytes/s of what lies between: norms, activations, residuals
-    overhead: float  # seconds per layer
+    overhead: float  # seconds per call (`cost.calls_of`)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ _GB, _TFLOP = 1e9, 1e12
 _USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, NCCL's buffers and fragmentation
 _LINK_SHARE = 0.8  # of a link's data-sheet rate that NCCL's collectives reach
 _MEMORY_SHARE = 0.85  # of the memory's data-sheet rate that elementwise kernels reach
-_LAYER_LAUNCHES = 20e-6  # seconds per layer and pass that no kernel fills
+_LAUNCH = 1e-6  # seconds per call that no kernel fills: 20 µs per layer and pass
 
 
 def _gpu(
@@ -82,8 +82,8 @@ def _gpu(
         source=source,
         on_gpu=True,
         memory=gigabytes * _GB * _USABLE,
-        forward=Rates(products * _TFLOP, attention[0] * _TFLOP, bandwidth, _LAYER_LAUNCHES),
-        backward=Rates(products * _TFLOP, attention[1] * _TFLOP, bandwidth, _LAYER_LAUNCHES),
+        forward=Rates(products * _TFLOP, attention[0] * _TFLOP, bandwidth, _LAUNCH),
+        backward=Rates(products * _TFLOP, attention[1] * _TFLOP, bandwidth, _LAUNCH),
         memory_bandwidth=bandwidth,
         near=Link(nvlink * _GB * _LINK_SHARE, 10e-6),
         far=Link(network * _GB * _LINK_SHARE, 20e-6),
@@ -147,8 +147,8 @@ PROFILES: dict[str, Hardware] = {
         source="an order of magnitude for one core; tools/calibrate.py measures yours",
         on_gpu=False,
         memory=8e9,
-        forward=Rates(6e10, 4e10, 4e9, 1e-3),
-        backward=Rates(6e10, 4e10, 4e9, 2e-3),
+        forward=Rates(6e10, 4e10, 4e9, 1e-4),
+        backward=Rates(6e10, 4e10, 4e9, 1e-4),
         memory_bandwidth=5e9,
         near=Link(1e9, 3e-4),
         far=Link(1e9, 3e-4),

@@ -50,8 +50,8 @@ def layer_samples(config: Config, backend: Backend, *, repeats: int) -> tuple[li
 
 def _sample(name: str, case: Case, seconds: float, *, passes: int) -> Sample:
     """Backward does a forward's products once per gradient; attention and traffic twice (`cost.layer_seconds`)."""
-    products, attention, traffic = features_of(name, case)
-    return Sample(products * passes, attention * passes, traffic * passes, max(seconds, 1e-7))
+    products, attention, traffic, calls = features_of(name, case)
+    return Sample(products * passes, attention * passes, traffic * passes, calls, max(seconds, 1e-7))
 
 
 def _layer_times(run: Run, batch: Any, backend: Backend) -> dict[str, tuple[float, float]]:

@@ -10,16 +10,16 @@ from megavlm.planner.hardware import Rates
 def drawn(rates: Rates, *, noise: float) -> list[Sample]:
     random = np.random.default_rng(1)
     samples = []
-    for products, attention, traffic in random.uniform((1e8, 0, 1e6), (1e10, 2e9, 5e8), (30, 3)):
-        sample = Sample(products, attention, traffic, 1.0)
+    for products, attention, traffic, calls in random.uniform((1e8, 0, 1e6, 1), (1e10, 2e9, 5e8, 20), (30, 4)):
+        sample = Sample(products, attention, traffic, calls, 1.0)
         samples.append(
-            Sample(products, attention, traffic, predicted(sample, rates) * random.uniform(1 - noise, 1 + noise))
+            Sample(products, attention, traffic, calls, predicted(sample, rates) * random.uniform(1 - noise, 1 + noise))
         )
     return samples
 
 
 def test_exact_times_give_the_rates_back() -> None:
-    rates = Rates(6e10, 3e10, 4e9, 1e-3)
+    rates = Rates(6e10, 3e10, 4e9, 1e-4)
     found = fit(drawn(rates, noise=0))
     assert vars(found) == pytest.approx(vars(rates), rel=1e-6)
 
