@@ -60,6 +60,7 @@ def questions(cache: str) -> list[Question]:
         "PP2, trained encoder",
         Side("glued to the first stage", f"--pp 2 {GLUED}"),
         (Side("stages, cut evenly", "--pp 2"), Side(colocated.name, f"--pp 2 {colocated.flags}")),
+        f"{IMAGE} --global-batch-size 16",
     )
     frozen = f"--pp 2 --global-batch-size 2 --freeze vision projector {colocated.flags}"
     still = Question(

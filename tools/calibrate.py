@@ -33,7 +33,13 @@ from megavlm.planner.fit import Sample, fit, predicted
 from megavlm.planner.hardware import PROFILES, Hardware, profile, to_json
 
 # (width, head count, tokens of text, image side in patches, vocabulary): small, long and wide
-SIZES = ((128, 4, 128, 8, 512), (256, 4, 512, 16, 2048), (384, 6, 256, 16, 4096), (512, 8, 512, 12, 8192))
+SIZES = (
+    (128, 4, 128, 8, 512),
+    (128, 4, 1024, 32, 512),  # attention takes more than products
+    (256, 4, 512, 16, 2048),
+    (384, 6, 256, 16, 4096),
+    (512, 8, 512, 12, 8192),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,15 +101,19 @@ def calibrate(options: argparse.Namespace) -> None:
 
     from megavlm.train.measure import layer_samples, link
 
-    forward: list[Sample] = []
-    backward: list[Sample] = []
+    rounds: list[tuple[list[Sample], list[Sample]]] = []
     rates: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        for size in SIZES * options.rounds:
-            config = config_of(size, options.precision, folder, processes=world())
-            check(config, world=world())
-            ahead, back, rate = layer_samples(config, backend, repeats=options.repeats)
-            forward, backward, rates = [*forward, *ahead], [*backward, *back], [*rates, rate]
+        for _ in range(options.rounds):
+            forward: list[Sample] = []
+            backward: list[Sample] = []
+            for size in SIZES:
+                config = config_of(size, options.precision, folder, processes=world())
+                check(config, world=world())
+                ahead, back, rate = layer_samples(config, backend, repeats=options.repeats)
+                forward, backward, rates = [*forward, *ahead], [*backward, *back], [*rates, rate]
+            rounds.append((forward, backward))
+    forward, backward = (medians([each[side] for each in rounds]) for side in (0, 1))
     between = link(backend)
     if dist.get_rank() == 0:
         base = PROFILES["cpu"] if backend.is_cpu else _similar(backend.name)
@@ -122,6 +132,11 @@ def calibrate(options: argparse.Namespace) -> None:
         print(_summary(hardware, forward, backward))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def medians(rounds: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Each layer's median time over the rounds, which list the same layers."""
+    return [replace(same[0], seconds=statistics.median(s.seconds for s in same)) for same in zip(*rounds, strict=True)]
 
 
 def _similar(name: str) -> Hardware:
