@@ -40,6 +40,19 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "qwen3-vl": (lambda: test_hf_qwen_vl.qwen3(tied=True), SIZES),
 }
 LAYOUTS = {"tp2": (2, "--tp 2"), "pp2": (2, "--pp 2"), "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2")}
+# The fast set: every family where all kinds of cuts meet, and two at the layouts that tell which of them is at fault.
+ALONE = ("llava", "qwen3-vl")
+CASES = [
+    pytest.param(
+        family,
+        layout,
+        id=f"{family}-{layout}",
+        marks=() if family in ALONE or layout == "tp2-pp2-vpp2" else pytest.mark.slow,
+    )
+    for family in FAMILIES
+    for layout in LAYOUTS
+]
+
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
@@ -56,8 +69,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     return reference
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_layouts_equal_transformers(
     pools: Pools, references: Callable[[str], Reference], family: str, layout: str
 ) -> None:

@@ -29,9 +29,9 @@ HALF = "--train-iters 10 --lr-decay-iters 20".split()
     [
         (4, "--tp 2 --pp 2 --recompute-granularity full"),
         (2, "--no-use-distributed-optimizer"),
-        (4, "--pp 2 --vpp 2"),
+        pytest.param(4, "--pp 2 --vpp 2", marks=pytest.mark.slow),
         (2, "--tp 2 --placement colocated --encoder-chunk-patches 20"),
-        (2, "--pp 2 --placement colocated --no-use-distributed-optimizer"),
+        pytest.param(2, "--pp 2 --placement colocated --no-use-distributed-optimizer", marks=pytest.mark.slow),
     ],
 )
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, layout: str):
@@ -59,7 +59,15 @@ def whole_on_one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [(4, "--pp 4"), (4, "--tp 4"), (2, "--pp 2 --vpp 2"), (2, ""), (1, ""), (4, "--tp 2"), (2, "--pp 2 --placement colocated")],
+    [
+        pytest.param(4, "--pp 4", marks=pytest.mark.slow),
+        (4, "--tp 4"),
+        (2, "--pp 2 --vpp 2"),
+        pytest.param(2, "", marks=pytest.mark.slow),
+        (1, ""),
+        pytest.param(4, "--tp 2", marks=pytest.mark.slow),
+        (2, "--pp 2 --placement colocated"),
+    ],
 )
 def test_checkpoint_resumes_on_any_layout(
     pools: Pools, half_of_tp2_pp2: Path, whole_on_one: Path, tmp_path: Path, world: int, layout: str
