@@ -1,6 +1,6 @@
 """`Hardware`: what a device and its links can do. Profiles of NVIDIA GPUs from published figures, others measured.
 
-Rates are what well-shaped work reaches, not peaks: the peak that MFU is measured against is in `metrics/throughput.py`.
+Rates are what well-shaped work reaches, not peaks: those, which MFU is measured against, are in `peaks.py`.
 `tools/calibrate.py` measures a profile on the machine at hand and writes it as JSON.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from megavlm.config.words import did_you_mean, plain
 from megavlm.errors import UserError
+from megavlm.planner.peaks import peak_tflops
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class Hardware:
     devices_per_node: int
     peak: float | None = None  # FLOP/s that MFU is a share of; None: unknown
 
+    @property
+    def data_sheet_bandwidth(self) -> float:
+        """Bytes/s of a GPU's memory as its data sheet has it."""
+        assert self.on_gpu, "others are measured"
+        return self.memory_bandwidth / _MEMORY_SHARE
+
     def link(self, span: int) -> Link:
         """The slowest link of a group whose ranks lie within `span` neighbouring ranks."""
         return self.near if span <= self.devices_per_node else self.far
@@ -66,7 +73,6 @@ _LAUNCH = 1e-6  # seconds per call that no kernel fills: 20 µs per layer and pa
 def _gpu(
     name: str,
     *,
-    peak: float,
     products: float,
     attention: tuple[float, float],
     gigabytes: float,
@@ -76,7 +82,7 @@ def _gpu(
     source: str,
 ) -> Hardware:
     """A profile from TFLOP/s, gigabytes and GB/s; `nvlink` and `network` per direction."""
-    bandwidth = memory_rate * _GB * _MEMORY_SHARE
+    bandwidth, peak = memory_rate * _GB * _MEMORY_SHARE, peak_tflops(name, "bf16")
     return Hardware(
         name=name,
         source=source,
@@ -88,7 +94,7 @@ def _gpu(
         near=Link(nvlink * _GB * _LINK_SHARE, 10e-6),
         far=Link(network * _GB * _LINK_SHARE, 20e-6),
         devices_per_node=8,
-        peak=peak * _TFLOP,
+        peak=None if peak is None else peak * _TFLOP,
     )
 
 
@@ -99,7 +105,6 @@ def _gpu(
 PROFILES: dict[str, Hardware] = {
     "a100": _gpu(
         "a100",
-        peak=312,
         products=271,
         attention=(220, 185),
         gigabytes=80,
@@ -110,7 +115,6 @@ PROFILES: dict[str, Hardware] = {
     ),
     "h100": _gpu(
         "h100",
-        peak=989,
         products=794,
         attention=(600, 500),
         gigabytes=80,
@@ -121,7 +125,6 @@ PROFILES: dict[str, Hardware] = {
     ),
     "h200": _gpu(
         "h200",
-        peak=989,
         products=794,
         attention=(600, 500),
         gigabytes=141,
@@ -132,7 +135,6 @@ PROFILES: dict[str, Hardware] = {
     ),
     "b200": _gpu(
         "b200",
-        peak=2250,
         products=1745,
         attention=(1360, 1140),
         gigabytes=180,

@@ -72,7 +72,7 @@ def record_of(
     )
     flops = step_flops(run.config, work)
     tflops = throughput.model_tflops_per_device(flops=flops, seconds=seconds, devices=run.plan.dims.world)
-    peak = throughput.peak_tflops(run.backend.name, run.config.train.precision)
+    peak = throughput.peak_of_run(run.backend.name, run.config)
     record: dict[str, Value] = {
         "iteration": iteration,
         "loss": result.loss,

@@ -1,6 +1,10 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
-from megavlm.metrics.throughput import mfu, model_tflops_per_device, peak_tflops, tokens_per_second
+from megavlm.config.schema import Config, TrainConfig
+from megavlm.metrics.throughput import mfu, model_tflops_per_device, peak_of_run, tokens_per_second
 
 
 def test_speeds_follow_their_definitions() -> None:
@@ -14,24 +18,9 @@ def test_mfu_is_a_share_of_the_peak_and_unknown_without_one() -> None:
     assert mfu(156.0, None) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A100 80GB PCIe", 312.0),
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H100 NVL", 835.0),
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA H200 NVL", 835.0),
-        ("NVIDIA B200", 2250.0),
-    ],
-)
-def test_known_gpus_have_their_dense_bf16_peak(name: str, peak: float) -> None:
-    assert peak_tflops(name, "bf16") == peak_tflops(name, "fp16") == peak
-    assert peak_tflops(name, "fp32") is None
-
-
-@pytest.mark.parametrize("name", ["CPU", "", "NVIDIA GB200", "NVIDIA A10", "NVIDIA H200 MIG 1g.18gb"])
-def test_other_devices_have_no_known_peak(name: str) -> None:
-    assert peak_tflops(name, "bf16") is None
+def test_a_run_is_measured_against_the_peak_of_its_precision() -> None:
+    config = Config(train=TrainConfig(precision="bf16"))
+    assert peak_of_run("NVIDIA H200", config) == 989
+    assert peak_of_run("NVIDIA H200", replace(config, train=TrainConfig(precision="fp32"))) is None
+    in_fp8 = SimpleNamespace(train=SimpleNamespace(precision="bf16", fp8="hybrid"))
+    assert peak_of_run("NVIDIA H200", in_fp8) == 1979  # type: ignore[arg-type]
