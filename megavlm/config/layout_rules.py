@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config, ModelConfig
@@ -13,6 +14,21 @@ def sequence_parallel(config: Config) -> bool:
     """Whether activations between TP regions are sharded: as asked, or wherever TP > 1."""
     asked = config.parallel.sequence_parallel
     return config.parallel.tensor_model_parallel_size > 1 if asked is None else asked
+
+
+def overlapped(config: Config, *, on_gpu: bool, dp: int) -> Config:
+    """The configuration with each overlap of communication decided: as asked, or on where it hides anything.
+
+    On a CPU what communicates takes the processor from what computes.
+    """
+    parallel = config.parallel
+    pays = on_gpu and dp > 1
+    reduce, gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
+    if reduce is None:
+        reduce = pays or bool(gather)
+    if gather is None:
+        gather = pays and reduce and parallel.use_distributed_optimizer
+    return replace(config, parallel=replace(parallel, overlap_grad_reduce=reduce, overlap_param_gather=gather))
 
 
 def heads_divide_over_tp(config: Config) -> str | None:
@@ -115,8 +131,8 @@ def param_gather_overlaps_what_exists(config: Config) -> str | None:
     parallel = config.parallel
     if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
         return "--overlap-param-gather needs --use-distributed-optimizer: without it no parameters are gathered"
-    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
-        return "--overlap-param-gather needs --overlap-grad-reduce: add it"
+    if parallel.overlap_param_gather and parallel.overlap_grad_reduce is False:
+        return "--overlap-param-gather needs --overlap-grad-reduce: leave --no-overlap-grad-reduce out"
     return None
 
 
@@ -155,6 +171,13 @@ def interleaving_has_microbatches(config: Config, world: int) -> str | None:
     return None
 
 
+def profiled_ranks_exist(config: Config, world: int) -> str | None:
+    for rank in config.logging.profile_ranks if config.logging.profile else ():
+        if rank >= world:
+            return f"--profile-ranks {rank} is no rank of {world} processes: use 0 to {world - 1}"
+    return None
+
+
 def _data_parallel_size(config: Config, world: int) -> int:
     """Ranks that are left for data parallelism; `world_divides` comes first, so there is at least one."""
     return world // (config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size)
@@ -176,4 +199,5 @@ WORLD_RULES: tuple[Callable[[Config, int], str | None], ...] = (
     world_divides,
     global_batch_divides,
     interleaving_has_microbatches,
+    profiled_ranks_exist,
 )

@@ -64,6 +64,7 @@ RANGES = (
             "data.packing_window",
             "evaluation.eval_samples",
             "logging.log_interval",
+            "logging.profile_step_end",
         ),
     ),
     Range(
@@ -89,6 +90,8 @@ RANGES = (
             "checkpoint.save_interval",
             "checkpoint.keep_checkpoints",
             "evaluation.eval_interval",
+            "logging.profile_step_start",
+            "logging.profile_ranks",
         ),
     ),
     Range(

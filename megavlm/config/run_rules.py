@@ -120,6 +120,20 @@ def files_have_sources(config: Config) -> str | None:
     return None
 
 
+def profile_sees_iterations(config: Config) -> str | None:
+    logging = config.logging
+    if not logging.profile:
+        return None
+    start, end, last = logging.profile_step_start, logging.profile_step_end, config.train.train_iters
+    if start >= end:
+        return f"--profile-step-start {start} is not before --profile-step-end {end}: use at most {end - 1}"
+    if start >= last:
+        return f"--profile-step-start {start} is not reached in --train-iters {last}: use at most {last - 1}"
+    if not logging.profile_ranks:
+        return "--profile-ranks is empty: name ranks, or leave --profile out"
+    return None
+
+
 def run_dir_is_a_folder(config: Config) -> str | None:
     run_dir = config.train.run_dir
     if not run_dir:
@@ -165,6 +179,7 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     imageless_samples_exist,
     synthetic_samples_fit,
     files_have_sources,
+    profile_sees_iterations,
     run_dir_is_a_folder,
     load_is_a_path,
 )

@@ -174,8 +174,12 @@ class ParallelConfig:
         None, "Layer-list indices where chunks begin, PP·VPP−1 of them (--dry-run prints the list); default: even."
     )
     use_distributed_optimizer: bool = option(True, "Shard the optimizer state over data-parallel ranks (ZeRO-1).")
-    overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward pass still runs.")
-    overlap_param_gather: bool = option(False, "Gather parameters while the forward pass already runs.")
+    overlap_grad_reduce: bool | None = option(
+        None, "Reduce gradients while the backward pass still runs; default: on GPUs, where DP > 1."
+    )
+    overlap_param_gather: bool | None = option(
+        None, "Gather parameters while the forward pass already runs; default: on GPUs, where they are sharded."
+    )
     distributed_timeout_minutes: float = option(10.0, "Collectives that take longer end the run.")
 
 
@@ -289,6 +293,10 @@ class EvaluationConfig:
 class LoggingConfig:
     log_interval: int = option(1, "Iterations between progress lines; metrics.jsonl has every iteration.")
     tensorboard: bool = option(True, "Write RUN_DIR/tensorboard.")
+    profile: bool = option(False, "Trace some iterations: RUN_DIR/profile/rank-N.json.gz and the costliest kernels.")
+    profile_step_start: int = option(10, "Profile: iterations that pass before the trace begins.")
+    profile_step_end: int = option(12, "Profile: the last iteration of the trace.")
+    profile_ranks: tuple[int, ...] = option((0,), "Profile: ranks that trace.")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from megavlm.model.deepstack import pack, unpack
 from megavlm.model.flops import attends_in_windows
 from megavlm.model.language import Embedding, Output
 from megavlm.model.lora import add_adapters
+from megavlm.model.marks import mark
 from megavlm.model.norm import Norm
 from megavlm.model.projector import Projector
 from megavlm.model.view import View
@@ -127,6 +128,10 @@ class VLMChunk(MegatronModule):
         return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
 
     def _run(self, name: str, hidden: Any, view: View, *, logits: bool = False) -> Tensor:
+        with mark(name):
+            return self._output(name, hidden, view, logits=logits)
+
+    def _output(self, name: str, hidden: Any, view: View, *, logits: bool) -> Tensor:
         part: Any = self.parts[name]
         batch = view.batch
         if name.startswith(VISION_LAYER):

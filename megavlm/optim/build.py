@@ -25,8 +25,8 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
     parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
+        overlap_grad_reduce=bool(parallel.overlap_grad_reduce),
+        overlap_param_gather=bool(parallel.overlap_param_gather),
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         average_in_collective=False,
     )
@@ -61,7 +61,7 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], g
         hysteresis=options.hysteresis,
         params_dtype=dtype,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        overlap_param_gather=config.parallel.overlap_param_gather,
+        overlap_param_gather=bool(config.parallel.overlap_param_gather),
     )
     return get_megatron_optimizer(
         megatron_config,

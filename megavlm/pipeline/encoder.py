@@ -19,6 +19,7 @@ from torch import Tensor
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.deepstack import unpack
+from megavlm.model.marks import mark
 from megavlm.parallel.groups import ENCODER_RNG
 from megavlm.pipeline.feature_cache import FeatureCache
 from megavlm.pipeline.images import EncoderInput, in_passes
@@ -95,7 +96,8 @@ class Encoder:
         while self._passes:  # what is kept goes first, and frees its memory
             one = self._passes.pop()
             output = self._again(one) if one.output is None else one.output
-            torch.autograd.backward(output, parts[len(self._passes)])
+            with mark("backward of the encoder"):
+                torch.autograd.backward(output, parts[len(self._passes)])
 
     def zero_gradients(self) -> None:
         if self.trained:
@@ -118,7 +120,7 @@ class Encoder:
     def _run(self, one: _Pass, *, graph: bool) -> Tensor:
         # Generators belong to the process: a thread that encodes ahead must leave them alone, and has no dropout.
         draws = get_cuda_rng_tracker().fork(ENCODER_RNG) if self._dropout else nullcontext()
-        with draws, torch.set_grad_enabled(graph):
+        with mark("forward of the encoder"), draws, torch.set_grad_enabled(graph):
             width = self._model.language.hidden_size
             output = self.module(one.batch)
             first, others = unpack(output, hidden=(1, width), carried=[(one.features, 1, width)] * self._deepstack)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megavlm.config import sequence_parallel
+from megavlm.config import overlapped, sequence_parallel
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.model.flops import Workload
 from megavlm.parallel.dims import Dims
@@ -80,7 +80,7 @@ def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
         precision=train.precision,
         sequence_parallel=sequence_parallel(config),
         sharded_optimizer=config.parallel.use_distributed_optimizer,
-        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_grad_reduce=bool(overlapped(config, on_gpu=on_gpu, dp=dims.dp).parallel.overlap_grad_reduce),
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
         trained=trained_layers(config),
         on_gpu=on_gpu,

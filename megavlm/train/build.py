@@ -22,6 +22,7 @@ from megavlm.checkpoint.hf.compose import is_llava, write_composed_sidecar
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, write_sidecar
 from megavlm.checkpoint.hf.source import ALL_PARTS, origins_of
+from megavlm.config import overlapped
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.data.feed import Feed
@@ -53,12 +54,20 @@ class Run:
     sinks: Sequence[Sink]  # on rank 0; empty elsewhere
     skipped: SkippedLog  # writes on ranks that read data
 
+    @property
+    def micro_batches(self) -> int:
+        """Of one step, on each data-parallel rank."""
+        train = self.config.train
+        return train.global_batch_size // (train.micro_batch_size * self.plan.dims.dp)
+
 
 def build(config: Config, backend: Backend) -> Run:
     """Put a run together; raises UserError before anything is written when the configuration does not fit."""
     start(backend.communication, timeout_minutes=config.parallel.distributed_timeout_minutes)
     rank, run_dir = dist.get_rank(), Path(config.train.run_dir)
-    plan = make_plan(config, dims_of(config, world=dist.get_world_size()))
+    dims = dims_of(config, world=dist.get_world_size())
+    config = overlapped(config, on_gpu=not backend.is_cpu, dp=dims.dp)
+    plan = make_plan(config, dims)
     tied_owners = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
     timeout = config.parallel.distributed_timeout_minutes
     groups = build_groups(plan.dims, tied_owners=tied_owners, seed=config.train.seed, timeout_minutes=timeout)

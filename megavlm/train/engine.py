@@ -16,6 +16,7 @@ from megavlm.backend import Backend
 from megavlm.checkpoint.state import Trained
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
+from megavlm.model.marks import mark
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
 from megavlm.optim.build import build_optimizer, build_scheduler, join_optimizers, loss_scale, wrap_chunks
@@ -23,6 +24,7 @@ from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import Colocated
 from megavlm.pipeline.encoder import Encoder, encoder_config
 from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
+from megavlm.pipeline.phases import Phases
 from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
 from megavlm.planner.plan import Plan
 
@@ -76,7 +78,8 @@ class Engine:
         totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)
         scale = loss_scale(self.optimizer)  # the step may change it
-        updated, grad_norm, _ = self.optimizer.step()
+        with mark("optimizer"):
+            updated, grad_norm, _ = self.optimizer.step()
         totals = totals if self.groups.at.tp == 0 else torch.zeros_like(totals)
         totals = torch.cat([totals, totals.new_tensor(counters)])
         dist.all_reduce(totals)
@@ -102,6 +105,15 @@ class Engine:
         """Switch dropout off (or on again)."""
         for chunk in self.parts:
             chunk.train(not evaluating)
+
+    def name_phases(self, micro_batches: int | None) -> None:
+        """Name the phases of steps of so many micro-batches for a profiler; None: no longer."""
+        phases = None
+        if micro_batches is not None:
+            phases = Phases(self.groups.dims, rank=self.groups.at.pp, micro_batches=micro_batches)
+        self.schedule.config.timers = phases
+        for optimizer in self.optimizer.chained_optimizers:
+            optimizer.config.timers = phases
 
     def close(self) -> None:
         """Let the model go: nothing can be trained afterwards.

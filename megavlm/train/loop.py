@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
+
+import torch.distributed as dist
 
 from megavlm.checkpoint import state
 from megavlm.errors import UserError
 from megavlm.metrics.sinks import Value
+from megavlm.model.marks import mark
 from megavlm.resilience.signals import StopRequest
 from megavlm.train import evaluate
 from megavlm.train.build import Run
 from megavlm.train.record import Counts, counts_of, record_of
+from megavlm.train.trace import Tracer
 
 # Skipped samples that are no reason to stop, whatever their share.
 _LEAST_SKIPPED = 20
@@ -23,19 +28,23 @@ def fit(run: Run) -> None:
     config = run.config
     iteration = saved = run.position.iteration
     tally = _Tally(run.position.samples_read, run.position.samples_skipped)
+    tracer = Tracer(run.engine, config.logging, rank=dist.get_rank(), run_dir=run.run_dir, say=partial(_say, run))
     bad: str | None = None
     try:
         while iteration < config.train.train_iters:
             iteration += 1
+            tracer.before(iteration, micro_batches=run.micro_batches)
             before = time.perf_counter()
-            step = run.feed.next_step()
-            ahead = config.parallel.encode_ahead and iteration < config.train.train_iters
-            upcoming = run.feed.peek().batches if ahead else None
+            with mark("data"):
+                step = run.feed.next_step()
+                ahead = config.parallel.encode_ahead and iteration < config.train.train_iters
+                upcoming = run.feed.peek().batches if ahead else None
             fetched = time.perf_counter()
             counters = counts_of(run, step, stop=stop.requested).values()
             result = run.engine.train_step(step.batches, counters, upcoming=upcoming)
             counts = Counts(*result.counters)
             seconds = time.perf_counter() - before
+            tracer.after(iteration)
             record = record_of(run, iteration, step, result, counts, data_time=fetched - before, seconds=seconds)
             run.skipped.write(iteration, step.skipped)
             tally.add(counts)
@@ -57,6 +66,7 @@ def fit(run: Run) -> None:
         if finished:
             _final_evaluation(run)
     finally:
+        tracer.close()
         stop.restore()
         close(run)
 

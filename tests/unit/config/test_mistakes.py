@@ -316,9 +316,9 @@ LAYOUT = (
         "--vision-cache x",
     ),
     Mistake(
+        "--overlap-param-gather --no-overlap-grad-reduce",
         "--overlap-param-gather",
-        "--overlap-param-gather",
-        "needs --overlap-grad-reduce: add it",
+        "leave --no-overlap-grad-reduce out",
         "--overlap-grad-reduce",
     ),
     Mistake(
@@ -337,9 +337,13 @@ LAYOUT = (
     Mistake("--gbs 10 --mbs 2", "--global-batch-size 10", "use 8 or 12", "--gbs 12", 2),
     Mistake("--gbs 2", "--global-batch-size 2", "use 4", "--gbs 4", 4),
     Mistake("--pp 2 --vpp 2 --gbs 6 --mbs 2", "--virtual-pipeline-model-parallel-size", "use 4 or 8", "--gbs 8", 2),
+    Mistake("--profile --profile-ranks 0 2", "--profile-ranks 2", "use 0 to 1", "--profile-ranks 0 1", 2),
 )
 
 RUN = (
+    Mistake("--profile --profile-step-start 12", "--profile-step-start 12", "at most 11", "--profile-step-start 11"),
+    Mistake("--profile --train-iters 5", "--profile-step-start 10", "use at most 4", "--profile-step-start 4"),
+    Mistake("--profile --profile-ranks", "--profile-ranks", "name ranks", "--profile-ranks 0"),
     Mistake("--data files", "--data files", "name your data sets", "--data synthetic"),
     Mistake("--sources a.json --data digits", "--sources", "leave one of them out", "--data files"),
     Mistake("--sources ,weight=2", "--sources", "write path", "--sources a.json"),

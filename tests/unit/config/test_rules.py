@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from megavlm.config import sequence_parallel
+from megavlm.config import overlapped, sequence_parallel
 from megavlm.config.cli import parse
 from megavlm.config.fields import options
 from megavlm.config.ranges import RANGES, UNRANGED
@@ -64,6 +64,26 @@ def test_what_works_is_allowed(argv: str, world: int) -> None:
 )
 def test_sequence_parallelism_follows_tp_unless_asked(argv: str, expected: bool) -> None:
     assert sequence_parallel(parse(argv.split())) is expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "on_gpu", "dp", "expected"),
+    [
+        ("", True, 2, (True, True)),
+        ("", True, 1, (False, False)),
+        ("", False, 2, (False, False)),
+        ("--no-use-distributed-optimizer", True, 2, (True, False)),
+        ("--no-overlap-grad-reduce", True, 2, (False, False)),
+        ("--no-overlap-param-gather", True, 2, (True, False)),
+        ("--overlap-param-gather", False, 2, (True, True)),
+        ("--overlap-grad-reduce", False, 1, (True, False)),
+    ],
+)
+def test_overlaps_are_on_where_they_hide_something(
+    argv: str, on_gpu: bool, dp: int, expected: tuple[bool, bool]
+) -> None:
+    parallel = overlapped(parse(argv.split()), on_gpu=on_gpu, dp=dp).parallel
+    assert (parallel.overlap_grad_reduce, parallel.overlap_param_gather) == expected
 
 
 def test_a_run_dir_that_exists_is_resumed(tmp_path: pytest.TempPathFactory) -> None:

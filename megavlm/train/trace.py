@@ -1,0 +1,102 @@
+"""`--profile`: a trace of some iterations and a table of what cost most, per rank that asks for one.
+
+RUN_DIR/profile/rank-N.json.gz opens in https://ui.perfetto.dev or chrome://tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from megavlm.config.schema import LoggingConfig
+from megavlm.train.engine import Engine
+
+_ROWS = 10
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What all calls of one kernel (or operator) took together, its own time alone."""
+
+    name: str
+    calls: int
+    microseconds: float
+
+
+class Tracer:
+    """Traces the iterations that the options name, on the ranks that they name. `before` and `after` enclose each."""
+
+    def __init__(
+        self, engine: Engine, options: LoggingConfig, *, rank: int, run_dir: Path, say: Callable[[str], None]
+    ) -> None:
+        """`rank` is the global one; `say` gets the table, on the first of the ranks that trace."""
+        self._engine = engine
+        self._options = options
+        self._traces = options.profile and rank in options.profile_ranks
+        self._says = self._traces and rank == options.profile_ranks[0]
+        self._path = run_dir / "profile" / f"rank-{rank}"
+        self._say = say
+        self._profiler: Any = None
+
+    def before(self, iteration: int, *, micro_batches: int) -> None:
+        """Begin the trace if this is its first iteration (from 1), or the first that a resumed run has of it."""
+        inside = self._options.profile_step_start < iteration <= self._options.profile_step_end
+        if not (self._traces and inside):
+            return
+        if self._profiler is None:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self._profiler = profile(activities=activities)
+            self._profiler.__enter__()
+        self._engine.name_phases(micro_batches)
+
+    def after(self, iteration: int) -> None:
+        """End and write the trace if this was its last iteration."""
+        if self._profiler is None:
+            return
+        self._engine.name_phases(None)
+        if iteration >= self._options.profile_step_end:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was traced, where a trace is open."""
+        if self._profiler is None:
+            return
+        profiler, self._profiler, self._traces = self._profiler, None, False
+        profiler.__exit__(None, None, None)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(f"{self._path}.json.gz")
+        text = table(costs_of(profiler.key_averages()))
+        self._path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+        if self._says:
+            self._say(f"{text}\ntrace: {self._path}.json.gz")
+
+
+def costs_of(events: Iterable[Any]) -> list[Cost]:
+    """Kernels of a trace's `key_averages()`; operators where no kernel ran (on CPU). Our own ranges are no cost."""
+    measured = [event for event in events if not event.is_user_annotation]
+    kernels = [event for event in measured if event.device_type == DeviceType.CUDA]
+    if kernels:
+        return [Cost(event.key, event.count, event.self_device_time_total) for event in kernels]
+    return [Cost(event.key, event.count, event.self_cpu_time_total) for event in measured]
+
+
+def table(costs: Iterable[Cost]) -> str:
+    """The ten costliest, with their share of all."""
+    known = sorted(costs, key=lambda cost: cost.microseconds, reverse=True)
+    total = sum(cost.microseconds for cost in known) or 1.0
+    lines = [f"{'ms':>12}  {'share':>6}  {'calls':>8}  kernel"]
+    for cost in known[:_ROWS]:
+        share = cost.microseconds / total
+        lines.append(f"{cost.microseconds / 1e3:12.3f}  {share:6.1%}  {cost.calls:8d}  {_cut(cost.name)}")
+    return "\n".join(lines)
+
+
+def _cut(name: str, most: int = 90) -> str:
+    """Templates make names of kernels pages long."""
+    return name if len(name) <= most else name[: most - 1] + "…"

@@ -1,0 +1,76 @@
+"""`--profile`: a trace that can be read, of the iterations and ranks that were asked for."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.pool import Pools
+from tests.dist.training import SMALL, metrics, train, without_wall_time
+
+ASKED = "--train-iters 4 --no-save --profile --profile-step-start 1 --profile-step-end 3".split()
+
+
+def ranges(run_dir: Path, rank: int) -> list[dict[str, Any]]:
+    """Our named stretches in a rank's trace, by beginning."""
+    with gzip.open(run_dir / "profile" / f"rank-{rank}.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda e: float(e["ts"]))
+
+
+def within(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
+    begin = outer["ts"] <= inner["ts"]
+    return bool(begin and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"])
+
+
+@pytest.fixture(scope="module")
+def interleaved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir: Path = tmp_path_factory.mktemp("interleaved")
+    pools(2).run(train, [*SMALL, *ASKED, *"--pp 2 --vpp 2 --profile-ranks 1".split()], str(run_dir))
+    return run_dir
+
+
+def test_only_what_was_asked_for_is_traced(interleaved: Path) -> None:
+    assert sorted(file.name for file in (interleaved / "profile").iterdir()) == ["rank-1.json.gz", "rank-1.txt"]
+    names = [event["name"] for event in ranges(interleaved, 1)]
+    assert names.count("optimizer") == 2
+    assert names.count("data") == 2
+    assert names.count("forward of chunk 3, micro-batch 2") == 2
+    assert names.count("backward of chunk 1, micro-batch 0") == 2
+
+
+def test_phases_are_those_of_the_chunk_they_name(interleaved: Path) -> None:
+    """The last chunk computes losses; layers of a chunk run inside ranges of its name alone."""
+    found = ranges(interleaved, 1)
+    passes = [event for event in found if event["name"].startswith("forward of chunk")]
+    outputs = [event for event in found if event["name"] == "output"]
+    assert len(outputs) == 2 * 4
+    for output in outputs:
+        (owner,) = [each for each in passes if within(output, each)]
+        assert owner["name"].startswith("forward of chunk 3")
+    last = [event["name"] for event in found if " of chunk 3, micro-batch 0" in event["name"]]
+    assert last == ["forward of chunk 3, micro-batch 0", "backward of chunk 3, micro-batch 0"] * 2
+
+
+def test_the_table_lists_the_ten_costliest(interleaved: Path) -> None:
+    header, *rows = (interleaved / "profile" / "rank-1.txt").read_text().splitlines()
+    assert header.split() == ["ms", "share", "calls", "kernel"]
+    assert len(rows) == 10
+    times = [float(row.split()[0]) for row in rows]
+    assert times == sorted(times, reverse=True)
+    assert any("aten::" in row for row in rows)
+    assert not any("of chunk" in row for row in rows), "our ranges are no operators"
+
+
+def test_tracing_changes_no_number_and_names_the_encoder(pools: Pools, tmp_path: Path) -> None:
+    argv = [*SMALL, *"--train-iters 4 --no-save --placement colocated".split()]
+    pools(1).run(train, argv, str(tmp_path / "plain"))
+    traced = [*argv, *"--profile --profile-step-start 2 --profile-step-end 99".split()]
+    pools(1).run(train, traced, str(tmp_path / "traced"))
+    assert without_wall_time(metrics(tmp_path / "traced")) == without_wall_time(metrics(tmp_path / "plain"))
+    names = {event["name"] for event in ranges(tmp_path / "traced", 0)}  # the run's end ends the trace
+    assert {"forward of the encoder", "backward of the encoder", "vision.layers.0"} <= names
