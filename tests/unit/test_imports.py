@@ -34,7 +34,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "megavlm.pipeline",
         "megavlm.precision",
     ),
-    ("megavlm.checkpoint", "megavlm.metrics", "megavlm.preview", "megavlm.resilience"),
+    ("megavlm.checkpoint", "megavlm.doctor", "megavlm.metrics", "megavlm.preview", "megavlm.resilience"),
     ("megavlm.train",),
     ("pretrain_vlm", "launch", "tools", "benchmarks"),
 )

@@ -1,0 +1,126 @@
+"""Facts of the machine at hand. What may crash, hang or spoil this process (imports, collectives) runs in another."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from megavlm.doctor.facts import Device, Facts, Package
+from megavlm.doctor.measure import rates_of
+
+# Not in pyproject.toml: the first may not be there, the others are used where they can be imported.
+OTHERS = ("apex", "flash-attn", "triton")
+_IMPORTED = {
+    "torch": "torch",
+    "transformer-engine": "torch, transformer_engine.pytorch",
+    "megatron-core": "megatron.core",
+}
+_PATIENCE = 120  # seconds for an import or a collective
+
+_LOOPBACK = """
+import sys, torch, torch.distributed as dist
+backend, file = sys.argv[1:]
+device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+dist.init_process_group(backend, init_method="file://" + file, rank=0, world_size=1)
+values = torch.ones(1 << 20, device=device)
+dist.all_reduce(values)
+assert float(values.sum()) == 1 << 20
+"""
+
+
+def collect(names: Iterable[str], *, folder: Path, measure: bool = True) -> Facts:
+    """`names` are packages to look for; `folder` is where runs would be written. `measure` takes some seconds."""
+    facts = Facts(
+        python=sys.version_info[:3],
+        packages={name: package for name in (*names, *OTHERS) if (package := _package(name)) is not None},
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        apex_is_nvidias=_answer("import apex.multi_tensor_apply") is None,
+        disk_free=shutil.disk_usage(folder).free,
+        shared_memory=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None,
+    )
+    facts = _with_driver(facts)
+    torch_there = facts.packages.get("torch")
+    if torch_there is None or torch_there.error is not None:
+        return facts
+    return _with_torch(facts, measure=measure)
+
+
+def _package(name: str) -> Package | None:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return None
+    return Package(found, _answer(f"import {_IMPORTED[name]}") if name in _IMPORTED else None)
+
+
+def _answer(program: str, *arguments: str) -> str | None:
+    """What a Python program complains of, None where it ends well."""
+    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_PATIENCE} s"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return lines[-1][:200] if lines else f"ended with status {done.returncode}"
+
+
+def _with_driver(facts: Facts) -> Facts:
+    """What nvidia-smi says, where there is one."""
+    listed = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if listed is None:
+        return facts
+    drivers = [line.strip() for line in listed.splitlines() if line.strip()]
+    newest = re.search(r"CUDA Version:\s*([\d.]+)", _said("nvidia-smi") or "")
+    return replace(
+        facts,
+        driver=drivers[0] if drivers else None,
+        driver_devices=len(drivers),
+        driver_cuda=newest[1] if newest else None,
+    )
+
+
+def _said(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _with_torch(facts: Facts, *, measure: bool) -> Facts:
+    import torch
+
+    cudnn = torch.backends.cudnn.version()
+    there = torch.cuda.is_available()
+    found = []
+    for index in range(torch.cuda.device_count() if there else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        device = torch.cuda.get_device_properties(index)
+        found.append(Device(device.name, device.total_memory, total - free, (device.major, device.minor)))
+    backends = ("nccl", "gloo") if there else ("gloo",)
+    return replace(
+        facts,
+        torch_cuda=torch.version.cuda,
+        cudnn=None if cudnn is None else str(cudnn),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if there else None,
+        devices=tuple(found),
+        communication={backend: _loopback(backend) for backend in backends},
+        rates=rates_of(found[0].name if found else "CPU", on_gpu=there) if measure else (),
+    )
+
+
+def _loopback(backend: str) -> str | None:
+    """What is wrong with a collective of one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _answer(_LOOPBACK, backend, f"{folder}/store")

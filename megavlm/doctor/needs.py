@@ -1,0 +1,49 @@
+"""What pyproject.toml asks for, and the commands that bring it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+_SOURCE_BUILT = "gpu"  # this extra compiles against the torch that is installed
+
+
+@dataclass(frozen=True)
+class Need:
+    requirement: Requirement
+    extra: str | None  # None: nothing runs without it
+
+    def admits(self, version: str) -> bool:
+        return self.requirement.specifier.contains(Version(version), prereleases=True)
+
+    @property
+    def command(self) -> str:
+        """Brings it, where it is missing."""
+        if self.extra is None:
+            return "pip install -e ."
+        isolation = "--no-build-isolation " if self.extra == _SOURCE_BUILT else ""
+        return f"pip install {isolation}-e '.[{self.extra}]'"
+
+    @property
+    def exact_command(self) -> str:
+        """Brings a version that is admitted, in place of another."""
+        isolation = "--no-build-isolation " if self.extra == _SOURCE_BUILT else ""
+        return f"pip install {isolation}'{self.requirement}'"
+
+
+def needs_of(pyproject: Path) -> Mapping[str, Need]:
+    """Requirements by package name; the first extra that names a package counts, `dev` is left out."""
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    found: dict[str, Need] = {}
+    extras = {extra: texts for extra, texts in project["optional-dependencies"].items() if extra != "dev"}
+    for extra, texts in ({None: project["dependencies"]} | extras).items():
+        for text in texts:
+            requirement = Requirement(text)
+            found.setdefault(canonicalize_name(requirement.name), Need(requirement, extra))
+    return found
