@@ -19,7 +19,10 @@ def circumstances() -> dict[str, Any]:
     """When, what and on what; call it before measuring, for the load average."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
+        try:
+            return subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
+        except OSError:  # a machine without git
+            return ""
 
     models = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
     return {

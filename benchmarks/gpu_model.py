@@ -1,0 +1,249 @@
+"""The VLMs that `gpu_vlm.py` measures, as both sides build them, and the batch that both take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megavlm.checkpoint.hf.families.llava import inputs as llava_inputs
+from megavlm.checkpoint.hf.families.qwen_vl import inputs as qwen_inputs
+from megavlm.config.fields import with_values
+from megavlm.config.schema import Config, ModelConfig, OptimizerConfig, TrainConfig
+from megavlm.data.batch import PackedBatch
+from megavlm.data.images import grid_of
+from megavlm.data.sample import Image, Sample, collate
+from megavlm.model.flops import Workload, layer_cost, step_flops, window_patches, window_squares
+from megavlm.parallel.dims import Dims
+from megavlm.planner.case import case_of
+from megavlm.planner.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, layer_names
+from megavlm.planner.memory import Memory, rank_memory
+from megavlm.planner.models import llava_1_5_7b, qwen2_5_vl_7b
+
+OPTIMIZER = OptimizerConfig(lr=1e-4, lr_decay_style="constant", weight_decay=0.01, clip_grad=1.0)
+_PAD, _RESERVED = 0, 8  # tokens at the end of the vocabulary that text leaves alone
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published model's sizes, and samples of equal length with one image each, which share a sequence.
+
+    Transformers gets the samples as rows of a batch: equally long, they need neither padding nor a mask, which is the
+    best case for it. Ours gets them packed in one row.
+    """
+
+    name: str
+    model: ModelConfig
+    images: tuple[tuple[int, int], ...]  # (height, width) in pixels, one image per sample
+    sample: int  # tokens of a sample, image included
+    theirs: Callable[[Shape], Any]  # the configuration of Transformers
+    inputs: Callable[[PackedBatch, ModelConfig], dict[str, Tensor]]
+
+    @property
+    def seq_length(self) -> int:
+        return self.sample * len(self.images)
+
+    @property
+    def vocabulary(self) -> int:
+        assert self.model.language.vocab_size is not None
+        return self.model.language.vocab_size
+
+    def with_layers(self, count: int) -> Shape:
+        return replace(self, model=replace(self.model, language=replace(self.model.language, num_layers=count)))
+
+
+def shapes(*, small: bool) -> list[Shape]:
+    """LLaVA-1.5-7B on 336 × 336 pixels and Qwen2.5-VL-7B on photographs of four sizes; `small`: toys of their kind."""
+    llava, qwen = llava_1_5_7b(), qwen2_5_vl_7b()
+    photographs = ((1288, 952), (1036, 1372), (756, 1008), (644, 868))
+    if not small:
+        return [
+            _shape("LLaVA-1.5-7B", llava, ((336, 336),) * 8, 1024, llava_config, llava_inputs),
+            _shape("Qwen2.5-VL-7B", qwen, photographs, 2048, qwen_config, qwen_inputs),
+        ]
+    toy_llava, toy_qwen = _toy(llava), _toy(qwen)
+    toy_llava = replace(toy_llava, vision=replace(toy_llava.vision, image_size=56))
+    return [
+        _shape("LLaVA toy", toy_llava, ((56, 56),) * 3, 40, llava_config, llava_inputs),
+        _shape("Qwen2.5-VL toy", toy_qwen, ((168, 112), (112, 140), (56, 84)), 40, qwen_config, qwen_inputs),
+    ]
+
+
+def _shape(name: str, model: ModelConfig, images: Any, sample: int, theirs: Any, inputs: Any) -> Shape:
+    assert model.language.vocab_size is not None
+    return Shape(name, replace(model, image_token=model.language.vocab_size - 1), images, sample, theirs, inputs)
+
+
+def _toy(model: ModelConfig) -> ModelConfig:
+    vision = replace(model.vision, num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4)
+    language = replace(model.language, num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4)
+    if vision.full_attention_layers:
+        vision = replace(vision, full_attention_layers=(1,))
+        language = replace(language, num_query_groups=2, mrope_section=(2, 3, 3))
+    projector = replace(model.projector, hidden_size=256 if model.projector.pixel_shuffle > 1 else None)
+    return ModelConfig(vision=vision, projector=projector, language=replace(language, vocab_size=128))
+
+
+def run_config(shape: Shape, *, precision: str) -> Config:
+    """One packed sequence per step; `fp8`: bf16 with products in FP8."""
+    train = TrainConfig(
+        seq_length=shape.seq_length,
+        micro_batch_size=1,
+        global_batch_size=1,
+        precision="bf16" if precision == "fp8" else precision,  # type: ignore[arg-type]
+    )
+    config = Config(model=shape.model, train=train, optimizer=OPTIMIZER)
+    if precision != "fp8":
+        return config
+    if not hasattr(train, "fp8"):
+        raise RuntimeError("this version has no --fp8")
+    return with_values(config, {("train", "fp8"): "hybrid"})
+
+
+def samples_of(shape: Shape) -> list[Sample]:
+    """Random pixels and text, the same for both sides; all of the text is trained."""
+    random, vision = np.random.default_rng(1), shape.model.vision
+    end, found = shape.vocabulary, []
+    for height, width in shape.images:
+        pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        rows, columns = grid_of(height, width, vision.patch_size)
+        features = rows * columns // shape.model.projector.pixel_shuffle**2
+        text = random.integers(1, end - _RESERVED, shape.sample - features - 2)
+        tokens = np.concatenate([[end - 4], np.full(features, end - 1), [end - 3], text])  # 4, 3: vision begins, ends
+        trained = np.arange(shape.sample) >= features + 2
+        image = Image(height, width, vision.patch_size, partial(np.asarray, pixels))
+        found.append(Sample(tokens, trained, (image,)))
+    return found
+
+
+def batch_of(shape: Shape, *, packed: bool) -> PackedBatch:
+    """The samples in one row, or in a row each."""
+    samples = samples_of(shape)
+    vision = shape.model.vision
+    return collate(
+        [samples] if packed else [[sample] for sample in samples],
+        seq_length=shape.seq_length if packed else shape.sample,
+        image_token=shape.vocabulary - 1,
+        pad_token=_PAD,
+        pixel_shuffle=shape.model.projector.pixel_shuffle,
+        patch_dim=vision.in_channels * vision.patch_size**2,
+        with_patches=True,
+        mrope=bool(shape.model.language.mrope_section),
+    )
+
+
+def their_inputs(shape: Shape) -> dict[str, Tensor]:
+    """The batch as Transformers takes it, labels at their own tokens."""
+    batch = batch_of(shape, packed=False)
+    labels = torch.full_like(batch.tokens, -100)
+    labels[:, 1:] = torch.where(batch.loss_mask[:, :-1].bool(), batch.labels[:, :-1], -100)
+    return {**shape.inputs(batch, shape.model), "labels": labels}
+
+
+def workload(shape: Shape) -> Workload:
+    """What FLOPs and memory are counted from."""
+    model, window = shape.model, window_patches(shape.model)
+    grids = [grid_of(*size, model.vision.patch_size) for size in shape.images]
+    lengths = [rows * columns + model.vision.class_token for rows, columns in grids]
+    return Workload(
+        patches=sum(lengths),
+        patch_squares=sum(length**2 for length in lengths),
+        window_squares=sum(window_squares(grid, window) for grid in grids) if window else 0,
+        tokens=shape.seq_length,
+        token_squares=len(grids) * shape.sample**2,
+    )
+
+
+def whole_flops(shape: Shape) -> float:
+    """Of a step, backward included."""
+    return step_flops(run_config(shape, precision="bf16"), workload(shape))
+
+
+def language_flops(shape: Shape) -> float:
+    """Of that, the language model's layers, their last norm and the output: all are trained, and three passes each."""
+    work = workload(shape)
+    names = [n for n in layer_names(shape.model) if n.startswith(LANGUAGE_LAYER) or n in (LANGUAGE_NORM, OUTPUT)]
+    return sum(3 * layer_cost(name, shape.model, work).forward_flops for name in names)
+
+
+def predicted_memory(shape: Shape, *, precision: str, on_gpu: bool) -> Memory:
+    """What the planner says that a step takes at its peak."""
+    config = run_config(shape, precision="fp32" if precision == "fp32" else "bf16")
+    case = replace(case_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=on_gpu), work=workload(shape))
+    return rank_memory(case, (0, len(case.names)), 0, recompute=("none",))
+
+
+def layers_that_fit(shape: Shape, *, memory: float) -> int:
+    """As many language layers, at most the model's own, as full training in bf16 takes `memory` bytes with."""
+    for count in range(shape.model.language.num_layers, 0, -1):
+        if predicted_memory(shape.with_layers(count), precision="bf16", on_gpu=True).total <= memory:
+            return count
+    raise SystemExit(f"{shape.name}: one layer needs more than {memory / 2**30:.0f} GiB")
+
+
+def llava_config(shape: Shape) -> Any:
+    """LlavaConfig of a shape."""
+    import transformers
+
+    vision, language = shape.model.vision, shape.model.language
+    tower = transformers.CLIPVisionConfig(
+        hidden_size=vision.hidden_size,
+        intermediate_size=vision.ffn_hidden_size,
+        num_hidden_layers=vision.num_layers,
+        num_attention_heads=vision.num_attention_heads,
+        image_size=vision.image_size,
+        patch_size=vision.patch_size,
+        layer_norm_eps=vision.norm_epsilon,
+        hidden_act="quick_gelu",
+    )
+    text = transformers.LlamaConfig(
+        **_text(shape),
+        num_key_value_heads=language.num_attention_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": language.rotary_base},
+    )
+    return transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=shape.vocabulary - 1)
+
+
+def qwen_config(shape: Shape) -> Any:
+    """Qwen2_5_VLConfig of a shape."""
+    import transformers
+
+    vision, language, end = shape.model.vision, shape.model.language, shape.vocabulary
+    assert vision.window_size is not None
+    tower = {
+        "depth": vision.num_layers,
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.ffn_hidden_size,
+        "num_heads": vision.num_attention_heads,
+        "patch_size": vision.patch_size,
+        "window_size": vision.window_size,
+        "fullatt_block_indexes": list(vision.full_attention_layers),
+        "out_hidden_size": language.hidden_size,
+    }
+    rope = {"rope_type": "default", "rope_theta": language.rotary_base, "mrope_section": list(language.mrope_section)}
+    text = {**_text(shape), "num_key_value_heads": language.num_query_groups, "rope_parameters": rope}
+    tokens = {
+        "image_token_id": end - 1,
+        "video_token_id": end - 2,
+        "vision_start_token_id": end - 4,
+        "vision_end_token_id": end - 3,
+    }
+    return transformers.Qwen2_5_VLConfig(vision_config=tower, text_config=text, tie_word_embeddings=False, **tokens)
+
+
+def _text(shape: Shape) -> dict[str, Any]:
+    language = shape.model.language
+    return {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": language.hidden_size,
+        "intermediate_size": language.ffn_hidden_size,
+        "num_hidden_layers": language.num_layers,
+        "num_attention_heads": language.num_attention_heads,
+        "rms_norm_eps": language.norm_epsilon,
+        "use_cache": False,
+    }

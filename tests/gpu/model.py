@@ -1,0 +1,123 @@
+"""A model and a packed micro-batch, and what one step makes of them: on whatever device this process has.
+
+Run as a program (`python -m tests.gpu.model FILE FLAGS…`) it writes the same to a file: with CUDA_VISIBLE_DEVICES= that
+is the fp32 reference on a CPU, which cannot be computed in a process that uses the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+
+# Widths that tensor cores and fused attention take (heads of 64), images of two sizes and none, grouped queries.
+_FLAGS = (
+    "--global-batch-size 1 --micro-batch-size 1 --seq-length 512 --no-tensorboard --data synthetic --lr 1e-3 "
+    "--init-method-std 0.05 --vision-num-layers 3 --vision-hidden-size 128 --vision-ffn-hidden-size 256 "
+    "--vision-num-attention-heads 2 --vision-image-size 64 --vision-patch-size 8 --projector-pixel-shuffle 2 "
+    "--language-num-layers 4 --language-hidden-size 256 --language-ffn-hidden-size 512 "
+    "--language-num-attention-heads 4 --language-num-query-groups 2 --language-vocab-size 512 "
+    "--images-per-sample 1 2 0 --image-sizes 64 96 32"
+)
+MODEL = _FLAGS.split()
+LENGTHS = (160, 176, 96, 80)  # of samples that share a sequence
+
+
+def config_of(flags: Sequence[str]) -> Any:
+    from megavlm.config.cli import parse
+    from megavlm.config.rules import check
+
+    config = parse([*MODEL, *flags])
+    check(config, world=1)
+    return config
+
+
+def engine_of(config: Any, backend: Any) -> Any:
+    """An engine with weights that depend on the seed and names alone."""
+    from megavlm.parallel.groups import build_groups, destroy_groups
+    from megavlm.planner.plan import dims_of, make_plan
+    from megavlm.train.engine import build_engine
+
+    destroy_groups()
+    plan = make_plan(config, dims_of(config, world=1))
+    groups = build_groups(plan.dims, tied_owners=(), seed=1, timeout_minutes=2)
+    vocabulary = config.model.language.vocab_size
+    return build_engine(config, plan, groups, vocab_size=vocabulary, backend=backend)
+
+
+def samples_of(config: Any) -> tuple[Any, list[Any]]:
+    """The source and samples of `LENGTHS`."""
+    from megavlm.data.synthetic import SyntheticSource
+
+    sources = [SyntheticSource(replace(config, train=replace(config.train, seq_length=length))) for length in LENGTHS]
+    return sources[0], [source.sample(index) for index, source in enumerate(sources)]
+
+
+def packed_batch(config: Any) -> Any:
+    """All samples in one row."""
+    from megavlm.data.source import batch_of_rows
+
+    source, samples = samples_of(config)
+    return batch_of_rows(source, [samples], seq_length=config.train.seq_length, with_patches=True)
+
+
+def results(
+    flags: Sequence[str], backend: Any, *, batches: Callable[[Any], list[Any]] | None = None
+) -> dict[str, Tensor]:
+    """Mean loss, logits and gradients (per trained token) of one step, on the CPU."""
+    config = config_of(flags)
+    engine = engine_of(config, backend)
+    given = batches(config) if batches is not None else [packed_batch(config)]
+    found = {f"logits {i}": part.float().cpu() for i, part in enumerate(engine.schedule.logits(given))}
+    engine.optimizer.zero_grad()
+    total, tokens = engine.schedule.train(given).tolist()
+    for name, param in engine.chunks[0].module.named_parameters():
+        found[f"gradient of {name}"] = param.main_grad.float().cpu().clone()
+    found["loss"] = torch.tensor(total / tokens)
+    engine.close()
+    return found
+
+
+def reference(flags: Sequence[str], folder: Path) -> Mapping[str, Tensor]:
+    """The same in fp32 on a CPU, in a process that sees no GPU."""
+    out = folder / "reference.pt"
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.model", str(out), *flags]
+    subprocess.run(command, cwd=ROOT, env=hidden, check=True, timeout=300)
+    found: Mapping[str, Tensor] = torch.load(out, weights_only=True)
+    return found
+
+
+def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], kind: str) -> float:
+    """Root of the summed squares of all differences over that of the values, of all tensors of a kind that both have.
+
+    A transformer layer that fuses a norm with a linear layer names the norm's weight otherwise: it is left out.
+    """
+    shared = [name for name in expected if name.startswith(kind) and name in found]
+    assert shared, f"nothing of kind {kind!r} in both"
+    off = sum(float((found[name] - expected[name]).double().square().sum()) for name in shared)
+    size = sum(float(expected[name].double().square().sum()) for name in shared)
+    return (off / size) ** 0.5
+
+
+def main() -> None:
+    from megavlm.backend import activate
+
+    backend = activate()  # before anything imports megatron-core
+    from megavlm.parallel.groups import start
+
+    start(backend.communication, timeout_minutes=2)
+    torch.save(results(sys.argv[2:], backend), sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The training program on one GPU: it ends, resumes, passes batches without images, and takes the memory predicted."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.training import metrics, train
+from tests.gpu import model
+from tests.gpu.conftest import require_fp8, require_option
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+DEMO = (
+    "--recipe demo --train-iters 200 --lr-decay-iters 520 --no-save --no-tensorboard --eval-samples 1 --precision bf16"
+)
+
+
+def run_program(run_dir: Path, *flags: str) -> None:
+    command = [sys.executable, "pretrain_vlm.py", *model.MODEL, "--precision", "bf16", *flags]
+    done = subprocess.run(
+        [*command, "--run-dir", str(run_dir)], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_run_ends_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    """The first loss after resuming needs the weights of the checkpoint alone, and forward passes repeat bit for bit.
+
+    Some backward kernels add in no fixed order, so that later iterations agree to rounding only.
+    """
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    flags = f"--train-iters {STEPS} --global-batch-size 4 --save-interval 3 --keep-checkpoints 0".split()
+    run_program(whole, *flags)
+    records = metrics(whole)
+    assert len(records) == STEPS
+    assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in records)
+
+    shutil.copytree(whole / "checkpoints" / "iter_0000003", resumed / "checkpoints" / "iter_0000003")
+    run_program(resumed, *flags)
+    later = metrics(resumed)
+    assert [record["iteration"] for record in later] == [4, 5, 6]
+    assert later[0]["loss"] == records[3]["loss"]
+    for again, before in zip(later, records[3:], strict=True):
+        assert again["loss"] == pytest.approx(before["loss"], rel=1e-3)
+        assert again["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-2)
+        assert again["tokens"] == before["tokens"]
+
+
+def test_batches_without_images_pass(tmp_path: Path) -> None:
+    run_program(tmp_path, "--train-iters", "3", "--imageless-share", "1.0", "--no-save")
+    assert [record["images"] for record in metrics(tmp_path)] == [0, 0, 0]
+
+
+def test_fp8_loss_is_within_a_hundredth_of_bf16s(world: Any, transformer_engine: Any, tmp_path: Path) -> None:
+    """200 steps of the demo, whose loss falls all the while: means over 25 steps each."""
+    require_option(model.config_of([]).train, "fp8")
+    require_fp8(world)
+    train(DEMO.split(), str(tmp_path / "bf16"))
+    train([*DEMO.split(), "--fp8", "hybrid"], str(tmp_path / "fp8"))
+    curves = [[record["loss"] for record in metrics(tmp_path / name)] for name in ("bf16", "fp8")]
+    assert curves[0] != curves[1]
+    assert curves[0][-1] < 0.8 * curves[0][0]
+    for start in range(0, 200, 25):
+        exact, rounded = (statistics.mean(curve[start : start + 25]) for curve in curves)
+        assert rounded == pytest.approx(exact, rel=0.01), f"steps {start} to {start + 25}"
+
+
+def test_peak_memory_is_as_predicted(world: Any) -> None:
+    """A step of some gigabytes (on a CPU, of megabytes), against the planner's count."""
+    from megavlm.metrics.memory import step_peak
+    from megavlm.planner.auto import memory_of
+    from megavlm.planner.plan import dims_of
+
+    scale = 1 if world.is_cpu else 16
+    flags = (
+        f"--precision bf16 --seq-length {256 * scale} --images-per-sample 2 --image-sizes 64 --vision-num-layers 4 "
+        f"--language-hidden-size {128 * scale} --language-ffn-hidden-size {320 * scale} --language-num-layers 6 "
+        f"--language-num-attention-heads {2 * scale} --language-num-query-groups {scale} "
+        f"--language-vocab-size {1024 * scale}"
+    ).split()
+    config = model.config_of(flags)
+    from megavlm.data.source import batch_of
+    from megavlm.data.synthetic import SyntheticSource
+
+    source = SyntheticSource(config)
+    batch = batch_of(source, [source.sample(0)], seq_length=config.train.seq_length, with_patches=True)
+    engine = model.engine_of(config, world)
+    (memory,) = memory_of(config, dims_of(config, world=1), on_gpu=not world.is_cpu)
+    if world.is_cpu:
+        peak = step_peak(engine, [batch])
+    else:
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            engine.train_step([batch])
+        peak = torch.cuda.max_memory_allocated()
+    engine.close()
+    assert memory.total == pytest.approx(peak, rel=0.1), f"predicted {memory.total / peak:.3f} of {peak} bytes"
+
+
+def test_a_run_reports_its_share_of_the_peak(world: Any, tmp_path: Path) -> None:
+    from megavlm.planner.peaks import peaks_of
+
+    if peaks_of(world.name) is None:
+        pytest.skip(f"the peak of {world.name} is not known")
+    train([*model.MODEL, "--train-iters", "3", "--precision", "bf16", "--no-save"], str(tmp_path))
+    shares = [record["mfu"] for record in metrics(tmp_path)]
+    assert all(share is not None and 0 < share < 1 for share in shares)

@@ -1,0 +1,62 @@
+"""The table of `tools/gpu_check.sh` from what its parts leave behind, whole or cut short."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.gpu_summary import main, rows_of, table
+
+JUNIT = """<testsuites><testsuite>
+<testcase name="test_a" time="1.25"/>
+<testcase name="test_b" time="0.5"><failure message="boom">long</failure></testcase>
+<testcase name="test_c" time="0"><skipped message="needs a CUDA device">x</skipped></testcase>
+<testcase name="test_d" time="0"><skipped message="needs a CUDA device">x</skipped></testcase>
+</testsuite></testsuites>"""
+
+
+def write(folder: Path, *, parts: str) -> None:
+    facts = {"devices": [{"name": "NVIDIA H200"}]}
+    finding = {"level": "warning", "what": "slow", "remedy": "fix"}
+    (folder / "parts.tsv").write_text(parts)
+    (folder / "doctor.json").write_text(json.dumps({"facts": facts, "findings": [finding]}))
+    (folder / "tests.xml").write_text(JUNIT)
+    rows = [
+        {"what": "LLaVA, language part", "figure": "510 TFLOP/s", "target": "≥ 500", "met": True},
+        {"what": "LLaVA, memory", "figure": "1.10", "target": "< 1", "met": False},
+        {"what": "LLaVA, layers", "figure": "19 of 32", "target": "", "met": None},
+    ]
+    (folder / "benchmark.json").write_text(json.dumps({"rows": rows}))
+
+
+def test_everything_has_a_row(tmp_path: Path) -> None:
+    write(tmp_path, parts="doctor\t0\t12\t60\ntests\t1\t100\t220\nbenchmark\t0\t180\t230\n")
+    found = {row.what: (row.result, row.figure, row.target) for row in rows_of(tmp_path)}
+    assert found == {
+        "doctor": ("ok", "12 s", "< 60 s"),
+        "tests": ("FAILED: status 1", "100 s", "< 220 s"),
+        "benchmark": ("ok", "180 s", "< 230 s"),
+        "device": ("", "1 × NVIDIA H200", ""),
+        "doctor: slow": ("warning", "", "fix"),
+        "test: test_a": ("ok", "1.2 s", ""),
+        "test: test_b": ("FAILED", "0.5 s", ""),
+        "2 test(s)": ("skipped", "needs a CUDA device", ""),
+        "LLaVA, language part": ("ok", "510 TFLOP/s", "≥ 500"),
+        "LLaVA, memory": ("missed", "1.10", "< 1"),
+        "LLaVA, layers": ("", "19 of 32", ""),
+    }
+    lines = table(rows_of(tmp_path)).splitlines()
+    assert lines[0].split() == ["what", "result", "figure", "target"]
+    assert len(lines) == 1 + len(found)
+
+
+@pytest.mark.parametrize(("status", "code"), [("0", 0), ("124", 1)])
+def test_parts_that_ended_early_leave_a_table_all_the_same(
+    tmp_path: Path, status: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "parts.tsv").write_text(f"doctor\t{status}\t60\t60\n")
+    (tmp_path / "doctor.json").write_text("")
+    assert main([str(tmp_path)]) == code
+    assert ("out of time" in capsys.readouterr().out) == (status == "124")
