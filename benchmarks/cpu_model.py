@@ -203,17 +203,15 @@ def their_batch(batch: PackedBatch, options: Config) -> dict[str, Tensor]:
 
 def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
     """Write their weights under our names and in our shapes."""
-    from tests.parity.mapping import SIGLIP, whole_to_ours
+    from megavlm.checkpoint.hf.families.llava import LLAVA
+    from tests.parity.mapping import to_ours
 
-    vision, language = options.model.vision, options.model.language
-    weights = whole_to_ours(
-        {name: param.detach() for name, param in model.named_parameters()},
-        SIGLIP,
-        vision_layers=vision.num_layers,
-        vision_heads=vision.num_attention_heads,
-        language_layers=language.num_layers,
-        groups=language.num_attention_heads,
-    )
+    theirs = {name: param.detach() for name, param in model.named_parameters()}
+    spelling = next(each for each in LLAVA.spellings if f"{each.vision}embeddings.patch_embedding.weight" in theirs)
+    table = LLAVA.table(options.model, spelling)
+    flat = {name: param.flatten(1) if param.dim() > 1 else param for name, param in theirs.items()}
+    shapes = {key: tuple(torch.cat([flat[name] for name in rule.names]).shape) for key, rule in table.items()}
+    weights = to_ours(flat, table, shapes)
     torch.save({name: weight.clone() for name, weight in weights.items()}, path)
 
 

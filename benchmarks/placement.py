@@ -1,11 +1,15 @@
 """Where the encoder runs: the same model and data, encoder in the pipeline or colocated, on two processes.
 
-    .venv/bin/python benchmarks/placement.py [--rounds 3] [--steps 2] [--only WORD] [--dry]
+    .venv/bin/python benchmarks/placement.py [--rounds 3] [--steps 2] [--only WORD] [--profile mine.json] [--dry]
 
 Sides take turns in the same two processes, each with a thread of its own. Two figures per side: the step by the clock,
 and the busiest process's processor time per step. The latter is what a step takes at least once no process ever waits,
 and other work on the machine hardly moves it; bubbles and waiting show in the clock alone. For a frozen encoder,
 `vision` is the processor time of the encoder's share in the main thread, the look-up in a cache included.
+
+Beside each measured gain stands the planner's, by the clock, for a hardware profile (`tools/calibrate.py` with two
+processes makes one for this machine); for encoding ahead it is what the pipeline's bubbles and the gradients' exchange
+could hide at most.
 """
 
 from __future__ import annotations
@@ -98,6 +102,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a side in a round")
     parser.add_argument("--only", default="", help="questions with this in their name")
     parser.add_argument("--dry", action="store_true", help="record nothing")
+    parser.add_argument("--profile", default="cpu", help="hardware that the planner predicts for")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         measure(arguments, [q for q in questions(cache) if arguments.only in q.name])
@@ -122,12 +127,29 @@ def measure(arguments: argparse.Namespace, asked: Sequence[Question]) -> None:
         for side, timing in zip(question.sides, others, strict=True):
             assert abs(timing[0].loss / base[0].loss - 1) < 1e-5, "the sides compute different things"
             clock, busiest = (ratio(base, timing, name) for name in ("clock", "busiest"))
-            shown(side.name, timing, f"   {clock:.2f} × by the clock, {busiest:.2f} × by processor time")
-            result[side.name] = {**medians(timing), "gain_clock": clock, "gain_busiest": busiest}
+            gain = predicted_gain(question, side, profile=arguments.profile)
+            foretold = f", planner {gain:.2f} ×" if gain else ""
+            shown(side.name, timing, f"   {clock:.2f} × by the clock, {busiest:.2f} × by processor time{foretold}")
+            result[side.name] = {**medians(timing), "gain_clock": clock, "gain_busiest": busiest, "gain_planner": gain}
         results.append(result)
     if not arguments.dry:
-        rounds_and_steps = {"rounds": arguments.rounds, "steps": arguments.steps}
+        rounds_and_steps = {"rounds": arguments.rounds, "steps": arguments.steps, "profile": arguments.profile}
         record.append("placement", {**circumstances, **rounds_and_steps, "results": results})
+
+
+def predicted_gain(question: Question, side: Side, *, profile: str) -> float | None:
+    """How many times faster than the baseline the planner takes a side to be; it knows nothing of the cache."""
+    from megavlm.config.cli import parse
+    from megavlm.planner.auto import predict
+    from megavlm.planner.hardware import profile as hardware_of
+    from megavlm.planner.plan import dims_of
+
+    def seconds(flags: str) -> float:
+        config = parse([*SHARED.split(), *question.model.split(), *flags.split()])
+        step = predict(config, dims_of(config, world=2), hardware_of(profile))
+        return step.seconds - (step.hideable if config.parallel.encode_ahead else 0.0)
+
+    return None if "--vision-cache" in side.flags else seconds(question.baseline.flags) / seconds(side.flags)
 
 
 def ratio(base: Sequence[Timing], other: Sequence[Timing], name: str) -> float:

@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=("bf16", "fp32"))
     parser.add_argument("--freeze", nargs="*", choices=("vision", "projector", "language"))
     parser.add_argument("--placement", choices=("stages", "colocated"), help="only this one")
+    parser.add_argument("--vision-tp", type=int, metavar="N", help="colocated: ranks that share an encoder")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="only this mode")
     parser.add_argument("--top", type=int, default=10, metavar="N")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="write the best layout's configuration")
@@ -99,6 +100,11 @@ def configuration(options: argparse.Namespace) -> Config:
     config = replace(config, train=train)
     if options.freeze is not None:
         config = replace(config, model=replace(config.model, freeze=tuple(options.freeze)))
+    if options.vision_tp is not None:
+        if options.vision_tp < 1:
+            raise UserError(f"--vision-tp {options.vision_tp} must be at least 1")
+        parallel = replace(config.parallel, vision_tensor_model_parallel_size=options.vision_tp)
+        config = replace(config, parallel=parallel)
     if options.images is not None:
         count, side = _images(options.images, config.model.vision.patch_size * config.model.projector.pixel_shuffle)
         config = replace(config, data=replace(config.data, images_per_sample=(count,), image_sizes=(side,)))

@@ -60,13 +60,18 @@ def prepare(root: Path, iteration: int) -> Path:
 def commit(root: Path, iteration: int) -> Path:
     """Make a written checkpoint count: flush its files, then rename it."""
     temporary, final = temporary_for(root, iteration), folder_for(root, iteration)
-    for path in [*temporary.rglob("*"), temporary]:
-        _flush(path)
     if final.exists():  # the same iteration again, after resuming from an older checkpoint by hand
         shutil.rmtree(final)
-    temporary.rename(final)
-    _flush(root)
+    rename_flushed(temporary, final)
     return final
+
+
+def rename_flushed(temporary: Path, final: Path) -> None:
+    """Give a written folder its name once all of it is on the disk: after a loss of power it is whole or not there."""
+    for path in [*temporary.rglob("*"), temporary]:
+        _flush(path)
+    temporary.rename(final)
+    _flush(final.parent)
 
 
 def retain(root: Path, keep: int) -> None:

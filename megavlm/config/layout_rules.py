@@ -66,13 +66,49 @@ def query_groups_divide_over_tp(config: Config) -> str | None:
 
 
 def mlps_divide_over_tp(config: Config) -> str | None:
-    tp, model = config.parallel.tensor_model_parallel_size, config.model
-    widths: list[tuple[str, int]] = [("--language-ffn-hidden-size", model.language.ffn_hidden_size)]
-    if config.parallel.placement == "stages":  # a colocated encoder is whole
-        widths = [("--vision-ffn-hidden-size", model.vision.ffn_hidden_size), *widths, _projector_width(model)]
-    for flag, width in widths:
+    parallel, model = config.parallel, config.model
+    language, vision = ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size), _vision_tp(config)
+    widths = (
+        (("--vision-ffn-hidden-size", model.vision.ffn_hidden_size), vision),
+        (("--language-ffn-hidden-size", model.language.ffn_hidden_size), language),
+        (_projector_width(model), vision),
+    )
+    for (flag, width), (option, tp) in widths:
         if width % tp:
-            return f"{flag} {width} is not divisible by --tensor-model-parallel-size {tp}: {nearest(width, tp)}"
+            return f"{flag} {width} is not divisible by {option} {tp}: {nearest(width, tp)}"
+    return None
+
+
+def _vision_tp(config: Config) -> tuple[str, int]:
+    """The tensor parallelism of vision tower and projector, and the option that says so."""
+    parallel = config.parallel
+    if parallel.placement == "stages":
+        return "--tensor-model-parallel-size", parallel.tensor_model_parallel_size
+    return "--vision-tp", parallel.vision_tensor_model_parallel_size
+
+
+def encoders_divide_replica(config: Config) -> str | None:
+    """Encoders with a tensor parallelism of their own share out a replica's ranks evenly, and talk as they run."""
+    parallel = config.parallel
+    shared = parallel.vision_tensor_model_parallel_size
+    if shared == 1:
+        return None
+    if parallel.placement != "colocated":
+        return (
+            f"--vision-tp {shared} is for an encoder outside the pipeline: add --placement colocated, or leave it out "
+            "(in stages the encoder has --tp's)"
+        )
+    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    if ranks % shared:
+        return (
+            f"--vision-tp {shared} does not divide the {ranks} processes of a model replica "
+            f"(--tensor-model-parallel-size × --pipeline-model-parallel-size): set --vision-tp to {divisors(ranks)}"
+        )
+    if parallel.encode_ahead:
+        return (
+            f"--encode-ahead runs an encoder beside other communication, but --vision-tp {shared} makes encoders "
+            "communicate: leave one of them out"
+        )
     return None
 
 
@@ -192,6 +228,7 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     sequence_divides_over_tp,
     interleaving_has_stages,
     features_can_be_reused,
+    encoders_divide_replica,
     param_gather_overlaps_what_exists,
 )
 

@@ -52,6 +52,19 @@ def unmatched(config: Config) -> list[str]:
     return [target for target in config.lora.targets if not any(_matches(name, target) for name in names)]
 
 
+def never_run(config: Config) -> list[str]:
+    """Targets that fit only vision layers after the one whose output is used."""
+    vision = config.model.vision
+    runs = vision.num_layers + 1 + vision.feature_layer
+    skipped = {
+        f"vision.layers.{number}.{linear}"
+        for number in range(max(0, runs), vision.num_layers)
+        for linear in linears_of(config, "vision")
+    }
+    used = [name for name in all_names(config) if name not in skipped]
+    return [target for target in config.lora.targets if not any(_matches(name, target) for name in used)]
+
+
 def adapted_parts(config: Config) -> tuple[str, ...]:
     """Parts of the model that have adapters: there, everything else is frozen."""
     if not config.lora.rank:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megavlm.config.data_source import data_source
-from megavlm.config.lora import adapted_parts, unmatched
+from megavlm.config.lora import adapted_parts, never_run, unmatched
 from megavlm.config.schema import Config
 from megavlm.config.words import divisors, nearest
 
@@ -189,6 +189,13 @@ def lora_targets_exist(config: Config) -> str | None:
         return (
             f"--lora-targets {missing[0]} fits no linear layer: try language, vision, q_proj or "
             "language.layers.*.q_proj"
+        )
+    if idle := never_run(config):
+        vision = config.model.vision
+        return (
+            f"--lora-targets {idle[0]} fits only vision layers that never run, as --vision-feature-layer "
+            f"{vision.feature_layer} takes the output of layer {vision.num_layers + vision.feature_layer}: name layers "
+            "up to that one"
         )
     return None
 

@@ -50,6 +50,7 @@ RANGES = (
             "parallel.tensor_model_parallel_size",
             "parallel.pipeline_model_parallel_size",
             "parallel.virtual_pipeline_model_parallel_size",
+            "parallel.vision_tensor_model_parallel_size",
             "parallel.encoder_chunk_patches",
             "train.train_iters",
             "train.micro_batch_size",

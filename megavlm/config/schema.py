@@ -151,6 +151,12 @@ class ParallelConfig:
         "The vision encoder: layers of the pipeline like any other, or whole on every process, each of which encodes a "
         "share of the images before the language model's pipeline runs.",
     )
+    vision_tensor_model_parallel_size: int = option(
+        1,
+        "Colocated: neighbouring processes of a replica (of TP × PP) that hold an encoder together, if it is too big "
+        "for one; the replica's encoders share the images.",
+        "--vision-tp",
+    )
     encoder_chunk_patches: int = option(
         4096, "Colocated: patches that the encoder takes in one pass (one image at least), which bounds its memory."
     )

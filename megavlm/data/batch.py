@@ -21,8 +21,9 @@ class PackedBatch:
 
     Images are packed: their patches follow each other in `patches`, row-major within an image, and image i is
     `grids[i]` (rows, columns) patches. Features of all images, in the same order, replace the embeddings of the
-    tokens at `feature_positions`. A rank that holds no vision part may carry `patches=None`; a rank without the
-    output layer still carries the labels (they are small and every rank can check the shapes).
+    tokens at `feature_positions`. A rank that holds no vision part may carry `patches=None`, and one that encodes some
+    of the images for others only the patches of those; a rank without the output layer still carries the labels (they
+    are small and every rank can check the shapes).
 
     A model of tiled images (`anyres.py`) sees tiles as images; `tile_groups` say which of them are one image.
     """

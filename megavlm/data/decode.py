@@ -7,6 +7,8 @@ keeps its high byte, where Pillow's conversion would turn every value above 255 
 
 from __future__ import annotations
 
+import struct
+import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
@@ -34,6 +36,23 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# What Pillow's parsers let through where bytes are not what they should be. Not among them: want of memory, and
+# mistakes of this program, which are no reason to leave a picture out.
+_DAMAGED = (
+    OSError,  # unidentified, truncated or missing as well
+    SyntaxError,  # broken PNG chunks
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+    EOFError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +98,7 @@ def size_of(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> tuple[int,
         with _open(source, max_pixels) as image:
             width, height = image.size
             return (width, height) if _orientation(image) >= 5 else (height, width)
-    except Exception as error:
+    except _DAMAGED as error:
         raise _typed(error) from error
 
 
@@ -92,7 +111,7 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Decoded:
             image.load()
             upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
             return Decoded(np.array(_to_rgb(upright)), animated)
-    except Exception as error:
+    except _DAMAGED as error:
         raise _typed(error) from error
 
 
@@ -112,7 +131,7 @@ def _orientation(image: Image.Image) -> int:
     """EXIF's 1 … 8; 1, upright, where there is none or it cannot be read."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # damaged metadata does not damage the picture
+    except _DAMAGED:  # damaged metadata does not damage the picture
         return 1
 
 

@@ -6,17 +6,22 @@ replica, which tells the others, so that no image is read or decoded twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from megavlm.data.batch import PackedBatch
 from megavlm.data.composer import Place
 from megavlm.data.loader import Loader, Step
 from megavlm.errors import UserError
+
+# Of a step's micro-batches: the places of each rank's patches among all of them.
+Shares = Callable[[Sequence[PackedBatch]], Sequence[NDArray[np.int64]]]
 
 
 @dataclass(frozen=True)
@@ -24,13 +29,15 @@ class Exchange:
     """This rank's place in its replica.
 
     The first rank of `replica` reads. `seers` are the ranks of it that need pixels, the reader first; None on a rank
-    that needs none.
+    that needs none. Where each needs others, `shares` says which, in rising order; a micro-batch then holds a rank's
+    own patches only.
     """
 
     replica: dist.ProcessGroup
     seers: dist.ProcessGroup | None
     device: torch.device
     patch_dim: int
+    shares: Shares | None = None
 
     @property
     def reads(self) -> bool:
@@ -58,6 +65,8 @@ class Exchange:
         step: Step = result or told[0]
         if self.seers is None or self.seers.size() == 1:
             return step
+        if self.shares is not None:
+            return replace(step, batches=self._dealt(step.batches, self.shares(step.batches)))
         return replace(step, batches=[self._seen(batch) for batch in step.batches])
 
     def _seen(self, batch: PackedBatch) -> PackedBatch:
@@ -68,6 +77,24 @@ class Exchange:
         if patches.numel():
             dist.broadcast(patches, group=self.seers, group_src=0)
         return replace(batch, patches=patches)
+
+    def _dealt(self, batches: Sequence[PackedBatch], shares: Sequence[NDArray[np.int64]]) -> list[PackedBatch]:
+        """Each rank's patches from the reader, which sends each as often as ranks need it."""
+        mine = shares[self.replica.rank()]
+        outgoing = torch.empty(0, self.patch_dim, device=self.device)
+        sent = [0] * len(shares)
+        if self.reads:
+            places = torch.from_numpy(np.concatenate(shares))
+            held = [batch.patches.to(self.device) for batch in batches if batch.patches is not None]
+            outgoing = torch.cat([outgoing, *held])[places.to(self.device)]
+            sent = [len(share) for share in shares]
+        received = [len(mine) if rank == 0 else 0 for rank in range(len(shares))]
+        patches = outgoing.new_empty(len(mine), self.patch_dim)
+        dist.all_to_all_single(patches, outgoing, received, sent, group=self.replica)
+        ends = np.cumsum([batch.num_patches for batch in batches])
+        counts = np.diff(np.searchsorted(mine, ends), prepend=0)
+        parts = patches.split(counts.tolist())
+        return [replace(batch, patches=part) for batch, part in zip(batches, parts, strict=True)]
 
 
 def _without_patches(result: Any) -> Any:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megavlm.config.data_source import data_source
 from megavlm.config.schema import Config
 from megavlm.data.composer import Composer, InOrder, Packed
-from megavlm.data.feed import Exchange, Feed
+from megavlm.data.feed import Exchange, Feed, Shares
 from megavlm.data.files import FilesSource
 from megavlm.data.loader import Loader
 from megavlm.data.making import InProcesses, InThread, Maker
@@ -35,9 +35,17 @@ def prepare_data(config: Config) -> None:
 
 
 def build_feed(
-    config: Config, source: Source, groups: Groups, *, device: torch.device, seers: dist.ProcessGroup | None
+    config: Config,
+    source: Source,
+    groups: Groups,
+    *,
+    device: torch.device,
+    seers: dist.ProcessGroup | None,
+    shares: Shares | None = None,
 ) -> Feed:
-    """The data of a run on this rank; `seers` are the ranks of its replica that need pixels, None on another rank."""
+    """The data of a run on this rank; `seers` are the ranks of its replica that need pixels, None on another rank.
+    `shares` tells which of them each rank needs, if not all.
+    """
     if data_source(config) != "files":
         in_order = InOrder(count=config.train.global_batch_size)
         in_thread = InThread(source, seq_length=config.train.seq_length, with_patches=seers is not None)
@@ -47,6 +55,7 @@ def build_feed(
         seers=seers,
         device=device,
         patch_dim=source.patch_dim,
+        shares=shares,
     )
     assert isinstance(source, FilesSource)
     if exchange.reads and groups.at.dp == 0:

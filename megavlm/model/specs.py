@@ -142,8 +142,14 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
 
 
 def projector_config(config: Config, *, tp: int) -> TransformerConfig:
-    """For the projector's linear layers: tensor-parallel, and whole along the sequence."""
-    return replace(language_config(config, tp=tp), sequence_parallel=False)
+    """For the projector's linear layers: tensor-parallel, and whole along the sequence.
+
+    It has no heads, but megatron-core wants a number that TP divides; the language model's may have another TP.
+    """
+    width = config.model.language.hidden_size
+    return replace(
+        common_config(config, tp=tp, num_layers=1, hidden_size=width, num_attention_heads=tp), sequence_parallel=False
+    )
 
 
 def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
@@ -113,19 +113,39 @@ def _tied_group(dims: Dims, owners: list[int], *, timeout: timedelta) -> dist.Pr
     return next((group for ranks, group in made if dist.get_rank() in ranks), None)
 
 
-def encoder_groups(groups: Groups, *, seed: int) -> Groups:
-    """The layout of an encoder that every rank holds whole: the world is data-parallel, and dropout differs on all."""
-    get_cuda_rng_tracker().add(ENCODER_RNG, seed + 1_000_000 * (1 + dist.get_rank()))
+def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, timeout_minutes: float) -> Groups:
+    """The layout of encoders that each `tp` neighbouring ranks of a model replica hold: all else is data-parallel.
+
+    Dropout differs on all ranks, or with `same_dropout` on all encoders. Every rank of the world calls it.
+    """
     alone = groups.collection.cp
     assert alone.size() == 1, "without context parallelism its groups are single ranks"
     world = groups.collection.intra_dist_opt
+    together, apart = alone, world
+    if tp > 1:
+        timeout = timedelta(minutes=timeout_minutes)
+        encoders = groups.dims.encoders(tp)
+        together = _group_among(encoders, timeout=timeout)
+        apart = _group_among(list(zip(*encoders, strict=True)), timeout=timeout)  # ranks that hold the same part
     collection = copy(groups.collection)
-    for name in ("tp", "pp", "mp", "embd", "pos_embd", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"):
+    for name in ("pp", "embd", "pos_embd", "ep", "expt_tp", "tp_ep", "tp_ep_pp"):
         setattr(collection, name, alone)
-    for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp", "tp_dp_cp"):
-        setattr(collection, name, world)
-    dims = Dims(tp=1, pp=1, vpp=1, dp=groups.dims.world)
-    return Groups(dims=dims, at=Coordinates(tp=0, dp=world.rank(), pp=0), collection=collection, tied=None)
+    for name in ("tp", "mp", "tp_cp"):
+        setattr(collection, name, together)
+    for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"):
+        setattr(collection, name, apart)
+    collection.tp_dp_cp = world
+    draws = dist.get_global_rank(together, 0) if same_dropout else dist.get_rank()
+    get_cuda_rng_tracker().add(ENCODER_RNG, seed + 1_000_000 * (1 + draws))
+    dims = Dims(tp=tp, pp=1, vpp=1, dp=groups.dims.world // tp)
+    at = Coordinates(tp=together.rank(), dp=apart.rank(), pp=0)
+    return Groups(dims=dims, at=at, collection=collection, tied=None)
+
+
+def _group_among(candidates: Sequence[tuple[int, ...]], *, timeout: timedelta) -> dist.ProcessGroup:
+    """The group that this rank is in. Every rank makes every group, as torch wants it."""
+    made = [(ranks, parallel_state.create_group(sorted(ranks), timeout=timeout)) for ranks in candidates]
+    return next(group for ranks, group in made if dist.get_rank() in ranks)
 
 
 def destroy_groups() -> None:

@@ -1,8 +1,8 @@
 """The colocated encoder's place in a step: images to ranks, features to the embedding, gradients back.
 
-Every rank of a model replica (TP × PP) knows the same window of micro-batches and so computes the same assignment and
-the same routes; nothing but features and their gradients is sent, in one all-to-all each. The language model's pipeline
-then runs on leaf tensors.
+Every rank of a model replica (TP × PP) holds an encoder, or with `--vision-tp` a part of one. All of them know the same
+window of micro-batches and so compute the same assignment and the same routes; nothing but features and their gradients
+is sent, in one all-to-all each. The language model's pipeline then runs on leaf tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from megavlm.data.batch import PackedBatch
 from megavlm.model.view import shard_of
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.encoder import Encoder, without_patches
-from megavlm.pipeline.images import EncoderInput, encoder_flops, encoder_inputs
-from megavlm.pipeline.routes import Exchange, Route, Rows, exchange_of
-from megavlm.planner.assign import assign_longest_first
+from megavlm.pipeline.images import EncoderInput, as_held, assigned
+from megavlm.pipeline.routes import Exchange, Route, Rows, exchange_of, senders
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,13 @@ class _Ahead:
 
 
 class Colocated:
-    """Encodes windows of micro-batches over the ranks of a model replica."""
+    """Encodes windows of micro-batches over the encoders of a model replica."""
 
     def __init__(self, encoder: Encoder, config: Config, groups: Groups) -> None:
         self.encoder = encoder
         self._config = config
         self._groups = groups
+        self._width = config.parallel.vision_tensor_model_parallel_size  # ranks of an encoder
         self._window: _Window | None = None
         self._upcoming: Sequence[PackedBatch] | None = None
         self._ahead: _Ahead | None = None
@@ -74,7 +74,8 @@ class Colocated:
         """
         images, owners = self._assigned(batches)
         rank, ranks = self._groups.block_rank, self._groups.block.size()
-        rows = np.repeat(np.asarray(owners, dtype=np.int64), [image.features for image in images])
+        encoder = np.repeat(np.asarray(owners, dtype=np.int64), [image.features for image in images])
+        rows = senders(encoder, width=self._width)
         exchange = exchange_of(rows, self._shards(batches), merging=self._groups.dims.tp, ranks=ranks)
         features = self._send(self._share(batches), exchange.features(rank))
         self._begin_upcoming()
@@ -100,13 +101,10 @@ class Colocated:
         self.encoder.reduce(tokens)
 
     def _assigned(self, batches: Sequence[PackedBatch]) -> tuple[list[EncoderInput], tuple[int, ...]]:
-        """The window's images, and which rank of the replica encodes each."""
-        images = encoder_inputs(batches, self._config.model)
-        costs = [encoder_flops(image.grids, self._config.model) for image in images]
-        return images, assign_longest_first(costs, self._groups.block.size())
+        return assigned(batches, self._config.model, encoders=self._groups.block.size() // self._width)
 
     def _share(self, batches: Sequence[PackedBatch]) -> Tensor:
-        """Features of this rank's images, encoded ahead or now."""
+        """What this rank sends of its images' features, encoded ahead or now."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             features = ahead.features.result()  # whosever they are, the encoder must be free
@@ -116,8 +114,9 @@ class Colocated:
 
     def _encode_mine(self, batches: Sequence[PackedBatch]) -> Tensor:
         images, owners = self._assigned(batches)
-        mine = [image for image, owner in zip(images, owners, strict=True) if owner == self._groups.block_rank]
-        return self.encoder.forward(mine, batches)
+        here = self._groups.block_rank // self._width
+        mine = [image for image, owner in zip(images, owners, strict=True) if owner == here]
+        return self.encoder.forward(as_held(mine, batches), batches)
 
     def _begin_upcoming(self) -> None:
         if self._upcoming is None:

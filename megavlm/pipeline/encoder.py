@@ -1,5 +1,8 @@
 """The encoder of a colocated run on one rank: its share of a window's images, forward and backward, in passes.
 
+With `--vision-tp` the ranks that hold an encoder together do all of this alike, on the same images; each hands out an
+equal run of the features, and the gradients that come back to it are gathered among them.
+
 A pass takes images of at most `--encoder-chunk-patches` patches. The last `--encoder-keep-chunks` passes keep their
 activations for the backward pass; those before run without a graph and are computed again, with the same dropout, so
 that memory is bounded however many images a window has. A frozen tower keeps next to nothing, and no pass is repeated.
@@ -13,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
@@ -20,9 +25,10 @@ from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.deepstack import unpack
 from megavlm.model.marks import mark
-from megavlm.parallel.groups import ENCODER_RNG
+from megavlm.parallel.groups import ENCODER_RNG, Groups
 from megavlm.pipeline.feature_cache import FeatureCache
 from megavlm.pipeline.images import EncoderInput, in_passes
+from megavlm.pipeline.routes import run_length
 from megavlm.planner.layers import encoder_names, module_of, trained_layers
 
 
@@ -37,11 +43,12 @@ class _Pass:
 
 
 class Encoder:
-    """`module` is the chunk of all encoder layers, wrapped for data parallelism over the world if any are trained."""
+    """`module` is the chunk of all encoder layers, wrapped for data parallelism if any are trained."""
 
-    def __init__(self, module: Any, config: Config, *, cache: FeatureCache | None = None) -> None:
-        """`cache` is of a frozen encoder's features."""
+    def __init__(self, module: Any, config: Config, groups: Groups, *, cache: FeatureCache | None = None) -> None:
+        """`groups` are the encoder's own. `cache` is of a frozen encoder's features."""
         self.module = module
+        self._groups = groups
         self._cache = cache
         trained = trained_layers(config).intersection(encoder_names(config.model))
         self.trained = bool(trained)
@@ -57,12 +64,19 @@ class Encoder:
         self._dtype = next(iter(module.parameters())).dtype
 
     def forward(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> Tensor:
-        """Features [R, 1 + DeepStack layers, Hl] of some of a window's images, without a graph.
+        """This rank's run of the features [R, 1 + DeepStack layers, Hl] of some of a window's images, without a graph.
 
+        Ranks that hold an encoder together call it with the same images, and each gets another run (`run_length`).
         Where gradients are enabled and something is trained, `backward` must follow.
         """
-        if self._cache is not None:
-            return self._looked_up(self._cache, inputs, batches)
+        if self._cache is None:
+            features = self._computed(inputs, batches)
+        else:
+            features = self._looked_up(self._cache, inputs, batches)
+        length = run_length(len(features), self._groups.dims.tp)
+        return features[self._groups.at.tp * length :][:length]
+
+    def _computed(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> Tensor:
         passes = [self._pass(group, batches) for group in in_passes(inputs, self._chunk_patches)]
         learns = self.trained and torch.is_grad_enabled()
         outputs = []
@@ -79,33 +93,53 @@ class Encoder:
         """What `forward` gives, from the cache where it has it."""
         keys = [cache.key(pixels_of(image, batches), (image.grids, image.tile_groups)) for image in inputs]
         found = [cache.get(key) for key in keys]
-        missing = [index for index, features in enumerate(found) if features is None]
+        missing = self._lacked_by_any([features is None for features in found])
         for group in in_passes([inputs[index] for index in missing], self._chunk_patches):
             one = self._pass(group, batches)
             parts = self._run(one, graph=False).split([image.features for image in group])
             for features in parts:
                 index = missing.pop(0)
-                cache.put(keys[index], features)
+                if self._groups.at.tp == 0:
+                    cache.put(keys[index], features)
                 found[index] = features
         held = [features.to(self._device) for features in found if features is not None]
         return torch.cat(held) if held else self.no_features()
 
+    def _lacked_by_any(self, lacked: Sequence[bool]) -> list[int]:
+        """Indices of what any of the ranks of this encoder lacks: others may delete a file between two looks."""
+        mask = torch.tensor(lacked, dtype=torch.int32, device=self._device)
+        if self._groups.dims.tp > 1 and lacked:
+            dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._groups.tp)
+        return mask.nonzero().flatten().tolist()
+
     def backward(self, gradients: Tensor) -> None:
         """Add up gradients of the parameters, from those of the features that `forward` gave."""
-        parts = gradients.split([one.features for one in self._passes])
+        parts = self._of_all_ranks(gradients).split([one.features for one in self._passes])
         while self._passes:  # what is kept goes first, and frees its memory
             one = self._passes.pop()
             output = self._again(one) if one.output is None else one.output
             with mark("backward of the encoder"):
                 torch.autograd.backward(output, parts[len(self._passes)])
 
+    def _of_all_ranks(self, run: Tensor) -> Tensor:
+        """The rows of all ranks that hold this encoder, in order, from each one's run of them."""
+        ranks, rows = self._groups.dims.tp, sum(one.features for one in self._passes)
+        if ranks == 1 or not rows:
+            return run
+        length = run_length(rows, ranks)
+        padded = run.new_zeros(length, *run.shape[1:])
+        padded[: len(run)] = run
+        whole = run.new_empty(ranks * length, *run.shape[1:])
+        dist.all_gather_into_tensor(whole, padded, group=self._groups.tp)
+        return whole[:rows]
+
     def zero_gradients(self) -> None:
         if self.trained:
             self.module.zero_grad_buffer()
 
     def reduce(self, tokens: Tensor) -> None:
-        """Sum gradients over the world and divide them by the trained tokens of the global batch."""
-        self.module.finish_grad_sync()
+        """Sum gradients over all encoders and divide them by the trained tokens of the global batch."""
+        finalize_model_grads([self.module], pg_collection=self._groups.collection)
         if tokens > 0:
             self.module.scale_gradients(1.0 / tokens)
 
@@ -148,14 +182,17 @@ class Encoder:
 
 
 def encoder_config(config: Config) -> Config:
-    """The configuration as the encoder sees it: whole on each rank, its gradients reduced once, at the step's end."""
+    """The configuration as the encoder sees it: its own tensor parallelism alone, its gradients reduced once, at the
+    step's end.
+    """
+    tp = config.parallel.vision_tensor_model_parallel_size
     parallel = replace(
         config.parallel,
-        tensor_model_parallel_size=1,
+        tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=1,
         virtual_pipeline_model_parallel_size=1,
         pipeline_cuts=None,
-        sequence_parallel=False,
+        sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
         overlap_grad_reduce=False,
         overlap_param_gather=False,
     )

@@ -1,18 +1,22 @@
-"""The images of a window of micro-batches, as a colocated encoder takes them: in which order, at what cost, how many
-in a pass. Pure arithmetic on grids.
+"""The images of a window of micro-batches, as colocated encoders take them: in which order, which of them, at what
+cost, how many in a pass. Pure arithmetic on grids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from megavlm.config.schema import ModelConfig
 from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import PackedBatch
 from megavlm.model.flops import Workload, layer_cost, window_patches, window_squares
+from megavlm.pipeline.routes import Rows
+from megavlm.planner.assign import assign_longest_first
 from megavlm.planner.layers import encoder_names
 
 Grid = tuple[int, int]
@@ -66,6 +70,42 @@ def encoder_flops(grids: tuple[Grid, ...], model: ModelConfig) -> float:
         token_squares=0,
     )
     return sum(layer_cost(name, model, work).forward_flops for name in encoder_names(model))
+
+
+def assigned(
+    batches: Sequence[PackedBatch], model: ModelConfig, *, encoders: int
+) -> tuple[list[EncoderInput], tuple[int, ...]]:
+    """A window's images, and which of a replica's encoders takes each."""
+    images = encoder_inputs(batches, model)
+    return images, assign_longest_first([encoder_flops(image.grids, model) for image in images], encoders)
+
+
+def patches_by_rank(batches: Sequence[PackedBatch], model: ModelConfig, *, ranks: int, width: int) -> list[Rows]:
+    """For each rank of a replica, places among all patches of a window, in order: those of the images that it encodes.
+
+    `width` neighbouring ranks are an encoder.
+    """
+    starts = list(accumulate((batch.num_patches for batch in batches), initial=0))
+    taken: list[list[Rows]] = [[np.empty(0, dtype=np.int64)] for _ in range(ranks // width)]
+    for image, encoder in zip(*assigned(batches, model, encoders=ranks // width), strict=True):
+        start = starts[image.batch]
+        taken[encoder].append(np.arange(start + image.patches.start, start + image.patches.stop))
+    return [np.concatenate(taken[rank // width]) for rank in range(ranks)]
+
+
+def as_held(mine: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> list[EncoderInput]:
+    """Images that a rank encodes, with the rows where it has their patches: among all of a micro-batch, or only `mine`
+    where the data sent no others.
+    """
+    places, found = [0] * len(batches), []
+    for image in mine:
+        batch = batches[image.batch]
+        assert batch.patches is not None, "every rank that encodes has pixels"
+        start = places[image.batch]
+        places[image.batch] = end = start + image.num_patches
+        has_all = len(batch.patches) == batch.num_patches
+        found.append(image if has_all else replace(image, patches=slice(start, end)))
+    return found
 
 
 def in_passes(inputs: Sequence[EncoderInput], most_patches: int) -> list[Sequence[EncoderInput]]:

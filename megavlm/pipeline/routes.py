@@ -57,6 +57,20 @@ class Exchange:
         )
 
 
+def run_length(rows: int, ranks: int) -> int:
+    """Rows of each rank where `rows` are dealt to `ranks` in consecutive runs; the last may have fewer, or none."""
+    return -(-rows // ranks)
+
+
+def senders(encoder: Rows, *, width: int) -> Rows:
+    """[R] the rank that sends each row, where `encoder` [R] made it: `width` neighbouring ranks are an encoder."""
+    sender = encoder * width
+    for number in np.unique(encoder):
+        mine = np.flatnonzero(encoder == number)
+        sender[mine] += np.arange(len(mine)) // run_length(len(mine), width)
+    return sender
+
+
 def exchange_of(owner: Sequence[int] | Rows, shards: Rows | None, *, merging: int, ranks: int) -> Exchange:
     """Rows made by `owner`, merged by the first `merging` of `ranks` ranks.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
-from megavlm.model.specs import common_config
+from megavlm.model.specs import common_config, padded_heads
 from megavlm.parallel.dims import Dims
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import Colocated
@@ -31,15 +31,14 @@ from megavlm.pipeline.tied import sum_tied_gradients
 def pipeline_config(config: Config, dims: Dims, backend: Backend) -> TransformerConfig:
     """The config that megatron-core's schedules, DDP and gradient finalisation read."""
     language = config.model.language
+    heads = padded_heads(language.num_attention_heads, dims.tp)  # read by nothing here; TP may be the encoder's own
     interleaved = dims.vpp > 1
     return common_config(
         config,
         tp=dims.tp,
         num_layers=dims.chunks,  # read by nothing here, but its validation divides it by the pipeline size
         hidden_size=language.hidden_size,
-        num_attention_heads=language.num_attention_heads,
-        kv_channels=language.kv_channels,
-        num_query_groups=language.num_query_groups,
+        num_attention_heads=heads,
         qk_layernorm=language.qk_norm or config.model.vision.qk_norm != "none",
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if interleaved else None,
@@ -94,12 +93,10 @@ class Schedule:
             chunk.zero_grad_buffer()
         if self.colocated is not None:
             self.colocated.encoder.zero_gradients()
-        return self._total(self._execute(batches, forward_only=False))
-
-    @torch.no_grad()
-    def evaluate(self, batches: Sequence[PackedBatch]) -> Tensor:
-        """The same sums without gradients."""
-        return self._total(self._execute(batches, forward_only=True))
+        sums = self._execute(batches, forward_only=False)
+        if sums:
+            return torch.stack(sums).sum(0)
+        return torch.zeros(2 + 2 * self.num_sources, dtype=torch.float64, device=self.backend.device)
 
     @torch.no_grad()
     def logits(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -128,11 +125,6 @@ class Schedule:
             pg_collection=self.groups.collection,
             **arguments,
         )
-
-    def _total(self, sums: list[Tensor]) -> Tensor:
-        if sums:
-            return torch.stack(sums).sum(0)
-        return torch.zeros(2 + 2 * self.num_sources, dtype=torch.float64, device=self.backend.device)
 
 
 def _forward_loss(batches: Iterator[PackedBatch], chunk: Any, *, num_sources: int) -> tuple[Tensor, Any]:

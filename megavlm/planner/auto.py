@@ -60,6 +60,7 @@ def _encoder(config: Config, case: Case, hardware: Hardware) -> Encoder:
         images=max(1, round(sum(counts) / max(1, len(counts)))) * config.train.micro_batch_size,
         chunk_patches=config.parallel.encoder_chunk_patches,
         kept=config.parallel.encoder_keep_chunks,
+        vision_tp=config.parallel.vision_tensor_model_parallel_size,
     )
 
 

@@ -56,12 +56,15 @@ def _standing(count: float, case: Case, *, trained: bool, shards: int) -> Memory
     )
 
 
-def replicated_encoder(case: Case) -> Memory:
-    """Vision tower and projector, whole on every rank, their state sharded over the world (`--placement colocated`)."""
+def replicated_encoder(case: Case, *, vision_tp: int = 1) -> Memory:
+    """Vision tower and projector (`--placement colocated`): whole on every rank, or shared by `vision_tp` of them.
+
+    Their state is sharded over all ranks that hold the same.
+    """
     total = Memory()
     for name in case.names[: case.names.index(EMBEDDING)]:
-        count = local_parameters(name, case.model, 1)
-        total += _standing(count, case, trained=case.trains(name), shards=case.dims.world)
+        count = local_parameters(name, case.model, vision_tp)
+        total += _standing(count, case, trained=case.trains(name), shards=case.dims.world // vision_tp)
     return total
 
 

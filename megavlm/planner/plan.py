@@ -20,7 +20,8 @@ class Plan:
     dims: Dims
     chunks: tuple[tuple[str, ...], ...]  # layer names of chunk 0, 1, … in pipeline order
     placement: str = "stages"
-    encoder: tuple[str, ...] = ()  # colocated: the layers that every rank holds whole, outside the pipeline
+    encoder: tuple[str, ...] = ()  # colocated: the layers that every rank holds outside the pipeline …
+    vision_tp: int = 1  # … whole, or shared by so many neighbouring ranks of a replica
 
     @property
     def embedding_owner(self) -> int:
@@ -43,12 +44,14 @@ class Plan:
         return (*self.encoder, *(name for names in self.chunks[:chunk] for name in names))
 
     def to_json(self) -> dict[str, Any]:
-        plan = {
+        plan: dict[str, Any] = {
             "dims": asdict(self.dims),
             "placement": self.placement,
             "chunks": [list(names) for names in self.chunks],
         }
-        return {**plan, "encoder": list(self.encoder)} if self.encoder else plan
+        if self.encoder:
+            plan["encoder"] = list(self.encoder)
+        return {**plan, "vision_tp": self.vision_tp} if self.vision_tp > 1 else plan
 
     def dumps(self) -> str:
         return json.dumps(self.to_json(), indent=2) + "\n"
@@ -83,7 +86,8 @@ def make_plan(config: Config, dims: Dims) -> Plan:
         _check_cuts(cuts, count=len(names), chunks=dims.chunks)
     bounds = (0, *cuts, len(names))
     chunks = tuple(names[a:b] for a, b in pairwise(bounds))
-    return Plan(dims=dims, chunks=chunks, placement=placement, encoder=encoder)
+    vision_tp = config.parallel.vision_tensor_model_parallel_size
+    return Plan(dims=dims, chunks=chunks, placement=placement, encoder=encoder, vision_tp=vision_tp)
 
 
 def _check_cuts(cuts: Sequence[int], *, count: int, chunks: int) -> None:
@@ -151,7 +155,7 @@ def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
 def table(plan: Plan, config: Config) -> str:
     """The plan for people: chunk, owner, layers (with their indices in the list), parameters, share of the work.
 
-    A colocated encoder comes first: every rank holds it.
+    A colocated encoder comes first: every rank holds it, or so many ranks together as "all" is divided by.
     """
     work = typical_workload(config)
     names = layer_names(config.model)
@@ -160,7 +164,7 @@ def table(plan: Plan, config: Config) -> str:
     start = 0
     placed = [(str(index), str(plan.dims.owner_of(index)), chunk) for index, chunk in enumerate(plan.chunks)]
     if plan.encoder:
-        placed.insert(0, ("encoder", "all", plan.encoder))
+        placed.insert(0, ("encoder", "all" if plan.vision_tp == 1 else f"all / {plan.vision_tp}", plan.encoder))
     for index, owner, chunk in placed:
         costs = [layer_cost(name, config.model, work) for name in chunk]
         share = sum(cost.forward_flops for cost in costs) / total

@@ -32,13 +32,14 @@ def report(outcome: Outcome) -> str:
     step = best.step
     parts = (("pipeline", step.pipeline), ("encoder", step.encoder), ("gradients", step.gradients))
     shares = ", ".join(f"{name} {value:.3f}" for name, value in (*parts, ("optimizer", step.optimizer)) if value)
+    ahead = f"\n  encoding ahead could hide {step.hideable:.3f} s of the encoder's" if step.hideable else ""
     proof = "no cut is faster" if best.partition.exact else f"bound {best.partition.bound:.3f} s"
     return "\n".join(
         [
             layouts(outcome.best),
             "",
             f"best: {best.candidate.label}",
-            f"  cuts {' '.join(map(str, best.partition.cuts)) or 'none'} ({proof}); seconds: {shares}",
+            f"  cuts {' '.join(map(str, best.partition.cuts)) or 'none'} ({proof}); seconds: {shares}{ahead}",
             memory_table(step.memory),
             "",
             f"{outcome.tried} layouts, {outcome.simulated} simulated, {len(outcome.rejected)} cannot run:",

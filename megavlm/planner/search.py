@@ -7,7 +7,6 @@ the same layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -16,7 +15,8 @@ from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.config.schema import Config
 from megavlm.model.flops import step_flops
 from megavlm.parallel.dims import Dims
-from megavlm.planner.case import Case, Recompute, case_of, times
+from megavlm.planner.candidates import Candidate, Space, candidates
+from megavlm.planner.case import Case, case_of, times
 from megavlm.planner.hardware import Hardware, for_precision
 from megavlm.planner.memory import batch_bytes
 from megavlm.planner.partition import NoPartition, Partition, best_partition, play
@@ -26,50 +26,6 @@ from megavlm.planner.tables import LayerTables, layer_tables
 from megavlm.planner.timeline import Timeline
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Space:
-    """What is tried. Context parallelism and ZeRO beyond stage 1 are not: this program cannot run them yet."""
-
-    tp: tuple[int, ...] = (1, 2, 4, 8)
-    pp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    vpp: tuple[int, ...] = (1, 2, 4)
-    micro_batch: tuple[int, ...] = (1, 2, 4, 8)
-    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
-    placement: tuple[Literal["stages", "colocated"], ...] = ("stages", "colocated")
-    zero: tuple[int, ...] = (1, 0)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    dims: Dims
-    micro_batch: int
-    recompute: Recompute
-    placement: Literal["stages", "colocated"]
-    zero: int
-
-    @property
-    def label(self) -> str:
-        d = self.dims
-        return (
-            f"TP{d.tp} PP{d.pp} VPP{d.vpp} DP{d.dp} mbs {self.micro_batch} recompute {self.recompute} "
-            f"{self.placement} ZeRO-{self.zero}"
-        )
-
-    def applied(self, config: Config, cuts: tuple[int, ...] | None = None) -> Config:
-        """The configuration with this layout."""
-        parallel = replace(
-            config.parallel,
-            tensor_model_parallel_size=self.dims.tp,
-            pipeline_model_parallel_size=self.dims.pp,
-            virtual_pipeline_model_parallel_size=self.dims.vpp,
-            use_distributed_optimizer=bool(self.zero),
-            pipeline_cuts=cuts or None,
-            placement=self.placement,
-        )
-        train = replace(config.train, micro_batch_size=self.micro_batch, recompute_granularity=self.recompute)
-        return replace(config, parallel=parallel, train=train)
 
 
 @dataclass(frozen=True)
@@ -104,20 +60,6 @@ class Outcome:
         return first.candidate.applied(config, first.partition.cuts)
 
 
-def candidates(world: int, space: Space) -> Iterator[Candidate]:
-    for tp in space.tp:
-        for pp in space.pp:
-            if world % (tp * pp):
-                continue
-            dp = world // (tp * pp)
-            for vpp in space.vpp if pp > 1 else (1,):
-                dims = Dims(tp, pp, vpp, dp)
-                for micro_batch in space.micro_batch:
-                    for placement in space.placement:
-                        for recompute in space.recompute:
-                            yield Candidate(dims, micro_batch, recompute, placement, space.zero[0])
-
-
 def search(config: Config, world: int, hardware: Hardware, *, space: Space | None = None, top: int = 10) -> Outcome:
     """The `top` fastest layouts of a configuration on `world` devices, and why others cannot run."""
     space = space or Space()
@@ -125,8 +67,10 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
     rejected: list[Rejected] = []
     bounded: list[tuple[float, int, Candidate]] = []
     tried = 0
-    for number, candidate in enumerate(candidates(world, space)):
+    asked = config.parallel.vision_tensor_model_parallel_size
+    for number, wanted in enumerate(candidates(world, space, vision_tp=asked)):
         tried += 1
+        candidate = judge.with_fitting_encoder(wanted)
         reason = judge.complaint(candidate)
         if reason:
             rejected.append(Rejected(candidate, reason))
@@ -182,7 +126,7 @@ class _Judge:
 
     def complaint(self, candidate: Candidate) -> str | None:
         """Why a candidate cannot run, in the words of the configuration's own rules, or for lack of memory."""
-        if reason := self._rules(candidate.dims, candidate.micro_batch, candidate.placement):
+        if reason := self._rules(candidate.dims, candidate.micro_batch, candidate.placement, candidate.vision_tp):
             return reason
         tables, encoder = self.tables(candidate), self.encoder(candidate)
         if candidate.dims.chunks > tables.count:
@@ -194,6 +138,16 @@ class _Judge:
                 f"{self.hardware.memory / GIB:.0f}"
             )
         return None
+
+    def with_fitting_encoder(self, candidate: Candidate) -> Candidate:
+        """The candidate, or where it lacks memory for whole encoders, the same with each shared by as few ranks of a
+        tensor-parallel group as there is room for. Itself again where sharing does not help.
+        """
+        if candidate.placement == "stages" or not self.complaint(candidate):
+            return candidate
+        tp = candidate.dims.tp
+        shared = (replace(candidate, vision_tp=n) for n in range(candidate.vision_tp + 1, tp + 1) if tp % n == 0)
+        return next((each for each in shared if not self.complaint(each)), candidate)
 
     def bound(self, candidate: Candidate) -> float:
         """Seconds that no partition of the candidate can beat."""
@@ -240,7 +194,7 @@ class _Judge:
     def encoder(self, candidate: Candidate) -> Encoder | None:
         if candidate.placement == "stages":
             return None
-        return self._encoders(candidate.dims, candidate.micro_batch, candidate.zero)
+        return self._encoders(candidate.dims, candidate.micro_batch, candidate.zero, candidate.vision_tp)
 
     def case(self, dims: Dims, micro_batch: int, zero: int) -> Case:
         layout = Candidate(dims, micro_batch, "none", "stages", zero).applied(self.config)
@@ -252,17 +206,20 @@ class _Judge:
         case = self.case(dims, micro_batch, zero)
         return layer_tables(case, self.hardware, first=encoder_layers(case) if placement == "colocated" else 0)
 
-    def _make_encoder(self, dims: Dims, micro_batch: int, zero: int) -> Encoder:
+    def _make_encoder(self, dims: Dims, micro_batch: int, zero: int, vision_tp: int) -> Encoder:
         return colocated_encoder(
             self.case(dims, micro_batch, zero),
             self.hardware,
             images=self.images * micro_batch,
             chunk_patches=self.config.parallel.encoder_chunk_patches,
             kept=self.config.parallel.encoder_keep_chunks,
+            vision_tp=vision_tp,
         )
 
-    def _breaks_rule(self, dims: Dims, micro_batch: int, placement: Literal["stages", "colocated"]) -> str | None:
-        layout = Candidate(dims, micro_batch, "none", placement, 1).applied(self.config)
+    def _breaks_rule(
+        self, dims: Dims, micro_batch: int, placement: Literal["stages", "colocated"], vision_tp: int
+    ) -> str | None:
+        layout = Candidate(dims, micro_batch, "none", placement, 1, vision_tp).applied(self.config)
         complaints = (rule(layout) for rule in LAYOUT_RULES)
         of_world = (rule(layout, dims.world) for rule in WORLD_RULES)
         return next((text for text in (*complaints, *of_world) if text), None)

@@ -22,6 +22,7 @@ from megavlm.planner.timeline import Timeline
 class Encoder:
     """A colocated encoder: what it adds to every rank of a replica. Seconds per step, bytes at its peak."""
 
+    case: Case  # one of its passes, on a layout of its own
     forward: float
     backward: float  # recomputation included
     exchange: float  # features out, their gradients back
@@ -41,6 +42,7 @@ class Step:
     gradients: float
     optimizer: float
     bubble: float  # of the pipeline, share of the ranks' time
+    hideable: float  # of a frozen encoder's seconds: what `--encode-ahead` could take into waiting times
     memory: tuple[Memory, ...]  # of each pipeline rank
 
     @property
@@ -57,24 +59,29 @@ def encoder_layers(case: Case) -> int:
     return case.names.index(EMBEDDING)
 
 
-def colocated_encoder(case: Case, hardware: Hardware, *, images: int, chunk_patches: int, kept: int) -> Encoder:
+def colocated_encoder(
+    case: Case, hardware: Hardware, *, images: int, chunk_patches: int, kept: int, vision_tp: int = 1
+) -> Encoder:
     """The encoder on each rank of a replica of TP × PP ranks.
 
-    `images` are those of one micro-batch, alike; a rank takes ⌈all of the step's / ranks⌉ of them, at TP 1, in passes
-    of about `chunk_patches`. All passes but the last `kept` are computed again for their backward.
+    `images` are those of one micro-batch, alike; `vision_tp` ranks together are an encoder, which takes ⌈all of the
+    step's / encoders⌉ of them in passes of about `chunk_patches`. All passes but the last `kept` are computed again for
+    their backward.
     """
     dims, ranks = case.dims, case.dims.tp * case.dims.pp
     all_images = images * case.micro_batches
-    own = math.ceil(all_images / ranks)
+    own = math.ceil(all_images * vision_tp / ranks)
+    layout = replace(dims, tp=vision_tp, pp=1, vpp=1, dp=dims.world // vision_tp)
+    standing = replicated_encoder(case, vision_tp=vision_tp)
     if not all_images:
-        return Encoder(0.0, 0.0, 0.0, replicated_encoder(case))
+        return Encoder(replace(case, dims=layout), 0.0, 0.0, 0.0, standing)
     per_image = case.work.patches / images
     in_pass = max(1, min(own, int(chunk_patches // per_image)))
     share = in_pass / images
     alone = replace(
         case,
-        dims=replace(dims, tp=1, pp=1, vpp=1, dp=dims.world),
-        sequence_parallel=False,
+        dims=layout,
+        sequence_parallel=vision_tp > 1,
         work=replace(
             case.work,
             patches=round(case.work.patches * share),
@@ -92,10 +99,12 @@ def colocated_encoder(case: Case, hardware: Hardware, *, images: int, chunk_patc
     features = case.micro_batches * hidden_bytes(EMBEDDING, case)
     link = hardware.link(dims.world)
     exchange = link.seconds(features / ranks * (ranks - 1)) * (2 if backward else 1) if ranks > 1 else 0.0
+    if backward and vision_tp > 1:  # an encoder's ranks gather the gradients of what it made
+        exchange += hardware.link(vision_tp).seconds(features / ranks * (vision_tp - 1))
     saved = sum(saved_bytes(name, alone) for name in names) * min(max(1, kept), math.ceil(passes))
     pixels = batch_bytes(alone, with_patches=True) - batch_bytes(alone, with_patches=False)
-    memory = replicated_encoder(case) + Memory(activations=saved, data=features + pixels * passes)
-    return Encoder(forward, backward, exchange, memory)
+    memory = standing + Memory(activations=saved, data=features + pixels * passes)
+    return Encoder(alone, forward, backward, exchange, memory)
 
 
 def step_of(
@@ -123,18 +132,31 @@ def step_of(
     optimizer = max(optimizer_seconds(count, case, hardware, shards=dims.dp) for count in trained)
     if encoder is not None:
         memory = [each + encoder.memory for each in memory]
-        whole = replace(case, dims=replace(dims, tp=1, pp=1, vpp=1, dp=dims.world))
-        count = trained_parameters(whole, 0, tables.first)
-        gradients += gradient_seconds(count, whole, hardware, shards=dims.world)
-        optimizer += optimizer_seconds(count, whole, hardware, shards=dims.world)
+        apart = encoder.case
+        count = trained_parameters(apart, 0, tables.first)
+        gradients += gradient_seconds(count, apart, hardware, shards=apart.dims.dp)
+        optimizer += optimizer_seconds(count, apart, hardware, shards=apart.dims.dp)
     return Step(
         pipeline=timeline.seconds,
         encoder=encoder.seconds if encoder is not None else 0.0,
         gradients=gradients,
         optimizer=optimizer,
         bubble=timeline.bubble,
+        hideable=hideable(encoder, timeline, communication=gradients) if encoder is not None else 0.0,
         memory=tuple(memory),
     )
+
+
+def hideable(encoder: Encoder, timeline: Timeline, *, communication: float) -> float:
+    """Seconds of a frozen encoder's forward passes that fit beside what a step waits for, if they run a step ahead.
+
+    That is a rank's time in the pipeline without a pass of its own, and the `communication` that ends the step. The
+    rank that waits least decides. An upper bound: taking turns is taken to cost nothing.
+    """
+    if encoder.backward:
+        return 0.0  # of a trained encoder, the next step's weights are not known yet
+    waits = min(timeline.seconds - busy for busy in timeline.busy)
+    return min(encoder.forward, waits + communication)
 
 
 def _trained(case: Case, bounds: Sequence[int]) -> list[float]:

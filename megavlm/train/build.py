@@ -25,7 +25,7 @@ from megavlm.checkpoint.hf.source import ALL_PARTS, origins_of
 from megavlm.config import overlapped
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
-from megavlm.data.feed import Feed
+from megavlm.data.feed import Feed, Shares
 from megavlm.data.reading import build_feed, prepare_data
 from megavlm.data.source import Source, build_source
 from megavlm.errors import UserError
@@ -33,6 +33,7 @@ from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megavlm.metrics.skips import SkippedLog
 from megavlm.parallel.groups import Groups, build_groups, on_rank_0, start
+from megavlm.pipeline.images import patches_by_rank
 from megavlm.planner.layers import PATCH_EMBED
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
 from megavlm.train.engine import Engine, Fill, build_engine
@@ -77,7 +78,9 @@ def build(config: Config, backend: Backend) -> Run:
 
     on_rank_0(partial(prepare_data, config))
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
-    feed = build_feed(config, source, groups, device=backend.device, seers=_seers(plan, groups))
+    feed = build_feed(
+        config, source, groups, device=backend.device, seers=_seers(plan, groups), shares=_shares(config, plan, groups)
+    )
     folder = _start(config, run_dir)
     fill = _weights(config, folder, vocab_size=source.vocab_size, image_token=source.image_token)
     engine = build_engine(
@@ -112,6 +115,13 @@ def _seers(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
     if plan.encoder:
         return groups.block
     return groups.tp if plan.owner_of(PATCH_EMBED) == groups.at.pp else None
+
+
+def _shares(config: Config, plan: Plan, groups: Groups) -> Shares | None:
+    """A colocated encoder's pixels go only to the ranks that encode them."""
+    if not plan.encoder:
+        return None
+    return partial(patches_by_rank, model=config.model, ranks=groups.block.size(), width=plan.vision_tp)
 
 
 def _start(config: Config, run_dir: Path) -> Path | None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megavlm.backend import Backend
 from megavlm.checkpoint.state import Trained
+from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.marks import mark
@@ -180,7 +181,7 @@ def build_engine(
 
 @dataclass(frozen=True)
 class _Apart:
-    """A colocated encoder: a model of one chunk that is data-parallel over the world."""
+    """A colocated encoder: a model of one chunk, with a layout of its own."""
 
     config: Config
     groups: Groups
@@ -191,7 +192,13 @@ class _Apart:
         if not plan.encoder:
             return None
         alone = encoder_config(config)
-        spread = encoder_groups(groups, seed=config.train.seed)
+        spread = encoder_groups(
+            groups,
+            tp=plan.vision_tp,
+            same_dropout=not sequence_parallel(alone),
+            seed=config.train.seed,
+            timeout_minutes=config.parallel.distributed_timeout_minutes,
+        )
         whole = Plan(dims=spread.dims, chunks=(plan.encoder,))
         pipeline = pipeline_config(alone, spread.dims, backend)
         chunk = VLMChunk(alone, whole, 0, vocab_size=vocab_size, groups=spread, pipeline=pipeline)
@@ -201,21 +208,25 @@ class _Apart:
         """The encoder's place in a step, and the optimizer of all that is trained; a frozen one has neither gradient
         buffers nor optimizer state.
         """
-        encoder = Encoder(self.chunk, config, cache=_feature_cache(config, self.chunk))
+        encoder = Encoder(self.chunk, config, self.groups, cache=_feature_cache(config, self.chunk, self.groups))
         if encoder.trained:
             wrapped = wrap_chunks([self.chunk], self.config, self.groups)
-            encoder = Encoder(wrapped[0], config)
+            encoder = Encoder(wrapped[0], config, self.groups)
             optimizer = join_optimizers(optimizer, build_optimizer(config, wrapped, self.groups))
         return Colocated(encoder, config, groups), optimizer
 
 
-def _feature_cache(config: Config, chunk: VLMChunk) -> FeatureCache | None:
+def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCache | None:
     folder = config.parallel.vision_cache
     if folder is None:
         return None
     model = config.model
     known = {"vision": model.vision, "projector": model.projector, "precision": config.train.precision}
     weights = encoder_hash(chunk.named_parameters(), known)
+    if groups.dims.tp > 1:  # the hash of all parts; another division rounds differently, and has another
+        hashes: list[Any] = [None] * groups.dims.tp
+        dist.all_gather_object(hashes, weights, group=groups.tp)
+        weights = b"".join(hashes)
     return FeatureCache(Path(folder), size=int(config.parallel.vision_cache_size * 2**30), encoder=weights)
 
 

@@ -25,7 +25,8 @@ def groups_of_one(backend: Backend, *, seed: int = 0) -> Groups:
 
 def whole_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
     """The model as one chunk, its weights not set (on CPU they take no memory until they are)."""
-    config = replace(config, parallel=replace(config.parallel, placement="stages"))
+    parallel = replace(config.parallel, placement="stages", vision_tensor_model_parallel_size=1)
+    config = replace(config, parallel=parallel)
     assert config.model.language.vocab_size is not None
     return VLMChunk(
         config,

@@ -38,8 +38,9 @@ def train_without_encoder(argv: list[str], run_dir: str) -> None:
         Encoder._run = run  # type: ignore[method-assign]
 
 
-def test_features_come_from_disk_once_they_are_there(pools: Pools, plain: Path, tmp_path: Path):
-    argv = [*FROZEN, "--no-save", "--vision-cache", str(tmp_path / "cache")]
+@pytest.mark.parametrize("encoder", ["", "--vision-tp 2"])
+def test_features_come_from_disk_once_they_are_there(pools: Pools, plain: Path, tmp_path: Path, encoder: str):
+    argv = [*FROZEN, "--no-save", "--vision-cache", str(tmp_path / "cache"), *encoder.split()]
     pools(2).run(train, argv, str(tmp_path / "first"))
     pools(2).run(train_without_encoder, argv, str(tmp_path / "second"))
     for run in ("first", "second"):

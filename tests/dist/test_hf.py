@@ -82,3 +82,8 @@ def test_colocated_encoder_equals_transformers(
     pools: Pools, references: Callable[[str], Reference], family: str
 ) -> None:
     assert_layout(pools, 2, references(family), "--tp 2 --placement colocated")
+
+
+def test_an_encoder_of_two_ranks_equals_transformers(pools: Pools, references: Callable[[str], Reference]) -> None:
+    """Imported by slices; DeepStack's features go the encoder's way too."""
+    assert_layout(pools, 2, references("qwen3-vl"), "--pp 2 --placement colocated --vision-tp 2")

@@ -84,6 +84,11 @@ OPTIONS = {
     # An image, or a few small ones, at a time; all but the last pass are computed again.
     "colocated-passes": "--placement colocated --encoder-chunk-patches 20 --micro-batch-size 2",
     "colocated-whole": "--placement colocated --no-sequence-parallel --no-use-distributed-optimizer",
+    # Two ranks are an encoder, on one pipeline stage or across two.
+    "vision-tp2": "--placement colocated --vision-tp 2",
+    "vision-tp2-passes": "--placement colocated --vision-tp 2 --encoder-chunk-patches 20 --micro-batch-size 2",
+    "vision-tp4": "--placement colocated --vision-tp 4",
+    "vision-tp2-whole": "--placement colocated --vision-tp 2 --no-sequence-parallel --no-use-distributed-optimizer",
 }
 
 # Every layout, model and option at least once; `slow` runs the whole product of layouts and models.
@@ -117,8 +122,14 @@ FAST = [
     ("dp2", "one-image-rank", "colocated"),
     ("tp2", "frozen-vision-projector", "colocated"),
     ("tp2-pp2", "llava-onevision", "colocated-passes"),
+    ("pp2-vpp2", "rich", "vision-tp2"),
+    ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
+    ("tp2", "frozen-language", "vision-tp2-whole"),
 ]
 SLOW = [
+    *[("tp2-pp2-vpp2", model, "vision-tp2-passes") for model in MODELS],
+    *[(layout, model, "vision-tp2") for layout in LAYOUTS if layout != "dp2" for model in ("qwen3-vl", "one-image-rank")],
+    *[(layout, "padded-heads", "vision-tp4") for layout in ("tp4", "pp4-vpp2", "tp2-pp2", "tp2-pp2-dp2")],
     *[(layout, model, "colocated") for layout in LAYOUTS for model in MODELS],
     *[(layout, model, "") for layout in LAYOUTS for model in MODELS],
     *[(layout, "rich", "no-zero") for layout in LAYOUTS],
@@ -192,4 +203,4 @@ def test_every_name_is_in_the_fast_set():
     layouts, models, options = (set(names) for names in zip(*FAST, strict=True))
     assert layouts == set(LAYOUTS) - {"tp2-pp2-dp2"}  # eight processes are for `make test-all`
     assert models == set(MODELS)
-    assert options == set(OPTIONS)
+    assert options == set(OPTIONS) - {"vision-tp4"}

@@ -32,6 +32,7 @@ HALF = "--train-iters 10 --lr-decay-iters 20".split()
         pytest.param(4, "--pp 2 --vpp 2", marks=pytest.mark.slow),
         (2, "--tp 2 --placement colocated --encoder-chunk-patches 20"),
         pytest.param(2, "--pp 2 --placement colocated --no-use-distributed-optimizer", marks=pytest.mark.slow),
+        pytest.param(2, "--pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
     ],
 )
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, layout: str):
@@ -82,6 +83,25 @@ def test_colocated_checkpoint_resumes_in_stages(pools: Pools, whole_on_one: Path
     argv = [*SMALL, *MODEL.split()]
     pools(2).run(train, [*argv, *HALF, *"--tp 2 --placement colocated".split()], str(tmp_path))
     pools(2).run(train, [*argv, "--pp", "2"], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), metrics(whole_on_one))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("--pp 2 --placement colocated --vision-tp 2", "--tp 2"),
+        pytest.param("--pp 2", "--tp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
+        pytest.param(
+            "--pp 2 --placement colocated", "--tp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_encoders_resume_with_another_tensor_parallelism(
+    pools: Pools, whole_on_one: Path, tmp_path: Path, first: str, then: str
+):
+    argv = [*SMALL, *MODEL.split()]
+    pools(2).run(train, [*argv, *HALF, *first.split()], str(tmp_path))
+    pools(2).run(train, [*argv, *then.split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(whole_on_one))
 
 

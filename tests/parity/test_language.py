@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from megavlm.checkpoint.hf.families.language import language_table
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
 from megavlm.planner.layers import EMBEDDING, layer_names
 from tests.parity.harness import (
@@ -22,7 +23,7 @@ from tests.parity.harness import (
     randomize,
     text_batch,
 )
-from tests.parity.mapping import LLAMA, Tensors
+from tests.parity.mapping import shapes_of, to_ours
 
 VOCABULARY = 61
 COMMON: dict[str, Any] = {
@@ -86,13 +87,6 @@ CASES = {
 }
 
 
-def to_ours(tensors: Tensors, *, groups: int) -> dict[str, torch.Tensor]:
-    found = LLAMA.to_ours(tensors, layers=3, groups=groups, prefix="model.")
-    if "lm_head.weight" in tensors:  # absent where it is tied
-        found["output.linear.weight"] = tensors["lm_head.weight"]
-    return found
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_language_model_equals_transformers(name: str, single: Single) -> None:
     case = CASES[name]
@@ -100,8 +94,8 @@ def test_language_model_equals_transformers(name: str, single: Single) -> None:
     config = Config(model=ModelConfig(language=case.ours))
     names = layer_names(config.model)
     chunk = single.chunk(config, names[names.index(EMBEDDING) :], vocab_size=VOCABULARY)
-    groups = case.ours.num_query_groups or case.ours.num_attention_heads
-    load(chunk, to_ours(parameters_of(theirs), groups=groups))
+    table, shapes = language_table(case.ours, "model.", head="lm_head.weight"), shapes_of(chunk)
+    load(chunk, to_ours(parameters_of(theirs), table, shapes))
 
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(VOCABULARY, (2, 17), generator=generator)
@@ -112,4 +106,4 @@ def test_language_model_equals_transformers(name: str, single: Single) -> None:
 
     (logits * direction).sum().backward()
     (expected * direction).sum().backward()
-    assert_same_gradients(gradients_of(chunk), to_ours(gradients_of(theirs), groups=groups))
+    assert_same_gradients(gradients_of(chunk), to_ours(gradients_of(theirs), table, shapes))

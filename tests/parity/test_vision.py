@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 import transformers
 from transformers.models.internvl import InternVLVisionConfig, InternVLVisionModel
 
+from megavlm.checkpoint.hf.families.vision import clip_table, intern_table, siglip_table
+from megavlm.checkpoint.hf.table import Table
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
-from megavlm.planner.layers import PROJECTOR, VISION_NORM, layer_names, vision_layers_run
+from megavlm.planner.layers import PROJECTOR, layer_names
 from tests.parity.harness import (
     OUTPUT_TOLERANCE,
     Single,
@@ -25,10 +28,9 @@ from tests.parity.harness import (
     random_image,
     randomize,
 )
-from tests.parity.mapping import CLIP, INTERN, SIGLIP, Family
+from tests.parity.mapping import shapes_of, to_ours
 
-HEADS = 3
-SIZES: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": HEADS, "image_size": 32, "patch_size": 8}
+SIZES: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
 THEIRS: dict[str, Any] = {
     **SIZES,
     "intermediate_size": 80,
@@ -41,7 +43,7 @@ OURS: dict[str, Any] = {**SIZES, "ffn_hidden_size": 80, "num_layers": 4}
 @dataclass(frozen=True)
 class Case:
     theirs: transformers.PreTrainedModel
-    family: Family
+    table: Callable[[VisionConfig, str], Table]
     ours: VisionConfig
 
 
@@ -56,7 +58,7 @@ def clip(*, feature_layer: int) -> Case:
         post_norm=False,
         feature_layer=feature_layer,
     )
-    return Case(transformers.CLIPVisionModel(config), CLIP, ours)
+    return Case(transformers.CLIPVisionModel(config), clip_table, ours)
 
 
 def siglip(*, post_norm: bool) -> Case:
@@ -74,7 +76,7 @@ def siglip(*, post_norm: bool) -> Case:
         post_norm=post_norm,
         feature_layer=-1 if post_norm else -2,
     )
-    return Case(transformers.SiglipVisionModel(config), SIGLIP, ours)
+    return Case(transformers.SiglipVisionModel(config), siglip_table, ours)
 
 
 def intern_300m() -> Case:
@@ -83,7 +85,7 @@ def intern_300m() -> Case:
         **THEIRS, norm_type="layer_norm", attention_bias=True, use_mean_pooling=False, tie_last_hidden_states=True
     )
     ours = VisionConfig(**OURS, class_token=True, norm_epsilon=1e-6, layer_scale=True)
-    return Case(InternVLVisionModel(config), INTERN, ours)
+    return Case(InternVLVisionModel(config), intern_table, ours)
 
 
 def intern_6b() -> Case:
@@ -99,7 +101,7 @@ def intern_6b() -> Case:
         layer_scale=True,
         post_norm=False,
     )
-    return Case(InternVLVisionModel(config), INTERN, ours)
+    return Case(InternVLVisionModel(config), intern_table, ours)
 
 
 CASES = {
@@ -114,14 +116,11 @@ CASES = {
 
 def compare(case: Case, single: Single, *, height: int, width: int, **options: Any) -> None:
     theirs = randomize(case.theirs, seed=1)
-    layers = vision_layers_run(case.ours)
     config = Config(model=ModelConfig(vision=case.ours))
     names = layer_names(config.model)
     chunk = single.chunk(config, names[: names.index(PROJECTOR)], vocab_size=1)
-    weights = case.family.to_ours(parameters_of(theirs), layers=layers, groups=HEADS)
-    if not case.ours.post_norm:  # theirs has the norm all the same, after the features that are asked for
-        weights = {name: weight for name, weight in weights.items() if not name.startswith(VISION_NORM)}
-    load(chunk, weights)
+    table, shapes = case.table(case.ours, ""), shapes_of(chunk)
+    load(chunk, to_ours(parameters_of(theirs), table, shapes))
 
     images = [random_image(height, width, seed=seed) for seed in (2, 3)]
     features = chunk(image_batch(images, patch_size=8))[:, 0].unflatten(0, (len(images), -1))
@@ -131,7 +130,7 @@ def compare(case: Case, single: Single, *, height: int, width: int, **options: A
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4))
     (features * direction).sum().backward()
     (expected * direction).sum().backward()
-    assert_same_gradients(gradients_of(chunk), case.family.to_ours(gradients_of(theirs), layers=layers, groups=HEADS))
+    assert_same_gradients(gradients_of(chunk), to_ours(gradients_of(theirs), table, shapes))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import folded, read_adapters
 from megavlm.checkpoint.hf.families import family_of
 from megavlm.checkpoint.hf.family import Family
@@ -75,7 +76,7 @@ def export(
         for name in unused.tensors:
             writer_of[name].write(name, unused.read(name, slice(None)))
     _write_rest(temporary, files, sidecar)
-    temporary.rename(out)
+    rename_flushed(temporary, out)
 
 
 def _inverted(copies: Mapping[str, str]) -> dict[str, list[str]]:

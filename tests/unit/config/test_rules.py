@@ -53,6 +53,8 @@ def test_the_defaults_are_a_run() -> None:
         ("--overlap-grad-reduce --overlap-param-gather", 2),
         ("--placement colocated --freeze vision projector --encode-ahead --vision-cache x", 2),
         ("--placement colocated --tp 2 --vision-ffn-hidden-size 33 --projector-hidden-size 17", 2),
+        # The language model's heads and the encoder's parallelism have nothing to do with each other.
+        ("--placement colocated --pp 4 --vision-tp 4 --language-num-attention-heads 2", 4),
     ],
 )
 def test_what_works_is_allowed(argv: str, world: int) -> None:

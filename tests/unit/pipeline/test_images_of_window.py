@@ -1,11 +1,13 @@
 from dataclasses import replace
 
+import numpy as np
+import pytest
 import torch
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import PackedBatch
-from megavlm.pipeline.images import encoder_flops, encoder_inputs, in_passes
+from megavlm.pipeline.images import as_held, assigned, encoder_flops, encoder_inputs, in_passes, patches_by_rank
 
 MODEL = ModelConfig(vision=VisionConfig(patch_size=4), projector=ProjectorConfig(pixel_shuffle=2))
 
@@ -45,3 +47,24 @@ def test_passes_hold_at_most_so_many_patches_and_every_image_once():
 def test_cost_grows_faster_than_patches():
     """Attention's square term: one image of 4 × the patches costs more than four images."""
     assert encoder_flops(((32, 32),), MODEL) > 4.5 * encoder_flops(((16, 16),), MODEL)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_each_rank_finds_its_images_in_the_patches_sent_to_it(width):
+    """Numbered patches: what a rank reads from its own is what it would read from all of them."""
+    grids = ((4, 4), (2, 6)), (), ((2, 2), (4, 4), (2, 2))
+    counts = [sum(rows * columns for rows, columns in each) for each in grids]
+    numbers = torch.arange(sum(counts))[:, None].split(counts)
+    whole = [replace(batch(each), patches=part) for each, part in zip(grids, numbers, strict=True)]
+    images, owners = assigned(whole, MODEL, encoders=4 // width)
+    rows = patches_by_rank(whole, MODEL, ranks=4, width=width)
+    for rank, places in enumerate(rows):
+        ends = np.searchsorted(places, np.cumsum(counts))
+        parts = torch.cat(numbers)[places].tensor_split(ends[:-1].tolist())
+        sent = [replace(each, patches=part) for each, part in zip(whole, parts, strict=True)]
+        mine = [image for image, owner in zip(images, owners, strict=True) if owner == rank // width]
+        assert mine, "every encoder has work here"
+        assert as_held(mine, whole) == mine
+        for here, there in zip(as_held(mine, sent), mine, strict=True):
+            assert sent[here.batch].patches[here.patches].equal(whole[there.batch].patches[there.patches])
+    assert sorted(np.concatenate(rows)) == sorted(list(range(sum(counts))) * width)

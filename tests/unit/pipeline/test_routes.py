@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megavlm.pipeline.routes import exchange_of
+from megavlm.pipeline.routes import exchange_of, run_length, senders
 
 
 def follow(routes, held):
@@ -43,3 +43,17 @@ def test_features_reach_who_merges_them_and_gradients_return_once(ranks, merging
 def test_ranks_that_merge_the_same_rows_share_the_sending_of_gradients():
     exchange = exchange_of([0] * 8, None, merging=2, ranks=2)
     assert [sum(map(len, exchange.gradients(rank).send)) for rank in range(2)] == [4, 4]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [0, 1, 2, 13, 40])
+def test_ranks_of_an_encoder_send_equal_runs_of_its_rows(width, count):
+    encoder = np.random.default_rng(count).integers(0, 3, size=count)
+    sender = senders(encoder, width=width)
+    assert list(sender // width) == list(encoder), "a row is sent by a rank that made it"
+    for number in range(3):
+        made = np.flatnonzero(encoder == number)
+        length = run_length(len(made), width)
+        for rank in range(width):  # what `Encoder.forward` hands out
+            run = made[rank * length :][:length]
+            assert list(np.flatnonzero(sender == number * width + rank)) == list(run)

@@ -44,6 +44,29 @@ def test_coordinates_are_one_to_one_and_tp_varies_fastest(tp, pp, vpp, dp):
     assert all(dims.owner_of(chunk) == rank for rank in range(pp) for chunk in dims.chunks_of(rank))
 
 
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_encoders_are_neighbours_of_one_replica(tp, pp, dp, data):
+    dims = Dims(tp=tp, pp=pp, vpp=1, dp=dp)
+    width = data.draw(st.sampled_from([n for n in range(1, tp * pp + 1) if tp * pp % n == 0]))
+    encoders = dims.encoders(width)
+    assert sorted(rank for encoder in encoders for rank in encoder) == list(range(dims.world))
+    for encoder in encoders:
+        found = [dims.coordinates(rank) for rank in encoder]
+        assert len({at.dp for at in found}) == 1
+        places = [at.tp + tp * at.pp for at in found]
+        assert places == list(range(places[0], places[0] + width))
+        assert places[0] % width == 0
+
+
+def test_a_shared_encoder_is_part_of_the_plan():
+    config = parse("--placement colocated --pp 2 --vision-tp 2".split())
+    plan = make_plan(config, Dims(tp=1, pp=2, vpp=1, dp=1))
+    assert plan.to_json()["vision_tp"] == 2
+    assert "all / 2" in table(plan, config)
+    whole = make_plan(parse("--placement colocated --pp 2".split()), Dims(tp=1, pp=2, vpp=1, dp=1))
+    assert "vision_tp" not in whole.to_json()  # as checkpoints have it that know no other
+
+
 def test_world_that_does_not_fit_names_the_options():
     with pytest.raises(UserError, match=r"--tp 2 × --pp 2 .* 4 processes"):
         dims_for(world=6, tp=2, pp=2, vpp=1)

@@ -13,15 +13,20 @@ from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
 from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, TrainConfig, VisionConfig
 from megavlm.errors import UserError
-from megavlm.planner.auto import planned
+from megavlm.parallel.dims import Dims
+from megavlm.planner.auto import planned, predict
+from megavlm.planner.case import case_of
 from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile, to_json
 from megavlm.planner.layers import layer_names
+from megavlm.planner.memory import Memory
 from megavlm.planner.models import MODELS, model
 from megavlm.planner.parameters import local_parameters
 from megavlm.planner.plan import dims_of, make_plan
 from megavlm.planner.report import report
 from megavlm.planner.search import Estimate, Space, _Judge, candidates, search, timeline_of
+from megavlm.planner.step import Encoder, hideable
+from megavlm.planner.timeline import Timeline
 
 SMALL = Config(
     model=ModelConfig(
@@ -63,6 +68,34 @@ def test_memory_decides_and_says_so() -> None:
     nothing = search(SMALL, 2, replace(small, memory=1e6))
     assert not nothing.best
     assert report(nothing).startswith("no layout can run")
+
+
+def test_an_encoder_is_shared_only_where_whole_ones_do_not_fit() -> None:
+    vision = VisionConfig(num_layers=12, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, image_size=64)
+    config = replace(SMALL, model=replace(SMALL.model, vision=vision))
+    space = Space(tp=(2,), pp=(1,), micro_batch=(1,), recompute=("none",), placement=("colocated",), zero=(1,))
+    whole = search(config, 2, PROFILES["a100"], space=space).best[0]
+    assert whole.candidate.vision_tp == 1
+    small = replace(PROFILES["a100"], memory=0.8 * whole.step.peak)
+    outcome = search(config, 2, small, space=space)
+    shared = outcome.best[0]
+    assert shared.candidate.vision_tp == 2
+    assert shared.step.peak <= small.memory
+    assert shared.step.seconds > whole.step.seconds, "its collectives take time"
+    check(outcome.config(config), world=2)
+    assert outcome.config(config).parallel.vision_tensor_model_parallel_size == 2
+
+
+def test_encoding_ahead_hides_what_the_busiest_rank_leaves() -> None:
+    frozen = Encoder(case_of(SMALL, Dims(1, 2, 1, 1)), forward=3.0, backward=0.0, exchange=0.1, memory=Memory())
+    timeline = Timeline(10.0, busy=(8.0, 9.0), events=())
+    assert hideable(frozen, timeline, communication=0.5) == 1.5
+    assert hideable(frozen, timeline, communication=9.0) == 3.0
+    assert hideable(replace(frozen, backward=1.0), timeline, communication=0.5) == 0.0
+    layout = replace(SMALL.parallel, pipeline_model_parallel_size=2, placement="colocated")
+    config = replace(SMALL, parallel=layout, model=replace(SMALL.model, freeze=("vision", "projector")))
+    step = predict(config, Dims(1, 2, 1, 1), PROFILES["a100"])
+    assert 0 < step.hideable <= step.encoder
 
 
 def test_rules_reject_in_their_own_words() -> None:

@@ -1,0 +1,113 @@
+"""Where the encoder runs, on paper: vision at the language model's TP against colocated, for GPUs that are not here.
+
+    .venv/bin/python benchmarks/placement_paper.py [--micro-batches 32]
+
+Everything is the planner's simulation (`docs/planner.md` says what it leaves out); nothing is measured. One replica,
+one sample per micro-batch, bf16, all trained, no recomputation; memory is not looked at. Two pipelines stand against
+the colocated one: `glued` has the encoder and the first half of the language layers on the first stage, `even` the cut
+that balances FLOPs. Each column is how many times faster colocated is than glued / than even.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megavlm.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from megavlm.planner.auto import predict
+from megavlm.planner.hardware import PROFILES, Hardware
+from megavlm.planner.layers import EMBEDDING, layer_names
+from megavlm.planner.models import model
+from megavlm.planner.plan import dims_of
+
+GPUS = ("a100", "h100", "h200", "b200")
+IMAGES = ((4, 448), (2, 896), (2, 1344))  # of a sample: how many, and their side in pixels
+TEXT = 1024  # tokens of a sample beside its images'
+
+
+@dataclass(frozen=True)
+class Layout:
+    model: str
+    tp: int
+    pp: int
+
+
+# The 7B has 28 heads, which 8 does not divide.
+LAYOUTS = (Layout("qwen2_5_vl_7b", 4, 2), Layout("qwen3_vl_8b", 4, 2), Layout("qwen3_vl_8b", 8, 2))
+
+
+@dataclass(frozen=True)
+class Gains:
+    """How many times faster colocated is."""
+
+    than_glued: float
+    than_even: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro-batches", type=int, default=32)
+    micro_batches = parser.parse_args().micro_batches
+    for line in table(micro_batches):
+        print(line)
+
+
+def table(micro_batches: int) -> Iterator[str]:
+    """A Markdown table."""
+    yield f"| layout | images of a sample | tokens | {' | '.join(GPUS)} |"
+    yield "|---" * (3 + len(GPUS)) + "|"
+    for layout in LAYOUTS:
+        for count, side in IMAGES:
+            config = run_of(layout, count, side, micro_batches)
+            cells = [gains(config, layout, PROFILES[gpu]) for gpu in GPUS]
+            yield (
+                " | ".join(
+                    [
+                        f"| {layout.model}, TP{layout.tp}·PP{layout.pp}",
+                        f"{count} of {_whole(config.model, side)}²",
+                        f"{config.train.seq_length:,}",
+                        *(f"{each.than_glued:.2f} / {each.than_even:.2f}" for each in cells),
+                    ]
+                )
+                + " |"
+            )
+
+
+def run_of(layout: Layout, count: int, side: int, micro_batches: int) -> Config:
+    """A run in stages; the sequence is as long as its images and the text need."""
+    sizes = model(layout.model)
+    side = _whole(sizes, side)
+    features = (side // (sizes.vision.patch_size * sizes.projector.pixel_shuffle)) ** 2
+    config = Config(
+        model=sizes,
+        train=TrainConfig(seq_length=count * features + TEXT, global_batch_size=micro_batches, precision="bf16"),
+        data=DataConfig(source="synthetic", images_per_sample=(count,), image_sizes=(side,)),
+    )
+    degrees = replace(config.parallel, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp)
+    return replace(config, parallel=degrees)
+
+
+def gains(config: Config, layout: Layout, hardware: Hardware) -> Gains:
+    def seconds(**parallel: object) -> float:
+        changed = replace(config, parallel=replace(config.parallel, **parallel))
+        return predict(changed, dims_of(changed, world=layout.tp * layout.pp), hardware).seconds
+
+    colocated = seconds(placement="colocated")
+    return Gains(seconds(pipeline_cuts=glued(config.model, layout.pp)) / colocated, seconds() / colocated)
+
+
+def glued(model: ModelConfig, stages: int) -> Sequence[int]:
+    """Cuts that divide the language layers evenly and leave the encoder to the first stage."""
+    first = layer_names(model).index(EMBEDDING) + 1
+    return tuple(first + model.language.num_layers * stage // stages for stage in range(1, stages))
+
+
+def _whole(model: ModelConfig, side: int) -> int:
+    """A side cut to whole features."""
+    multiple = model.vision.patch_size * model.projector.pixel_shuffle
+    return side // multiple * multiple
+
+
+if __name__ == "__main__":
+    main()

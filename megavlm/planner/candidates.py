@@ -1,0 +1,74 @@
+"""`Candidate`: one layout that a search judges, and the space that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megavlm.config.schema import Config
+from megavlm.parallel.dims import Dims
+from megavlm.planner.case import Recompute
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is tried. Context parallelism and ZeRO beyond stage 1 are not: this program cannot run them yet."""
+
+    tp: tuple[int, ...] = (1, 2, 4, 8)
+    pp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    vpp: tuple[int, ...] = (1, 2, 4)
+    micro_batch: tuple[int, ...] = (1, 2, 4, 8)
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    placement: tuple[Literal["stages", "colocated"], ...] = ("stages", "colocated")
+    zero: tuple[int, ...] = (1, 0)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    dims: Dims
+    micro_batch: int
+    recompute: Recompute
+    placement: Literal["stages", "colocated"]
+    zero: int
+    vision_tp: int = 1  # of a colocated encoder
+
+    @property
+    def label(self) -> str:
+        d = self.dims
+        placement = self.placement if self.vision_tp == 1 else f"{self.placement} (vision TP{self.vision_tp})"
+        return (
+            f"TP{d.tp} PP{d.pp} VPP{d.vpp} DP{d.dp} mbs {self.micro_batch} recompute {self.recompute} "
+            f"{placement} ZeRO-{self.zero}"
+        )
+
+    def applied(self, config: Config, cuts: tuple[int, ...] | None = None) -> Config:
+        """The configuration with this layout."""
+        parallel = replace(
+            config.parallel,
+            tensor_model_parallel_size=self.dims.tp,
+            pipeline_model_parallel_size=self.dims.pp,
+            virtual_pipeline_model_parallel_size=self.dims.vpp,
+            use_distributed_optimizer=bool(self.zero),
+            pipeline_cuts=cuts or None,
+            placement=self.placement,
+            vision_tensor_model_parallel_size=self.vision_tp,
+        )
+        train = replace(config.train, micro_batch_size=self.micro_batch, recompute_granularity=self.recompute)
+        return replace(config, parallel=parallel, train=train)
+
+
+def candidates(world: int, space: Space, *, vision_tp: int = 1) -> Iterator[Candidate]:
+    """Everything in a space; `vision_tp` is that of colocated encoders."""
+    for tp in space.tp:
+        for pp in space.pp:
+            if world % (tp * pp):
+                continue
+            dp = world // (tp * pp)
+            for vpp in space.vpp if pp > 1 else (1,):
+                dims = Dims(tp, pp, vpp, dp)
+                for micro_batch in space.micro_batch:
+                    for placement in space.placement:
+                        for recompute in space.recompute:
+                            shared = vision_tp if placement == "colocated" else 1
+                            yield Candidate(dims, micro_batch, recompute, placement, space.zero[0], shared)
