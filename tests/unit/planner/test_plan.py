@@ -59,11 +59,11 @@ def test_encoders_are_neighbours_of_one_replica(tp, pp, dp, data):
 
 
 def test_a_shared_encoder_is_part_of_the_plan():
-    config = parse("--placement colocated --pp 2 --vision-tp 2".split())
+    config = parse(["--placement", "colocated", "--pp", "2", "--vision-tp", "2"])
     plan = make_plan(config, Dims(tp=1, pp=2, vpp=1, dp=1))
     assert plan.to_json()["vision_tp"] == 2
     assert "all / 2" in table(plan, config)
-    whole = make_plan(parse("--placement colocated --pp 2".split()), Dims(tp=1, pp=2, vpp=1, dp=1))
+    whole = make_plan(parse(["--placement", "colocated", "--pp", "2"]), Dims(tp=1, pp=2, vpp=1, dp=1))
     assert "vision_tp" not in whole.to_json()  # as checkpoints have it that know no other
 
 
