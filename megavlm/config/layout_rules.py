@@ -223,12 +223,12 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     heads_divide_over_tp,
     query_groups_divide_over_tp,
     adapters_find_whole_heads,
+    encoders_divide_replica,
     mlps_divide_over_tp,
     sequence_parallel_has_tp,
     sequence_divides_over_tp,
     interleaving_has_stages,
     features_can_be_reused,
-    encoders_divide_replica,
     param_gather_overlaps_what_exists,
 )
 

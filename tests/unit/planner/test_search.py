@@ -76,7 +76,7 @@ def test_an_encoder_is_shared_only_where_whole_ones_do_not_fit() -> None:
     space = Space(tp=(2,), pp=(1,), micro_batch=(1,), recompute=("none",), placement=("colocated",), zero=(1,))
     whole = search(config, 2, PROFILES["a100"], space=space).best[0]
     assert whole.candidate.vision_tp == 1
-    small = replace(PROFILES["a100"], memory=0.8 * whole.step.peak)
+    small = replace(PROFILES["a100"], memory=0.9 * whole.step.peak)
     outcome = search(config, 2, small, space=space)
     shared = outcome.best[0]
     assert shared.candidate.vision_tp == 2
