@@ -35,7 +35,7 @@ def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
         (4, "--tp 2 --pp 2 --num-workers 1"),
         (2, "--mbs 2"),
         (2, "--pp 2 --vpp 2 --mbs 2"),
-        (4, "--tp 2 --pp 2 --placement colocated --vision-tp 2"),
+        pytest.param(4, "--tp 2 --pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
         (2, "--tp 2 --placement colocated"),
     ]
 )

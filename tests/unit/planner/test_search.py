@@ -81,7 +81,7 @@ def test_an_encoder_is_shared_only_where_whole_ones_do_not_fit() -> None:
     shared = outcome.best[0]
     assert shared.candidate.vision_tp == 2
     assert shared.step.peak <= small.memory
-    assert shared.step.seconds > whole.step.seconds, "its collectives take time"
+    assert shared.step.encoder > whole.step.encoder, "its collectives take time"
     check(outcome.config(config), world=2)
     assert outcome.config(config).parallel.vision_tensor_model_parallel_size == 2
 
