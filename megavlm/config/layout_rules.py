@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from megavlm.config.data_source import data_source
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.words import divisors, nearest, shown
@@ -27,7 +28,7 @@ def overlapped(config: Config, *, on_gpu: bool, dp: int) -> Config:
     if reduce is None:
         reduce = pays or bool(gather)
     if gather is None:
-        gather = pays and reduce and parallel.use_distributed_optimizer
+        gather = pays and reduce and parallel.use_distributed_optimizer and not config.train.cuda_graphs
     return replace(config, parallel=replace(parallel, overlap_grad_reduce=reduce, overlap_param_gather=gather))
 
 
@@ -172,6 +173,27 @@ def param_gather_overlaps_what_exists(config: Config) -> str | None:
     return None
 
 
+def graphs_can_be_captured(config: Config) -> str | None:
+    """A graph is a fixed sequence of kernels on fixed memory: nothing that is decided anew each time fits in."""
+    if not config.train.cuda_graphs:
+        return None
+    parallel, model = config.parallel, config.model
+    conflicts = {
+        "packed sequences, whose lengths vary: add --no-packing": data_source(config) == "files"
+        and config.data.packing,
+        "tensor parallelism, whose buffers graphs would share: use --tp 1": parallel.tensor_model_parallel_size > 1,
+        "pipeline stages, where forward passes overtake backward passes: use --pp 1": (
+            parallel.pipeline_model_parallel_size > 1
+        ),
+        "recomputation: use --recompute-granularity none": config.train.recompute_granularity != "none",
+        "dropout, which would repeat: set --hidden-dropout and --attention-dropout to 0": bool(
+            model.hidden_dropout or model.attention_dropout or (config.lora.rank and config.lora.dropout)
+        ),
+        "gathering parameters meanwhile: leave --overlap-param-gather out": bool(parallel.overlap_param_gather),
+    }
+    return next((f"--cuda-graphs excludes {what}" for what, given in conflicts.items() if given), None)
+
+
 def world_divides(config: Config, world: int) -> str | None:
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     if world % (tp * pp):
@@ -230,6 +252,7 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     interleaving_has_stages,
     features_can_be_reused,
     param_gather_overlaps_what_exists,
+    graphs_can_be_captured,
 )
 
 WORLD_RULES: tuple[Callable[[Config, int], str | None], ...] = (

@@ -202,6 +202,9 @@ class TrainConfig:
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "Recompute in backward: nothing, attention only, or whole layers."
     )
+    cuda_graphs: bool = option(
+        False, "GPU: launch each language layer as one CUDA graph; for sequences of one length and small layers."
+    )
     run_dir: str = option("runs/latest", "Everything the run writes; starting again on it resumes.")
     dry_run: bool = option(False, "Print the plan for this layout and stop (no torchrun needed).")
 

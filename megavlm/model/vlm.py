@@ -30,6 +30,7 @@ from megavlm.data.batch import PackedBatch
 from megavlm.model import specs
 from megavlm.model.deepstack import pack, unpack
 from megavlm.model.flops import attends_in_windows
+from megavlm.model.graphs import LayerGraphs
 from megavlm.model.language import Embedding, Output
 from megavlm.model.lora import add_adapters
 from megavlm.model.marks import mark
@@ -86,6 +87,8 @@ class VLMChunk(MegatronModule):
             self._choose_trained(name, part)
             self.parts[name] = part
             _attach(self, name, part)
+        language = {name: part for name, part in self.parts.items() if name.startswith(LANGUAGE_LAYER)}
+        self.graphs = LayerGraphs(language) if config.train.cuda_graphs else None
         self.has_tied_copy = config.model.language.tie_embeddings and (EMBEDDING in self.names) != (
             OUTPUT in self.names
         )
@@ -140,6 +143,8 @@ class VLMChunk(MegatronModule):
             kwargs = {"rotary_pos_emb": view.vision_rope, "packed_seq_params": packing}
             return self._transform(part, hidden, kwargs)
         if name.startswith(LANGUAGE_LAYER):
+            if self.graphs is not None and view.language_packing is None:
+                return self.graphs(name, hidden, view.language_rope)
             kwargs = {"rotary_pos_emb": view.language_rope, "packed_seq_params": view.language_packing}
             return self._transform(part, hidden, kwargs)
         if name == PATCH_EMBED:

@@ -71,6 +71,8 @@ def build(config: Config, backend: Backend) -> Run:
     plan = make_plan(config, dims)
     tied_owners = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
     timeout = config.parallel.distributed_timeout_minutes
+    if config.train.cuda_graphs:
+        _refuse_graphs(config, backend)
     groups = build_groups(plan.dims, tied_owners=tied_owners, seed=config.train.seed, timeout_minutes=timeout)
     on_rank_0(partial(_write_run_files, run_dir, config, plan, backend))
     if rank == 0:
@@ -108,6 +110,14 @@ def build(config: Config, backend: Backend) -> Run:
         sinks=sinks,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.at.dp:05d}.jsonl" if reads else None),
     )
+
+
+def _refuse_graphs(config: Config, backend: Backend) -> None:
+    """What only this machine and its packages can tell of `--cuda-graphs`."""
+    if backend.is_cpu:
+        raise UserError("--cuda-graphs needs a CUDA device, and there is none here: leave it out")
+    if getattr(config.train, "transformer_impl", "torch") != "torch":
+        raise UserError("--cuda-graphs captures torch's layers: add --transformer-impl torch, or leave it out")
 
 
 def _seers(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:

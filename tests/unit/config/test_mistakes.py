@@ -315,6 +315,17 @@ LAYOUT = (
         "write out the folder",
         "--vision-cache x",
     ),
+    Mistake("--cuda-graphs --data files --sources a.json", "--cuda-graphs", "packed sequences", "--no-packing"),
+    Mistake("--cuda-graphs --tp 2", "--cuda-graphs", "use --tp 1", "--tp 1", 2),
+    Mistake("--cuda-graphs --pp 2", "--cuda-graphs", "use --pp 1", "--pp 1", 2),
+    Mistake("--cuda-graphs --recompute-granularity full", "--cuda-graphs", "none", "--recompute-granularity none"),
+    Mistake("--cuda-graphs --hidden-dropout 0.1", "--cuda-graphs", "dropout", "--hidden-dropout 0"),
+    Mistake(
+        "--cuda-graphs --overlap-param-gather --overlap-grad-reduce",
+        "--cuda-graphs",
+        "leave --overlap-param-gather out",
+        "--no-overlap-param-gather",
+    ),
     Mistake(
         "--lora-rank 4 --vision-feature-layer -2 --lora-targets vision.layers.3",
         "--lora-targets vision.layers.3",

@@ -78,6 +78,7 @@ def test_sequence_parallelism_follows_tp_unless_asked(argv: str, expected: bool)
         ("--no-overlap-grad-reduce", True, 2, (False, False)),
         ("--no-overlap-param-gather", True, 2, (True, False)),
         ("--overlap-param-gather", False, 2, (True, True)),
+        ("--cuda-graphs", True, 2, (True, False)),
         ("--overlap-grad-reduce", False, 1, (True, False)),
     ],
 )

@@ -1,0 +1,95 @@
+"""`--cuda-graphs` without a GPU: what is captured, what is replayed, and what runs as ever. Numbers are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megavlm.config.schema import Config, LanguageConfig, ModelConfig
+from megavlm.data.batch import PackedBatch
+from megavlm.model.graphs import LayerGraphs
+from megavlm.model.weights import initialize
+from megavlm.planner.layers import EMBEDDING, layer_names
+from tests.parity.harness import Single, text_batch
+
+VOCABULARY, LAYERS = 61, 3
+
+
+class Replayed:
+    """Stands for `torch.cuda.make_graphed_callables`: `forward` of each module is replaced, and calls are counted."""
+
+    def __init__(self) -> None:
+        self.captures: list[list[tuple[int, ...]]] = []
+        self.calls = 0
+
+    def __call__(self, modules: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]]) -> list[Any]:
+        self.captures.append([tuple(sample[0].shape) for sample in samples])
+        assert all(sample[0].requires_grad and not sample[1].requires_grad for sample in samples)
+        return [self._replay(module.forward) for module in modules]
+
+    def _replay(self, forward: Any) -> Any:
+        def replay(*given: Tensor) -> Any:
+            self.calls += 1
+            return forward(*given)
+
+        return replay
+
+
+@pytest.fixture
+def chunk_and_replayed(single: Single) -> tuple[Any, Replayed]:
+    language = LanguageConfig(num_layers=LAYERS, hidden_size=48, ffn_hidden_size=80, num_attention_heads=4)
+    config = Config(model=ModelConfig(language=language))
+    names = layer_names(config.model)
+    chunk = single.chunk(config, names[names.index(EMBEDDING) :], vocab_size=VOCABULARY)
+    initialize(chunk, config, vocab_size=VOCABULARY)
+    replayed = Replayed()
+    layers = {name: part for name, part in chunk.parts.items() if name.startswith("language.layers.")}
+    chunk.graphs = LayerGraphs(layers, capture=replayed)
+    return chunk.train(), replayed
+
+
+def batch_of(length: int, *, seed: int) -> PackedBatch:
+    return text_batch(torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(seed)))
+
+
+def trained(chunk: Any, batch: PackedBatch) -> dict[str, Tensor]:
+    """The losses and all gradients."""
+    chunk.zero_grad(set_to_none=True)
+    chunk.set_input_tensor(torch.zeros(1, 1, 48))
+    losses = chunk(batch)
+    losses.sum().backward()
+    gradients = {name: param.grad.clone() for name, param in chunk.named_parameters()}
+    return {"losses": losses.detach(), **gradients}
+
+
+def test_calls_of_the_first_shape_are_replayed(chunk_and_replayed: tuple[Any, Replayed]) -> None:
+    chunk, replayed = chunk_and_replayed
+    for seed in (1, 2):
+        found = trained(chunk, batch_of(17, seed=seed))
+        graphs, chunk.graphs = chunk.graphs, None
+        expected = trained(chunk, batch_of(17, seed=seed))
+        chunk.graphs = graphs
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert replayed.captures == [[(17, 1, 48)] * LAYERS], "all layers together, once"
+    assert replayed.calls == 2 * LAYERS
+
+
+def test_other_shapes_evaluation_and_packed_rows_run_as_ever(chunk_and_replayed: tuple[Any, Replayed]) -> None:
+    chunk, replayed = chunk_and_replayed
+    trained(chunk, batch_of(17, seed=1))
+    trained(chunk, batch_of(19, seed=1))
+    chunk.eval()
+    trained(chunk, batch_of(17, seed=1))
+    chunk.train()
+    with torch.no_grad():
+        chunk.set_input_tensor(torch.zeros(1, 1, 48))
+        chunk(batch_of(17, seed=1))
+    packed = PackedBatch(**{**vars(batch_of(17, seed=1)), "cu_seqlens": torch.tensor([0, 9, 17], dtype=torch.int32)})
+    trained(chunk, packed)
+    assert len(replayed.captures) == 1
+    assert replayed.calls == LAYERS
