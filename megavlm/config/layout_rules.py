@@ -173,6 +173,17 @@ def param_gather_overlaps_what_exists(config: Config) -> str | None:
     return None
 
 
+def tp_overlap_has_sequences(config: Config) -> str | None:
+    """What overlaps is the exchange of parts of the sequence, which only sequence parallelism has."""
+    if not config.parallel.tp_comm_overlap:
+        return None
+    if not sequence_parallel(config):
+        return "--tp-comm-overlap needs --tp 2 or more with --sequence-parallel: add them, or leave it out"
+    if config.train.precision == "fp32":
+        return "--tp-comm-overlap needs --precision bf16 or fp16: choose one, or leave it out"
+    return None
+
+
 def graphs_can_be_captured(config: Config) -> str | None:
     """A graph is a fixed sequence of kernels on fixed memory: nothing that is decided anew each time fits in."""
     if not config.train.cuda_graphs:
@@ -252,6 +263,7 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     interleaving_has_stages,
     features_can_be_reused,
     param_gather_overlaps_what_exists,
+    tp_overlap_has_sequences,
     graphs_can_be_captured,
 )
 

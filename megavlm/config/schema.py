@@ -186,6 +186,9 @@ class ParallelConfig:
     overlap_param_gather: bool | None = option(
         None, "Gather parameters while the forward pass already runs; default: on GPUs, where they are sharded."
     )
+    tp_comm_overlap: bool = option(
+        False, "GPUs with Transformer Engine: exchange sequences between TP ranks while language layers compute."
+    )
     distributed_timeout_minutes: float = option(10.0, "Collectives that take longer end the run.")
 
 

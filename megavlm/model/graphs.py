@@ -2,8 +2,8 @@
 than computing. Kernels, and so numbers, are the same.
 
 Captured are shapes, not values: calls with the shapes of the first training call are replayed, all others (evaluation,
-other lengths) run as ever. megatron-core's own capture (`cuda_graph_impl`) is not used: its random states are no tensors
-that our checkpoints could save, and it ends the run at the first call with another shape.
+other lengths) run as ever. megatron-core's own capture (`cuda_graph_impl`) is not used: its random states are
+nothing that checkpoints can save, and it ends the run at the first call with another shape.
 """
 
 from __future__ import annotations

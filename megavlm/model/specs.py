@@ -138,6 +138,7 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
         add_bias_linear=False,
         add_qkv_bias=language.add_qkv_bias,
         qk_layernorm=language.qk_norm,
+        tp_comm_overlap=config.parallel.tp_comm_overlap,
     )
 
 

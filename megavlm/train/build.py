@@ -33,6 +33,7 @@ from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megavlm.metrics.skips import SkippedLog
 from megavlm.parallel.groups import Groups, build_groups, on_rank_0, start
+from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.pipeline.images import patches_by_rank
 from megavlm.planner.layers import PATCH_EMBED
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
@@ -74,6 +75,8 @@ def build(config: Config, backend: Backend) -> Run:
     if config.train.cuda_graphs:
         _refuse_graphs(config, backend)
     groups = build_groups(plan.dims, tied_owners=tied_owners, seed=config.train.seed, timeout_minutes=timeout)
+    if config.parallel.tp_comm_overlap:
+        start_user_buffers(config, backend)
     on_rank_0(partial(_write_run_files, run_dir, config, plan, backend))
     if rank == 0:
         print(table(plan, config), flush=True)

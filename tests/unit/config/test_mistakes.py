@@ -326,6 +326,15 @@ LAYOUT = (
         "leave --overlap-param-gather out",
         "--no-overlap-param-gather",
     ),
+    Mistake("--tp-comm-overlap --precision bf16", "--tp-comm-overlap", "--sequence-parallel", "--tp 2", 2),
+    Mistake(
+        "--tp-comm-overlap --tp 2 --no-sequence-parallel --precision bf16",
+        "--tp-comm-overlap",
+        "--sequence-parallel",
+        "--sequence-parallel",
+        2,
+    ),
+    Mistake("--tp-comm-overlap --tp 2", "--tp-comm-overlap", "--precision bf16", "--precision bf16", 2),
     Mistake(
         "--lora-rank 4 --vision-feature-layer -2 --lora-targets vision.layers.3",
         "--lora-targets vision.layers.3",

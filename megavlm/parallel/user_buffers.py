@@ -1,0 +1,42 @@
+"""`--tp-comm-overlap`: memory that tensor-parallel ranks share, through which Transformer Engine exchanges parts of the
+sequence while the products of language layers run on others ("user buffers"). Not run on a GPU so far.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from megavlm.backend import Backend
+from megavlm.config.schema import Config
+from megavlm.errors import UserError
+
+
+def start_user_buffers(config: Config, backend: Backend) -> None:
+    """Make the buffers; every rank calls it once, when the world has begun and before any layer runs.
+
+    Their size is a micro-batch's whole language states, [S·B, H]. Layers in FP8 have buffers of their own beside those
+    of the layers that stay in bf16. Raises UserError where they cannot be.
+    """
+    if backend.is_cpu:
+        raise UserError("--tp-comm-overlap needs CUDA devices, and there is none here: leave it out")
+    try:
+        engine = import_module("transformer_engine.pytorch.module.base")
+    except ImportError as error:
+        raise UserError(
+            "--tp-comm-overlap needs Transformer Engine: pip install -e '.[gpu]', or leave it out"
+        ) from error
+    train, modes = config.train, engine.UserBufferQuantizationMode
+    in_fp8 = getattr(train, "fp8", "none") != "none"
+    try:
+        engine.initialize_ub(
+            [train.seq_length * train.micro_batch_size, config.model.language.hidden_size],
+            config.parallel.tensor_model_parallel_size,
+            quantization_modes=[modes.NONE, modes.FP8] if in_fp8 else [modes.NONE],
+            dtype=torch.float16 if train.precision == "fp16" else torch.bfloat16,
+            bootstrap_backend=backend.communication,
+        )
+    except (AssertionError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--tp-comm-overlap is not possible on these devices ({reason}): leave it out") from error
