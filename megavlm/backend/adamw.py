@@ -9,14 +9,19 @@ entries, and a run that resumes counts on from the same t.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 class AdamW(torch.optim.Optimizer):
-    """Decoupled weight decay; `adam_w_mode=False` adds λθ to the gradient instead (Adam with L2)."""
+    """Decoupled weight decay; `adam_w_mode=False` adds λθ to the gradient instead (Adam with L2).
+
+    Of a parameter that is sharded (a DTensor) each rank updates its part.
+    """
 
     def __init__(
         self,
@@ -27,7 +32,9 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # `bias_correction` is what the fused optimizers read in a group that they resume.
+        defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
@@ -36,25 +43,45 @@ class AdamW(torch.optim.Optimizer):
         assert closure is None, "a closure would recompute the forward pass outside the pipeline schedule"
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            params = [p for p in group["params"] if p.grad is not None]
+            params = [p for p in group["params"] if p.grad is not None and local(p).numel()]
             if params:
                 self._update(group, params)
         return None
 
-    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        for p in params:
-            if not self.state[p]:
-                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    def begin(self) -> None:
+        """Give every parameter its moments, as the first step would."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._moments(p)
+
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        moments = [self._moments(p) for p in params]
+        values, gradients = [local(p) for p in params], [local(p.grad) for p in params]
+        self._fused(group, values, gradients, moments)
+
+    def _moments(self, p: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[p]
+        if not state:
+            state.update(exp_avg=torch.zeros_like(local(p)), exp_avg_sq=torch.zeros_like(local(p)))
+        return state
+
+    def _fused(
+        self,
+        group: dict[str, Any],
+        values: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        moments: Sequence[dict[str, Tensor]],
+    ) -> None:
         beta1, beta2 = group["betas"]
         # One pass over memory. The same update as _foreach operations makes seven, and allocates a denominator.
         update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         update(
-            params,
-            [p.grad for p in params],  # type: ignore[misc]
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
+            list(values),
+            list(gradients),
+            [each["exp_avg"] for each in moments],
+            [each["exp_avg_sq"] for each in moments],
             [],  # AMSGrad's maxima
-            [torch.tensor(float(group["step"]))] * len(params),
+            [torch.tensor(float(group["step"]), device=values[0].device)] * len(values),
             lr=group["lr"],
             beta1=beta1,
             beta2=beta2,
@@ -63,3 +90,9 @@ class AdamW(torch.optim.Optimizer):
             amsgrad=False,
             maximize=False,
         )
+
+
+def local(tensor: Any) -> Tensor:
+    """A sharded tensor's part on this rank; other tensors as they are."""
+    part: Tensor = tensor.detach()
+    return part.to_local() if isinstance(part, DTensor) else part

@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from megavlm.optim.sharded_optimizer import ShardedOptimizer
+
 
 def sharded_optimizer_state(
     optimizer: Any, parameters: Mapping[str, Any], *, loading: bool, metadata: Mapping[str, Any]
@@ -82,7 +84,7 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _is_sharded(optimizer: Any) -> bool:
-    return bool(_buffers(optimizer))
+    return bool(_buffers(optimizer)) or any(isinstance(p, ShardedOptimizer) for p in optimizer.chained_optimizers)
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:

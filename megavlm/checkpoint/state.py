@@ -31,6 +31,7 @@ from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, LoraConfig
 from megavlm.errors import UserError
 from megavlm.model.vlm import VLMChunk
+from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.groups import Groups
 from megavlm.planner.plan import Plan
 
@@ -42,9 +43,9 @@ SUMMARY = "megavlm.json"  # in every checkpoint: what it is, readable without to
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint holds of this rank: its chunks and their optimizer."""
+    """What a checkpoint holds of this rank: its chunks, which data-parallel ranks may share, and their optimizer."""
 
-    chunks: Sequence[VLMChunk]
+    chunks: Sequence[VLMChunk | FullyShardedChunk]
     optimizer: Any
     groups: Groups
 
@@ -151,15 +152,15 @@ def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
 def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
     """Refuse a checkpoint whose model or optimizer state does not belong to this run."""
     check_model(summary, config, folder)
-    if summary["use_distributed_optimizer"] != config.parallel.use_distributed_optimizer:
-        flag = (
-            "--use-distributed-optimizer" if summary["use_distributed_optimizer"] else "--no-use-distributed-optimizer"
-        )
-        raise UserError(f"checkpoint {folder} was made with {flag}: give the same option to resume it")
-    placement = summary["plan"].get("placement", "stages")
-    if placement != config.parallel.placement and not config.parallel.use_distributed_optimizer:
+    kind, placement = _sharding(summary), summary["plan"].get("placement", "stages")
+    # Whole state is saved per optimizer and its parameters' number; what ranks share is saved by name.
+    if (kind == "none") != (config.parallel.data_parallel_sharding == "none"):
         raise UserError(
-            f"checkpoint {folder} was made with --placement {placement} --no-use-distributed-optimizer: give the same "
+            f"checkpoint {folder} was made with --data-parallel-sharding {kind}: give the same option to resume it"
+        )
+    if placement != config.parallel.placement and kind == "none":
+        raise UserError(
+            f"checkpoint {folder} was made with --placement {placement} --data-parallel-sharding none: give the same "
             "--placement to resume it"
         )
     saved = summary.get("lora", _jsonable(asdict(LoraConfig())))
@@ -188,8 +189,15 @@ def _summary(config: Config, plan: Plan, position: Position) -> dict[str, Any]:
         "plan": plan.to_json(),
         "model": _jsonable(asdict(config.model)),
         "lora": _jsonable(asdict(config.lora)),
-        "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+        "data_parallel_sharding": config.parallel.data_parallel_sharding,
     }
+
+
+def _sharding(summary: dict[str, Any]) -> str:
+    """What ranks shared in the run that wrote a checkpoint; earlier ones say it otherwise."""
+    if (kind := summary.get("data_parallel_sharding")) is not None:
+        return str(kind)
+    return "optimizer" if summary.get("use_distributed_optimizer", True) else "none"
 
 
 def _jsonable(value: Any) -> Any:

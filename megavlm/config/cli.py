@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from megavlm.config.fields import Kind, Option, options, with_values
 from megavlm.config.load import from_yaml_file, to_yaml
 from megavlm.config.schema import Config
-from megavlm.config.words import did_you_mean, plain
+from megavlm.config.words import did_you_mean, plain, renamed
 from megavlm.errors import UserError
 from megavlm.recipes import RECIPES, recipe
 
@@ -182,4 +182,4 @@ def _unexpected(rest: Sequence[str]) -> str:
         return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
     word = flags[0].partition("=")[0]
     known = [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations))]
-    return f"unknown option {plain(word)}{did_you_mean(word, known) or ': --help lists them all'}"
+    return f"unknown option {plain(word)}{renamed(word) or did_you_mean(word, known) or ': --help lists them all'}"

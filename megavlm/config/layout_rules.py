@@ -8,6 +8,7 @@ from dataclasses import replace
 from megavlm.config.data_source import data_source
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config, ModelConfig
+from megavlm.config.sharding_rules import SHARDING_RULES, shards_gradients
 from megavlm.config.words import divisors, nearest, shown
 
 
@@ -23,12 +24,13 @@ def overlapped(config: Config, *, on_gpu: bool, dp: int) -> Config:
     On a CPU what communicates takes the processor from what computes.
     """
     parallel = config.parallel
-    pays = on_gpu and dp > 1
+    pays = on_gpu and dp > 1 and not shards_gradients(config)  # those overlap by themselves
     reduce, gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
     if reduce is None:
         reduce = pays or bool(gather)
     if gather is None:
-        gather = pays and reduce and parallel.use_distributed_optimizer and not config.train.cuda_graphs
+        sharded = parallel.data_parallel_sharding != "none"
+        gather = pays and reduce and sharded and not config.train.cuda_graphs
     return replace(config, parallel=replace(parallel, overlap_grad_reduce=reduce, overlap_param_gather=gather))
 
 
@@ -164,15 +166,6 @@ def features_can_be_reused(config: Config) -> str | None:
     return None
 
 
-def param_gather_overlaps_what_exists(config: Config) -> str | None:
-    parallel = config.parallel
-    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
-        return "--overlap-param-gather needs --use-distributed-optimizer: without it no parameters are gathered"
-    if parallel.overlap_param_gather and parallel.overlap_grad_reduce is False:
-        return "--overlap-param-gather needs --overlap-grad-reduce: leave --no-overlap-grad-reduce out"
-    return None
-
-
 def tp_overlap_has_sequences(config: Config) -> str | None:
     """What overlaps is the exchange of parts of the sequence, which only sequence parallelism has."""
     if not config.parallel.tp_comm_overlap:
@@ -200,6 +193,8 @@ def graphs_can_be_captured(config: Config) -> str | None:
         "dropout, which would repeat: set --hidden-dropout and --attention-dropout to 0": bool(
             model.hidden_dropout or model.attention_dropout or (config.lora.rank and config.lora.dropout)
         ),
+        "weights that come and go: use --data-parallel-sharding optimizer": shards_gradients(config),
+        "offloaded activations: leave --offload activations out": "activations" in parallel.offload,
         "gathering parameters meanwhile: leave --overlap-param-gather out": bool(parallel.overlap_param_gather),
     }
     return next((f"--cuda-graphs excludes {what}" for what, given in conflicts.items() if given), None)
@@ -211,6 +206,15 @@ def world_divides(config: Config, world: int) -> str | None:
         return (
             f"--tensor-model-parallel-size {tp} × --pipeline-model-parallel-size {pp} needs a multiple of {tp * pp} "
             f"processes, but there are {world}: change them, or start torchrun with --nproc-per-node {tp * pp}"
+        )
+    return None
+
+
+def hybrid_shards_divide(config: Config, world: int) -> str | None:
+    size, ranks = config.parallel.hybrid_shard_size, _data_parallel_size(config, world)
+    if size is not None and ranks % size:
+        return (
+            f"--hybrid-shard-size {size} does not divide {ranks} data-parallel ranks into groups: use {divisors(ranks)}"
         )
     return None
 
@@ -262,13 +266,14 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     sequence_divides_over_tp,
     interleaving_has_stages,
     features_can_be_reused,
-    param_gather_overlaps_what_exists,
+    *SHARDING_RULES,
     tp_overlap_has_sequences,
     graphs_can_be_captured,
 )
 
 WORLD_RULES: tuple[Callable[[Config, int], str | None], ...] = (
     world_divides,
+    hybrid_shards_divide,
     global_batch_divides,
     interleaving_has_microbatches,
     profiled_ranks_exist,

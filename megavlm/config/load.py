@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from megavlm.config.fields import Option, options, with_values
 from megavlm.config.schema import Config
-from megavlm.config.words import nearest_names, plain, shown
+from megavlm.config.words import nearest_names, plain, renamed, shown
 from megavlm.errors import UserError
 
 
@@ -54,7 +54,7 @@ def _values(
         elif key in sections:
             yield from _values(value, prefix=f"{key}.", table=table, sections=sections)
         else:
-            hint = _suggestion(str(name), prefix=prefix, table=table, sections=sections)
+            hint = renamed(str(name)) or _suggestion(str(name), prefix=prefix, table=table, sections=sections)
             raise UserError(f"unknown key {plain(key)}{hint}")
 
 

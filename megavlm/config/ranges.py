@@ -52,6 +52,7 @@ RANGES = (
             "parallel.virtual_pipeline_model_parallel_size",
             "parallel.vision_tensor_model_parallel_size",
             "parallel.encoder_chunk_patches",
+            "parallel.hybrid_shard_size",
             "train.train_iters",
             "train.micro_batch_size",
             "train.global_batch_size",

@@ -179,7 +179,17 @@ class ParallelConfig:
     pipeline_cuts: tuple[int, ...] | None = option(
         None, "Layer-list indices where chunks begin, PP·VPP−1 of them (--dry-run prints the list); default: even."
     )
-    use_distributed_optimizer: bool = option(True, "Shard the optimizer state over data-parallel ranks (ZeRO-1).")
+    data_parallel_sharding: Literal["none", "optimizer", "optimizer_gradients", "full"] = option(
+        "optimizer",
+        "What data-parallel ranks share instead of each holding it whole: optimizer state (ZeRO-1), gradients as well "
+        "(ZeRO-2), parameters as well (ZeRO-3).",
+    )
+    hybrid_shard_size: int | None = option(
+        None, "Data-parallel ranks that share (HSDP); groups of them are replicas. Default: all of them share."
+    )
+    offload: tuple[Literal["optimizer", "activations"], ...] = option(
+        (), "Keep in host memory: Adam's moments, which are updated there; what layers save for their backward pass."
+    )
     overlap_grad_reduce: bool | None = option(
         None, "Reduce gradients while the backward pass still runs; default: on GPUs, where DP > 1."
     )

@@ -9,6 +9,18 @@ from collections.abc import Iterable
 # Divisors above this are not listed: nobody splits a layer over more processes.
 _LARGEST = 256
 
+# What options of earlier versions are called now.
+_RENAMED = {
+    "use-distributed-optimizer": "--data-parallel-sharding optimizer",
+    "no-use-distributed-optimizer": "--data-parallel-sharding none",
+}
+
+
+def renamed(word: str) -> str:
+    """What to write for an option or key of an earlier version, as `": it is now X"`; nothing for other words."""
+    now = _RENAMED.get(word.lstrip("-").replace("_", "-"))
+    return f": it is now {now}" if now else ""
+
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """`": did you mean X?"` for the nearest candidates, or nothing when none is near."""

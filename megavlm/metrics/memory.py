@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megavlm.backend.adamw import local
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations make inside `with`, until they are freed; `peak` is their largest sum.
@@ -21,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, baseline: list[Tensor]) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._known: dict[int, int] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         for tensor in baseline:
             self._meet(tensor)
 
@@ -29,6 +31,7 @@ class LiveBytes(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        self._look_again()
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._meet(leaf)
@@ -39,13 +42,22 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._known or not storage.nbytes():
             return
-        self._known[key] = storage.nbytes()
+        self._known[key] = (weakref.ref(storage), storage.nbytes())
         self.live += storage.nbytes()
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._forget, key)
 
+    def _look_again(self) -> None:
+        """Parameters that data-parallel ranks share come and go by resizing a storage, which no operation shows."""
+        for key, (reference, size) in list(self._known.items()):
+            storage = reference()
+            if storage is not None and storage.nbytes() != size:
+                self.live += storage.nbytes() - size
+                self._known[key] = (reference, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+
     def _forget(self, key: int) -> None:
-        self.live -= self._known.pop(key)
+        self.live -= self._known.pop(key)[1]
 
 
 def step_peak(engine: Any, batches: list[Any]) -> int:
@@ -61,13 +73,13 @@ def standing_tensors(engine: Any) -> list[Tensor]:
     """What lives from step to step: parameters, gradient buffers, optimizer state and master weights."""
     found: list[Tensor] = []
     for chunk in engine.chunks:
-        found += list(chunk.parameters())
+        found += [local(param) for param in chunk.parameters()]
         found += [param.main_grad for param in chunk.parameters() if getattr(param, "main_grad", None) is not None]
     for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
         inner = optimizer.optimizer
         if inner is None:
             continue
         for group in inner.param_groups:
-            found += group["params"]
+            found += [local(param) for param in group["params"]]
         found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
     return found

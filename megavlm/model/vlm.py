@@ -8,6 +8,7 @@ layer that DeepStack taps and the language layer that takes its features, they t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -35,6 +36,7 @@ from megavlm.model.language import Embedding, Output
 from megavlm.model.lora import add_adapters
 from megavlm.model.marks import mark
 from megavlm.model.norm import Norm
+from megavlm.model.offload import SavedOnHost
 from megavlm.model.projector import Projector
 from megavlm.model.view import View
 from megavlm.model.vision import PatchEmbed
@@ -79,6 +81,7 @@ class VLMChunk(MegatronModule):
         self.carried = carried_features(earlier)
         self.sequence_parallel = sequence_parallel(config)
         self.full_recompute = config.train.recompute_granularity == "full"
+        self.offloads_activations = "activations" in config.parallel.offload
         self.input_tensor: Tensor | None = None
         build = _Builder(config, groups, vocab_size=vocab_size, ties_locally=EMBEDDING in self.names)
         self.parts: dict[str, nn.Module] = {}
@@ -163,6 +166,11 @@ class VLMChunk(MegatronModule):
         return part(hidden)
 
     def _transform(self, layer: TransformerLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        saved = SavedOnHost(layer) if self.offloads_activations and torch.is_grad_enabled() else nullcontext()
+        with saved:
+            return self._transformed(layer, hidden, kwargs)
+
+    def _transformed(self, layer: TransformerLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         # A layer whose input needs no gradient is the first of a frozen stretch: nothing to recompute for.
         if self.full_recompute and hidden.requires_grad and self.training:
             return checkpoint(lambda x: layer(x, **kwargs)[0], False, hidden)

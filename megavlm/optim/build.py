@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,20 +15,27 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megavlm.config.schema import Config
+from megavlm.config.sharding_rules import shards_gradients
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
+from megavlm.optim.fully_sharded import FullyShardedChunk
+from megavlm.optim.host import moved_to_host
+from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import module_of
 
 
-def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> list[DistributedDataParallel]:
-    """Give each chunk gradient buffers that are reduced (or reduce-scattered) over data-parallel ranks."""
+def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> list[Any]:
+    """Make chunks data-parallel: gradient buffers that are reduced (or reduce-scattered) over the ranks, or shards."""
     parallel = config.parallel
+    if shards_gradients(config):
+        return [FullyShardedChunk(chunk, config, groups) for chunk in chunks]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=bool(parallel.overlap_grad_reduce),
         overlap_param_gather=bool(parallel.overlap_param_gather),
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        use_distributed_optimizer=parallel.data_parallel_sharding != "none",
+        num_distributed_optimizer_instances=groups.dp.size() // groups.shard.size(),
         average_in_collective=False,
     )
     # Only the first chunk's gradients end on the critical path; bucketing the others buys no overlap.
@@ -39,7 +47,14 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
     ]
 
 
-def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], groups: Groups) -> Any:
+def with_whole_gradients(config: Config) -> Config:
+    """For a colocated encoder: ranks run it different numbers of times, so they cannot gather its layers together."""
+    if not shards_gradients(config):
+        return config
+    return replace(config, parallel=replace(config.parallel, data_parallel_sharding="optimizer"))
+
+
+def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Any:
     """AdamW over this rank's (shard of the) parameters, grouped by module and by whether weights decay."""
     options = config.optimizer
     dtype = DTYPES[config.train.precision]
@@ -60,16 +75,22 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], g
         loss_scale_window=options.loss_scale_window,
         hysteresis=options.hysteresis,
         params_dtype=dtype,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        use_distributed_optimizer=config.parallel.data_parallel_sharding != "none",
         overlap_param_gather=bool(config.parallel.overlap_param_gather),
     )
-    return get_megatron_optimizer(
-        megatron_config,
-        list(chunks),
-        config_overrides=_overrides(config),
-        use_gloo_process_groups=False,
-        pg_collection=groups.collection,
-    )
+    if shards_gradients(config):
+        optimizer = ChainedOptimizer([ShardedOptimizer(chunks, megatron_config, _overrides(config), groups)])
+    else:
+        optimizer = get_megatron_optimizer(
+            megatron_config,
+            list(chunks),
+            config_overrides=_overrides(config),
+            use_gloo_process_groups=False,
+            pg_collection=groups.collection,
+        )
+    if "optimizer" in config.parallel.offload:
+        moved_to_host(optimizer)
+    return optimizer
 
 
 def loss_scale(optimizer: Any) -> float | None:

@@ -42,6 +42,16 @@ class Groups:
         return self.collection.dp_cp
 
     @property
+    def shard(self) -> dist.ProcessGroup:
+        """The data-parallel ranks that share optimizer state (and more): all of them, or one replica's of HSDP."""
+        return self.collection.intra_dp_cp
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """HSDP: the ranks at this rank's place in the other groups that share; they hold the same. Else None."""
+        return self.collection.inter_dist_opt if self.shard.size() < self.dp.size() else None
+
+    @property
     def block(self) -> dist.ProcessGroup:
         """The ranks of one model replica, TP × PP: rank tp + TP·pp of it stands at (tp, pp)."""
         return self.collection.mp
@@ -80,18 +90,22 @@ def on_rank_0(action: Callable[[], None]) -> None:
         raise UserError(message[0])
 
 
-def build_groups(dims: Dims, *, tied_owners: tuple[int, ...], seed: int, timeout_minutes: float) -> Groups:
+def build_groups(
+    dims: Dims, *, tied_owners: tuple[int, ...], seed: int, timeout_minutes: float, shard_size: int | None = None
+) -> Groups:
     """Make every group of a layout, and the dropout generators that go with it.
 
     Args:
         tied_owners: pipeline ranks that hold tied embeddings (first language stage and last stage); may be one.
         timeout_minutes: collectives that take longer end the run.
+        shard_size: data-parallel ranks, neighbours, that share optimizer state; default: all of them.
         seed: dropout seed; pipeline stages and data-parallel ranks draw different numbers.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=dims.tp,
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+        num_distributed_optimizer_instances=dims.dp // (shard_size or dims.dp),
         distributed_timeout_minutes=timeout_minutes,
         # Tied embeddings are ours to synchronise: megatron-core only knows copies on the first and last stage.
         get_embedding_ranks=lambda ranks, split=None: ranks[:1],

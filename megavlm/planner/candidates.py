@@ -8,12 +8,14 @@ from typing import Literal
 
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims
-from megavlm.planner.case import Recompute
+from megavlm.planner.case import Recompute, Sharding
+
+_STAGES: tuple[Sharding, ...] = ("none", "optimizer", "optimizer_gradients", "full")  # of ZeRO
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried. Context parallelism and ZeRO beyond stage 1 are not: this program cannot run them yet."""
+    """What is tried. Context parallelism is not: this program cannot run it yet."""
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -21,7 +23,7 @@ class Space:
     micro_batch: tuple[int, ...] = (1, 2, 4, 8)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     placement: tuple[Literal["stages", "colocated"], ...] = ("stages", "colocated")
-    zero: tuple[int, ...] = (1, 0)
+    sharding: tuple[Sharding, ...] = ("optimizer", "optimizer_gradients", "full", "none")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Candidate:
     micro_batch: int
     recompute: Recompute
     placement: Literal["stages", "colocated"]
-    zero: int
+    sharding: Sharding
     vision_tp: int = 1  # of a colocated encoder
 
     @property
@@ -39,7 +41,7 @@ class Candidate:
         placement = self.placement if self.vision_tp == 1 else f"{self.placement} (vision TP{self.vision_tp})"
         return (
             f"TP{d.tp} PP{d.pp} VPP{d.vpp} DP{d.dp} mbs {self.micro_batch} recompute {self.recompute} "
-            f"{placement} ZeRO-{self.zero}"
+            f"{placement} ZeRO-{_STAGES.index(self.sharding)}"
         )
 
     def applied(self, config: Config, cuts: tuple[int, ...] | None = None) -> Config:
@@ -49,7 +51,7 @@ class Candidate:
             tensor_model_parallel_size=self.dims.tp,
             pipeline_model_parallel_size=self.dims.pp,
             virtual_pipeline_model_parallel_size=self.dims.vpp,
-            use_distributed_optimizer=bool(self.zero),
+            data_parallel_sharding=self.sharding,
             pipeline_cuts=cuts or None,
             placement=self.placement,
             vision_tensor_model_parallel_size=self.vision_tp,
@@ -59,7 +61,10 @@ class Candidate:
 
 
 def candidates(world: int, space: Space, *, vision_tp: int = 1) -> Iterator[Candidate]:
-    """Everything in a space; `vision_tp` is that of colocated encoders."""
+    """Everything in a space, but whole optimizer state only where nothing else is asked for: it saves a little of the
+    optimizer's time at best, and a search tries it last. `vision_tp` is that of colocated encoders.
+    """
+    kinds = tuple(kind for kind in space.sharding if kind != "none") or space.sharding
     for tp in space.tp:
         for pp in space.pp:
             if world % (tp * pp):
@@ -71,4 +76,5 @@ def candidates(world: int, space: Space, *, vision_tp: int = 1) -> Iterator[Cand
                     for placement in space.placement:
                         for recompute in space.recompute:
                             shared = vision_tp if placement == "colocated" else 1
-                            yield Candidate(dims, micro_batch, recompute, placement, space.zero[0], shared)
+                            for sharding in kinds if dp > 1 else kinds[:1]:
+                                yield Candidate(dims, micro_batch, recompute, placement, sharding, shared)

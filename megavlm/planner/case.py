@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -15,6 +15,7 @@ from megavlm.planner.orders import Shape, schedule_for
 from megavlm.planner.plan import typical_workload
 
 Recompute = Literal["none", "selective", "full"]
+Sharding = Literal["none", "optimizer", "optimizer_gradients", "full"]
 # Bytes of an activation or a weight; FP8 keeps both in bf16 outside its products.
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
@@ -29,7 +30,8 @@ class Case:
     micro_batches: int  # per data-parallel rank and step
     precision: str = "fp32"
     sequence_parallel: bool = False
-    sharded_optimizer: bool = True  # ZeRO-1
+    sharding: Sharding = "optimizer"  # among data-parallel ranks
+    shard_size: int | None = None  # HSDP: ranks that share; default: all data-parallel ranks
     overlap_grad_reduce: bool = False
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
@@ -50,6 +52,15 @@ class Case:
         return self.dims.tp if self.sequence_parallel else 1
 
     @property
+    def shards(self) -> int:
+        """Data-parallel ranks that share optimizer state (and more)."""
+        return 1 if self.sharding == "none" else self.shard_size or self.dims.dp
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.sharding in ("optimizer_gradients", "full")
+
+    @property
     def features(self) -> float:
         """Image features of a micro-batch."""
         return self.work.patches / self.model.projector.pixel_shuffle**2
@@ -68,6 +79,13 @@ class Case:
         return tuple(trained_below(name, self.names[:i], self.trained) for i, name in enumerate(self.names))
 
 
+def apart(case: Case, vision_tp: int) -> Case:
+    """The same for a colocated encoder, which each `vision_tp` ranks of the world hold; all share no more than state."""
+    dims = replace(case.dims, tp=vision_tp, pp=1, vpp=1, dp=case.dims.world // vision_tp)
+    sharding: Sharding = "none" if case.sharding == "none" else "optimizer"
+    return replace(case, dims=dims, sharding=sharding, sequence_parallel=vision_tp > 1)
+
+
 def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
     """The case that a configuration describes on these degrees."""
     train = config.train
@@ -79,7 +97,8 @@ def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
         micro_batches=train.global_batch_size // (train.micro_batch_size * dims.dp),
         precision=train.precision,
         sequence_parallel=sequence_parallel(config),
-        sharded_optimizer=config.parallel.use_distributed_optimizer,
+        sharding=config.parallel.data_parallel_sharding,
+        shard_size=config.parallel.hybrid_shard_size,
         overlap_grad_reduce=bool(overlapped(config, on_gpu=on_gpu, dp=dims.dp).parallel.overlap_grad_reduce),
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
         trained=trained_layers(config),

@@ -128,22 +128,43 @@ def carried_bytes(case: Case, index: int) -> float:
     return max(0, made - taken) * case.features * case.model.language.hidden_size * case.bytes_each
 
 
-def gradient_seconds(trained: float, case: Case, hardware: Hardware, *, shards: int) -> float:
-    """Reducing a rank's gradients over `shards` ranks, and gathering the weights anew: fp32 out, weights' type back."""
-    if shards == 1:
+def gradient_seconds(trained: float, case: Case, hardware: Hardware, *, held: float = 0.0) -> float:
+    """Reducing a rank's gradients over data-parallel ranks in fp32, and gathering the weights anew in their own type.
+
+    ZeRO-2 and 3 reduce after each micro-batch, and gather all weights that a rank holds (frozen ones too): once a step,
+    or (3) for each pass.
+    """
+    if case.dims.dp == 1:
         return 0.0
-    link = hardware.link(shards * case.dims.tp)
-    back = trained * (case.bytes_each if case.sharded_optimizer else FP32)  # an all-reduce is both halves in fp32
-    return _collective([trained * FP32], shards, link) + _collective([back], shards, link)
+    shards, tp = case.shards, case.dims.tp
+    gradients, weights = trained * FP32, trained * case.bytes_each
+    if case.sharding == "none":  # an all-reduce is both halves in fp32
+        return 2 * _collective([gradients], case.dims.dp, hardware.link(case.dims.dp * tp))
+    link = hardware.link(shards * tp)
+    seconds = 0.0
+    if shards < case.dims.dp:
+        replicas = case.dims.dp // shards
+        seconds = 2 * _collective([gradients / shards], replicas, hardware.link(case.dims.dp * tp))
+    if not case.shards_gradients:
+        return seconds + _collective([gradients, weights], shards, link)
+    gathers = 2 * case.micro_batches if case.sharding == "full" else 1
+    seconds += gathers * _collective([held * case.bytes_each], shards, link)
+    return seconds + case.micro_batches * _collective([gradients], shards, link)
 
 
-def optimizer_seconds(trained: float, case: Case, hardware: Hardware, *, shards: int) -> float:
+def optimizer_seconds(trained: float, case: Case, hardware: Hardware) -> float:
     """AdamW's passes over memory: gradient, weights and two moments read, all but the gradient written.
 
-    Clearing and scaling gradients and their norm pass over the whole fp32 buffer, whether the state is sharded or not.
+    Clearing and scaling gradients and their norm pass over all fp32 gradients that a rank has.
     """
-    own = trained / (shards if case.sharded_optimizer else 1)
-    return (own * 7 * FP32 + trained * 4 * FP32) / hardware.memory_bandwidth
+    own = trained / case.shards
+    gradients = own if case.shards_gradients else trained
+    return (own * 7 * FP32 + gradients * 4 * FP32) / hardware.memory_bandwidth
+
+
+def held_parameters(case: Case, start: int, end: int) -> float:
+    """Numbers that one tensor-parallel rank holds of layers start … end−1 (shares with others, under ZeRO-3)."""
+    return sum(local_parameters(name, case.model, case.dims.tp) for name in case.names[start:end])
 
 
 def trained_parameters(case: Case, start: int, end: int) -> float:

@@ -1,8 +1,8 @@
 """Bytes on each pipeline rank: what weights, their gradients and the optimizer take, and what a step adds at its peak.
 
-Honest to what this program allocates: DDP's gradient buffer is fp32 whatever the precision, master weights exist under
-bf16 alone, ZeRO-1 shards state and master weights over data-parallel ranks, and every micro-batch of the step is on the
-device from its beginning.
+Honest to what this program allocates: gradients are summed in fp32 whatever the precision, master weights exist under
+bf16 alone but where gradients are sharded (there they are what ranks share), and every micro-batch of the step is on
+the device from its beginning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from megavlm.planner.activations import FP32, hidden_bytes, saved_bytes
-from megavlm.planner.case import Case, Recompute
+from megavlm.planner.case import Case, Recompute, apart
 from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, VISION_LAYER
 from megavlm.planner.orders import peak_in_flight
 from megavlm.planner.parameters import local_parameters, vocabulary_shard
@@ -42,18 +42,41 @@ def standing(name: str, case: Case, *, copies_vocabulary: bool = False) -> Memor
     count = local_parameters(name, case.model, case.dims.tp)
     if copies_vocabulary and name == OUTPUT and case.model.language.tie_embeddings:
         count += vocabulary_shard(case.model, case.dims.tp)
-    return _standing(count, case, trained=case.trains(name), shards=case.dims.dp)
+    if case.shards_gradients:
+        return _sharded(
+            count, case, trained=case.trains(name), stays=case.sharding != "full" or not _is_unit(name, case)
+        )
+    return _standing(count, case, trained=case.trains(name))
 
 
-def _standing(count: float, case: Case, *, trained: bool, shards: int) -> Memory:
+def _standing(count: float, case: Case, *, trained: bool) -> Memory:
     if not trained:
         return Memory(weights=count * case.bytes_each)
     state = 2 * FP32 + (FP32 if case.bytes_each != FP32 else 0)  # two moments; master weights
-    return Memory(
-        weights=count * case.bytes_each,
-        gradients=count * FP32,
-        optimizer=count * state / (shards if case.sharded_optimizer else 1),
-    )
+    return Memory(weights=count * case.bytes_each, gradients=count * FP32, optimizer=count * state / case.shards)
+
+
+def _sharded(count: float, case: Case, *, trained: bool, stays: bool) -> Memory:
+    """ZeRO-2 and 3: gathered weights that stay from pass to pass, and the rank's rows of all else."""
+    gathered = count * case.bytes_each * stays
+    if not trained:
+        return Memory(weights=gathered + count * case.bytes_each / case.shards)
+    return Memory(weights=gathered, gradients=count * FP32 / case.shards, optimizer=count * 3 * FP32 / case.shards)
+
+
+def _is_unit(name: str, case: Case) -> bool:
+    """Whether a layer's weights are gathered for it alone, as `optim/fully_sharded.py` does."""
+    vocabulary = name in (EMBEDDING, OUTPUT) and not case.model.language.tie_embeddings
+    return vocabulary or name.startswith((VISION_LAYER, LANGUAGE_LAYER))
+
+
+def _on_their_way(name: str, case: Case) -> float:
+    """ZeRO-2 and 3: a layer's gradients and the fp32 copy of them that is reduced; gathered weights, and the next's."""
+    if not (case.shards_gradients and _is_unit(name, case)):
+        return 0.0
+    count = local_parameters(name, case.model, case.dims.tp)
+    gradients = (case.bytes_each + FP32) * case.trains(name)
+    return count * (gradients + 3 * case.bytes_each * (case.sharding == "full"))
 
 
 def replicated_encoder(case: Case, *, vision_tp: int = 1) -> Memory:
@@ -61,15 +84,18 @@ def replicated_encoder(case: Case, *, vision_tp: int = 1) -> Memory:
 
     Their state is sharded over all ranks that hold the same.
     """
-    total = Memory()
+    total, alone = Memory(), apart(case, vision_tp)
     for name in case.names[: case.names.index(EMBEDDING)]:
-        count = local_parameters(name, case.model, vision_tp)
-        total += _standing(count, case, trained=case.trains(name), shards=case.dims.world // vision_tp)
+        total += _standing(local_parameters(name, case.model, vision_tp), alone, trained=case.trains(name))
     return total
 
 
 def transient_bytes(name: str, case: Case, recompute: Recompute = "none") -> float:
     """What a layer's backward pass needs beside what was saved, while everything saved is still there."""
+    return _backward_bytes(name, case, recompute) + _on_their_way(name, case)
+
+
+def _backward_bytes(name: str, case: Case, recompute: Recompute) -> float:
     e = case.bytes_each
     if name.startswith((VISION_LAYER, LANGUAGE_LAYER)) and recompute == "full":
         return saved_bytes(name, case)  # one layer at a time is computed anew; its input replaces its gradient

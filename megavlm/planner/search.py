@@ -16,7 +16,7 @@ from megavlm.config.schema import Config
 from megavlm.model.flops import step_flops
 from megavlm.parallel.dims import Dims
 from megavlm.planner.candidates import Candidate, Space, candidates
-from megavlm.planner.case import Case, case_of, times
+from megavlm.planner.case import Case, Sharding, case_of, times
 from megavlm.planner.hardware import Hardware, for_precision
 from megavlm.planner.memory import batch_bytes
 from megavlm.planner.partition import NoPartition, Partition, best_partition, play
@@ -90,10 +90,10 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
             continue
         found.append(estimate)
         found.sort(key=lambda each: each.step.seconds)
-    # The first ZeRO stage is the one with the least memory, and no step is faster under another but for its optimizer.
+    whole = "none" in space.sharding[1:]
     for each in found[:top]:
-        for zero in space.zero[1:] if each.candidate.dims.dp > 1 else ():
-            other = judge.estimate(replace(each.candidate, zero=zero))
+        if whole and each.candidate.dims.dp > 1 and each.candidate.sharding == "optimizer":
+            other = judge.estimate(replace(each.candidate, sharding="none"))
             if isinstance(other, Estimate):
                 found.append(other)
             elif other is not None:
@@ -126,7 +126,8 @@ class _Judge:
 
     def complaint(self, candidate: Candidate) -> str | None:
         """Why a candidate cannot run, in the words of the configuration's own rules, or for lack of memory."""
-        if reason := self._rules(candidate.dims, candidate.micro_batch, candidate.placement, candidate.vision_tp):
+        rules = (candidate.dims, candidate.micro_batch, candidate.placement, candidate.sharding, candidate.vision_tp)
+        if reason := self._rules(*rules):
             return reason
         tables, encoder = self.tables(candidate), self.encoder(candidate)
         if candidate.dims.chunks > tables.count:
@@ -187,28 +188,28 @@ class _Judge:
 
     def tables(self, candidate: Candidate) -> LayerTables:
         tables = self._tables(
-            replace(candidate.dims, vpp=1), candidate.micro_batch, candidate.placement, candidate.zero
+            replace(candidate.dims, vpp=1), candidate.micro_batch, candidate.placement, candidate.sharding
         )
         return replace(tables, case=replace(tables.case, dims=candidate.dims))
 
     def encoder(self, candidate: Candidate) -> Encoder | None:
         if candidate.placement == "stages":
             return None
-        return self._encoders(candidate.dims, candidate.micro_batch, candidate.zero, candidate.vision_tp)
+        return self._encoders(candidate.dims, candidate.micro_batch, candidate.sharding, candidate.vision_tp)
 
-    def case(self, dims: Dims, micro_batch: int, zero: int) -> Case:
-        layout = Candidate(dims, micro_batch, "none", "stages", zero).applied(self.config)
+    def case(self, dims: Dims, micro_batch: int, sharding: Sharding) -> Case:
+        layout = Candidate(dims, micro_batch, "none", "stages", sharding).applied(self.config)
         return case_of(layout, dims, on_gpu=self.hardware.on_gpu)
 
     def _make_tables(
-        self, dims: Dims, micro_batch: int, placement: Literal["stages", "colocated"], zero: int
+        self, dims: Dims, micro_batch: int, placement: Literal["stages", "colocated"], sharding: Sharding
     ) -> LayerTables:
-        case = self.case(dims, micro_batch, zero)
+        case = self.case(dims, micro_batch, sharding)
         return layer_tables(case, self.hardware, first=encoder_layers(case) if placement == "colocated" else 0)
 
-    def _make_encoder(self, dims: Dims, micro_batch: int, zero: int, vision_tp: int) -> Encoder:
+    def _make_encoder(self, dims: Dims, micro_batch: int, sharding: Sharding, vision_tp: int) -> Encoder:
         return colocated_encoder(
-            self.case(dims, micro_batch, zero),
+            self.case(dims, micro_batch, sharding),
             self.hardware,
             images=self.images * micro_batch,
             chunk_patches=self.config.parallel.encoder_chunk_patches,
@@ -217,9 +218,14 @@ class _Judge:
         )
 
     def _breaks_rule(
-        self, dims: Dims, micro_batch: int, placement: Literal["stages", "colocated"], vision_tp: int
+        self,
+        dims: Dims,
+        micro_batch: int,
+        placement: Literal["stages", "colocated"],
+        sharding: Sharding,
+        vision_tp: int,
     ) -> str | None:
-        layout = Candidate(dims, micro_batch, "none", placement, 1, vision_tp).applied(self.config)
+        layout = Candidate(dims, micro_batch, "none", placement, sharding, vision_tp).applied(self.config)
         complaints = (rule(layout) for rule in LAYOUT_RULES)
         of_world = (rule(layout, dims.world) for rule in WORLD_RULES)
         return next((text for text in (*complaints, *of_world) if text), None)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megavlm.planner.activations import hidden_bytes, saved_bytes
-from megavlm.planner.case import Case, Recompute
-from megavlm.planner.cost import gradient_seconds, layer_seconds, optimizer_seconds, trained_parameters
+from megavlm.planner.case import Case, Recompute, apart
+from megavlm.planner.cost import (
+    gradient_seconds,
+    held_parameters,
+    layer_seconds,
+    optimizer_seconds,
+    trained_parameters,
+)
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.layers import EMBEDDING
 from megavlm.planner.memory import Memory, batch_bytes, rank_memory, replicated_encoder
@@ -71,17 +77,14 @@ def colocated_encoder(
     dims, ranks = case.dims, case.dims.tp * case.dims.pp
     all_images = images * case.micro_batches
     own = math.ceil(all_images * vision_tp / ranks)
-    layout = replace(dims, tp=vision_tp, pp=1, vpp=1, dp=dims.world // vision_tp)
     standing = replicated_encoder(case, vision_tp=vision_tp)
     if not all_images:
-        return Encoder(replace(case, dims=layout), 0.0, 0.0, 0.0, standing)
+        return Encoder(apart(case, vision_tp), 0.0, 0.0, 0.0, standing)
     per_image = case.work.patches / images
     in_pass = max(1, min(own, int(chunk_patches // per_image)))
     share = in_pass / images
     alone = replace(
-        case,
-        dims=layout,
-        sequence_parallel=vision_tp > 1,
+        apart(case, vision_tp),
         work=replace(
             case.work,
             patches=round(case.work.patches * share),
@@ -125,17 +128,19 @@ def step_of(
         rank_memory(case, [0, *bounds[1:]], rank, recompute=recompute, skip=tables.first)
         for rank in range(dims.pp if with_memory else 0)
     ]
-    trained = _trained(case, bounds)
-    gradients = max(gradient_seconds(count, case, hardware, shards=dims.dp) for count in trained)
-    if case.overlap_grad_reduce:  # hidden behind the last micro-batch's backward, all but the last bucket
+    trained = _of_ranks(case, bounds, trained_parameters)
+    held = _of_ranks(case, bounds, held_parameters)
+    gradients = max(gradient_seconds(t, case, hardware, held=h) for t, h in zip(trained, held, strict=True))
+    if case.shards_gradients and case.on_gpu:  # layer by layer, behind the passes of other layers
+        gradients = max(gradients * 0.1, gradients - timeline.seconds)
+    elif case.overlap_grad_reduce:  # hidden behind the last micro-batch's backward, all but the last bucket
         gradients = max(gradients * 0.1, gradients - timeline.seconds / (case.micro_batches + dims.pp - 1))
-    optimizer = max(optimizer_seconds(count, case, hardware, shards=dims.dp) for count in trained)
+    optimizer = max(optimizer_seconds(count, case, hardware) for count in trained)
     if encoder is not None:
         memory = [each + encoder.memory for each in memory]
-        apart = encoder.case
-        count = trained_parameters(apart, 0, tables.first)
-        gradients += gradient_seconds(count, apart, hardware, shards=apart.dims.dp)
-        optimizer += optimizer_seconds(count, apart, hardware, shards=apart.dims.dp)
+        count = trained_parameters(encoder.case, 0, tables.first)
+        gradients += gradient_seconds(count, encoder.case, hardware)
+        optimizer += optimizer_seconds(count, encoder.case, hardware)
     return Step(
         pipeline=timeline.seconds,
         encoder=encoder.seconds if encoder is not None else 0.0,
@@ -159,10 +164,7 @@ def hideable(encoder: Encoder, timeline: Timeline, *, communication: float) -> f
     return min(encoder.forward, waits + communication)
 
 
-def _trained(case: Case, bounds: Sequence[int]) -> list[float]:
-    """Trained numbers of each pipeline rank."""
+def _of_ranks(case: Case, bounds: Sequence[int], count: Callable[[Case, int, int], float]) -> list[float]:
+    """Numbers of each pipeline rank, trained ones or all."""
     spans = list(pairwise(bounds))
-    return [
-        sum(trained_parameters(case, *spans[chunk]) for chunk in case.dims.chunks_of(rank))
-        for rank in range(case.dims.pp)
-    ]
+    return [sum(count(case, *spans[chunk]) for chunk in case.dims.chunks_of(rank)) for rank in range(case.dims.pp)]

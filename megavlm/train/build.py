@@ -74,12 +74,20 @@ def build(config: Config, backend: Backend) -> Run:
     timeout = config.parallel.distributed_timeout_minutes
     if config.train.cuda_graphs:
         _refuse_graphs(config, backend)
-    groups = build_groups(plan.dims, tied_owners=tied_owners, seed=config.train.seed, timeout_minutes=timeout)
+    groups = build_groups(
+        plan.dims,
+        tied_owners=tied_owners,
+        seed=config.train.seed,
+        timeout_minutes=timeout,
+        shard_size=config.parallel.hybrid_shard_size,
+    )
     if config.parallel.tp_comm_overlap:
         start_user_buffers(config, backend)
     on_rank_0(partial(_write_run_files, run_dir, config, plan, backend))
     if rank == 0:
         print(table(plan, config), flush=True)
+        if config.parallel.offload and backend.is_cpu:
+            print("--offload copies within one memory on a CPU: same numbers, nothing saved", flush=True)
 
     on_rank_0(partial(prepare_data, config))
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)

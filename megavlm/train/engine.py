@@ -20,7 +20,15 @@ from megavlm.data.batch import PackedBatch
 from megavlm.model.marks import mark
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
-from megavlm.optim.build import build_optimizer, build_scheduler, join_optimizers, loss_scale, wrap_chunks
+from megavlm.optim.build import (
+    build_optimizer,
+    build_scheduler,
+    join_optimizers,
+    loss_scale,
+    with_whole_gradients,
+    wrap_chunks,
+)
+from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import Colocated
 from megavlm.pipeline.encoder import Encoder, encoder_config
@@ -129,8 +137,10 @@ class Engine:
 
     def trained(self) -> Trained:
         """What checkpoints hold of this rank."""
-        bare = [getattr(chunk, "module", chunk) for chunk in self.parts]
-        return Trained(chunks=bare, optimizer=self.optimizer, groups=self.groups)
+        chunks = [
+            chunk if isinstance(chunk, FullyShardedChunk) else getattr(chunk, "module", chunk) for chunk in self.parts
+        ]
+        return Trained(chunks=chunks, optimizer=self.optimizer, groups=self.groups)
 
     @property
     def parts(self) -> list[Any]:
@@ -191,7 +201,7 @@ class _Apart:
     def of(cls, config: Config, plan: Plan, groups: Groups, *, vocab_size: int, backend: Backend) -> _Apart | None:
         if not plan.encoder:
             return None
-        alone = encoder_config(config)
+        alone = with_whole_gradients(encoder_config(config))
         spread = encoder_groups(
             groups,
             tp=plan.vision_tp,

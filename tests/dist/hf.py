@@ -62,7 +62,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     from tests.parity import hf
 
     argv = f"--init-from {reference.folder} --seq-length {hf.LENGTH} --mbs {len(reference.images[0])} --gbs 8 {layout}"
-    argv += " --no-use-distributed-optimizer --images-per-sample 0"  # synthetic images, of which none are used
+    argv += " --data-parallel-sharding none --images-per-sample 0"  # synthetic images, of which none are used
     config = with_model_of_origins(parse(shlex.split(argv)))
     check(config, world=dist.get_world_size())
     destroy_groups()

@@ -16,7 +16,7 @@ FP16 = "--precision fp16 --initial-loss-scale 262144 --hysteresis 1 --loss-scale
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (1, "--no-use-distributed-optimizer"),
+        (1, "--data-parallel-sharding none"),
         # The first stage trains nothing: its rank has no optimizer state, and still must know of every overflow.
         pytest.param(2, "--pp 2 --freeze vision projector", marks=pytest.mark.slow),
     ],

@@ -45,7 +45,7 @@ def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(2, "--pp 2", marks=pytest.mark.slow),
         pytest.param(2, "", marks=pytest.mark.slow),
         pytest.param(2, "--tp 2 --no-sequence-parallel", marks=pytest.mark.slow),
-        pytest.param(4, "--tp 2 --no-use-distributed-optimizer", marks=pytest.mark.slow),
+        pytest.param(4, "--tp 2 --data-parallel-sharding none", marks=pytest.mark.slow),
     ],
 )
 def test_layouts_train_alike(pools: Pools, one: Path, tmp_path: Path, world: int, layout: str) -> None:

@@ -40,7 +40,7 @@ CASES = {
     "pp2-vpp2": (2, "--pp 2 --vpp 2"),
     "pp2-rich-tied": (2, f"--pp 2 {RICH} --precision bf16"),
     "dp2-zero": (2, "--precision bf16"),
-    "dp2-no-zero": (2, "--no-use-distributed-optimizer"),
+    "dp2-no-zero": (2, "--data-parallel-sharding none"),
 }
 
 

@@ -68,7 +68,7 @@ LAYOUTS = {
 
 OPTIONS = {
     "": "",
-    "no-zero": "--no-use-distributed-optimizer",
+    "no-zero": "--data-parallel-sharding none",
     "no-sp": "--no-sequence-parallel",
     "overlap": "--overlap-grad-reduce --overlap-param-gather",
     "mbs2": "--micro-batch-size 2",
@@ -83,12 +83,12 @@ OPTIONS = {
     "colocated": "--placement colocated",
     # An image, or a few small ones, at a time; all but the last pass are computed again.
     "colocated-passes": "--placement colocated --encoder-chunk-patches 20 --micro-batch-size 2",
-    "colocated-whole": "--placement colocated --no-sequence-parallel --no-use-distributed-optimizer",
+    "colocated-whole": "--placement colocated --no-sequence-parallel --data-parallel-sharding none",
     # Two ranks are an encoder, on one pipeline stage or across two.
     "vision-tp2": "--placement colocated --vision-tp 2",
     "vision-tp2-passes": "--placement colocated --vision-tp 2 --encoder-chunk-patches 20 --micro-batch-size 2",
     "vision-tp4": "--placement colocated --vision-tp 4",
-    "vision-tp2-whole": "--placement colocated --vision-tp 2 --no-sequence-parallel --no-use-distributed-optimizer",
+    "vision-tp2-whole": "--placement colocated --vision-tp 2 --no-sequence-parallel --data-parallel-sharding none",
 }
 
 # Every layout, model and option at least once; `slow` runs the whole product of layouts and models.
@@ -191,7 +191,7 @@ def test_passes_that_run_again_draw_the_same_dropout(pools, tmp_path):
 
 def test_bf16_follows_fp32(pools, one_process, tmp_path):
     """bf16 keeps 8 bits of mantissa: a loss near 4.6 agrees to about 1e-2 over 20 steps, with ZeRO-1 and without."""
-    for option in ("--use-distributed-optimizer", "--no-use-distributed-optimizer", "--placement=colocated"):
+    for option in ("--data-parallel-sharding=optimizer", "--data-parallel-sharding=none", "--placement=colocated"):
         argv = [*SMALL, "--no-save", "--precision", "bf16", "--tp", "2", option]
         pools(2).run(train, argv, str(tmp_path / option))
         for ours, exact in zip(metrics(tmp_path / option), one_process("plain"), strict=True):

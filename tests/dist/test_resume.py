@@ -28,10 +28,10 @@ HALF = "--train-iters 10 --lr-decay-iters 20".split()
     ("world", "layout"),
     [
         (4, "--tp 2 --pp 2 --recompute-granularity full"),
-        (2, "--no-use-distributed-optimizer"),
+        (2, "--data-parallel-sharding none"),
         pytest.param(4, "--pp 2 --vpp 2", marks=pytest.mark.slow),
         (2, "--tp 2 --placement colocated --encoder-chunk-patches 20"),
-        pytest.param(2, "--pp 2 --placement colocated --no-use-distributed-optimizer", marks=pytest.mark.slow),
+        pytest.param(2, "--pp 2 --placement colocated --data-parallel-sharding none", marks=pytest.mark.slow),
         pytest.param(2, "--pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
     ],
 )

@@ -1,0 +1,54 @@
+"""Rules about what data-parallel ranks share: optimizer state, gradients, weights. `rules.py` says what a rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megavlm.config.schema import Config
+
+
+def shards_gradients(config: Config) -> bool:
+    """ZeRO-2 and 3 (Rajbhandari et al. 2020), which torch's fully_shard does; stages 0 and 1 are megatron-core's."""
+    return config.parallel.data_parallel_sharding in ("optimizer_gradients", "full")
+
+
+def param_gather_overlaps_what_exists(config: Config) -> str | None:
+    parallel = config.parallel
+    if parallel.overlap_param_gather and parallel.data_parallel_sharding == "none":
+        return "--overlap-param-gather needs --data-parallel-sharding optimizer: with none no parameters are gathered"
+    if shards_gradients(config) and (parallel.overlap_grad_reduce or parallel.overlap_param_gather):
+        option = "--overlap-grad-reduce" if parallel.overlap_grad_reduce else "--overlap-param-gather"
+        return f"{option} is for --data-parallel-sharding optimizer or none, the others always overlap: leave it out"
+    if parallel.overlap_param_gather and parallel.overlap_grad_reduce is False:
+        return "--overlap-param-gather needs --overlap-grad-reduce: leave --no-overlap-grad-reduce out"
+    return None
+
+
+def loss_scale_has_an_optimizer(config: Config) -> str | None:
+    if config.train.precision == "fp16" and shards_gradients(config):
+        return (
+            f"--data-parallel-sharding {config.parallel.data_parallel_sharding} has no loss scale, which --precision "
+            "fp16 needs: use --precision bf16, or --data-parallel-sharding optimizer"
+        )
+    return None
+
+
+def hybrid_shards_something(config: Config) -> str | None:
+    parallel = config.parallel
+    if parallel.hybrid_shard_size is None:
+        return None
+    if parallel.data_parallel_sharding == "none":
+        return (
+            f"--hybrid-shard-size {parallel.hybrid_shard_size} has nothing to shard with --data-parallel-sharding none:"
+            " choose another sharding, or leave it out"
+        )
+    if parallel.placement == "colocated":
+        return "--hybrid-shard-size is for --placement stages, not colocated: leave it out, or change the placement"
+    return None
+
+
+SHARDING_RULES: tuple[Callable[[Config], str | None], ...] = (
+    param_gather_overlaps_what_exists,
+    loss_scale_has_an_optimizer,
+    hybrid_shards_something,
+)

@@ -1,0 +1,148 @@
+"""ZeRO-2 and 3 (Rajbhandari et al. 2020): a chunk whose gradients, or weights too, data-parallel ranks share.
+
+torch's `fully_shard` does it, layer by layer: each parameter's rows are dealt to the ranks in fp32 (master weights),
+gathered in the model's type before a layer runs, and its gradients are reduce-scattered in fp32 after each backward
+pass, into an fp32 sum. ZeRO-3 lets gathered parameters go after each pass, ZeRO-2 after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from megavlm.backend.adamw import local
+from megavlm.config.schema import Config
+from megavlm.model.specs import DTYPES
+from megavlm.model.vlm import VLMChunk
+from megavlm.optim.shards import Layout, layout_of
+from megavlm.parallel.groups import Groups
+from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, VISION_LAYER
+
+_REDUCED_AT_ONCE = 2**25  # numbers that HSDP's all-reduce takes together
+
+
+class FullyShardedChunk(_BaseDataParallel):
+    """What `DistributedDataParallel` is to schedules, gradient finalisation and checkpoints.
+
+    After `finish_grad_sync` each trained parameter has `main_grad`, its gradient on this rank: the rows that this rank
+    holds, as a plain tensor, which whoever adds or scales gradients may change in place.
+    """
+
+    def __init__(self, chunk: VLMChunk, config: Config, groups: Groups) -> None:
+        super().__init__(config=chunk.config, module=chunk)
+        self.ddp_config = DistributedDataParallelConfig()  # megatron-core asks it whether this is its own FSDP
+        self.dtype = DTYPES[config.train.precision]
+        self.groups = groups
+        self.layouts = _layouts(chunk, groups)
+        attributes = {name: dict(vars(param)) for name, param in chunk.named_parameters()}
+        self._shard(chunk, keeps_whole=config.parallel.data_parallel_sharding == "optimizer_gradients")
+        for name, param in chunk.named_parameters():  # those that fully_shard made know nothing of TP or tied copies
+            vars(param).update(attributes[name])
+        self.trained = {name: param for name, param in chunk.named_parameters() if param.requires_grad}
+
+    def _shard(self, chunk: VLMChunk, *, keeps_whole: bool) -> None:
+        device = next(chunk.parameters()).device.type
+        mesh = DeviceMesh.from_group(self.groups.shard, device)
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for unit in (*_units(chunk), chunk):
+            for param in unit.parameters():
+                if param.requires_grad:
+                    param.data = param.data.float()
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_whole)
+        if OUTPUT in chunk.parts and isinstance(chunk.parts[OUTPUT], FSDPModule):
+            register_fsdp_forward_method(chunk.parts[OUTPUT], "logits")
+        for module in self._sharded_modules():
+            module.set_gradient_divide_factor(1.0)  # gradients are sums; they are divided by the number of tokens
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True)  # ranks may see batches that use other parameters
+            if keeps_whole:
+                module.set_reshard_after_backward(False)
+
+    def _sharded_modules(self) -> Iterator[FSDPModule]:
+        return (module for module in self.module.modules() if isinstance(module, FSDPModule))
+
+    def reshard(self) -> None:
+        """Let gathered parameters go, so that the model's parameters are this rank's rows."""
+        for module in self._sharded_modules():
+            module.reshard()
+
+    def zero_grad_buffer(self) -> None:
+        for param in self.trained.values():
+            param.grad = None
+            vars(param).pop("main_grad", None)
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """End the step's backward passes; with HSDP add up what the replicas have."""
+        self.reshard()
+        for param in self.trained.values():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            param.main_grad = local(param.grad)  # type: ignore[attr-defined]
+        if self.groups.replicas is not None:
+            for gradients in _portions(self._gradients(), _REDUCED_AT_ONCE):
+                together = torch.cat([gradient.flatten() for gradient in gradients])
+                dist.all_reduce(together, group=self.groups.replicas)
+                for gradient, part in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
+                    gradient.copy_(part.view_as(gradient))
+
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        torch._foreach_mul_(self._gradients(), scaling_factor)
+
+    def _gradients(self) -> list[Tensor]:
+        return [param.main_grad for param in self.trained.values()]  # type: ignore[attr-defined]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """This rank's rows under global names, in the model's type as whole parameters would be saved."""
+        self.reshard()
+        return {
+            f"{prefix}{name}/{index}": part
+            for name, param in self.module.named_parameters()
+            for index, part in enumerate(self.layouts[name].parts(local(param).to(self.dtype)))
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        for name, param in self.module.named_parameters():
+            for index, part in enumerate(self.layouts[name].parts(local(param))):
+                assert part.data is not None
+                part.data.copy_(state_dict[f"{name}/{index}"])
+
+
+def _layouts(chunk: VLMChunk, groups: Groups) -> dict[str, Layout]:
+    """Of each parameter of a chunk, while it is whole."""
+    entries = {id(entry.data): entry for entry in chunk.sharded_state_dict().values()}
+    replica = groups.replicas.rank() if groups.replicas is not None else 0
+    return {
+        name: layout_of(entries[id(param)], rank=groups.shard.rank(), ranks=groups.shard.size(), replica=replica)
+        for name, param in chunk.named_parameters()
+    }
+
+
+def _units(chunk: VLMChunk) -> Iterator[nn.Module]:
+    """Parts whose parameters are gathered for them alone; those of others are while the chunk runs."""
+    tied_here = chunk.run_config.model.language.tie_embeddings and {EMBEDDING, OUTPUT} <= chunk.parts.keys()
+    for name, part in chunk.parts.items():
+        if name.startswith((VISION_LAYER, LANGUAGE_LAYER)) or (name in (EMBEDDING, OUTPUT) and not tied_here):
+            yield part
+
+
+def _portions(tensors: list[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Tensors in order, in groups of about `size` numbers."""
+    group: list[Tensor] = []
+    for tensor in tensors:
+        group.append(tensor)
+        if sum(each.numel() for each in group) >= size:
+            yield group
+            group = []
+    if group:
+        yield group

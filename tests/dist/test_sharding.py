@@ -1,0 +1,144 @@
+"""Data-parallel ranks that share optimizer state, gradients and weights: the numbers of one process, in less memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.dist.pool import Pools
+from tests.dist.test_parity import MODELS, one_process
+from tests.dist.test_resume import DROPOUT, HALF, MODEL
+from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+
+__all__ = ["one_process"]  # a fixture
+
+GRADIENTS, FULL = "--data-parallel-sharding optimizer_gradients", "--data-parallel-sharding full"
+
+# (processes, model, flags): every sharding with TP, PP, frozen parts, tied copies, text-only micro-batches and clipping.
+FAST = [
+    (2, "one-image-rank", FULL),
+    (2, "frozen-vision", GRADIENTS),
+    (2, "recompute", f"{FULL} --micro-batch-size 2"),
+    (4, "rich", f"--tp 2 {FULL}"),
+    (4, "learning-rates", f"--tp 2 --no-sequence-parallel {GRADIENTS}"),
+    (4, "frozen-vision-projector", f"--pp 2 {FULL}"),
+    (4, "rich", f"--pp 2 --vpp 2 {GRADIENTS}"),
+    (4, "plain", f"{FULL} --hybrid-shard-size 2"),
+    (4, "plain", "--data-parallel-sharding optimizer --hybrid-shard-size 2"),
+    (2, "rich", f"{FULL} --placement colocated"),
+    (2, "llava-onevision", f"{FULL} --offload optimizer activations"),
+    (2, "frozen-vision", "--data-parallel-sharding optimizer --offload optimizer activations"),
+]
+SLOW = [
+    *[(4, model, f"--tp 2 {kind}") for model in MODELS for kind in (GRADIENTS, FULL)],
+    *[(4, model, f"--pp 2 {kind}") for model in MODELS for kind in (GRADIENTS, FULL)],
+    *[(2, model, f"{kind} --placement colocated") for model in MODELS for kind in (GRADIENTS, FULL)],
+    (4, "rich", f"--tp 2 {FULL} --hybrid-shard-size 1"),
+    (2, "recompute", f"{FULL} --offload activations"),
+    (2, "plain", "--data-parallel-sharding none --offload optimizer"),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "flags"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_sharding_gives_the_numbers_of_one_process(
+    pools: Pools, one_process, tmp_path: Path, world: int, model: str, flags: str
+):
+    argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.split()]
+    pools(world).run(train, argv, str(tmp_path))
+    assert_same_curve(metrics(tmp_path), one_process(model))
+
+
+def test_bf16_follows_fp32(pools: Pools, one_process, tmp_path: Path):
+    """As in test_parity: masters and sums are fp32, so that rounding is that of bf16 products alone."""
+    for kind in ("optimizer_gradients", "full"):
+        argv = [*SMALL, "--no-save", "--precision", "bf16", "--data-parallel-sharding", kind]
+        pools(2).run(train, argv, str(tmp_path / kind))
+        for ours, exact in zip(metrics(tmp_path / kind), one_process("plain"), strict=True):
+            assert abs(ours["loss"] - exact["loss"]) < 1e-2
+
+
+@pytest.mark.parametrize("flags", [FULL, f"--tp 2 {GRADIENTS} --offload optimizer"])
+def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str):
+    argv = [*SMALL, *DROPOUT, *flags.split()]
+    world = 4 if "--tp" in flags else 2
+    pools(world).run(train, argv, str(tmp_path / "whole"))
+    pools(world).run(train, [*argv, *HALF], str(tmp_path / "halves"))
+    pools(world).run(train, argv, str(tmp_path / "halves"))
+    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((4, f"--tp 2 {FULL}"), (2, "--pp 2")),
+        ((2, "--tp 2"), (4, f"{FULL} --hybrid-shard-size 2")),
+        ((4, f"--pp 2 {GRADIENTS}"), (2, FULL)),
+        ((2, f"{FULL} --placement colocated"), (2, GRADIENTS)),
+    ],
+)
+def test_checkpoint_resumes_with_another_sharding(
+    pools: Pools, sharded_curve, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
+):
+    for (world, flags), length in ((before, HALF), (after, [])):
+        pools(world).run(train, [*SMALL, *MODEL.split(), *length, *flags.split()], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), sharded_curve)
+
+
+@pytest.fixture(scope="module")
+def sharded_curve(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
+    run_dir = tmp_path_factory.mktemp("whole")
+    pools(1).run(train, [*SMALL, *MODEL.split(), "--no-save"], str(run_dir))
+    return metrics(run_dir)
+
+
+def test_a_bf16_run_keeps_its_master_weights_across_shardings(pools: Pools, tmp_path: Path):
+    """Saved with one sharding and saved again with another at once: no number has changed."""
+    argv = [*SMALL, "--precision", "bf16", "--tp", "2", "--lr-decay-iters", "20", "--train-iters"]
+    pools(2).run(train, [*argv, "3"], str(tmp_path / "run"))
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    pools(2).run(train, [*argv, "4"], str(tmp_path / "run"))
+    pools(2).run(train, [*argv, "4", *FULL.split()], str(tmp_path / "other"))
+    assert_same_curve(metrics(tmp_path / "other"), metrics(tmp_path / "run"), tolerance=1e-6)
+
+
+def standing_bytes(argv: list[str], run_dir: str) -> int:
+    """Bytes of weights, gradients and optimizer state on this rank after a step."""
+    import torch.distributed as dist
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.config.rules import check
+    from megavlm.metrics.memory import LiveBytes, standing_tensors
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
+
+    config = parse([*argv, "--run-dir", run_dir])
+    check(config, world=dist.get_world_size())
+    destroy_groups()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        run = build(config, backend.activate())
+    run.engine.train_step(run.feed.next_step().batches)
+    size = LiveBytes(standing_tensors(run.engine)).live
+    close(run)
+    return size
+
+
+def test_ranks_that_share_hold_less(pools: Pools, tmp_path: Path):
+    """Two ranks, bf16: 18 bytes a parameter without sharding, 12 of state halved, 4 of gradients halved, all halved."""
+    argv = [*SMALL, "--no-save", "--precision", "bf16"]
+    size = {
+        kind: max(pools(2).run(standing_bytes, [*argv, "--data-parallel-sharding", kind], str(tmp_path / kind)))
+        for kind in ("none", "optimizer", "optimizer_gradients", "full")
+    }
+    parameters = size["none"] / 18
+    # Between steps gathered weights are gone in both; rows that two ranks cannot halve, and padding, are the tolerance.
+    assert size["optimizer"] == pytest.approx(12 * parameters, rel=0.03)
+    assert size["optimizer_gradients"] == pytest.approx(8 * parameters, rel=0.03)
+    assert size["full"] == pytest.approx(8 * parameters, rel=0.03)

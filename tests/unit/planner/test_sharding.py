@@ -1,0 +1,73 @@
+"""ZeRO's stages in the planner: bytes, collectives, and which the search takes when memory is short."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from megavlm.parallel.dims import Dims
+from megavlm.planner.case import Case, Sharding, case_of
+from megavlm.planner.cost import gradient_seconds, optimizer_seconds
+from megavlm.planner.hardware import PROFILES
+from megavlm.planner.memory import rank_memory, standing
+from megavlm.planner.search import Space, search
+from tests.unit.planner.test_search import SMALL
+
+KINDS: tuple[Sharding, ...] = get_args(Sharding)
+LAYER = "language.layers.0"
+
+
+def case(kind: Sharding, *, dp: int = 8, size: int | None = None) -> Case:
+    config = replace(SMALL, parallel=replace(SMALL.parallel, data_parallel_sharding=kind, hybrid_shard_size=size))
+    return case_of(config, Dims(1, 1, 1, dp), on_gpu=True)
+
+
+def test_bytes_of_a_parameter() -> None:
+    """2 + 4 + 12; the last divided; the last two divided and weights gathered; nothing but rows."""
+    count = standing(LAYER, case("none")).total / 18
+    found = {kind: standing(LAYER, case(kind)).total / count for kind in KINDS}
+    expected = {"none": 18, "optimizer": 6 + 12 / 8, "optimizer_gradients": 2 + 16 / 8, "full": 16 / 8}
+    assert found == pytest.approx(expected)
+    assert standing(LAYER, case("full", size=2)).total / count == pytest.approx(16 / 2)
+
+
+def test_a_rank_holds_less_with_each_stage() -> None:
+    peaks = []
+    for kind in KINDS:
+        each = case(kind)
+        peaks.append(rank_memory(each, [0, len(each.names)], 0, recompute=["none"]).total)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > peaks[-1]
+
+
+def test_more_micro_batches_cost_more_collectives_from_stage_2_on() -> None:
+    hardware, count = PROFILES["h100"], 1e9
+    for kind in KINDS:
+        few, many = (
+            gradient_seconds(count, replace(case(kind), micro_batches=m), hardware, held=count) for m in (1, 8)
+        )
+        assert few > 0
+        assert (many > few) == (kind in ("optimizer_gradients", "full"))
+        assert gradient_seconds(count, case(kind, dp=1), hardware, held=count) == 0
+    stages = [optimizer_seconds(count, case(kind), hardware) for kind in KINDS]
+    assert stages == sorted(stages, reverse=True)
+
+
+def test_replicas_add_an_all_reduce_of_their_rows() -> None:
+    hardware, count = PROFILES["h100"], 1e9
+    inside, across = case("optimizer", dp=16), case("optimizer", dp=16, size=8)
+    one_node = gradient_seconds(count, case("optimizer", dp=8), hardware)
+    assert one_node < gradient_seconds(count, across, hardware) < gradient_seconds(count, inside, hardware)
+
+
+def test_the_search_shares_weights_where_state_does_not_fit() -> None:
+    space = Space(tp=(1,), pp=(1,), micro_batch=(1,), recompute=("full",), placement=("stages",))
+    free = search(SMALL, 8, PROFILES["a100"], space=space)
+    peak = {each.candidate.sharding: each.step.peak for each in free.best}
+    assert set(peak) == set(KINDS)
+    room = (peak["full"] + min(peak["optimizer"], peak["optimizer_gradients"])) / 2
+    tight = search(SMALL, 8, replace(PROFILES["a100"], memory=room), space=space)
+    assert [each.candidate.sharding for each in tight.best] == ["full"]
+    assert tight.config(SMALL).parallel.data_parallel_sharding == "full"
