@@ -62,7 +62,6 @@ class FullyShardedChunk(_BaseDataParallel):
         for module in self._sharded_modules():
             module.set_gradient_divide_factor(1.0)  # gradients are sums; they are divided by the number of tokens
             module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True)  # ranks may see batches that use other parameters
             if keeps_whole:
                 module.set_reshard_after_backward(False)
 
@@ -112,6 +111,7 @@ class FullyShardedChunk(_BaseDataParallel):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        self.reshard()
         for name, param in self.module.named_parameters():
             for index, part in enumerate(self.layouts[name].parts(local(param))):
                 assert part.data is not None

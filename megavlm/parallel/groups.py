@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -105,7 +106,6 @@ def build_groups(
         tensor_model_parallel_size=dims.tp,
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
-        num_distributed_optimizer_instances=dims.dp // (shard_size or dims.dp),
         distributed_timeout_minutes=timeout_minutes,
         # Tied embeddings are ours to synchronise: megatron-core only knows copies on the first and last stage.
         get_embedding_ranks=lambda ranks, split=None: ranks[:1],
@@ -115,7 +115,30 @@ def build_groups(
     model_parallel_cuda_manual_seed(seed + 100 * at.pp + 10_000 * at.dp, force_reset_rng=True)
     tied = _tied_group(dims, sorted(set(tied_owners)), timeout=timedelta(minutes=timeout_minutes))
     collection = ProcessGroupCollection.use_mpu_process_groups()
+    if shard_size is not None and shard_size < dims.dp:
+        _share_in_groups(collection, dims, shard_size, timeout=timedelta(minutes=timeout_minutes))
     return Groups(dims=dims, at=at, collection=collection, tied=tied)
+
+
+def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, *, timeout: timedelta) -> None:
+    """HSDP: `size` neighbouring data-parallel ranks share, and ranks at the same place of such groups are replicas.
+
+    megatron-core has the same groups (`num_distributed_optimizer_instances`), but makes them with einops, which it does
+    not require.
+    """
+    ranks = np.arange(dims.world).reshape(dims.pp, dims.dp // size, size, dims.tp)  # the last varies fastest
+    shards = ranks.transpose(0, 1, 3, 2).reshape(-1, size)
+    replicas = ranks.transpose(0, 2, 3, 1).reshape(-1, dims.dp // size)
+    instances = ranks.transpose(1, 0, 2, 3).reshape(dims.dp // size, -1)  # all that adds up to one model's state
+    collection.intra_dp_cp = collection.intra_expt_dp = _own(shards, timeout)
+    collection.inter_dist_opt = _own(replicas, timeout)
+    collection.intra_dist_opt = _own(instances, timeout)
+
+
+def _own(groups: np.ndarray, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a group of each row, as every rank must, and keep the one that this rank is in."""
+    made = [(row, parallel_state.create_group(row, timeout=timeout)) for row in groups.tolist()]
+    return next(group for row, group in made if dist.get_rank() in row)
 
 
 def _tied_group(dims: Dims, owners: list[int], *, timeout: timedelta) -> dist.ProcessGroup | None:

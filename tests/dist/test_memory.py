@@ -41,6 +41,10 @@ CASES = {
     "pp2-rich-tied": (2, f"--pp 2 {RICH} --precision bf16"),
     "dp2-zero": (2, "--precision bf16"),
     "dp2-no-zero": (2, "--data-parallel-sharding none"),
+    "dp2-zero2": (2, "--precision bf16 --data-parallel-sharding optimizer_gradients"),
+    "dp2-zero2-fp32": (2, "--data-parallel-sharding optimizer_gradients"),
+    "dp2-zero3": (2, "--precision bf16 --data-parallel-sharding full"),
+    "dp2-zero3-frozen": (2, "--precision bf16 --data-parallel-sharding full --freeze vision --recompute-granularity full"),
 }
 
 
@@ -70,7 +74,7 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[int, tuple[fl
     rank = run.engine.groups.at.pp
     modes = [config.train.recompute_granularity] * len(plan.chunks)
     memory = rank_memory(case, bounds, rank, recompute=modes)
-    there = sum(p.numel() for chunk in run.engine.chunks for p in chunk.parameters())
+    there = sum(p.numel() for chunk in run.engine.chunks for p in chunk.parameters())  # of shared ones all rows
     chunks = [plan.chunks[index] for index in plan.dims.chunks_of(rank)]
     counted = sum(local_parameters(name, config.model, plan.dims.tp) for names in chunks for name in names)
     if config.model.language.tie_embeddings:
@@ -80,7 +84,7 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[int, tuple[fl
     return peak, astuple(memory), there, counted
 
 
-FAST = ("bf16", "rich", "pp2-rich-tied", "tp2-no-sp")
+FAST = ("dp2-zero3", "bf16", "rich", "pp2-rich-tied", "tp2-no-sp")
 
 
 @pytest.mark.parametrize(
