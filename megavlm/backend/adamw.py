@@ -94,5 +94,6 @@ class AdamW(torch.optim.Optimizer):
 
 def local(tensor: Any) -> Tensor:
     """A sharded tensor's part on this rank; other tensors as they are."""
-    part: Tensor = tensor.detach()
-    return part.to_local() if isinstance(part, DTensor) else part
+    with torch.no_grad():
+        part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return part

@@ -22,7 +22,7 @@ from megavlm.parallel.groups import Groups
 
 
 class ShardedOptimizer(FP32Optimizer):
-    """megatron-core's clipping and stepping; the norm is summed over the ranks that share, then over TP and PP."""
+    """megatron-core's clipping and stepping on rows; a norm is summed over all ranks that together hold a model once."""
 
     def __init__(
         self,
@@ -38,11 +38,14 @@ class ShardedOptimizer(FP32Optimizer):
             inner = AdamW(param_groups, config.lr, betas, config.adam_eps, config.weight_decay)
         super().__init__(inner, config, lambda inner, config=None: inner.begin())
         self.chunks = chunks
-        self.grad_stats_parallel_group = groups.collection.mp
+        self.grad_stats_parallel_group = groups.collection.intra_dist_opt
         self.tp_group = groups.tp
 
     def prepare_grads(self) -> bool:
         return False  # they are where the optimizer looks for them, in fp32
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        return [local(gradient) for gradient in super().get_main_grads_for_grad_norm()]
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None

@@ -130,15 +130,9 @@ def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, 
     shards = ranks.transpose(0, 1, 3, 2).reshape(-1, size)
     replicas = ranks.transpose(0, 2, 3, 1).reshape(-1, dims.dp // size)
     instances = ranks.transpose(1, 0, 2, 3).reshape(dims.dp // size, -1)  # all that adds up to one model's state
-    collection.intra_dp_cp = collection.intra_expt_dp = _own(shards, timeout)
-    collection.inter_dist_opt = _own(replicas, timeout)
-    collection.intra_dist_opt = _own(instances, timeout)
-
-
-def _own(groups: np.ndarray, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a group of each row, as every rank must, and keep the one that this rank is in."""
-    made = [(row, parallel_state.create_group(row, timeout=timeout)) for row in groups.tolist()]
-    return next(group for row, group in made if dist.get_rank() in row)
+    collection.intra_dp_cp = collection.intra_expt_dp = _group_among(shards.tolist(), timeout=timeout)
+    collection.inter_dist_opt = _group_among(replicas.tolist(), timeout=timeout)
+    collection.intra_dist_opt = _group_among(instances.tolist(), timeout=timeout)
 
 
 def _tied_group(dims: Dims, owners: list[int], *, timeout: timedelta) -> dist.ProcessGroup | None:
@@ -179,7 +173,7 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, ti
     return Groups(dims=dims, at=at, collection=collection, tied=None)
 
 
-def _group_among(candidates: Sequence[tuple[int, ...]], *, timeout: timedelta) -> dist.ProcessGroup:
+def _group_among(candidates: Sequence[Sequence[int]], *, timeout: timedelta) -> dist.ProcessGroup:
     """The group that this rank is in. Every rank makes every group, as torch wants it."""
     made = [(ranks, parallel_state.create_group(sorted(ranks), timeout=timeout)) for ranks in candidates]
     return next(group for ranks, group in made if dist.get_rank() in ranks)

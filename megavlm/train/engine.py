@@ -222,7 +222,7 @@ class _Apart:
         if encoder.trained:
             wrapped = wrap_chunks([self.chunk], self.config, self.groups)
             encoder = Encoder(wrapped[0], config, self.groups)
-            optimizer = join_optimizers(optimizer, build_optimizer(config, wrapped, self.groups))
+            optimizer = join_optimizers(optimizer, build_optimizer(with_whole_gradients(config), wrapped, self.groups))
         return Colocated(encoder, config, groups), optimizer
 
 

@@ -21,19 +21,19 @@ GRADIENTS, FULL = "--data-parallel-sharding optimizer_gradients", "--data-parall
 # (processes, model, flags): every sharding with TP, PP, frozen parts, tied copies, text-only micro-batches and clipping.
 FAST = [
     (2, "one-image-rank", FULL),
-    (2, "frozen-vision", GRADIENTS),
-    (2, "recompute", f"{FULL} --micro-batch-size 2"),
     (4, "rich", f"--tp 2 {FULL}"),
-    (4, "learning-rates", f"--tp 2 --no-sequence-parallel {GRADIENTS}"),
-    (4, "frozen-vision-projector", f"--pp 2 {FULL}"),
     (4, "rich", f"--pp 2 --vpp 2 {GRADIENTS}"),
     (4, "plain", f"{FULL} --hybrid-shard-size 2"),
-    (4, "plain", "--data-parallel-sharding optimizer --hybrid-shard-size 2"),
     (2, "rich", f"{FULL} --placement colocated"),
     (2, "llava-onevision", f"{FULL} --offload optimizer activations"),
     (2, "frozen-vision", "--data-parallel-sharding optimizer --offload optimizer activations"),
 ]
 SLOW = [
+    (2, "frozen-vision", GRADIENTS),
+    (2, "recompute", f"{FULL} --micro-batch-size 2"),
+    (4, "learning-rates", f"--tp 2 --no-sequence-parallel {GRADIENTS}"),
+    (4, "frozen-vision-projector", f"--pp 2 {FULL}"),
+    (4, "plain", "--data-parallel-sharding optimizer --hybrid-shard-size 2"),
     *[(4, model, f"--tp 2 {kind}") for model in MODELS for kind in (GRADIENTS, FULL)],
     *[(4, model, f"--pp 2 {kind}") for model in MODELS for kind in (GRADIENTS, FULL)],
     *[(2, model, f"{kind} --placement colocated") for model in MODELS for kind in (GRADIENTS, FULL)],
@@ -63,7 +63,9 @@ def test_bf16_follows_fp32(pools: Pools, one_process, tmp_path: Path):
             assert abs(ours["loss"] - exact["loss"]) < 1e-2
 
 
-@pytest.mark.parametrize("flags", [FULL, f"--tp 2 {GRADIENTS} --offload optimizer"])
+@pytest.mark.parametrize(
+    "flags", [FULL, pytest.param(f"--tp 2 {GRADIENTS} --offload optimizer", marks=pytest.mark.slow)]
+)
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str):
     argv = [*SMALL, *DROPOUT, *flags.split()]
     world = 4 if "--tp" in flags else 2
@@ -78,8 +80,8 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: st
     [
         ((4, f"--tp 2 {FULL}"), (2, "--pp 2")),
         ((2, "--tp 2"), (4, f"{FULL} --hybrid-shard-size 2")),
-        ((4, f"--pp 2 {GRADIENTS}"), (2, FULL)),
-        ((2, f"{FULL} --placement colocated"), (2, GRADIENTS)),
+        pytest.param((4, f"--pp 2 {GRADIENTS}"), (2, FULL), marks=pytest.mark.slow),
+        pytest.param((2, f"{FULL} --placement colocated"), (2, GRADIENTS), marks=pytest.mark.slow),
     ],
 )
 def test_checkpoint_resumes_with_another_sharding(

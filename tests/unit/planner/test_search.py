@@ -73,7 +73,9 @@ def test_memory_decides_and_says_so() -> None:
 def test_an_encoder_is_shared_only_where_whole_ones_do_not_fit() -> None:
     vision = VisionConfig(num_layers=12, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, image_size=64)
     config = replace(SMALL, model=replace(SMALL.model, vision=vision))
-    space = Space(tp=(2,), pp=(1,), micro_batch=(1,), recompute=("none",), placement=("colocated",), zero=(1,))
+    space = Space(
+        tp=(2,), pp=(1,), micro_batch=(1,), recompute=("none",), placement=("colocated",), sharding=("optimizer",)
+    )
     whole = search(config, 2, PROFILES["a100"], space=space).best[0]
     assert whole.candidate.vision_tp == 1
     small = replace(PROFILES["a100"], memory=0.9 * whole.step.peak)
