@@ -52,7 +52,8 @@ class FullyShardedChunk(_BaseDataParallel):
         device = next(chunk.parameters()).device.type
         mesh = DeviceMesh.from_group(self.groups.shard, device)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for unit in (*_units(chunk), chunk):
+        units: list[nn.Module] = [*_units(chunk), chunk]
+        for unit in units:
             for param in unit.parameters():
                 if param.requires_grad:
                     param.data = param.data.float()
@@ -84,7 +85,7 @@ class FullyShardedChunk(_BaseDataParallel):
         for param in self.trained.values():
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            param.main_grad = local(param.grad)  # type: ignore[attr-defined]
+            param.main_grad = local(param.grad)
         if self.groups.replicas is not None:
             for gradients in _portions(self._gradients(), _REDUCED_AT_ONCE):
                 together = torch.cat([gradient.flatten() for gradient in gradients])
@@ -96,7 +97,7 @@ class FullyShardedChunk(_BaseDataParallel):
         torch._foreach_mul_(self._gradients(), scaling_factor)
 
     def _gradients(self) -> list[Tensor]:
-        return [param.main_grad for param in self.trained.values()]  # type: ignore[attr-defined]
+        return [param.main_grad for param in self.trained.values()]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None

@@ -22,7 +22,7 @@ from megavlm.parallel.groups import Groups
 
 
 class ShardedOptimizer(FP32Optimizer):
-    """megatron-core's clipping and stepping on rows; a norm is summed over all ranks that together hold a model once."""
+    """megatron-core's clipping and stepping on rows; a norm is summed over the ranks that together hold one model."""
 
     def __init__(
         self,

@@ -393,12 +393,14 @@ LAYOUT = (
         "--hybrid-shard-size 2",
         "choose another sharding",
         "--data-parallel-sharding full",
+        2,
     ),
     Mistake(
         "--hybrid-shard-size 2 --placement colocated",
         "--hybrid-shard-size",
         "change the placement",
         "--placement stages",
+        2,
     ),
     Mistake("--hybrid-shard-size 3", "--hybrid-shard-size 3", "use 4, 2 or 1", "--hybrid-shard-size 2", 4),
     Mistake(
