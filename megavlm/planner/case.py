@@ -80,7 +80,7 @@ class Case:
 
 
 def apart(case: Case, vision_tp: int) -> Case:
-    """The same for a colocated encoder, which each `vision_tp` ranks of the world hold; all share no more than state."""
+    """The same for a colocated encoder, which each `vision_tp` ranks of the world hold; they share state at most."""
     dims = replace(case.dims, tp=vision_tp, pp=1, vpp=1, dp=case.dims.world // vision_tp)
     sharding: Sharding = "none" if case.sharding == "none" else "optimizer"
     return replace(case, dims=dims, sharding=sharding, sequence_parallel=vision_tp > 1)
