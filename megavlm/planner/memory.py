@@ -33,6 +33,11 @@ class Memory:
     def total(self) -> float:
         return sum(astuple(self))
 
+    @property
+    def standing(self) -> float:
+        """What stays from step to step."""
+        return self.weights + self.gradients + self.optimizer
+
     def __add__(self, other: Memory) -> Memory:
         return Memory(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 

@@ -26,6 +26,7 @@ from megavlm.planner.tables import LayerTables, layer_tables
 from megavlm.planner.timeline import Timeline
 
 GIB = 2**30
+_LARGE = 1 / 8  # of a device: a whole encoder that takes less of it is not what is in the way
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,7 @@ class _Judge:
 
     def complaint(self, candidate: Candidate) -> str | None:
         """Why a candidate cannot run, in the words of the configuration's own rules, or for lack of memory."""
-        rules = (candidate.dims, candidate.micro_batch, candidate.placement, candidate.sharding, candidate.vision_tp)
-        if reason := self._rules(*rules):
+        if reason := self._rule(candidate):
             return reason
         tables, encoder = self.tables(candidate), self.encoder(candidate)
         if candidate.dims.chunks > tables.count:
@@ -140,11 +140,19 @@ class _Judge:
             )
         return None
 
+    def _rule(self, candidate: Candidate) -> str | None:
+        return self._rules(
+            candidate.dims, candidate.micro_batch, candidate.placement, candidate.sharding, candidate.vision_tp
+        )
+
     def with_fitting_encoder(self, candidate: Candidate) -> Candidate:
         """The candidate, or where it lacks memory for whole encoders, the same with each shared by as few ranks of a
         tensor-parallel group as there is room for. Itself again where sharing does not help.
         """
-        if candidate.placement == "stages" or not self.complaint(candidate):
+        if candidate.placement == "stages" or self._rule(candidate) or not self.complaint(candidate):
+            return candidate
+        encoder = self.encoder(candidate)
+        if encoder is None or encoder.memory.standing < _LARGE * self.hardware.memory:
             return candidate
         tp = candidate.dims.tp
         shared = (replace(candidate, vision_tp=n) for n in range(candidate.vision_tp + 1, tp + 1) if tp % n == 0)

@@ -93,7 +93,9 @@ def colocated_encoder(
         ),
     )
     names = case.names[: encoder_layers(case)]
-    seconds = [layer_seconds(name, alone, hardware) for name in names]
+    # Ranks of an encoder are neighbours inside a tensor-parallel group, and a stage apart where they go beyond it.
+    between = hardware.link(vision_tp if dims.tp % vision_tp == 0 else dims.world)
+    seconds = [layer_seconds(name, alone, replace(hardware, near=between)) for name in names]
     passes = own / in_pass
     forward = passes * sum(s.forward for s in seconds)
     backward = passes * sum(s.backward for s in seconds)
@@ -103,7 +105,7 @@ def colocated_encoder(
     link = hardware.link(dims.world)
     exchange = link.seconds(features / ranks * (ranks - 1)) * (2 if backward else 1) if ranks > 1 else 0.0
     if backward and vision_tp > 1:  # an encoder's ranks gather the gradients of what it made
-        exchange += hardware.link(vision_tp).seconds(features / ranks * (vision_tp - 1))
+        exchange += between.seconds(features / ranks * (vision_tp - 1))
     saved = sum(saved_bytes(name, alone) for name in names) * min(max(1, kept), math.ceil(passes))
     pixels = batch_bytes(alone, with_patches=True) - batch_bytes(alone, with_patches=False)
     memory = standing + Memory(activations=saved, data=features + pixels * passes)
