@@ -153,7 +153,7 @@ class Workers:
 
 
 def environment() -> dict[str, str]:
-    """For workers: this repository first, no compilation, no noise."""
+    """For workers: this repository first, no network, no noise."""
     paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     # Blocks that grow: a step's largest tensors come and go, and would tear holes into fixed ones.

@@ -26,6 +26,8 @@ if [ -n "$wheels" ]; then
         "$wheels"/*.whl || exit
 fi
 export PYTHONPATH=$site$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 NVTE_FRAMEWORK=pytorch
+# Where Transformer Engine finds CUDA's headers for kernels that it compiles when it first needs them.
+[ -n "${CUDA_HOME:-}" ] && export NVTE_CUDA_INCLUDE_DIR="${NVTE_CUDA_INCLUDE_DIR:-$CUDA_HOME/include}"
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 size=(--rounds 1 --steps 6)
 if [ "$device" = cpu ]; then

@@ -121,7 +121,7 @@ class Engine:
         if micro_batches is not None:
             phases = Phases(self.groups.dims, rank=self.groups.at.pp, micro_batches=micro_batches)
         self.schedule.config.timers = phases
-        for optimizer in self.optimizer.chained_optimizers:
+        for optimizer in getattr(self.optimizer, "chained_optimizers", ()):
             optimizer.config.timers = phases
 
     def close(self) -> None:
