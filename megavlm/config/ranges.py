@@ -57,6 +57,7 @@ RANGES = (
             "train.micro_batch_size",
             "train.global_batch_size",
             "train.seq_length",
+            "train.fp8_amax_history_len",
             "optimizer.lr_decay_iters",
             "optimizer.loss_scale_window",
             "optimizer.hysteresis",
@@ -74,6 +75,9 @@ RANGES = (
         lambda value: value >= 0,
         (
             "lora.rank",
+            "train.num_layers_at_start_in_bf16",
+            "train.num_layers_at_end_in_bf16",
+            "train.fp8_margin",
             "parallel.encoder_keep_chunks",
             "optimizer.min_lr",
             "optimizer.vision_lr",

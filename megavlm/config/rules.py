@@ -11,12 +11,13 @@ from collections.abc import Iterator
 
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.config.model_rules import MODEL_RULES
+from megavlm.config.precision_rules import PRECISION_RULES
 from megavlm.config.ranges import out_of_range
 from megavlm.config.run_rules import RUN_RULES
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 
-RULES = (*MODEL_RULES, *LAYOUT_RULES, *RUN_RULES)
+RULES = (*MODEL_RULES, *LAYOUT_RULES, *PRECISION_RULES, *RUN_RULES)
 
 
 def check(config: Config, *, world: int) -> None:

@@ -212,6 +212,26 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16"] = option(
         "fp32", "Arithmetic of the model; master weights, moments and summed gradients stay fp32."
     )
+    transformer_impl: Literal["auto", "te", "torch"] = option(
+        "auto", "What layers are made of: Transformer Engine, torch, or the former where it and a CUDA device are."
+    )
+    fp8: Literal["none", "hybrid", "e4m3"] = option(
+        "none", "Linear layers' products in FP8: e4m3 for all, or with output gradients in e5m2 (hybrid); needs bf16."
+    )
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = option(
+        "tensorwise", "FP8: scales of whole tensors by past or present values, of blocks, or of 32 values (Blackwell)."
+    )
+    fp8_parts: tuple[Literal["vision", "language"], ...] = option(
+        ("language",), "FP8: the parts of the model whose transformer layers run in it."
+    )
+    first_last_layers_bf16: bool = option(False, "FP8: keep the first and last layers of these parts in bf16.")
+    num_layers_at_start_in_bf16: int = option(1, "FP8: how many are the first, with --first-last-layers-bf16.")
+    num_layers_at_end_in_bf16: int = option(1, "FP8: how many are the last, with --first-last-layers-bf16.")
+    fp8_margin: int = option(0, "FP8, delayed: scales leave this many powers of two unused.")
+    fp8_amax_history_len: int = option(1024, "FP8, delayed: passes whose largest values are remembered.")
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = option(
+        "max", "FP8, delayed: which of the remembered values the scale follows."
+    )
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "Recompute in backward: nothing, attention only, or whole layers."
     )

@@ -16,11 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -66,15 +62,22 @@ class _Adapters(nn.ModuleDict):
             return F.dropout(x, self.dropout)
 
 
-class LoraColumnParallelLinear(ColumnParallelLinear):
-    """A column-parallel layer whose output is one block, [gate; up], or per key/value head its queries, key, value."""
+class _LoraLinear:
+    """Stands before a linear layer's own class, whoever provides it: torch, emulated FP8, Transformer Engine."""
 
     lora: _Adapters
+    config: Any
+    tp_group: Any
+
+
+class LoraColumnParallelLinear(_LoraLinear):
+    """A column-parallel layer whose output is one block, [gate; up], or per key/value head its queries, key, value."""
+
     blocks: dict[str, int]  # rows of each linear per group on this rank, in their order; adapters may lack some
     repeats: int  # groups on this rank
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        output, bias = super().forward(input_, *args, **kwargs)
+        output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         return output + self._delta(input_), bias
 
     def _delta(self, x: Tensor) -> Tensor:
@@ -100,13 +103,11 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         return _sharded(self, prefix, axes, sharded_offsets, metadata)
 
 
-class LoraRowParallelLinear(RowParallelLinear):
+class LoraRowParallelLinear(_LoraLinear):
     """A row-parallel layer: attention's output, the MLP's second layer."""
 
-    lora: _Adapters
-
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, bias = super().forward(input_)
+        output, bias = super().forward(input_)  # type: ignore[misc]
         (name,) = self.lora
         adapter = self.lora.at(name)
         low = F.linear(self.lora.drop(input_, differs=True), adapter.A)
@@ -151,6 +152,10 @@ def add_adapters(layer: TransformerLayer, name: str, lora: LoraConfig, *, gated:
 # megatron-core has built the layers: an adapted linear changes its class in place, so that names of weights stay.
 
 
+def _adapted(lora: type, linear: type) -> type:
+    return type(f"Lora{linear.__name__}", (lora, linear), {})
+
+
 def _adapt_columns(module: Any, layer: str, lora: LoraConfig, *, blocks: dict[str, int], repeats: int) -> None:
     weight = module.weight
     adapters = {
@@ -160,7 +165,7 @@ def _adapt_columns(module: Any, layer: str, lora: LoraConfig, *, blocks: dict[st
     }
     if not adapters:
         return
-    module.__class__ = LoraColumnParallelLinear
+    module.__class__ = _adapted(LoraColumnParallelLinear, type(module))
     module.blocks, module.repeats = blocks, repeats
     module.lora = _Adapters(adapters, lora)
     for adapter in adapters.values():
@@ -173,7 +178,7 @@ def _adapt_rows(module: Any, layer: str, lora: LoraConfig, *, linear: str) -> No
         return
     weight = module.weight
     adapter = Adapter(weight.shape[1], weight.shape[0], rank=lora.rank, dtype=weight.dtype)
-    module.__class__ = LoraRowParallelLinear
+    module.__class__ = _adapted(LoraRowParallelLinear, type(module))
     module.lora = _Adapters({linear: adapter}, lora)
     adapter.B.sequence_parallel = module.config.sequence_parallel  # type: ignore[attr-defined]
     set_tensor_model_parallel_attributes(adapter.A, True, 1, 1)

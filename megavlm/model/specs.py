@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -25,10 +24,12 @@ from torch import Tensor, nn
 
 from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
-from megavlm.model.attention import Attention, CoreAttention
+from megavlm.model.attention import Attention
 from megavlm.model.flops import head_width
-from megavlm.model.norm import FullRMSNorm, HeadRMSNorm, Norm
+from megavlm.model.modules import Modules, fp8_fields, modules_of
+from megavlm.model.norm import FullRMSNorm, HeadRMSNorm
 from megavlm.parallel.groups import Groups
+from megavlm.planner.layers import LANGUAGE_LAYER, VISION_LAYER
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -115,6 +116,7 @@ def vision_config(config: Config, *, tp: int) -> TransformerConfig:
         use_te_activation_func=vision.activation == "swiglu",
         add_bias_linear=vision.add_bias_linear,
         add_qkv_bias=vision.add_qkv_bias,
+        **fp8_fields(config, "vision"),
     )
 
 
@@ -139,6 +141,7 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
         add_qkv_bias=language.add_qkv_bias,
         qk_layernorm=language.qk_norm,
         tp_comm_overlap=config.parallel.tp_comm_overlap,
+        **fp8_fields(config, "language"),
     )
 
 
@@ -165,7 +168,13 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
     elif vision.qk_norm == "full":
         params = {"real_heads": vision.num_attention_heads, "tp_group": groups.tp}
         qk_norm = ModuleSpec(module=FullRMSNorm, params=params)
-    submodules = _submodules(AttnMaskType.no_mask, qk_norm=qk_norm, branch=branch, qkv_bias=vision.add_qkv_bias)
+    submodules = _submodules(
+        modules_of(f"{VISION_LAYER}{number}", config),
+        AttnMaskType.no_mask,
+        qk_norm=qk_norm,
+        branch=branch,
+        qkv_bias=vision.add_qkv_bias,
+    )
     return _layer(layer_config, submodules, groups, number)
 
 
@@ -173,6 +182,7 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     """Language layer `number` (from 0): causal."""
     qk_norm = HeadRMSNorm if config.model.language.qk_norm else None
     submodules = _submodules(
+        modules_of(f"{LANGUAGE_LAYER}{number}", config),
         AttnMaskType.causal,
         qk_norm=qk_norm,
         branch=get_bias_dropout_add,
@@ -188,31 +198,34 @@ def _layer(
     return TransformerLayer(layer_config, submodules, layer_number=number + 1, pg_collection=groups.collection)
 
 
-def _submodules(mask: AttnMaskType, *, qk_norm: Any, branch: Any, qkv_bias: bool) -> TransformerLayerSubmodules:
+def _submodules(
+    modules: Modules, mask: AttnMaskType, *, qk_norm: Any, branch: Any, qkv_bias: bool
+) -> TransformerLayerSubmodules:
     attention = SelfAttentionSubmodules(
-        linear_qkv=partial(_qkv_linear, qkv_bias=qkv_bias),
-        core_attention=CoreAttention,
-        linear_proj=RowParallelLinear,
+        linear_qkv=partial(_qkv_linear, modules.column_linear, qkv_bias=qkv_bias),
+        core_attention=modules.core_attention,
+        linear_proj=modules.row_linear,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=swiglu)
+    mlp = MLPSubmodules(linear_fc1=modules.column_linear, linear_fc2=modules.row_linear, activation_func=swiglu)
     return TransformerLayerSubmodules(
-        input_layernorm=Norm,
+        input_layernorm=modules.norm,
         self_attention=ModuleSpec(module=Attention, params={"attn_mask_type": mask}, submodules=attention),
         self_attn_bda=branch,
-        pre_mlp_layernorm=Norm,
+        pre_mlp_layernorm=modules.norm,
         mlp=ModuleSpec(module=MLP, submodules=mlp),
         mlp_bda=branch,
+        sharded_state_dict_keys_map=dict(modules.keys),
     )
 
 
-def _qkv_linear(*args: Any, qkv_bias: bool, bias: bool, **kwargs: Any) -> ColumnParallelLinear:
+def _qkv_linear(linear: Any, *args: Any, qkv_bias: bool, bias: bool, **kwargs: Any) -> Any:
     """The fused projection, with a bias only where our configuration says so.
 
     megatron-core gives it one wherever any other linear layer has one; InternViT-6B has none here alone.
     """
-    return ColumnParallelLinear(*args, bias=qkv_bias, **kwargs)
+    return linear(*args, bias=qkv_bias, **kwargs)
 
 
 class LayerScale(nn.Module):
@@ -236,4 +249,11 @@ class LayerScale(nn.Module):
 
 def packed(cu_seqlens: Tensor) -> PackedSeqParams:
     """Sequences packed along S. The layout stays [S, 1, heads, width] ("sbhd"): rotary angles come per position."""
-    return PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    longest = int(cu_seqlens.diff().max())
+    return PackedSeqParams(
+        qkv_format="sbhd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config import sequence_parallel
+from megavlm.config.precision_rules import vision_multiple
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import PackedBatch
@@ -37,7 +38,7 @@ class View:
     def layout(self) -> VisionLayout:
         model = self.config.model
         side = model.projector.pixel_shuffle
-        multiple = self.groups.dims.tp if sequence_parallel(self.config) else 1
+        multiple = vision_multiple(self.config, tp=self.groups.dims.tp)
         return VisionLayout.of(
             self.batch.grids,
             class_token=model.vision.class_token,

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.enums import ModelType
-from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -35,6 +34,7 @@ from megavlm.model.graphs import LayerGraphs
 from megavlm.model.language import Embedding, Output
 from megavlm.model.lora import add_adapters
 from megavlm.model.marks import mark
+from megavlm.model.modules import execution_of
 from megavlm.model.norm import Norm
 from megavlm.model.offload import SavedOnHost
 from megavlm.model.projector import Projector
@@ -82,6 +82,7 @@ class VLMChunk(MegatronModule):
         self.sequence_parallel = sequence_parallel(config)
         self.full_recompute = config.train.recompute_granularity == "full"
         self.offloads_activations = "activations" in config.parallel.offload
+        self.execution = execution_of(config)
         self.input_tensor: Tensor | None = None
         build = _Builder(config, groups, vocab_size=vocab_size, ties_locally=EMBEDDING in self.names)
         self.parts: dict[str, nn.Module] = {}
@@ -120,13 +121,14 @@ class VLMChunk(MegatronModule):
         device = next(iter(self.parameters())).device
         view = View(batch, self.run_config, self.groups, device=device, encoder_apart=self.encoder_apart)
         hidden, carried = self._received(view)
-        for name in self.names:
-            if name.startswith(DEEPSTACK):
-                carried.append(self._run(name, hidden, view))
-                continue
-            hidden = self._run(name, hidden, view, logits=logits)
-            if carried and name.startswith(LANGUAGE_LAYER):
-                hidden = view.with_features(hidden, carried.pop(0))
+        with self.execution.chunk(self._transformer_layers()):
+            for name in self.names:
+                if name.startswith(DEEPSTACK):
+                    carried.append(self._run(name, hidden, view))
+                    continue
+                hidden = self._run(name, hidden, view, logits=logits)
+                if carried and name.startswith(LANGUAGE_LAYER):
+                    hidden = view.with_features(hidden, carried.pop(0))
         assert hidden is not None
         if OUTPUT in self.names:
             return hidden
@@ -144,12 +146,12 @@ class VLMChunk(MegatronModule):
             windowed = attends_in_windows(self.run_config.model.vision, int(name.removeprefix(VISION_LAYER)))
             packing = view.window_packing if windowed else view.image_packing
             kwargs = {"rotary_pos_emb": view.vision_rope, "packed_seq_params": packing}
-            return self._transform(part, hidden, kwargs)
+            return self._transform(name, part, hidden, kwargs)
         if name.startswith(LANGUAGE_LAYER):
             if self.graphs is not None and view.language_packing is None:
                 return self.graphs(name, hidden, view.language_rope)
             kwargs = {"rotary_pos_emb": view.language_rope, "packed_seq_params": view.language_packing}
-            return self._transform(part, hidden, kwargs)
+            return self._transform(name, part, hidden, kwargs)
         if name == PATCH_EMBED:
             return part(batch.patches, view.layout)
         if name == PROJECTOR or name.startswith(DEEPSTACK):
@@ -165,16 +167,23 @@ class VLMChunk(MegatronModule):
             return part.gather(scores) if logits else part.loss(scores, batch.labels)
         return part(hidden)
 
-    def _transform(self, layer: TransformerLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def _transform(self, name: str, layer: TransformerLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         saved = SavedOnHost(layer) if self.offloads_activations and torch.is_grad_enabled() else nullcontext()
         with saved:
-            return self._transformed(layer, hidden, kwargs)
+            return self._transformed(name, layer, hidden, kwargs)
 
-    def _transformed(self, layer: TransformerLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def _transformed(self, name: str, layer: TransformerLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            with self.execution.layer(name, layer):
+                return layer(x, attention_mask=None, **kwargs)[0]
+
         # A layer whose input needs no gradient is the first of a frozen stretch: nothing to recompute for.
         if self.full_recompute and hidden.requires_grad and self.training:
-            return checkpoint(lambda x: layer(x, **kwargs)[0], False, hidden)
-        return layer(hidden, attention_mask=None, **kwargs)[0]
+            return self.execution.recomputed(run, hidden)
+        return run(hidden)
+
+    def _transformer_layers(self) -> list[tuple[str, TransformerLayer]]:
+        return [(name, part) for name, part in self.parts.items() if isinstance(part, TransformerLayer)]
 
     def _received(self, view: View) -> tuple[Any, list[Tensor]]:
         """Hidden states and carried features from the previous chunk; what nothing trained lies before is cut off.
@@ -194,6 +203,15 @@ class VLMChunk(MegatronModule):
         )
         return hidden if self.hidden_trained else hidden.detach(), carried
 
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Parameters by local name. Transformer Engine's extra state is a pickle: none is written, none is read."""
+        extra = {
+            f"{name}._extra_state": None
+            for name, module in self.named_modules()
+            if type(module).set_extra_state is not nn.Module.set_extra_state
+        }
+        return super().load_state_dict({**extra, **state_dict}, strict=strict, assign=assign)
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
@@ -204,7 +222,7 @@ class VLMChunk(MegatronModule):
             state |= sharded_state_dict_default(part, f"{prefix}{name}.", (), metadata, tp_group=self.groups.tp)
         state = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
         for key, entry in state.items():
-            if is_padded_for_tp(key):
+            if is_padded_for_tp(entry.key):
                 # Another TP pads to another size: what lies beyond the smaller one is padding, and zero.
                 state[key] = replace(entry, allow_shape_mismatch=True)
         if self.has_tied_copy and OUTPUT in self.names:

@@ -21,6 +21,7 @@ from torch import Tensor
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
+from megavlm.model.modules import fp8_fields
 from megavlm.model.specs import common_config, padded_heads
 from megavlm.parallel.dims import Dims
 from megavlm.parallel.groups import Groups
@@ -49,6 +50,8 @@ def pipeline_config(config: Config, dims: Dims, backend: Backend) -> Transformer
         deallocate_pipeline_outputs=not backend.is_cpu,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        # With it, the first micro-batch of a step tells Transformer Engine that weights have changed.
+        **fp8_fields(config, "vision", "language"),
     )
 
 

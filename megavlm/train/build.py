@@ -37,6 +37,7 @@ from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.pipeline.images import patches_by_rank
 from megavlm.planner.layers import PATCH_EMBED
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
+from megavlm.precision.device import check_device, implementation
 from megavlm.train.engine import Engine, Fill, build_engine
 
 
@@ -66,6 +67,7 @@ class Run:
 def build(config: Config, backend: Backend) -> Run:
     """Put a run together; raises UserError before anything is written when the configuration does not fit."""
     start(backend.communication, timeout_minutes=config.parallel.distributed_timeout_minutes)
+    check_device(config)
     rank, run_dir = dist.get_rank(), Path(config.train.run_dir)
     dims = dims_of(config, world=dist.get_world_size())
     config = overlapped(config, on_gpu=not backend.is_cpu, dp=dims.dp)
@@ -127,7 +129,7 @@ def _refuse_graphs(config: Config, backend: Backend) -> None:
     """What only this machine and its packages can tell of `--cuda-graphs`."""
     if backend.is_cpu:
         raise UserError("--cuda-graphs needs a CUDA device, and there is none here: leave it out")
-    if getattr(config.train, "transformer_impl", "torch") != "torch":
+    if implementation(config) == "te":
         raise UserError("--cuda-graphs captures torch's layers: add --transformer-impl torch, or leave it out")
 
 

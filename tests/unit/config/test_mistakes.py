@@ -456,7 +456,62 @@ RUN = (
     Mistake("--load=~/runs", "--load", "write out the path", "--load none"),
 )
 
-RULE_MISTAKES = (*RANGES, *MODEL, *LAYOUT, *RUN)
+FP8 = "--precision bf16 --fp8 hybrid"
+PRECISION = (
+    Mistake("--fp8 hybrid", "--fp8 hybrid", "add --precision bf16", "--precision bf16"),
+    Mistake("--fp8 e4m3 --precision fp16", "--precision bf16, but that is fp16", "add --precision", "--precision bf16"),
+    Mistake(f"{FP8} --fp8-parts", "--fp8-parts", "name language or vision", "--fp8-parts vision"),
+    Mistake("--fp8-recipe mxfp8", "--fp8-recipe does nothing", "add --fp8 hybrid", FP8),
+    Mistake("--first-last-layers-bf16", "--first-last-layers-bf16", "or leave it out", "--no-first-last-layers-bf16"),
+    Mistake(f"{FP8} --fp8-margin 1", "--fp8-margin belongs to --fp8-recipe delayed", "leave it out", "--fp8-margin 0"),
+    Mistake(
+        f"{FP8} --num-layers-at-end-in-bf16 0",
+        "--num-layers-at-end-in-bf16",
+        "without --first-last-layers-bf16: add it",
+        "--first-last-layers-bf16",
+    ),
+    Mistake(
+        f"{FP8} --fp8-recipe delayed --first-last-layers-bf16",
+        "--first-last-layers-bf16 does not go with",
+        "use --fp8-recipe tensorwise",
+        "--fp8-recipe tensorwise",
+    ),
+    Mistake(
+        f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
+        "leave none of the 4 language layers",
+        "together use at most 3",
+        "--num-layers-at-start-in-bf16 2",
+    ),
+    Mistake(
+        f"{FP8} --fp8-parts vision --placement colocated",
+        "--placement colocated",
+        "use --fp8-parts language",
+        "--fp8-parts language",
+    ),
+    Mistake(f"{FP8} --seq-length 72", "--seq-length 72", "use 64 or 80", "--seq-length 80"),
+    Mistake(f"{FP8} --seq-length 80 --tp 2", "multiple of 32", "use 64 or 96", "--seq-length 96", world=2),
+    Mistake(
+        f"{FP8} --seq-length 72 --mbs 4 --fp8-recipe mxfp8 --fp8 e4m3 --seq-length 68",
+        "× --micro-batch-size 4",
+        "use 64 or 72",
+        "--seq-length 72",
+    ),
+    Mistake(
+        f"{FP8} --language-hidden-size 136",
+        "--language-hidden-size 136",
+        "use 128 or 144",
+        "--language-hidden-size 144",
+    ),
+    Mistake(
+        f"{FP8} --language-ffn-hidden-size 272 --tp 2",
+        "a multiple of 32",
+        "use 256 or 288",
+        "--language-ffn-hidden-size 256",
+        world=2,
+    ),
+)
+
+RULE_MISTAKES = (*RANGES, *MODEL, *LAYOUT, *RUN, *PRECISION)
 KNOWN = {
     *RUN_FLAGS,
     "--flag",
@@ -498,7 +553,7 @@ def test_the_remedy_works(mistake: Mistake) -> None:
 def test_every_rule_has_a_mistake() -> None:
     """A rule that nothing here trips is a rule that nobody has seen work."""
     tripped = set()
-    for mistake in (*MODEL, *LAYOUT, *RUN):
+    for mistake in (*MODEL, *LAYOUT, *RUN, *PRECISION):
         config = parse(shlex.split(mistake.argv))
         # Lazily: a rule may rely on those before it.
         of_config = (rule.__name__ for rule in RULES if rule(config))

@@ -1,0 +1,163 @@
+"""Which layers run in FP8, and rules about it: what its kernels ask of shapes, and which options belong together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+
+from megavlm.config.layout_rules import sequence_parallel
+from megavlm.config.schema import Config, TrainConfig
+from megavlm.config.words import nearest
+
+Precision = str  # "high" (--precision) or "fp8"
+
+_DELAYED_ONLY = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+
+
+def layer_precision(name: str, config: Config) -> Precision:
+    """How a layer's linear products are computed, by its global name: "fp8" or "high".
+
+    Transformer layers of `--fp8-parts` but the first and last that are kept in bf16. Patch embedding, projector,
+    embedding, norms, attention scores and the output layer always are "high".
+    """
+    part, _, rest = name.partition(".layers.")
+    train = config.train
+    if train.fp8 == "none" or part not in train.fp8_parts or not rest:
+        return "high"
+    number, last = int(rest.partition(".")[0]), _layers_of(part, config)
+    if train.first_last_layers_bf16:
+        inside = train.num_layers_at_start_in_bf16 <= number < last - train.num_layers_at_end_in_bf16
+        return "fp8" if inside else "high"
+    return "fp8"
+
+
+def _layers_of(part: str, config: Config) -> int:
+    """Layers that run: a tower whose features come from an earlier layer leaves the later ones out."""
+    if part == "language":
+        return config.model.language.num_layers
+    return config.model.vision.num_layers + 1 + config.model.vision.feature_layer
+
+
+def fp8_multiple(recipe: str) -> int:
+    """What tokens and channels of an FP8 product divide by: cuBLAS asks for 16, blocks of MXFP8 have 32."""
+    return 32 if recipe == "mxfp8" else 16
+
+
+def fp8_in(part: str, config: Config) -> bool:
+    """Whether any layer of a part of the model may run in FP8."""
+    return config.train.fp8 != "none" and part in config.train.fp8_parts
+
+
+def vision_multiple(config: Config, *, tp: int) -> int:
+    """The packed vision sequence is padded to a multiple of this: what SP shards and FP8 takes."""
+    shards = tp if sequence_parallel(config) else 1
+    return shards * fp8_multiple(config.train.fp8_recipe) if fp8_in("vision", config) else shards
+
+
+def fp8_belongs_to_bf16(config: Config) -> str | None:
+    train = config.train
+    if train.fp8 != "none" and train.precision != "bf16":
+        return f"--fp8 {train.fp8} needs --precision bf16, but that is {train.precision}: add --precision bf16"
+    if train.fp8 != "none" and not train.fp8_parts:
+        return f"--fp8 {train.fp8} has no --fp8-parts to run in: name language or vision, or use --fp8 none"
+    return None
+
+
+def fp8_options_have_fp8(config: Config) -> str | None:
+    """Options that would silently do nothing."""
+    train = config.train
+    given = {field.name for field in fields(TrainConfig) if getattr(train, field.name) != field.default}
+    if train.fp8 == "none":
+        names = ("fp8_recipe", "fp8_parts", "first_last_layers_bf16", *_DELAYED_ONLY)
+        for name in (name for name in names if name in given):
+            return f"{_flag(name)} does nothing without FP8: add --fp8 hybrid, or leave it out"
+    if train.fp8_recipe != "delayed":
+        for name in (name for name in _DELAYED_ONLY if name in given):
+            return f"{_flag(name)} belongs to --fp8-recipe delayed, but that is {train.fp8_recipe}: leave it out"
+    if not train.first_last_layers_bf16:
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if name in given:
+                return f"{_flag(name)} does nothing without --first-last-layers-bf16: add it, or leave this out"
+    return None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def delayed_scaling_takes_all_layers(config: Config) -> str | None:
+    """Its histories move on at the end of one FP8 region, which spans all layers of a pipeline chunk."""
+    train = config.train
+    if train.fp8 != "none" and train.fp8_recipe == "delayed" and train.first_last_layers_bf16:
+        return (
+            "--first-last-layers-bf16 does not go with --fp8-recipe delayed: use --fp8-recipe tensorwise, or leave "
+            "--first-last-layers-bf16 out"
+        )
+    return None
+
+
+def some_layer_is_left_to_fp8(config: Config) -> str | None:
+    train = config.train
+    kept = train.num_layers_at_start_in_bf16 + train.num_layers_at_end_in_bf16
+    for part in train.fp8_parts if train.fp8 != "none" and train.first_last_layers_bf16 else ():
+        if kept >= (layers := _layers_of(part, config)):
+            return (
+                f"--num-layers-at-start-in-bf16 {train.num_layers_at_start_in_bf16} and --num-layers-at-end-in-bf16 "
+                f"{train.num_layers_at_end_in_bf16} leave none of the {layers} {part} layers to FP8: together use at "
+                f"most {layers - 1}"
+            )
+    return None
+
+
+def colocated_encoders_stay_high(config: Config) -> str | None:
+    """Ranks encode different numbers of images, so that FP8's reductions over them would not meet."""
+    if fp8_in("vision", config) and config.parallel.placement == "colocated":
+        return "--fp8-parts vision does not go with --placement colocated: use --fp8-parts language"
+    return None
+
+
+def fp8_fits_the_tokens(config: Config) -> str | None:
+    """Tokens of a linear layer's product: one rank's share of the micro-batch's rows."""
+    train = config.train
+    if not fp8_in("language", config):
+        return None
+    shards = config.parallel.tensor_model_parallel_size if sequence_parallel(config) else 1
+    multiple = fp8_multiple(train.fp8_recipe) * shards
+    if train.seq_length * train.micro_batch_size % multiple == 0:
+        return None
+    step = multiple // math.gcd(multiple, train.micro_batch_size)
+    return (
+        f"--seq-length {train.seq_length} × --micro-batch-size {train.micro_batch_size} is not a multiple of "
+        f"{multiple}, which --fp8-recipe {train.fp8_recipe} and sequence parallelism over {shards} need: "
+        f"--seq-length: {nearest(train.seq_length, step)}"
+    )
+
+
+def fp8_fits_the_widths(config: Config) -> str | None:
+    """Both sides of every product divide by the same multiple, after tensor parallelism."""
+    train, model, tp = config.train, config.model, config.parallel.tensor_model_parallel_size
+    multiple = fp8_multiple(train.fp8_recipe)
+    widths: list[tuple[str, int, int]] = []
+    for part, sizes in (("vision", model.vision), ("language", model.language)):
+        if fp8_in(part, config):
+            widths.append((f"--{part}-hidden-size", sizes.hidden_size, multiple))
+            widths.append((f"--{part}-ffn-hidden-size", sizes.ffn_hidden_size, multiple * tp))
+    for flag, width, step in widths:
+        if width % step:
+            return (
+                f"{flag} {width} is not a multiple of {step}, which FP8 products need (--fp8-recipe "
+                f"{train.fp8_recipe}, --tp {tp}): {nearest(width, step)}"
+            )
+    return None
+
+
+PRECISION_RULES: tuple[Callable[[Config], str | None], ...] = (
+    fp8_belongs_to_bf16,
+    fp8_options_have_fp8,
+    delayed_scaling_takes_all_layers,
+    some_layer_is_left_to_fp8,
+    colocated_encoders_stay_high,
+    fp8_fits_the_tokens,
+    fp8_fits_the_widths,
+)

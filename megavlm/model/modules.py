@@ -1,0 +1,99 @@
+"""What transformer layers are made of, chosen once: torch's parts, torch's with emulated FP8, or Transformer Engine's.
+
+A layer is megatron-core's in any case, and so are the names of its parameters in checkpoints. What Transformer Engine
+has no part for (norms over all heads, LayerScale, quick GELU, rotary positions) is ours everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import checkpoint
+from torch import Tensor
+
+from megavlm.config.lora import adapted_parts
+from megavlm.config.precision_rules import fp8_in, layer_precision
+from megavlm.config.schema import Config
+from megavlm.model.attention import CoreAttention
+from megavlm.model.norm import Norm
+from megavlm.planner.layers import module_of
+from megavlm.precision.device import implementation
+from megavlm.precision.emulated import COLUMN, ROW
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The parts of one transformer layer, each as megatron-core's specs take them."""
+
+    norm: Any  # before attention and before the MLP
+    column_linear: Any  # query, key and value; the MLP's first layer
+    row_linear: Any  # attention's output; the MLP's second layer
+    core_attention: Any
+    keys: Mapping[str, str] = field(default_factory=dict)  # prefixes of local names → those of checkpoints
+
+
+class Execution:
+    """How layers run, around their parts. Here: as they are."""
+
+    def chunk(self, layers: Sequence[tuple[str, Any]]) -> AbstractContextManager[Any]:
+        """Around a pass through a chunk with these transformer layers."""
+        return nullcontext()
+
+    def layer(self, name: str, layer: Any) -> AbstractContextManager[Any]:
+        """Around one of them."""
+        return nullcontext()
+
+    def recomputed(self, run: Any, hidden: Tensor) -> Tensor:
+        """`run(hidden)`, of which nothing is kept: it is called again in the backward pass."""
+        return checkpoint(run, False, hidden)
+
+
+def modules_of(name: str, config: Config) -> Modules:
+    """The parts of layer `name`. Raises UserError where `--transformer-impl` cannot be had."""
+    if implementation(config) == "te":
+        from megatron.core.extensions import transformer_engine
+
+        from megavlm.model.te import te_modules
+
+        # Adapters read what the linear layer reads, which a norm inside it would keep to itself.
+        return te_modules(transformer_engine, fused_norm=module_of(name) not in adapted_parts(config))
+    return torch_modules(fp8=config.train.fp8 if layer_precision(name, config) == "fp8" else "none")
+
+
+def torch_modules(*, fp8: str = "none") -> Modules:
+    """Ours and megatron-core's own, which run anywhere; `fp8` is emulated."""
+    return Modules(
+        norm=Norm,
+        column_linear=COLUMN.get(fp8, ColumnParallelLinear),
+        row_linear=ROW.get(fp8, RowParallelLinear),
+        core_attention=CoreAttention,
+    )
+
+
+def execution_of(config: Config) -> Execution:
+    if implementation(config) == "te" and config.train.fp8 != "none":
+        from megavlm.model.te import Fp8Execution
+
+        return Fp8Execution(config)
+    return Execution()
+
+
+def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
+    """What megatron-core's configs of these parts of the model say of FP8 where its kernels run.
+
+    Emulated FP8 is none of its business. Which layers stay high is `layer_precision`'s to say, not its own option's.
+    """
+    train = config.train
+    if implementation(config) != "te" or not any(fp8_in(part, config) for part in parts):
+        return {}
+    return {
+        "fp8": train.fp8,
+        "fp8_recipe": train.fp8_recipe,
+        "fp8_margin": train.fp8_margin,
+        "fp8_amax_history_len": train.fp8_amax_history_len,
+        "fp8_amax_compute_algo": train.fp8_amax_compute_algo,
+    }

@@ -1,0 +1,117 @@
+"""Transformer Engine's parts of a layer, through megatron-core's wrappers, and FP8 around them.
+
+Imported only where they were chosen. Written against megatron-core 0.16.1 and Transformer Engine 2.9 to 2.11; tests on
+CPU put other classes in the place of theirs, nothing here has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
+
+from megavlm.config.precision_rules import layer_precision
+from megavlm.config.schema import Config
+from megavlm.model.modules import Execution, Modules
+
+# A norm inside the linear layer after it; checkpoints know it by its place in the layer.
+_FUSED = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+def te_modules(extension: Any, *, fused_norm: bool) -> Modules:
+    """The parts out of `megatron.core.extensions.transformer_engine`, or what stands for it."""
+    return Modules(
+        norm=IdentityOp if fused_norm else extension.TENorm,
+        column_linear=extension.TELayerNormColumnParallelLinear if fused_norm else extension.TEColumnParallelLinear,
+        row_linear=extension.TERowParallelLinear,
+        core_attention=flattened(extension.TEDotProductAttention),
+        keys=_FUSED if fused_norm else {},
+    )
+
+
+@cache
+def flattened(attention: type) -> type:
+    """`TEDotProductAttention` for packed rows: it takes sequences as [T, heads, D] ("thd"), T over all rows.
+
+    Rows [S, B, …] are laid one after the other, as `cu_seqlens` counts them. megatron-core's attention would only do
+    so for one row, and takes "thd" for the rotary positions' layout too, which are ours.
+    """
+
+    class FlattenedAttention(attention):
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            *args: Any,
+            packed_seq_params: PackedSeqParams | None = None,
+            **kwargs: Any,
+        ) -> Tensor:
+            """query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D]."""
+            if packed_seq_params is None:
+                return super().forward(query, key, value, attention_mask, *args, **kwargs)
+            length, rows = query.shape[:2]
+            flat = (x.transpose(0, 1).reshape(rows * length, *x.shape[2:]) for x in (query, key, value))
+            packing = replace(packed_seq_params, qkv_format="thd")
+            out = super().forward(*flat, attention_mask, *args, packed_seq_params=packing, **kwargs)
+            return out.reshape(rows, length, -1).transpose(0, 1).contiguous()
+
+    return FlattenedAttention
+
+
+class Fp8Execution(Execution):
+    """FP8 around the layers that run in it.
+
+    Delayed scaling moves its histories on where the outermost region ends, for every layer that ran inside: one region
+    spans the chunk, and layers in high precision are regions without FP8 in it. Other recipes know no past: each
+    layer is a region of its own, as in megatron-core's own block of layers.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.delayed = config.train.fp8_recipe == "delayed"
+
+    def chunk(self, layers: Sequence[tuple[str, Any]]) -> AbstractContextManager[Any]:
+        for name, layer in layers:
+            if self.delayed and self._in_fp8(name):
+                return _fp8_region(layer.config)
+        return nullcontext()
+
+    def layer(self, name: str, layer: Any) -> AbstractContextManager[Any]:
+        if self._in_fp8(name):
+            return nullcontext() if self.delayed else _fp8_region(layer.config)
+        return _high_region() if self.delayed else nullcontext()
+
+    def recomputed(self, run: Any, hidden: Tensor) -> Tensor:
+        """Transformer Engine's own: the second run must read the scales of the first, and record nothing."""
+        from megatron.core.extensions.transformer_engine import te_checkpoint
+        from megatron.core.utils import get_tensor_model_parallel_group_if_none
+
+        group = get_tensor_model_parallel_group_if_none(None)
+        return te_checkpoint(run, False, get_cuda_rng_tracker, group, hidden)
+
+    def _in_fp8(self, name: str) -> bool:
+        return layer_precision(name, self.config) == "fp8"
+
+
+def _fp8_region(layer_config: Any) -> AbstractContextManager[Any]:
+    from megatron.core.fp8_utils import get_fp8_context
+
+    return get_fp8_context(layer_config)
+
+
+def _high_region() -> AbstractContextManager[Any]:
+    import transformer_engine.pytorch as te
+
+    return te.fp8_autocast(enabled=False)

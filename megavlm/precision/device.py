@@ -1,0 +1,44 @@
+"""The device at hand, and what it makes of `--transformer-impl` and `--fp8`: decided here, once."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from megavlm.config.schema import Config
+from megavlm.precision.capability import Device, check_fp8, choose_implementation, parsed
+
+
+@cache
+def device_at_hand() -> Device:
+    """This process's; nothing of Transformer Engine is imported to find out."""
+    te = _version_of("transformer_engine")
+    if not torch.cuda.is_available():
+        return Device("a CPU", None, te, None)
+    return Device(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), te, parsed(torch.version.cuda))
+
+
+def implementation(config: Config) -> str:
+    """What layers are made of, "te" or "torch". Raises UserError where what was asked for is not there."""
+    return choose_implementation(config.train.transformer_impl, device_at_hand())
+
+
+def check_device(config: Config) -> None:
+    """Raises UserError, one line, where this device cannot run the configuration."""
+    chosen = implementation(config)
+    if config.train.fp8 != "none":
+        check_fp8(config.train.fp8_recipe, device_at_hand(), implementation=chosen)
+
+
+def emulates_fp8(config: Config) -> bool:
+    """Whether FP8 layers round in torch and multiply in bf16, instead of running FP8 kernels."""
+    return config.train.fp8 != "none" and implementation(config) == "torch"
+
+
+def _version_of(package: str) -> tuple[int, ...] | None:
+    try:
+        return parsed(version(package))
+    except PackageNotFoundError:
+        return None

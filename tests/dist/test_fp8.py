@@ -1,0 +1,127 @@
+"""Emulated FP8 linears give the products of rounded operands, and the same ones on any number of tensor-parallel ranks;
+a run in it learns as one in bf16 does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.dist.pool import Pools
+from tests.dist.training import SMALL, metrics, train
+
+S, K, M = 8, 12, 20  # positions, width, inner width
+
+
+def _reference(fp8: str, bias: bool) -> list[Tensor]:
+    """One process, plain torch: y = W₂·(W₁·x + b), both products and their gradients by rounded operands."""
+    from megavlm.precision.emulated import BACKWARD, FORWARD, rounded
+
+    x, first, second, b, grad = _numbers()
+    qx, q1, q2 = (rounded(t, FORWARD) for t in (x, first, second))
+    inner = F.linear(qx, q1) + (b if bias else 0)
+    inner_q = rounded(inner, FORWARD)
+    y = F.linear(inner_q, q2)
+    g2 = rounded(grad, BACKWARD[fp8])
+    d_inner = g2 @ q2
+    g1 = rounded(d_inner, BACKWARD[fp8])
+    flat = lambda t: t.flatten(0, 1)  # noqa: E731
+    dw2, dw1 = flat(g2).t() @ flat(inner_q), flat(g1).t() @ flat(qx)
+    return [y, g1 @ q1, dw1, dw2, d_inner.sum((0, 1))]
+
+
+def _numbers() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((S, 2, K), (M, K), (K, M), (M,), (S, 2, K))
+    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+
+def _emulated(tp: int, sp: bool, fp8: str, bias: bool) -> list[Tensor]:
+    """The same by two emulated layers; this rank's part of each tensor, put together again."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megavlm.parallel.dims import Dims
+    from megavlm.parallel.groups import build_groups, destroy_groups
+    from megavlm.precision.emulated import COLUMN, ROW
+
+    destroy_groups()
+    groups = build_groups(Dims(tp=tp, pp=1, vpp=1, dp=1), tied_owners=(), seed=1, timeout_minutes=1)
+    rank = groups.tp.rank()
+    config = TransformerConfig(
+        num_layers=1, hidden_size=K, num_attention_heads=2, tensor_model_parallel_size=tp, sequence_parallel=sp
+    )
+    x, first, second, b, grad = _numbers()
+    common = {"config": config, "init_method": lambda w: w, "tp_group": groups.tp, "is_expert": False}
+    one = COLUMN[fp8](K, M, bias=bias, gather_output=False, **common)
+    two = ROW[fp8](M, K, bias=False, input_is_parallel=True, skip_bias_add=True, **common)
+    part = M // tp
+    rows = slice(rank * part, (rank + 1) * part)
+    with torch.no_grad():
+        one.weight.copy_(first[rows])
+        two.weight.copy_(second[:, rows])
+        if bias:
+            one.bias.copy_(b[rows])
+    share = slice(rank * S // tp, (rank + 1) * S // tp) if sp else slice(None)
+    mine = x[share].clone().requires_grad_()
+    y = two(one(mine)[0])[0]
+    y.backward(grad[share])
+    bias_grad = one.bias.grad if bias else torch.zeros(part)
+    whole = [_joined(y.detach(), groups, 0 if sp else None), _joined(mine.grad, groups, 0 if sp else None)]
+    whole += [_joined(t, groups, dim) for t, dim in ((one.weight.grad, 0), (two.weight.grad, 1), (bias_grad, 0))]
+    return whole
+
+
+def _joined(tensor: Tensor, groups, dim: int | None) -> Tensor:
+    import torch.distributed as dist
+
+    if dim is None:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(groups.tp.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=groups.tp)
+    return torch.cat(parts, dim)
+
+
+@pytest.mark.parametrize(
+    ("tp", "sp", "fp8", "bias"),
+    [(1, False, "hybrid", True), (2, True, "hybrid", True), (2, False, "e4m3", True), (2, True, "e4m3", False)],
+)
+def test_products_are_of_rounded_operands_at_any_layout(pools: Pools, tp: int, sp: bool, fp8: str, bias: bool) -> None:
+    expected = _reference(fp8, bias)
+    for results in pools(tp).run(_emulated, tp, sp, fp8, bias):
+        for name, ours, theirs in zip(("y", "dx", "dw1", "dw2", "db"), results, expected, strict=True):
+            if name != "db" or bias:
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+BF16 = [*SMALL, "--no-save", "--precision", "bf16"]
+FP8 = [*BF16, *"--fp8 hybrid --first-last-layers-bf16".split()]
+
+
+def test_a_run_in_fp8_differs_from_bf16_and_learns(pools: Pools, tmp_path: Path) -> None:
+    short = "--train-iters 6 --lr-decay-iters 20".split()
+    pools(1).run(train, [*BF16, *short], str(tmp_path / "bf16"))
+    pools(1).run(train, [*FP8, *short], str(tmp_path / "fp8"))
+    high, low = metrics(tmp_path / "bf16"), metrics(tmp_path / "fp8")
+    assert [record["loss"] for record in low] != [record["loss"] for record in high]
+    assert low[-1]["loss"] == pytest.approx(high[-1]["loss"], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world, layout", [(1, ""), (2, "--tp 2"), (4, "--tp 2 --pp 2")])
+def test_200_steps_stay_within_a_hundredth_of_bf16(pools: Pools, tmp_path: Path, world: int, layout: str) -> None:
+    long = "--train-iters 200 --seq-length 32 --fp8-parts language vision --vision-ffn-hidden-size 64".split()
+    pools(world).run(train, [*BF16, *long[:4], *long[7:], *layout.split()], str(tmp_path / "bf16"))
+    pools(world).run(train, [*BF16, *long, "--fp8", "hybrid", *layout.split()], str(tmp_path / "fp8"))
+    high, low = metrics(tmp_path / "bf16"), metrics(tmp_path / "fp8")
+    means = [sum(r["loss"] for r in records[-20:]) / 20 for records in (low, high)]
+    assert means[0] == pytest.approx(means[1], rel=0.01)
+    assert high[-1]["loss"] < 0.9 * high[0]["loss"]
+
+
+def test_what_a_cpu_cannot_emulate_is_one_line(pools: Pools, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="--fp8-recipe blockwise needs Transformer Engine"):
+        pools(1).run(train, [*BF16, *"--fp8 hybrid --fp8-recipe blockwise".split()], str(tmp_path / "a"))
