@@ -69,8 +69,8 @@ def shapes(*, small: bool) -> list[Shape]:
     toy_llava, toy_qwen = _toy(llava), _toy(qwen)
     toy_llava = replace(toy_llava, vision=replace(toy_llava.vision, image_size=56))
     return [
-        _shape("LLaVA toy", toy_llava, ((56, 56),) * 3, 40, llava_config, llava_inputs),
-        _shape("Qwen2.5-VL toy", toy_qwen, ((168, 112), (112, 140), (56, 84)), 40, qwen_config, qwen_inputs),
+        _shape("LLaVA toy", toy_llava, ((56, 56),) * 3, 48, llava_config, llava_inputs),
+        _shape("Qwen2.5-VL toy", toy_qwen, ((168, 112), (112, 140), (56, 84)), 48, qwen_config, qwen_inputs),
     ]
 
 
