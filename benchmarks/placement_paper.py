@@ -11,10 +11,10 @@ that balances FLOPs. Each column is how many times faster colocated is than glue
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megavlm.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from megavlm.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, Hardware
 from megavlm.planner.layers import EMBEDDING, layer_names
@@ -89,15 +89,17 @@ def run_of(layout: Layout, count: int, side: int, micro_batches: int) -> Config:
 
 
 def gains(config: Config, layout: Layout, hardware: Hardware) -> Gains:
-    def seconds(**parallel: object) -> float:
-        changed = replace(config, parallel=replace(config.parallel, **parallel))
+    def seconds(parallel: ParallelConfig) -> float:
+        changed = replace(config, parallel=parallel)
         return predict(changed, dims_of(changed, world=layout.tp * layout.pp), hardware).seconds
 
-    colocated = seconds(placement="colocated")
-    return Gains(seconds(pipeline_cuts=glued(config.model, layout.pp)) / colocated, seconds() / colocated)
+    even = config.parallel
+    colocated = seconds(replace(even, placement="colocated"))
+    in_first = seconds(replace(even, pipeline_cuts=glued(config.model, layout.pp)))
+    return Gains(in_first / colocated, seconds(even) / colocated)
 
 
-def glued(model: ModelConfig, stages: int) -> Sequence[int]:
+def glued(model: ModelConfig, stages: int) -> tuple[int, ...]:
     """Cuts that divide the language layers evenly and leave the encoder to the first stage."""
     first = layer_names(model).index(EMBEDDING) + 1
     return tuple(first + model.language.num_layers * stage // stages for stage in range(1, stages))
