@@ -1,0 +1,98 @@
+"""Classes with the interfaces of megatron-core's Transformer Engine wrappers, computing with torch.
+
+What they check is what Transformer Engine checks or takes for granted; names of parameters are its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor, nn
+
+from megavlm.model.attention import CoreAttention
+from megavlm.model.norm import Norm
+
+
+class _Pickles:
+    """Extra state as Transformer Engine has it: pickled bytes, which must never be loaded."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.frombuffer(bytearray(pickle.dumps({"scale": 1.0})), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state is None, "extra state was written to a checkpoint"
+
+
+class TEColumnParallelLinear(_Pickles, ColumnParallelLinear):
+    pass
+
+
+class TERowParallelLinear(_Pickles, RowParallelLinear):
+    pass
+
+
+class TELayerNormColumnParallelLinear(_Pickles, ColumnParallelLinear):
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        norm = Norm(config, input_size, config.layernorm_epsilon)
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight = norm.weight
+        if norm.bias is not None:
+            self.layer_norm_bias = norm.bias
+
+    def forward(self, x: Tensor) -> Any:
+        if self.config.normalization == "LayerNorm":
+            x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        else:
+            x = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
+        return super().forward(x)
+
+
+class TEDotProductAttention(nn.Module):
+    """Takes packed sequences as [T, heads, D] alone, with the longest one's length, and its masks by name."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(
+        self, config: Any, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str, **kwargs: Any
+    ) -> None:
+        super().__init__()
+        assert {"tp", "cp"} <= set(vars(kwargs["pg_collection"]))
+        self.inside = CoreAttention(config, layer_number, attn_mask_type, attention_type)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        packing = packed_seq_params
+        self.calls.append("sbhd" if packing is None else packing.qkv_format)
+        if packing is None:
+            return self.inside(query, key, value, attn_mask_type=attn_mask_type)
+        assert packing.qkv_format == "thd"
+        assert query.dim() == key.dim() == value.dim() == 3
+        assert packing.cu_seqlens_q[-1] == query.shape[0]
+        assert packing.max_seqlen_q == packing.max_seqlen_kv == int(packing.cu_seqlens_q.diff().max())
+        rows = (x.unsqueeze(1) for x in (query, key, value))
+        return self.inside(*rows, attn_mask_type=attn_mask_type, packed_seq_params=packing)[:, 0]
+
+
+EXTENSION = SimpleNamespace(
+    TENorm=Norm,
+    TEColumnParallelLinear=TEColumnParallelLinear,
+    TERowParallelLinear=TERowParallelLinear,
+    TELayerNormColumnParallelLinear=TELayerNormColumnParallelLinear,
+    TEDotProductAttention=TEDotProductAttention,
+)

@@ -1,0 +1,150 @@
+"""Layers of Transformer Engine's parts, with stand-ins for its classes: same names in checkpoints, initial weights,
+losses and gradients as torch's, packed or not. Its kernels are for `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import megatron.core.extensions
+import pytest
+
+from megavlm.config.schema import Config, LoraConfig
+from megavlm.data.source import batch_of, batch_of_rows
+from megavlm.model import modules, te
+from megavlm.model.modules import fp8_fields
+from megavlm.model.weights import initialize, named_shards
+from megavlm.planner.layers import layer_names
+from tests.parity.harness import Single
+from tests.parity.stand_ins import EXTENSION, TEDotProductAttention, TELayerNormColumnParallelLinear
+from tests.parity.test_packing import VOCABULARY, base, samples_of, trained
+
+RICH = replace(
+    base(qk_norm=True, add_qkv_bias=True),
+    model=replace(
+        base(qk_norm=True, add_qkv_bias=True).model,
+        vision=replace(
+            base().model.vision, qk_norm="full", layer_scale=True, activation="quick_gelu", add_qkv_bias=False
+        ),
+    ),
+)
+ADAPTED = replace(base(), lora=LoraConfig(rank=2))
+CONFIGS = {"plain": base(), "rich": RICH, "adapted": ADAPTED}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Chooses Transformer Engine, with stand-ins in its place, once called."""
+
+    def choose() -> None:
+        monkeypatch.setattr(modules, "implementation", lambda config: "te")
+        monkeypatch.setattr(megatron.core.extensions, "transformer_engine", EXTENSION, raising=False)
+
+    return choose
+
+
+def global_name(local: str) -> str:
+    for inside, outside in te._FUSED.items():
+        local = local.replace(inside, outside)
+    return local
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single: Single, engine: Any) -> None:
+    config = CONFIGS[name]
+    ours = build(config, single)
+    engine()
+    theirs = build(config, single)
+    shards = [{(s.key, s.global_offset): s for s in named_shards(chunk)} for chunk in (ours, theirs)]
+    assert shards[0].keys() == shards[1].keys()
+    for key, shard in shards[0].items():
+        assert shard.data.equal(shards[1][key].data), key
+
+    fused = isinstance(theirs.parts["language.layers.0"].mlp.linear_fc1, TELayerNormColumnParallelLinear)
+    assert fused == (name != "adapted")  # adapters read what the norm writes
+    source, samples = samples_of(config, (140, 132, 125, 140))
+    rows = [samples[:2], samples[2:]]
+    alone = batch_of(source, [samples[0]], seq_length=144, with_patches=True)
+    packed = batch_of_rows(source, rows, seq_length=288, with_patches=True)
+    for batch, format in ((alone, "sbhd"), (packed, "thd")):
+        loss, gradients = trained(ours, [batch])
+        TEDotProductAttention.calls.clear()
+        found, found_gradients = trained(theirs, [batch])
+        assert TEDotProductAttention.calls == ["thd"] * 2 + [format] * 2  # images are packed anyhow
+        assert found == pytest.approx(loss, rel=1e-6)
+        named = {global_name(local): gradient for local, gradient in found_gradients.items()}
+        assert named.keys() == gradients.keys()
+        for key, gradient in gradients.items():
+            assert (named[key] - gradient).abs().max() <= 1e-5 * max(float(gradient.abs().max()), 1e-8), key
+
+
+def test_weights_go_from_one_to_the_other_without_pickles(single: Single, engine: Any) -> None:
+    ours = build(base(), single)
+    engine()
+    theirs = build(base(), single)
+    state = {global_name(name): param + 1 for name, param in theirs.named_parameters()}
+    ours.load_state_dict(state)
+    renamed = {name: state[global_name(name)] for name, _ in theirs.named_parameters()}
+    theirs.load_state_dict(renamed)  # without the stand-ins' extra state, which refuses to be anything
+    assert all(param.equal(renamed[name]) for name, param in theirs.named_parameters())
+
+
+def build(config: Config, single: Single) -> Any:
+    chunk = single.chunk(config, layer_names(config.model), vocab_size=VOCABULARY)
+    initialize(chunk, config, vocab_size=VOCABULARY)
+    return chunk
+
+
+def in_fp8(recipe: str, **train: Any) -> Config:
+    config = base()
+    return replace(config, train=replace(config.train, precision="bf16", fp8="hybrid", fp8_recipe=recipe, **train))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # Each layer is a region of its own, or none at all.
+        (in_fp8("tensorwise"), "v0 v1 [ l0 ] [ l1 ]"),
+        (in_fp8("tensorwise", first_last_layers_bf16=True, num_layers_at_end_in_bf16=0), "v0 v1 l0 [ l1 ]"),
+        # One region holds all layers; those in high precision are exempt.
+        (in_fp8("delayed"), "[ ( v0 ) ( v1 ) l0 l1 ]"),
+        (in_fp8("delayed", fp8_parts=("vision", "language")), "[ v0 v1 l0 l1 ]"),
+    ],
+)
+def test_fp8_regions(config: Config, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def region(begin: str, end: str) -> Any:
+        events.append(begin)
+        yield
+        events.append(end)
+
+    monkeypatch.setattr(te, "_fp8_region", lambda layer_config: region("[", "]"))
+    monkeypatch.setattr(te, "_high_region", lambda: region("(", ")"))
+    execution = te.Fp8Execution(config)
+    layer = SimpleNamespace(config=None)
+    names = [name for name in layer_names(config.model) if ".layers." in name]
+    with execution.chunk([(name, layer) for name in names]):
+        for name in names:
+            with execution.layer(name, layer):
+                events.append(name[0] + name[-1])
+    assert " ".join(events) == expected
+    assert isinstance(execution.chunk([]), nullcontext)
+
+
+def test_megatron_core_hears_of_fp8_where_its_kernels_run(engine: Any) -> None:
+    config = in_fp8("delayed", fp8_margin=2)
+    assert fp8_fields(config, "language") == {}
+    engine()
+    assert fp8_fields(config, "vision") == {}
+    assert fp8_fields(config, "language") == {
+        "fp8": "hybrid",
+        "fp8_recipe": "delayed",
+        "fp8_margin": 2,
+        "fp8_amax_history_len": 1024,
+        "fp8_amax_compute_algo": "max",
+    }
