@@ -98,11 +98,7 @@ def run_config(shape: Shape, *, precision: str) -> Config:
         precision="bf16" if precision == "fp8" else precision,  # type: ignore[arg-type]
     )
     config = Config(model=shape.model, train=train, optimizer=OPTIMIZER)
-    if precision != "fp8":
-        return config
-    if not hasattr(train, "fp8"):
-        raise RuntimeError("this version has no --fp8")
-    return with_values(config, {("train", "fp8"): "hybrid"})
+    return with_values(config, {("train", "fp8"): "hybrid"}) if precision == "fp8" else config
 
 
 def samples_of(shape: Shape) -> list[Sample]:

@@ -165,9 +165,13 @@ class _Ours(_Side):
     def build(self, shape: gpu_model.Shape, task: dict[str, Any], watch: Watch) -> Callable[[], float]:
         from megavlm.parallel.groups import build_groups, destroy_groups, start
         from megavlm.planner.plan import dims_of, make_plan
+        from megavlm.precision.device import check_device, emulates_fp8
         from megavlm.train.engine import build_engine
 
         config = gpu_model.run_config(shape, precision=task["precision"])
+        check_device(config)
+        if self.on_gpu and emulates_fp8(config):
+            raise RuntimeError("without Transformer Engine FP8 would be emulated")
         start(self.backend.communication, timeout_minutes=5)
         destroy_groups()
         plan = make_plan(config, dims_of(config, world=1))

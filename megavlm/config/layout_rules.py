@@ -195,7 +195,7 @@ def graphs_can_be_captured(config: Config) -> str | None:
         ),
         "weights that come and go: use --data-parallel-sharding optimizer": shards_gradients(config),
         "offloaded activations: leave --offload activations out": "activations" in parallel.offload,
-        "FP8, whose scales are made anew: use --fp8 none": getattr(config.train, "fp8", "none") != "none",
+        "FP8, whose scales are made anew: use --fp8 none": config.train.fp8 != "none",
         "gathering parameters meanwhile: leave --overlap-param-gather out": bool(parallel.overlap_param_gather),
     }
     return next((f"--cuda-graphs excludes {what}" for what, given in conflicts.items() if given), None)

@@ -33,5 +33,5 @@ def mfu(tflops_per_device: float, peak: float | None) -> float | None:
 
 def peak_of_run(device_name: str, config: Config) -> float | None:
     """The peak that a run's MFU is a share of, TFLOP/s: FP8's where any of its products are in FP8."""
-    fp8 = getattr(config.train, "fp8", "none") != "none"
+    fp8 = config.train.fp8 != "none"
     return peak_tflops(device_name, "fp8" if fp8 else config.train.precision)

@@ -28,7 +28,7 @@ def start_user_buffers(config: Config, backend: Backend) -> None:
             "--tp-comm-overlap needs Transformer Engine: pip install -e '.[gpu]', or leave it out"
         ) from error
     train, modes = config.train, engine.UserBufferQuantizationMode
-    in_fp8 = getattr(train, "fp8", "none") != "none"
+    in_fp8 = train.fp8 != "none"
     try:
         engine.initialize_ub(
             [train.seq_length * train.micro_batch_size, config.model.language.hidden_size],

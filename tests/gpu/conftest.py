@@ -51,12 +51,6 @@ def transformer_engine(world: Any) -> Any:
     return module
 
 
-def require_option(section: Any, name: str) -> None:
-    """Skip where this version of megavlm has no such option."""
-    if not hasattr(section, name):
-        pytest.skip(f"this version has no --{name.replace('_', '-')}")
-
-
 def require_fp8(world: Any) -> None:
     """Skip where the device has no FP8 units."""
     capability = (0, 0) if world.is_cpu else torch.cuda.get_device_capability(world.device)

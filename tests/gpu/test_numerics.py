@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.gpu import model
-from tests.gpu.conftest import require_fp8, require_option
+from tests.gpu.conftest import require_fp8
 
 # bf16 rounds to 2^-9 of a value; some forty operations lie between a weight and its gradient, whose errors add up like
 # a random walk: √40 · 2^-9 = 1.2 %. Twice that is allowed.
 BF16 = 0.025
+TORCH = ("--transformer-impl", "torch")
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +25,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
 
 def test_fp32_is_the_cpus(world: Any, expected: Mapping[str, Tensor]) -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
-    found = model.results(torch_layers(), world)
+    found = model.results(TORCH, world)
     assert abs(found["loss"] / expected["loss"] - 1) < 1e-5
     assert model.distance(found, expected, "logits") < 1e-4
     assert model.distance(found, expected, "gradient") < 1e-4
 
 
 def test_bf16_is_near_fp32(world: Any, expected: Mapping[str, Tensor]) -> None:
-    found = model.results([*torch_layers(), "--precision", "bf16"], world)
+    found = model.results([*TORCH, "--precision", "bf16"], world)
     assert abs(found["loss"] / expected["loss"] - 1) < 1e-3
     assert 1e-4 < model.distance(found, expected, "logits") < BF16
     assert 1e-4 < model.distance(found, expected, "gradient") < BF16
@@ -41,9 +42,7 @@ def test_transformer_engine_is_as_near_fp32_as_torch(
     world: Any, transformer_engine: Any, expected: Mapping[str, Tensor]
 ) -> None:
     """Fused kernels round in other places: twice torch's distance is allowed, and no more than bf16's."""
-    train = model.config_of([]).train
-    require_option(train, "transformer_impl")
-    torchs = model.results(["--transformer-impl", "torch", "--precision", "bf16"], world)
+    torchs = model.results([*TORCH, "--precision", "bf16"], world)
     engines = model.results(["--transformer-impl", "te", "--precision", "bf16"], world)
     assert not torch.equal(torchs["logits 0"], engines["logits 0"]), "both sides ran the same layers"
     for kind in ("logits", "gradient"):
@@ -53,14 +52,7 @@ def test_transformer_engine_is_as_near_fp32_as_torch(
 
 def test_fp8_is_near_bf16_in_one_step(world: Any, transformer_engine: Any, expected: Mapping[str, Tensor]) -> None:
     """E4M3 rounds to 2^-4 of a value: forty roundings, all products' and so fewer than bf16's, come to 20 % at most."""
-    train = model.config_of([]).train
-    require_option(train, "fp8")
     require_fp8(world)
     found = model.results(["--transformer-impl", "te", "--precision", "bf16", "--fp8", "hybrid"], world)
     assert abs(found["loss"] / expected["loss"] - 1) < 0.01
     assert BF16 / 10 < model.distance(found, expected, "logits") < 0.2
-
-
-def torch_layers() -> list[str]:
-    """The flags that choose torch's layers, where there is a choice."""
-    return ["--transformer-impl", "torch"] if hasattr(model.config_of([]).train, "transformer_impl") else []

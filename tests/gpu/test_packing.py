@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tests.gpu import model
-from tests.gpu.conftest import require_option
 from tests.gpu.test_numerics import BF16
 
 
@@ -23,12 +22,9 @@ def test_a_packed_row_trains_as_its_samples_do(layers: str, world: Any, request:
         source, samples = model.samples_of(config)
         return [batch_of(source, [sample], seq_length=256, with_patches=True) for sample in samples]
 
-    flags = ["--precision", "bf16"]
     if layers == "te":
         request.getfixturevalue("transformer_engine")
-        require_option(model.config_of([]).train, "transformer_impl")
-    if hasattr(model.config_of([]).train, "transformer_impl"):
-        flags += ["--transformer-impl", layers]
+    flags = ["--precision", "bf16", "--transformer-impl", layers]
     packed = model.results(flags, world)
     alone = model.results(flags, world, batches=apart)
     assert abs(packed["loss"] / alone["loss"] - 1) < 1e-3

@@ -15,7 +15,7 @@ import torch
 
 from tests.dist.training import metrics, train
 from tests.gpu import model
-from tests.gpu.conftest import require_fp8, require_option
+from tests.gpu.conftest import require_fp8
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -62,7 +62,6 @@ def test_batches_without_images_pass(tmp_path: Path) -> None:
 
 def test_fp8_loss_is_within_a_hundredth_of_bf16s(world: Any, transformer_engine: Any, tmp_path: Path) -> None:
     """200 steps of the demo, whose loss falls all the while: means over 25 steps each."""
-    require_option(model.config_of([]).train, "fp8")
     require_fp8(world)
     train(DEMO.split(), str(tmp_path / "bf16"))
     train([*DEMO.split(), "--fp8", "hybrid"], str(tmp_path / "fp8"))
@@ -122,8 +121,7 @@ def test_cuda_graphs_change_no_number(world: Any, tmp_path: Path) -> None:
     if world.is_cpu:
         pytest.skip("CUDA graphs need a CUDA device")
     argv = [*model.MODEL, "--train-iters", "5", "--global-batch-size", "4", "--precision", "bf16", "--no-save"]
-    if hasattr(model.config_of([]).train, "transformer_impl"):
-        argv += ["--transformer-impl", "torch"]
+    argv += ["--transformer-impl", "torch"]
     train(argv, str(tmp_path / "plain"))
     train([*argv, "--cuda-graphs"], str(tmp_path / "graphs"))
     plain, graphs = metrics(tmp_path / "plain"), metrics(tmp_path / "graphs")

@@ -320,6 +320,7 @@ LAYOUT = (
     Mistake("--cuda-graphs --tp 2", "--cuda-graphs", "use --tp 1", "--tp 1", 2),
     Mistake("--cuda-graphs --pp 2", "--cuda-graphs", "use --pp 1", "--pp 1", 2),
     Mistake("--cuda-graphs --recompute-granularity full", "--cuda-graphs", "none", "--recompute-granularity none"),
+    Mistake("--cuda-graphs --precision bf16 --fp8 hybrid", "--cuda-graphs", "--fp8 none", "--fp8 none"),
     Mistake("--cuda-graphs --hidden-dropout 0.1", "--cuda-graphs", "dropout", "--hidden-dropout 0"),
     Mistake(
         "--cuda-graphs --overlap-param-gather --overlap-grad-reduce",

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,5 +21,5 @@ def test_a_run_is_measured_against_the_peak_of_its_precision() -> None:
     config = Config(train=TrainConfig(precision="bf16"))
     assert peak_of_run("NVIDIA H200", config) == 989
     assert peak_of_run("NVIDIA H200", replace(config, train=TrainConfig(precision="fp32"))) is None
-    in_fp8 = SimpleNamespace(train=SimpleNamespace(precision="bf16", fp8="hybrid"))
-    assert peak_of_run("NVIDIA H200", in_fp8) == 1979  # type: ignore[arg-type]
+    in_fp8 = replace(config, train=TrainConfig(precision="bf16", fp8="hybrid"))
+    assert peak_of_run("NVIDIA H200", in_fp8) == 1979

@@ -44,9 +44,7 @@ def test_buffers_hold_the_language_states_of_a_micro_batch(engine: Any) -> None:
 
 
 def test_layers_in_fp8_have_buffers_beside_those_in_bf16(engine: Any) -> None:
-    plain = config()
-    fp8 = SimpleNamespace(**vars(plain.train) | {"fp8": "hybrid"})
-    start_user_buffers(SimpleNamespace(train=fp8, parallel=plain.parallel, model=plain.model), GPU)  # type: ignore[arg-type]
+    start_user_buffers(config("--fp8 hybrid"), GPU)
     assert engine.asked[0][2]["quantization_modes"] == ["none", "fp8"]
 
 
