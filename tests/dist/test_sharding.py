@@ -144,3 +144,18 @@ def test_ranks_that_share_hold_less(pools: Pools, tmp_path: Path):
     assert size["optimizer"] == pytest.approx(12 * parameters, rel=0.03)
     assert size["optimizer_gradients"] == pytest.approx(8 * parameters, rel=0.03)
     assert size["full"] == pytest.approx(8 * parameters, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("bf16", 2e-3), pytest.param("fp32", 1e-5, marks=pytest.mark.slow)]
+)
+def test_adapters_train_in_frozen_layers_that_ranks_share(
+    pools: Pools, tmp_path: Path, precision: str, tolerance: float
+):
+    """bf16: a layer's frozen weights are shared in bf16 and its adapters in fp32, gathered together."""
+    argv = [*SMALL, "--no-save", "--lora-rank", "4", "--freeze", "vision", "--precision", precision]
+    for kind in ("optimizer", "full"):
+        pools(2).run(train, [*argv, "--data-parallel-sharding", kind], str(tmp_path / kind))
+    for ours, theirs in zip(metrics(tmp_path / "full"), metrics(tmp_path / "optimizer"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * tolerance)
