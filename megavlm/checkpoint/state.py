@@ -28,12 +28,15 @@ from megavlm.checkpoint.optimizer import (
     sharded_optimizer_state,
 )
 from megavlm.config.lora import is_adapter
+from megavlm.config.precision_rules import fp8_in, layer_precision
 from megavlm.config.schema import Config, LoraConfig
 from megavlm.errors import UserError
+from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.groups import Groups
 from megavlm.planner.plan import Plan
+from megavlm.precision.history import history_of, prepare, restore, sharded_histories
 
 FORMAT = 1
 # Moments in the shape of their parameters, so that TP, PP and DP may all change.
@@ -69,6 +72,7 @@ def save(trained: Trained, position: Position, *, config: Config, plan: Plan, ro
     state = _sharded_state(trained, loading=False)
     state["position"] = asdict(position)
     state["loss_scale"] = loss_scale_state(trained.optimizer)
+    state["fp8"] = _sharded_histories(trained) if history_of(config) else {}
     with _quiet():
         dist_checkpointing.save(state, str(temporary), content_metadata=dict(_METADATA))
     if dist.get_rank() == 0:
@@ -89,10 +93,17 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     state = _sharded_state(trained, loading=True)
     if not same_layout:
         del state["random"]
+    history = history_of(config)
+    resumes_history = history is not None and summary.get("fp8") == history
+    if resumes_history:
+        _prepare_histories(trained, config)
+        state["fp8"] = _sharded_histories(trained)
     with _quiet():
         loaded = dist_checkpointing.load(state, str(folder))
     for index, chunk in enumerate(trained.chunks):
         chunk.load_state_dict(loaded[f"chunk{index}"])
+        if resumes_history:
+            restore(chunk, loaded["fp8"])
     load_optimizer_state(trained.optimizer, loaded["optimizer"])
     load_loss_scale(trained.optimizer, loaded.get("loss_scale"))
     position = Position(**loaded["position"])
@@ -189,6 +200,7 @@ def _summary(config: Config, plan: Plan, position: Position) -> dict[str, Any]:
         "plan": plan.to_json(),
         "model": _jsonable(asdict(config.model)),
         "lora": _jsonable(asdict(config.lora)),
+        "fp8": history_of(config),
         "data_parallel_sharding": config.parallel.data_parallel_sharding,
     }
 
@@ -212,6 +224,24 @@ def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
     parameters = {key: value for chunk in chunks.values() for key, value in chunk.items()}
     optimizer = sharded_optimizer_state(trained.optimizer, parameters, loading=loading, metadata=metadata)
     return {**chunks, "optimizer": optimizer, "random": _random_state()}
+
+
+def _sharded_histories(trained: Trained) -> dict[str, Any]:
+    replica = trained.groups.at.dp * trained.groups.dims.tp + trained.groups.at.tp
+    return {key: entry for chunk in trained.chunks for key, entry in sharded_histories(chunk, replica=replica).items()}
+
+
+def _prepare_histories(trained: Trained, config: Config) -> None:
+    from megatron.core.fp8_utils import get_fp8_recipe  # there only with Transformer Engine
+
+    of_part = language_config if fp8_in("language", config) else vision_config
+    fp8_config = of_part(config, tp=trained.groups.dims.tp)
+    for chunk in trained.chunks:
+        prepare(
+            chunk,
+            runs_in_fp8=lambda name: layer_precision(".".join(name.split(".")[:3]), config) == "fp8",
+            recipe=lambda: get_fp8_recipe(fp8_config),
+        )
 
 
 def _random_state() -> ShardedObject:

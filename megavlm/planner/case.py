@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from megavlm.config import overlapped, sequence_parallel
+from megavlm.config.precision_rules import layer_precision
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.model.flops import Workload
 from megavlm.parallel.dims import Dims
@@ -35,6 +36,7 @@ class Case:
     overlap_grad_reduce: bool = False
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
+    fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
     on_gpu: bool = False  # a CPU computes RMS norms in steps and keeps them, and keeps what stages have sent
 
     @property
@@ -102,6 +104,7 @@ def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
         overlap_grad_reduce=bool(overlapped(config, on_gpu=on_gpu, dp=dims.dp).parallel.overlap_grad_reduce),
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
         trained=trained_layers(config),
+        fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),
         on_gpu=on_gpu,
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megavlm.model.flops import layer_cost
 from megavlm.planner.activations import FP32, hidden_bytes, saved_bytes
 from megavlm.planner.case import Case, Recompute
-from megavlm.planner.hardware import Hardware, Link, Rates
+from megavlm.planner.hardware import Hardware, Link, Rates, fp8_speed, scaled
 from megavlm.planner.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, PROJECTOR, VISION_LAYER
 from megavlm.planner.parameters import local_parameters
 
@@ -28,6 +28,8 @@ class Seconds:
 
 def layer_seconds(name: str, case: Case, hardware: Hardware, recompute: Recompute = "none") -> Seconds:
     """Forward and backward of a layer; `recompute` adds what is computed anew to the backward pass."""
+    if name in case.fp8:
+        hardware = scaled(hardware, products=fp8_speed(hardware))
     index = case.names.index(name)
     reached, trained, tp = case.gradient_reaches[index], case.trains(name), case.dims.tp
     cost = layer_cost(name, case.model, case.work)

@@ -169,6 +169,15 @@ def scaled(hardware: Hardware, *, products: float) -> Hardware:
     )
 
 
+def fp8_speed(hardware: Hardware) -> float:
+    """How many times as fast products are in FP8 as in bf16, by the data sheets' peaks; nothing is measured.
+
+    1 where there are no FP8 units, or none are known of.
+    """
+    fp8, half = peak_tflops(hardware.name, "fp8"), peak_tflops(hardware.name, "bf16")
+    return fp8 / half if hardware.on_gpu and fp8 and half else 1.0
+
+
 def for_precision(hardware: Hardware, precision: str) -> Hardware:
     """GPU profiles are in bf16: fp32 runs its products on TF32 units at best, half as fast."""
     return scaled(hardware, products=0.5) if hardware.on_gpu and precision == "fp32" else hardware

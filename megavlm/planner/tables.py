@@ -85,7 +85,13 @@ def _kind(case: Case, index: int) -> tuple[object, ...]:
     name = case.names[index]
     stem, _, number = name.rpartition(".")
     windowed = name.startswith(VISION_LAYER) and attends_in_windows(case.model.vision, int(number))
-    return (stem if number.isdigit() else name, windowed, case.trains(name), case.gradient_reaches[index])
+    return (
+        stem if number.isdigit() else name,
+        windowed,
+        case.trains(name),
+        case.gradient_reaches[index],
+        name in case.fp8,
+    )
 
 
 def _prefix(values: Sequence[float]) -> Array:

@@ -1,0 +1,37 @@
+"""FP8 speeds up the products of its own layers, by the ratio of the device's peaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megavlm.config.cli import parse
+from megavlm.parallel.dims import Dims
+from megavlm.planner.case import case_of
+from megavlm.planner.cost import features_of, layer_seconds
+from megavlm.planner.hardware import PROFILES, fp8_speed
+from megavlm.planner.tables import layer_tables
+
+FIRST_LAST = "--precision bf16 --fp8 hybrid --first-last-layers-bf16"
+ONE = Dims(tp=1, pp=1, vpp=1, dp=1)
+
+
+def test_only_products_of_fp8_layers_are_faster() -> None:
+    h100 = PROFILES["h100"]
+    high = case_of(parse(["--precision", "bf16"]), ONE, on_gpu=True)
+    low = case_of(parse(FIRST_LAST.split()), ONE, on_gpu=True)
+    assert low.fp8 == {"language.layers.1", "language.layers.2"}
+    for name in low.names:
+        before, after = layer_seconds(name, high, h100).forward, layer_seconds(name, low, h100).forward
+        products = features_of(name, low)[0] / h100.forward.matmul
+        saved = products * (1 - 1 / fp8_speed(h100)) if name in low.fp8 else 0.0
+        assert before - after == pytest.approx(saved, rel=1e-6, abs=1e-15), name
+    # Layers are measured by kind: kept ones are another kind.
+    forward = layer_tables(low, h100).forward
+    times = dict(zip(low.names, forward[1:] - forward[:-1], strict=True))
+    assert times["language.layers.0"] > times["language.layers.1"]
+    assert forward[-1] == pytest.approx(sum(layer_seconds(name, low, h100).forward for name in low.names))
+
+
+def test_devices_without_fp8_units_gain_nothing() -> None:
+    assert fp8_speed(PROFILES["a100"]) == fp8_speed(PROFILES["cpu"]) == 1
+    assert fp8_speed(PROFILES["h200"]) == pytest.approx(2, rel=1e-3)
