@@ -7,6 +7,7 @@ pass, into an fp32 sum. ZeRO-3 lets gathered parameters go after each pass, ZeRO
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,6 +50,8 @@ class FullyShardedChunk(_BaseDataParallel):
         self.trained = {name: param for name, param in chunk.named_parameters() if param.requires_grad}
 
     def _shard(self, chunk: VLMChunk, *, keeps_whole: bool) -> None:
+        # It warns of operations in place on what a part returns as a view; nothing here does such a thing.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view")
         device = next(chunk.parameters()).device.type
         mesh = DeviceMesh.from_group(self.groups.shard, device)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
