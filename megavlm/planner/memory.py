@@ -31,7 +31,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(astuple(self))
+        return float(sum(vars(self).values()))
 
     @property
     def standing(self) -> float:
@@ -39,7 +39,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: Memory) -> Memory:
-        return Memory(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Memory(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 def standing(name: str, case: Case, *, copies_vocabulary: bool = False) -> Memory:

@@ -7,7 +7,7 @@ Sources: GPipe (Huang et al. 2019); 1F1B (Narayanan et al. 2019, PipeDream-Flush
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -90,12 +90,18 @@ def _zero_bubble(count: int, rank: int, pp: int) -> tuple[Pass, ...]:
     return (*order, *(Pass(WEIGHT, rank, micro) for micro in range(max(0, count - rank), count)))
 
 
+_ROUNDS = 4  # of PP micro-batches, after which forwards and backwards take turns and nothing new is held
+
+
 @lru_cache(maxsize=1024)
 def peak_in_flight(shape: Shape) -> tuple[tuple[int, ...], ...]:
     """Of each rank: the largest number of micro-batches whose activations each of its chunks holds at once.
 
     Where a rank has several chunks, the counts are those at the moment when their sum is largest.
     """
+    enough = _ROUNDS * shape.pp
+    if shape.schedule in ("1f1b", "interleaved") and shape.micro_batches > enough:
+        return peak_in_flight(replace(shape, micro_batches=enough))
     release = WEIGHT if shape.schedule == "zb-h1" else BACKWARD
     peaks = []
     for rank, order in enumerate(orders(shape)):

@@ -125,21 +125,24 @@ class _Search:
         tables, m, n = self.tables, self.shape.micro_batches, self.tables.count
         places = np.arange(n + 1)
         rising = places[None, :] > places[:, None]
-        seconds, standing = _spans(tables.forward), _spans(tables.standing)
+        standing = _spans(tables.standing)
         kept = np.zeros(n + 1) if tables.case.on_gpu else tables.boundary
-        worst = {mode: _largest(values.transient) for mode, values in tables.modes.items()}
+        modes = [
+            (
+                np.where(rising, _spans(tables.forward + values.backward), np.inf),
+                standing + _largest(values.transient),
+                _spans(values.saved),
+            )
+            for values in tables.modes.values()
+        ]
         rest = [np.where(places == n, 0.0, np.inf)]
         for k in range(1, self.shape.chunks + 1):
             index = self.shape.chunks - k
             held = self._held[index % self.shape.pp][index // self.shape.pp]
-            chunk = np.full((n + 1, n + 1), np.inf)
-            for mode, values in tables.modes.items():
-                size = standing + held * (_spans(values.saved) + (kept[None, :] if k > 1 else 0.0)) + worst[mode]
-                took = seconds + _spans(values.backward)
-                chunk = np.where(rising & (size <= self.cap), np.minimum(chunk, took), chunk)
-            passing = chunk + 2 * tables.transfer[None, :] + rest[-1][None, :]
-            after = np.maximum(m * chunk, passing)
-            rest.append(np.where(np.isfinite(rest[-1])[None, :], after, np.inf).min(axis=1))
+            room = self.cap - held * (kept if k > 1 else np.zeros(n + 1))
+            fitting = [np.where(fixed + held * saved <= room, took, np.inf) for took, fixed, saved in modes]
+            chunk = fitting[0] if len(fitting) == 1 else np.minimum.reduce(fitting)
+            rest.append(np.maximum(m * chunk, chunk + (2 * tables.transfer + rest[-1])).min(axis=1))
         return rest
 
     def _choices(self, index: int, start: int, reach: float) -> Iterator[tuple[float, int, Recompute, float]]:

@@ -44,7 +44,7 @@ def report(outcome: Outcome) -> str:
             "",
             f"{outcome.tried} layouts, {outcome.simulated} simulated, {len(outcome.rejected)} cannot run:",
             *reasons(outcome.rejected),
-            "  context parallelism above 1 and ZeRO above stage 1 are not tried: they cannot run yet",
+            "  context parallelism above 1 is not tried: it cannot run yet",
         ]
     )
 

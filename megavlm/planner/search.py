@@ -17,12 +17,14 @@ from megavlm.model.flops import step_flops
 from megavlm.parallel.dims import Dims
 from megavlm.planner.candidates import Candidate, Space, candidates
 from megavlm.planner.case import Case, Sharding, case_of, times
+from megavlm.planner.cost import held_parameters, trained_parameters
 from megavlm.planner.hardware import Hardware, for_precision
 from megavlm.planner.memory import batch_bytes
+from megavlm.planner.orders import peak_in_flight
 from megavlm.planner.partition import NoPartition, Partition, best_partition, play
 from megavlm.planner.plan import typical_workload
-from megavlm.planner.step import Encoder, Step, colocated_encoder, encoder_layers, step_of
-from megavlm.planner.tables import LayerTables, layer_tables
+from megavlm.planner.step import Encoder, Step, colocated_encoder, encoder_layers, least_ending, step_of
+from megavlm.planner.tables import LayerTables, layer_tables, sharded
 from megavlm.planner.timeline import Timeline
 
 GIB = 2**30
@@ -71,8 +73,7 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
     asked = config.parallel.vision_tensor_model_parallel_size
     for number, wanted in enumerate(candidates(world, space, vision_tp=asked)):
         tried += 1
-        candidate = judge.with_fitting_encoder(wanted)
-        reason = judge.complaint(candidate)
+        candidate, reason = judge.with_fitting_encoder(wanted)
         if reason:
             rejected.append(Rejected(candidate, reason))
         else:
@@ -123,6 +124,7 @@ class _Judge:
         self.images = round(sum(config.data.images_per_sample) / max(1, len(config.data.images_per_sample)))
         self._rules = lru_cache(maxsize=None)(self._breaks_rule)
         self._tables = lru_cache(maxsize=None)(self._make_tables)
+        self._parameters = lru_cache(maxsize=None)(self._count_parameters)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
 
     def complaint(self, candidate: Candidate) -> str | None:
@@ -132,55 +134,77 @@ class _Judge:
         tables, encoder = self.tables(candidate), self.encoder(candidate)
         if candidate.dims.chunks > tables.count:
             return f"--pp {candidate.dims.pp} × --vpp {candidate.dims.vpp} makes more chunks than the model has layers"
-        least = float(tables.standing[-1]) / candidate.dims.pp + (encoder.memory.total if encoder else 0.0)
-        if least > self.hardware.memory:
-            return (
-                f"weights, gradients and optimizer alone take {least / GIB:.0f} GiB of a device's "
-                f"{self.hardware.memory / GIB:.0f}"
-            )
-        return None
+        own, room = float(tables.standing[-1]) / candidate.dims.pp, self.room(candidate)
+        if own + (encoder.memory.standing if encoder else 0.0) > self.hardware.memory:
+            return f"weights, gradients and optimizer alone do not fit {self.hardware.memory / GIB:.0f} GiB"
+        # A rank that holds h micro-batches has room for (room − its standing bytes) / h of what one saves.
+        held = [max(1, min(chunks)) for chunks in peak_in_flight(tables.case.shape)]
+        most = room * sum(1 / h for h in held) - float(tables.standing[-1]) / max(held)
+        return self._no_room() if tables.modes[candidate.recompute].saved[-1] > most else None
+
+    def _no_room(self) -> str:
+        return f"no cut leaves room for activations in {self.hardware.memory / GIB:.0f} GiB"
+
+    def room(self, candidate: Candidate) -> float:
+        """Bytes of a device that are left for its part of the pipeline."""
+        case, encoder = self.tables(candidate).case, self.encoder(candidate)
+        data = case.micro_batches * batch_bytes(case, with_patches=encoder is None)
+        return self.hardware.memory - data - (encoder.memory.total if encoder else 0.0)
 
     def _rule(self, candidate: Candidate) -> str | None:
         return self._rules(
             candidate.dims, candidate.micro_batch, candidate.placement, candidate.sharding, candidate.vision_tp
         )
 
-    def with_fitting_encoder(self, candidate: Candidate) -> Candidate:
+    def with_fitting_encoder(self, candidate: Candidate) -> tuple[Candidate, str | None]:
         """The candidate, or where it lacks memory for whole encoders, the same with each shared by as few ranks of a
-        tensor-parallel group as there is room for. Itself again where sharing does not help.
+        tensor-parallel group as there is room for. Itself again where sharing does not help, and then its complaint.
         """
-        if candidate.placement == "stages" or self._rule(candidate) or not self.complaint(candidate):
-            return candidate
+        reason = self.complaint(candidate)
+        if candidate.placement == "stages" or not reason or self._rule(candidate):
+            return candidate, reason
         encoder = self.encoder(candidate)
         if encoder is None or encoder.memory.standing < _LARGE * self.hardware.memory:
-            return candidate
+            return candidate, reason
         tp = candidate.dims.tp
         shared = (replace(candidate, vision_tp=n) for n in range(candidate.vision_tp + 1, tp + 1) if tp % n == 0)
-        return next((each for each in shared if not self.complaint(each)), candidate)
+        return next(((each, None) for each in shared if not self.complaint(each)), (candidate, reason))
 
     def bound(self, candidate: Candidate) -> float:
-        """Seconds that no partition of the candidate can beat."""
-        tables, encoder = self.tables(candidate), self.encoder(candidate)
+        """Seconds that no partition of the candidate can beat.
+
+        With one chunk per rank, rank r of p ends no sooner than load₀ + … + load_(r−1) + m·load_r. The largest of these
+        is least where all are equal, at B: load_r = B/m·(1 − 1/m)^r, which add up to the work W of a micro-batch. So
+        B = W / (1 − (1 − 1/m)^p). With more chunks only the ranks' own work is certain.
+        """
+        tables = self.tables(candidate)
         work = float(tables.forward[-1] + tables.modes[candidate.recompute].backward[-1])
-        pipeline = work * max(1.0, tables.case.micro_batches / candidate.dims.pp)
-        return pipeline + (encoder.seconds if encoder else 0.0)
+        m, pp = tables.case.micro_batches, candidate.dims.pp
+        share = 1 - (1 - 1 / m) ** pp if candidate.dims.vpp == 1 else pp / m
+        pipeline = work * max(1.0, 1 / share)
+        return pipeline + self.around(candidate, pipeline=pipeline)
+
+    def around(self, candidate: Candidate, *, pipeline: float) -> float:
+        """Seconds of a step before and after a pipeline of at least `pipeline` seconds, at least."""
+        tables, encoder = self.tables(candidate), self.encoder(candidate)
+        trained, held = self._parameters(candidate.dims.tp, tables.first)
+        ending = least_ending(tables.case, self.hardware, trained=trained, held=held, pipeline=pipeline)
+        return ending + (encoder.seconds if encoder else 0.0)
 
     def estimate(
         self, candidate: Candidate, *, limit: float = float("inf"), simulations: int = 1, with_memory: bool = False
     ) -> Estimate | Rejected | None:
         """A step of the candidate at good cuts; None where it takes longer than `limit` seconds."""
         tables, encoder = self.tables(candidate), self.encoder(candidate)
-        case = tables.case
-        data = case.micro_batches * batch_bytes(case, with_patches=encoder is None)
-        room = self.hardware.memory - data - (encoder.memory.total if encoder else 0.0)
+        case, room = tables.case, self.room(candidate)
         own = replace(tables, modes={candidate.recompute: tables.modes[candidate.recompute]})
         nodes = 4 * case.dims.chunks + 50 if simulations == 1 else 5_000
-        left = limit - (encoder.seconds if encoder else 0.0)
+        left = limit - self.around(candidate, pipeline=limit)
         partition = best_partition(own, case.shape, cap=room, limit=left, simulations=simulations, nodes=nodes)
         if isinstance(partition, NoPartition):
             if partition.bound < float("inf"):
                 return None
-            return Rejected(candidate, f"no cut leaves room for activations in {self.hardware.memory / GIB:.0f} GiB")
+            return Rejected(candidate, self._no_room())
         step = step_of(
             own, self.hardware, partition.cuts, partition.recompute, encoder=encoder, with_memory=with_memory
         )
@@ -195,15 +219,21 @@ class _Judge:
         return better
 
     def tables(self, candidate: Candidate) -> LayerTables:
-        tables = self._tables(
-            replace(candidate.dims, vpp=1), candidate.micro_batch, candidate.placement, candidate.sharding
-        )
-        return replace(tables, case=replace(tables.case, dims=candidate.dims))
+        return self._tables(candidate.dims, candidate.micro_batch, candidate.placement, candidate.sharding)
 
     def encoder(self, candidate: Candidate) -> Encoder | None:
         if candidate.placement == "stages":
             return None
-        return self._encoders(candidate.dims, candidate.micro_batch, candidate.sharding, candidate.vision_tp)
+        # In however many chunks the language model is.
+        return self._encoders(
+            replace(candidate.dims, vpp=1), candidate.micro_batch, candidate.sharding, candidate.vision_tp
+        )
+
+    def _count_parameters(self, tp: int, first: int) -> tuple[float, float]:
+        """Trained and all numbers that a tensor-parallel rank holds of the layers from `first` on."""
+        case = self.case(Dims(tp, 1, 1, 1), 1, "none")
+        end = len(case.names)
+        return trained_parameters(case, first, end), held_parameters(case, first, end)
 
     def case(self, dims: Dims, micro_batch: int, sharding: Sharding) -> Case:
         layout = Candidate(dims, micro_batch, "none", "stages", sharding).applied(self.config)
@@ -212,7 +242,12 @@ class _Judge:
     def _make_tables(
         self, dims: Dims, micro_batch: int, placement: Literal["stages", "colocated"], sharding: Sharding
     ) -> LayerTables:
+        if dims.vpp > 1:  # layers take what they take, in however many chunks
+            tables = self._tables(replace(dims, vpp=1), micro_batch, placement, sharding)
+            return replace(tables, case=replace(tables.case, dims=dims))
         case = self.case(dims, micro_batch, sharding)
+        if sharding != "optimizer":  # layers take as long whoever keeps their state
+            return sharded(self._tables(dims, micro_batch, placement, "optimizer"), case)
         return layer_tables(case, self.hardware, first=encoder_layers(case) if placement == "colocated" else 0)
 
     def _make_encoder(self, dims: Dims, micro_batch: int, sharding: Sharding, vision_tp: int) -> Encoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from megavlm.planner.activations import hidden_bytes, saved_bytes
@@ -20,7 +21,7 @@ from megavlm.planner.hardware import Hardware
 from megavlm.planner.layers import EMBEDDING
 from megavlm.planner.memory import Memory, batch_bytes, rank_memory, replicated_encoder
 from megavlm.planner.partition import play
-from megavlm.planner.tables import LayerTables
+from megavlm.planner.tables import LayerTables, measured_once
 from megavlm.planner.timeline import Timeline
 
 
@@ -92,10 +93,10 @@ def colocated_encoder(
             window_squares=round(case.work.window_squares * share),
         ),
     )
-    names = case.names[: encoder_layers(case)]
+    each = measured_once(alone, range(encoder_layers(case)))
     # Ranks of an encoder are neighbours inside a tensor-parallel group, and a stage apart where they go beyond it.
     between = hardware.link(vision_tp if dims.tp % vision_tp == 0 else dims.world)
-    seconds = [layer_seconds(name, alone, replace(hardware, near=between)) for name in names]
+    seconds = each(partial(layer_seconds, case=alone, hardware=replace(hardware, near=between)))
     passes = own / in_pass
     forward = passes * sum(s.forward for s in seconds)
     backward = passes * sum(s.backward for s in seconds)
@@ -106,7 +107,7 @@ def colocated_encoder(
     exchange = link.seconds(features / ranks * (ranks - 1)) * (2 if backward else 1) if ranks > 1 else 0.0
     if backward and vision_tp > 1:  # an encoder's ranks gather the gradients of what it made
         exchange += between.seconds(features / ranks * (vision_tp - 1))
-    saved = sum(saved_bytes(name, alone) for name in names) * min(max(1, kept), math.ceil(passes))
+    saved = sum(each(partial(saved_bytes, case=alone))) * min(max(1, kept), math.ceil(passes))
     pixels = batch_bytes(alone, with_patches=True) - batch_bytes(alone, with_patches=False)
     memory = standing + Memory(activations=saved, data=features + pixels * passes)
     return Encoder(alone, forward, backward, exchange, memory)
@@ -133,10 +134,7 @@ def step_of(
     trained = _of_ranks(case, bounds, trained_parameters)
     held = _of_ranks(case, bounds, held_parameters)
     gradients = max(gradient_seconds(t, case, hardware, held=h) for t, h in zip(trained, held, strict=True))
-    if case.shards_gradients and case.on_gpu:  # layer by layer, behind the passes of other layers
-        gradients = max(gradients * 0.1, gradients - timeline.seconds)
-    elif case.overlap_grad_reduce:  # hidden behind the last micro-batch's backward, all but the last bucket
-        gradients = max(gradients * 0.1, gradients - timeline.seconds / (case.micro_batches + dims.pp - 1))
+    gradients = exposed(gradients, case, pipeline=timeline.seconds)
     optimizer = max(optimizer_seconds(count, case, hardware) for count in trained)
     if encoder is not None:
         memory = [each + encoder.memory for each in memory]
@@ -152,6 +150,24 @@ def step_of(
         hideable=hideable(encoder, timeline, communication=gradients) if encoder is not None else 0.0,
         memory=tuple(memory),
     )
+
+
+def exposed(gradients: float, case: Case, *, pipeline: float) -> float:
+    """Of the seconds that gradients travel, those that the pipeline's passes do not hide."""
+    if case.shards_gradients and case.on_gpu:  # layer by layer, behind the passes of other layers
+        return max(gradients * 0.1, gradients - pipeline)
+    if case.overlap_grad_reduce:  # hidden behind the last micro-batch's backward, all but the last bucket
+        return max(gradients * 0.1, gradients - pipeline / (case.micro_batches + case.dims.pp - 1))
+    return gradients
+
+
+def least_ending(case: Case, hardware: Hardware, *, trained: float, held: float, pipeline: float) -> float:
+    """Seconds after a pipeline of at least `pipeline` seconds that no cut of layers with so many numbers can beat.
+
+    The fullest rank has at least the average, and pipeline + exposed never falls where the pipeline takes longer.
+    """
+    travel = gradient_seconds(trained / case.dims.pp, case, hardware, held=held / case.dims.pp)
+    return exposed(travel, case, pipeline=pipeline) + optimizer_seconds(trained / case.dims.pp, case, hardware)
 
 
 def hideable(encoder: Encoder, timeline: Timeline, *, communication: float) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from megavlm.planner.layers import VISION_LAYER
 from megavlm.planner.memory import standing, transient_bytes
 
 Array = np.ndarray
+Each = Callable[[Callable[[str], Any]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,7 @@ def layer_tables(
 ) -> LayerTables:
     """Tables of `case`'s layers from `first` on."""
     places = range(first, len(case.names))
-    kinds = [_kind(case, i) for i in places]
-    examples = {kind: case.names[i] for kind, i in zip(reversed(kinds), reversed(places), strict=True)}
-
-    def each(measure: Callable[[str], float]) -> list[float]:
-        of_kind = {kind: measure(name) for kind, name in examples.items()}
-        return [of_kind[kind] for kind in kinds]
-
+    each = measured_once(case, places)
     carried = [carried_bytes(case, i) for i in places][1:]
     sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, case))[1:], carried, strict=True)]
     sends = [transfer_seconds(size, case, hardware) for size in sizes]
@@ -70,9 +67,29 @@ def layer_tables(
     )
 
 
-def _mode(
-    mode: Recompute, case: Case, hardware: Hardware, each: Callable[[Callable[[str], float]], list[float]]
-) -> Mode:
+def sharded(tables: LayerTables, case: Case) -> LayerTables:
+    """The same layers where `case` shards another part of their state: other bytes, the same times."""
+    each = measured_once(case, range(tables.first, len(case.names)))
+    modes = {
+        mode: replace(values, transient=np.array(each(partial(transient_bytes, case=case, recompute=mode))))
+        for mode, values in tables.modes.items()
+    }
+    return replace(tables, case=case, standing=_prefix(each(lambda n: standing(n, case).total)), modes=modes)
+
+
+def measured_once(case: Case, places: Sequence[int]) -> Each:
+    """A function that measures layers by name, each kind of them once, and gives the values of all of `places`."""
+    kinds = [_kind(case, i) for i in places]
+    examples = {kind: case.names[i] for kind, i in zip(reversed(kinds), reversed(places), strict=True)}
+
+    def each(measure: Callable[[str], Any]) -> list[Any]:
+        of_kind = {kind: measure(name) for kind, name in examples.items()}
+        return [of_kind[kind] for kind in kinds]
+
+    return each
+
+
+def _mode(mode: Recompute, case: Case, hardware: Hardware, each: Each) -> Mode:
     return Mode(
         backward=_prefix(each(lambda name: layer_seconds(name, case, hardware, mode).backward)),
         saved=_prefix(each(lambda name: saved_bytes(name, case, mode))),
