@@ -44,10 +44,10 @@ TABLE: tuple[Peaks, ...] = (
     _row("H200", 494, 989, 1979, f"{_HOPPER_200}, SXM: 989, 1,979 and 3,958 with sparsity"),
     _row(
         "B200",
-        1125,
+        1100,
         2250,
         4500,
-        '"NVIDIA Blackwell" data sheet, a GPU of HGX B200: 2.25, 4.5 and 9 PFLOP/s with sparsity',
+        '"NVIDIA Blackwell" data sheet, a GPU of HGX B200: 2.2, 4.5 and 9 PFLOP/s with sparsity',
     ),
 )
 
