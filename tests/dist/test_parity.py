@@ -95,7 +95,6 @@ OPTIONS = {
 FAST = [
     ("tp2", "plain", ""),
     ("tp2", "padded-heads", "no-sp"),
-    ("tp2", "frozen-language", ""),
     ("tp4", "shared-kv", "no-zero"),
     ("pp2", "frozen-vision", ""),
     ("pp2", "one-image-rank", "selective"),
