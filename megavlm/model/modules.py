@@ -20,6 +20,7 @@ from megavlm.config.precision_rules import fp8_in, layer_precision
 from megavlm.config.schema import Config
 from megavlm.model.attention import CoreAttention
 from megavlm.model.norm import Norm
+from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import module_of
 from megavlm.precision.device import implementation
 from megavlm.precision.emulated import COLUMN, ROW
@@ -74,11 +75,11 @@ def torch_modules(*, fp8: str = "none") -> Modules:
     )
 
 
-def execution_of(config: Config) -> Execution:
+def execution_of(config: Config, groups: Groups) -> Execution:
     if implementation(config) == "te" and config.train.fp8 != "none":
         from megavlm.model.te import Fp8Execution
 
-        return Fp8Execution(config)
+        return Fp8Execution(config, groups)
     return Execution()
 
 

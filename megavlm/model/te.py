@@ -20,6 +20,7 @@ from torch import Tensor
 from megavlm.config.precision_rules import layer_precision
 from megavlm.config.schema import Config
 from megavlm.model.modules import Execution, Modules
+from megavlm.parallel.groups import Groups
 
 # A norm inside the linear layer after it; checkpoints know it by its place in the layer.
 _FUSED = {
@@ -78,8 +79,9 @@ class Fp8Execution(Execution):
     layer is a region of its own, as in megatron-core's own block of layers.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, groups: Groups) -> None:
         self.config = config
+        self.groups = groups
         self.delayed = config.train.fp8_recipe == "delayed"
 
     def chunk(self, layers: Sequence[tuple[str, Any]]) -> AbstractContextManager[Any]:
@@ -96,10 +98,8 @@ class Fp8Execution(Execution):
     def recomputed(self, run: Any, hidden: Tensor) -> Tensor:
         """Transformer Engine's own: the second run must read the scales of the first, and record nothing."""
         from megatron.core.extensions.transformer_engine import te_checkpoint
-        from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
-        group = get_tensor_model_parallel_group_if_none(None)
-        return te_checkpoint(run, False, get_cuda_rng_tracker, group, hidden)
+        return te_checkpoint(run, False, get_cuda_rng_tracker, self.groups.tp, hidden)
 
     def _in_fp8(self, name: str) -> bool:
         return layer_precision(name, self.config) == "fp8"

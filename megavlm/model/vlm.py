@@ -82,7 +82,7 @@ class VLMChunk(MegatronModule):
         self.sequence_parallel = sequence_parallel(config)
         self.full_recompute = config.train.recompute_granularity == "full"
         self.offloads_activations = "activations" in config.parallel.offload
-        self.execution = execution_of(config)
+        self.execution = execution_of(config, groups)
         self.input_tensor: Tensor | None = None
         build = _Builder(config, groups, vocab_size=vocab_size, ties_locally=EMBEDDING in self.names)
         self.parts: dict[str, nn.Module] = {}
@@ -92,6 +92,7 @@ class VLMChunk(MegatronModule):
             self.parts[name] = part
             _attach(self, name, part)
         language = {name: part for name, part in self.parts.items() if name.startswith(LANGUAGE_LAYER)}
+        self.transformer_layers = [(n, part) for n, part in self.parts.items() if isinstance(part, TransformerLayer)]
         self.graphs = LayerGraphs(language) if config.train.cuda_graphs else None
         self.has_tied_copy = config.model.language.tie_embeddings and (EMBEDDING in self.names) != (
             OUTPUT in self.names
@@ -121,7 +122,7 @@ class VLMChunk(MegatronModule):
         device = next(iter(self.parameters())).device
         view = View(batch, self.run_config, self.groups, device=device, encoder_apart=self.encoder_apart)
         hidden, carried = self._received(view)
-        with self.execution.chunk(self._transformer_layers()):
+        with self.execution.chunk(self.transformer_layers):
             for name in self.names:
                 if name.startswith(DEEPSTACK):
                     carried.append(self._run(name, hidden, view))
@@ -181,9 +182,6 @@ class VLMChunk(MegatronModule):
         if self.full_recompute and hidden.requires_grad and self.training:
             return self.execution.recomputed(run, hidden)
         return run(hidden)
-
-    def _transformer_layers(self) -> list[tuple[str, TransformerLayer]]:
-        return [(name, part) for name, part in self.parts.items() if isinstance(part, TransformerLayer)]
 
     def _received(self, view: View) -> tuple[Any, list[Tensor]]:
         """Hidden states and carried features from the previous chunk; what nothing trained lies before is cut off.

@@ -125,7 +125,7 @@ def test_fp8_regions(config: Config, expected: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(te, "_fp8_region", lambda layer_config: region("[", "]"))
     monkeypatch.setattr(te, "_high_region", lambda: region("(", ")"))
-    execution = te.Fp8Execution(config)
+    execution = te.Fp8Execution(config, SimpleNamespace(tp=None))
     layer = SimpleNamespace(config=None)
     names = [name for name in layer_names(config.model) if ".layers." in name]
     with execution.chunk([(name, layer) for name in names]):
