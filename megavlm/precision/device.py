@@ -1,4 +1,4 @@
-"""The device at hand, and what it makes of `--transformer-impl` and `--fp8`: decided here, once."""
+"""The device at hand, and what it makes of `--transformer-impl`, `--fp8` and `--cuda-graphs`: decided here, once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from megavlm.config.schema import Config
+from megavlm.errors import UserError
 from megavlm.precision.capability import Device, check_fp8, choose_implementation, parsed
 
 
@@ -30,6 +31,11 @@ def check_device(config: Config) -> None:
     chosen = implementation(config)
     if config.train.fp8 != "none":
         check_fp8(config.train.fp8_recipe, device_at_hand(), implementation=chosen)
+    if config.train.cuda_graphs:
+        if device_at_hand().capability is None:
+            raise UserError("--cuda-graphs needs a CUDA device, and there is none here: leave it out")
+        if chosen == "te":
+            raise UserError("--cuda-graphs captures torch's layers: add --transformer-impl torch, or leave it out")
 
 
 def emulates_fp8(config: Config) -> bool:

@@ -37,7 +37,7 @@ from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.pipeline.images import patches_by_rank
 from megavlm.planner.layers import PATCH_EMBED
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
-from megavlm.precision.device import check_device, implementation
+from megavlm.precision.device import check_device
 from megavlm.train.engine import Engine, Fill, build_engine
 
 
@@ -74,8 +74,6 @@ def build(config: Config, backend: Backend) -> Run:
     plan = make_plan(config, dims)
     tied_owners = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
     timeout = config.parallel.distributed_timeout_minutes
-    if config.train.cuda_graphs:
-        _refuse_graphs(config, backend)
     groups = build_groups(
         plan.dims,
         tied_owners=tied_owners,
@@ -123,14 +121,6 @@ def build(config: Config, backend: Backend) -> Run:
         sinks=sinks,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.at.dp:05d}.jsonl" if reads else None),
     )
-
-
-def _refuse_graphs(config: Config, backend: Backend) -> None:
-    """What only this machine and its packages can tell of `--cuda-graphs`."""
-    if backend.is_cpu:
-        raise UserError("--cuda-graphs needs a CUDA device, and there is none here: leave it out")
-    if implementation(config) == "te":
-        raise UserError("--cuda-graphs captures torch's layers: add --transformer-impl torch, or leave it out")
 
 
 def _seers(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
