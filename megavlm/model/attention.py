@@ -6,6 +6,8 @@ refuses packed sequences. Legend: S positions, B samples, N local query heads, G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -19,6 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+Run = tuple[int, int, int]  # (start, sequences, length)
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles, [S, B or 1, 1, D] float32; both halves of D alike
 
 
@@ -76,6 +79,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+@dataclass
+class Packing(PackedSeqParams):
+    """Sequences that lie one after the other, with their runs on the host: no layer has to ask the device for them."""
+
+    runs: tuple[Run, ...] = ()
+
+
+def packed(bounds: Sequence[int], device: torch.device) -> Packing:
+    """Sequences between `bounds`: 0, …, S. The layout stays [S, 1, heads, width] ("sbhd"): rotary angles come per
+    position.
+    """
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(end - start for start, end in pairwise(bounds))
+    return Packing(
+        qkv_format="sbhd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        runs=_runs(bounds),
+    )
+
+
 class CoreAttention(nn.Module):
     """softmax(q·kᵀ/√D)·v per sequence."""
 
@@ -102,7 +128,7 @@ class CoreAttention(nn.Module):
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: Packing | None = None,
     ) -> Tensor:
         """query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D].
 
@@ -116,7 +142,7 @@ class CoreAttention(nn.Module):
         if rows > 1:
             query, key, value = (x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (query, key, value))
         outputs = []
-        for start, count, length in _runs(packed_seq_params.cu_seqlens_q):
+        for start, count, length in packed_seq_params.runs:
             span = slice(start, start + count * length)
             outputs.append(self._attend_run(query[span], key[span], value[span], count=count, causal=causal))
         out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -141,9 +167,8 @@ class CoreAttention(nn.Module):
             return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, **arguments)
 
 
-def _runs(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
-    """(start, sequences, length) of each run of equally long sequences, so that a run is one batched call."""
-    bounds = cu_seqlens.tolist()
+def _runs(bounds: Sequence[int]) -> tuple[Run, ...]:
+    """Runs of equally long sequences, so that each is one batched call."""
     lengths = [end - start for start, end in pairwise(bounds)]
     runs, start = [], 0
     for length, group in groupby(lengths):
@@ -151,4 +176,4 @@ def _runs(cu_seqlens: Tensor) -> list[tuple[int, int, int]]:
         if length:
             runs.append((start, count, length))
         start += count * length
-    return runs
+    return tuple(runs)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -245,15 +244,3 @@ class LayerScale(nn.Module):
             return residual + F.dropout(x, p=dropout, training=training)
 
         return add
-
-
-def packed(cu_seqlens: Tensor) -> PackedSeqParams:
-    """Sequences packed along S. The layout stays [S, 1, heads, width] ("sbhd"): rotary angles come per position."""
-    longest = int(cu_seqlens.diff().max())
-    return PackedSeqParams(
-        qkv_format="sbhd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )

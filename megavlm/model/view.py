@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from megavlm.config.precision_rules import vision_multiple
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import PackedBatch
-from megavlm.model import specs
-from megavlm.model.attention import Rotation, rotation
+from megavlm.model.attention import Packing, Rotation, packed, rotation
 from megavlm.model.deepstack import add_features
 from megavlm.model.flops import window_patches
 from megavlm.model.language import rope
@@ -48,18 +46,18 @@ class View:
         )
 
     @cached_property
-    def image_packing(self) -> Any:
-        return specs.packed(self.layout.cu_seqlens(self.device))
+    def image_packing(self) -> Packing:
+        return packed(self.layout.bounds, self.device)
 
     @cached_property
-    def window_packing(self) -> Any:
-        return specs.packed(self.layout.cu_seqlens_of_windows(self.device))
+    def window_packing(self) -> Packing:
+        return packed(self.layout.window_bounds, self.device)
 
     @cached_property
-    def language_packing(self) -> Any:
+    def language_packing(self) -> Packing | None:
         """Which tokens attend to one another, where rows hold several samples; None where each is one."""
         cu_seqlens = self.batch.cu_seqlens
-        return None if cu_seqlens is None else specs.packed(cu_seqlens)
+        return None if cu_seqlens is None else packed(cu_seqlens.tolist(), self.device)
 
     @cached_property
     def vision_rope(self) -> Rotation | None:

@@ -50,14 +50,18 @@ class VisionLayout:
         """Tokens of each image."""
         return [self.class_tokens + rows * columns for rows, columns in self.grids]
 
-    def cu_seqlens(self, device: torch.device) -> Tensor:
-        """[sequences + 1] int32: images, then the padding's own sequence where there is any."""
-        return _cumulated(self.lengths, self.padding, device)
+    @property
+    def bounds(self) -> list[int]:
+        """Where sequences begin and end: images, then the padding's own sequence where there is any."""
+        return self._bounds(self.lengths)
 
-    def cu_seqlens_of_windows(self, device: torch.device) -> Tensor:
-        """[sequences + 1] int32: the windows of each image, then the padding's own sequence where there is any."""
-        lengths = [length for grid in self.grids for length in window_order(grid, self.window)[1]]
-        return _cumulated(lengths, self.padding, device)
+    @property
+    def window_bounds(self) -> list[int]:
+        """The same of the windows of each image."""
+        return self._bounds([length for grid in self.grids for length in window_order(grid, self.window)[1]])
+
+    def _bounds(self, lengths: list[int]) -> list[int]:
+        return list(accumulate(lengths + [self.padding] * bool(self.padding), initial=0))
 
     def patch_index(self, device: torch.device) -> Tensor:
         """[P] int64: which vision tokens are patches, in row-major patch order."""
@@ -85,11 +89,6 @@ class VisionLayout:
             spans += [torch.zeros(self.class_tokens, 2, dtype=torch.long), grid]
         inside = self.in_tower_order(torch.cat(spans))
         return torch.cat([inside, torch.zeros(self.padding, 2, dtype=torch.long)]).to(device)
-
-
-def _cumulated(lengths: list[int], padding: int, device: torch.device) -> Tensor:
-    lengths = lengths + ([padding] if padding else [])
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 class PatchEmbed(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import accumulate
 
 import pytest
 import torch
@@ -13,13 +14,12 @@ from megavlm import backend
 
 chosen = backend.activate()
 
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel import random as mcore_random  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megavlm.backend.adamw import AdamW  # noqa: E402
-from megavlm.model.attention import CoreAttention  # noqa: E402
+from megavlm.model.attention import CoreAttention, packed  # noqa: E402
 
 
 def core_attention() -> CoreAttention:
@@ -35,10 +35,9 @@ def test_packed_attention_is_block_diagonal(lengths, causal, groups):
     total = sum(lengths)
     q = torch.randn(total, 1, 4, 8, requires_grad=True)
     k, v = (torch.randn(total, 1, groups, 8, requires_grad=True) for _ in range(2))
-    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    packing = packed([0, *accumulate(lengths)], q.device)
     kind = AttnMaskType.causal if causal else AttnMaskType.no_mask
-    out = core_attention()(q, k, v, None, kind, packed_seq_params=packed)
+    out = core_attention()(q, k, v, None, kind, packed_seq_params=packing)
 
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask = sequence[:, None] == sequence[None]

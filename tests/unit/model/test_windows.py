@@ -38,4 +38,4 @@ def test_patches_leave_the_tower_as_they_came(grids: list[tuple[int, int]], wind
     assert torch.equal(layout.coordinates(device)[: len(inside)], inside)
     assert torch.equal(inside[layout.patch_index(device)], row_major)
     if window:
-        assert layout.cu_seqlens_of_windows(device)[-1] == layout.cu_seqlens(device)[-1]
+        assert layout.window_bounds[-1] == layout.bounds[-1]
