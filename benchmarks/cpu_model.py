@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from theirs import OPTIMIZER, text_sizes
 from torch import Tensor
 
 from megavlm.backend import Backend
@@ -18,7 +19,6 @@ from megavlm.config.schema import (
     Config,
     LanguageConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     TrainConfig,
     VisionConfig,
@@ -28,7 +28,6 @@ from megavlm.data.sample import Image, Sample, collate
 
 VOCABULARY, IMAGE_TOKEN, PAD_TOKEN = 32_000, 31_999, 0
 IMAGE_TOKENS, TEXT_TOKENS = 256, 256
-OPTIMIZER = OptimizerConfig(lr=1e-4, lr_decay_style="constant", weight_decay=0.01, clip_grad=1.0)
 
 
 def config(*, layers: int, micro_batch: int, global_batch: int, parallel: ParallelConfig | None = None) -> Config:
@@ -170,15 +169,7 @@ def their_model(options: Config) -> Any:
         vision_use_head=False,
         tie_last_hidden_states=True,  # LLaVA takes the last hidden state, and that after the last norm, as ours
     )
-    text = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=language.hidden_size,
-        intermediate_size=language.ffn_hidden_size,
-        num_hidden_layers=language.num_layers,
-        num_attention_heads=language.num_attention_heads,
-        rms_norm_eps=language.norm_epsilon,
-        use_cache=False,
-    )
+    text = transformers.LlamaConfig(**text_sizes(language, vocabulary=VOCABULARY))
     whole = transformers.LlavaConfig(
         vision_config=tower,
         text_config=text,
@@ -213,23 +204,6 @@ def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
     shapes = {key: tuple(torch.cat([flat[name] for name in rule.names]).shape) for key, rule in table.items()}
     weights = to_ours(flat, table, shapes)
     torch.save({name: weight.clone() for name, weight in weights.items()}, path)
-
-
-def their_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
-    """torch's AdamW, fused (the fastest on CPU), with our groups: no decay on norms and biases."""
-    options, params = OPTIMIZER, list(model.parameters())
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in params if p.dim() > 1]},
-        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups,
-        lr=options.lr,
-        betas=(options.adam_beta1, options.adam_beta2),
-        eps=options.adam_eps,
-        weight_decay=options.weight_decay,
-        fused=True,
-    )
 
 
 def their_step(

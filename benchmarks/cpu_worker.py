@@ -20,6 +20,7 @@ from typing import Any
 
 import cpu_model
 import torch
+from theirs import their_optimizer
 
 MIB = 2**20
 
@@ -70,7 +71,7 @@ def theirs(layers: int, weights: Path) -> tuple[Callable[[], cpu_model.Times], i
     model = cpu_model.their_model(options)
     cpu_model.save_as_ours(model, options, weights)
     batch = cpu_model.their_batch(cpu_model.micro_batch(options, seed=1), options)
-    step = cpu_model.their_step(model, cpu_model.their_optimizer(model), batch)
+    step = cpu_model.their_step(model, their_optimizer(model), batch)
     return step, sum(p.numel() for p in model.parameters())
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from theirs import OPTIMIZER, text_sizes
 from torch import Tensor
 
 from megavlm.checkpoint.hf.families.llava import inputs as llava_inputs
 from megavlm.checkpoint.hf.families.qwen_vl import inputs as qwen_inputs
 from megavlm.config.fields import with_values
-from megavlm.config.schema import Config, ModelConfig, OptimizerConfig, TrainConfig
+from megavlm.config.schema import Config, ModelConfig, TrainConfig
 from megavlm.data.batch import PackedBatch
 from megavlm.data.images import grid_of
 from megavlm.data.sample import Image, Sample, collate
@@ -25,7 +26,6 @@ from megavlm.planner.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, layer_
 from megavlm.planner.memory import Memory, rank_memory
 from megavlm.planner.models import llava_1_5_7b, qwen2_5_vl_7b
 
-OPTIMIZER = OptimizerConfig(lr=1e-4, lr_decay_style="constant", weight_decay=0.01, clip_grad=1.0)
 _PAD, _RESERVED = 0, 8  # tokens at the end of the vocabulary that text leaves alone
 
 
@@ -198,7 +198,7 @@ def llava_config(shape: Shape) -> Any:
         hidden_act="quick_gelu",
     )
     text = transformers.LlamaConfig(
-        **_text(shape),
+        **text_sizes(language, vocabulary=shape.vocabulary),
         num_key_value_heads=language.num_attention_heads,
         rope_parameters={"rope_type": "default", "rope_theta": language.rotary_base},
     )
@@ -222,7 +222,11 @@ def qwen_config(shape: Shape) -> Any:
         "out_hidden_size": language.hidden_size,
     }
     rope = {"rope_type": "default", "rope_theta": language.rotary_base, "mrope_section": list(language.mrope_section)}
-    text = {**_text(shape), "num_key_value_heads": language.num_query_groups, "rope_parameters": rope}
+    text = {
+        **text_sizes(language, vocabulary=shape.vocabulary),
+        "num_key_value_heads": language.num_query_groups,
+        "rope_parameters": rope,
+    }
     tokens = {
         "image_token_id": end - 1,
         "video_token_id": end - 2,
@@ -230,16 +234,3 @@ def qwen_config(shape: Shape) -> Any:
         "vision_end_token_id": end - 3,
     }
     return transformers.Qwen2_5_VLConfig(vision_config=tower, text_config=text, tie_word_embeddings=False, **tokens)
-
-
-def _text(shape: Shape) -> dict[str, Any]:
-    language = shape.model.language
-    return {
-        "vocab_size": shape.vocabulary,
-        "hidden_size": language.hidden_size,
-        "intermediate_size": language.ffn_hidden_size,
-        "num_hidden_layers": language.num_layers,
-        "num_attention_heads": language.num_attention_heads,
-        "rms_norm_eps": language.norm_epsilon,
-        "use_cache": False,
-    }

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 
 import gpu_model
 import torch
+from theirs import OPTIMIZER, their_optimizer
 from torch import Tensor
 
 from megavlm.data.batch import PackedBatch
@@ -112,7 +114,7 @@ def run(side: _Side, task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Side:
+class _Side(ABC):
     """What both sides are asked for."""
 
     attention = ""
@@ -120,12 +122,13 @@ class _Side:
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
 
+    @abstractmethod
     def build(self, shape: gpu_model.Shape, task: dict[str, Any], watch: Watch) -> Callable[[], float]:
         """A new model; returns its step, which gives the loss."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parameters(self) -> int:
-        raise NotImplementedError
+        """How many numbers the model has."""
 
     def machine(self) -> dict[str, Any]:
         """What is measured on."""
@@ -144,13 +147,13 @@ class _Side:
             step()
         return counter.peak
 
+    @abstractmethod
     def standing(self) -> list[Tensor]:
         """What lives from step to step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def release(self) -> None:
         """Let the model go."""
-        raise NotImplementedError
 
 
 class _Ours(_Side):
@@ -250,19 +253,8 @@ class _Theirs(_Side):
         if task["weights"] is not None:
             model.save_pretrained(Path(task["weights"]) / MODEL_FILE)
         self.model = model.to(torch.bfloat16 if precision == "bf16" else torch.float32).train()
-        options, params = gpu_model.OPTIMIZER, [p for p in self.model.parameters() if p.requires_grad]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in params if p.dim() > 1]},
-            {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            groups,
-            lr=options.lr,
-            betas=(options.adam_beta1, options.adam_beta2),
-            eps=options.adam_eps,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = their_optimizer(self.model)
         self.model.model.language_model.layers[0].register_forward_pre_hook(watch.begin, with_kwargs=True)
         inputs = _pinned(gpu_model.their_inputs(shape), pin=self.on_gpu)
         casts = precision == "autocast"
@@ -274,7 +266,7 @@ class _Theirs(_Side):
             with torch.autocast(self.device.type, torch.bfloat16) if casts else nullcontext():
                 loss = self.model(**given, use_cache=False).loss
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(params, options.clip_grad, foreach=True)
+            torch.nn.utils.clip_grad_norm_(params, OPTIMIZER.clip_grad, foreach=True)
             self.optimizer.step()
             self.optimizer.zero_grad()
             return float(loss)
