@@ -143,13 +143,6 @@ def collate(
                 else np.arange(len(sample))
             )
             bounds.append(number * seq_length + end)
-            features = sum(
-                features_of_images(
-                    sample.grids, sample.tile_groups, pixel_shuffle=pixel_shuffle, max_tiles=anyres_max_tiles
-                )
-            )
-            image_tokens = int((sample.tokens == image_token).sum())
-            assert image_tokens == features, f"{image_tokens} image tokens for {features} image features"
         # Padding goes on counting, as a sequence of its own where others are kept apart.
         positions[:, number, end:] = (
             positions[:, number, end - 1 : end].max(initial=-1) + 1 + np.arange(seq_length - end)
@@ -160,11 +153,8 @@ def collate(
     labels = np.full_like(tokens, pad_token)
     labels[:, :-1] = tokens[:, 1:]
     samples = [sample for row in rows for sample in row]
-    patches = None
-    if with_patches:
-        made = [image.patches() for sample in samples for image in sample.images]
-        patches = torch.cat(made) if made else torch.empty(0, patch_dim)
-        assert patches.shape[1] == patch_dim, f"patches of {patches.shape[1]} values where the model has {patch_dim}"
+    for sample in samples:
+        _check_features(sample, image_token=image_token, pixel_shuffle=pixel_shuffle, max_tiles=anyres_max_tiles)
     packed = any(len(row) > 1 for row in rows)
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
@@ -173,9 +163,26 @@ def collate(
         positions=torch.from_numpy(positions if mrope else positions[0]),
         grids=tuple(grid for sample in samples for grid in sample.grids),
         feature_positions=torch.from_numpy(np.flatnonzero(tokens == image_token)),
-        patches=patches,
+        patches=_patches_of(samples, patch_dim) if with_patches else None,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
         tile_groups=tuple(group for sample in samples for group in sample.tile_groups),
         lengths=tuple(len(sample) for sample in samples),
         sources=torch.from_numpy(sources) if with_sources else None,
     )
+
+
+def _check_features(sample: Sample, *, image_token: int, pixel_shuffle: int, max_tiles: int | None) -> None:
+    """Every feature of the images needs a token to stand at."""
+    features = sum(
+        features_of_images(sample.grids, sample.tile_groups, pixel_shuffle=pixel_shuffle, max_tiles=max_tiles)
+    )
+    tokens = int((sample.tokens == image_token).sum())
+    assert tokens == features, f"{tokens} image tokens for {features} image features"
+
+
+def _patches_of(samples: Sequence[Sample], patch_dim: int) -> Tensor:
+    """[P, patch_dim] of all images, in order."""
+    made = [image.patches() for sample in samples for image in sample.images]
+    patches = torch.cat(made) if made else torch.empty(0, patch_dim)
+    assert patches.shape[1] == patch_dim, f"patches of {patches.shape[1]} values where the model has {patch_dim}"
+    return patches
