@@ -4,13 +4,14 @@
     θ ← θ (1 − lr·λ) − lr · m̂ / (√v̂ + ε),   m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ)      (Loshchilov & Hutter 2019)
 
 `step` lives in the parameter group (an int), not beside each tensor: megatron-core saves and reshards group
-entries, and a run that resumes counts on from the same t.
+entries, and a run that resumes counts on from the same t. Where megatron-core has no fused optimizer it takes torch's,
+and asks its state dict for a `step` beside each parameter's moments; with `step_beside` ours answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class AdamW(torch.optim.Optimizer):
 
     Of a parameter that is sharded (a DTensor) each rank updates its part.
     """
+
+    step_beside = False
 
     def __init__(
         self,
@@ -36,6 +39,20 @@ class AdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
+
+    @classmethod
+    def in_place_of(cls, optimizer: torch.optim.Optimizer) -> Self:
+        """With another optimizer's parameter groups, their options reduced to ours. In fp32 megatron-core's parameters
+        are slices, no leaf tensors, which a constructor would refuse.
+        """
+        ours = cls([torch.empty(0)])
+        ours.param_groups = optimizer.param_groups
+        ours.step_beside = isinstance(optimizer, torch.optim.Adam)
+        for group in ours.param_groups:
+            for name in optimizer.defaults.keys() - ours.defaults.keys():
+                group.pop(name, None)
+            group.setdefault("bias_correction", True)
+        return ours
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -53,6 +70,28 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 self._moments(p)
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        if self.step_beside:
+            for group in found["param_groups"]:
+                step = torch.tensor(float(group.get("step", 0)))
+                for index in group["params"] or [-1]:  # a rank whose share is padding alone is asked too
+                    found["state"][index] = {**found["state"].get(index, {}), "step": step}
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Groups and moments; these are copied to where ours are, which the base class would move to the parameters."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+            if "step" in group:
+                group["step"] = int(group["step"])
+        for index, p in enumerate(params):
+            if index in state_dict["state"]:
+                for name, moment in self._moments(p).items():
+                    moment.copy_(state_dict["state"][index][name])
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         moments = [self._moments(p) for p in params]

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from megavlm.backend.adamw import AdamW
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 
 
@@ -19,8 +20,7 @@ def sharded_optimizer_state(
     optimizer: Any, parameters: Mapping[str, Any], *, loading: bool, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What megatron-core saves, or fills when loading, for an optimizer of parameters sharded as `parameters` say."""
-    if not loading:
-        _begin_state(optimizer)
+    _begin_state(optimizer, loading=loading)
     with _whole_buckets(optimizer):
         states = [
             part.sharded_state_dict(dict(parameters), is_loading=loading, metadata=dict(metadata))
@@ -51,10 +51,13 @@ def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
             part.load_state_dict(loaded["parts"][index])
 
 
-def _begin_state(optimizer: Any) -> None:
-    """Give an optimizer that never stepped (every step so far overflowed) the zeros that it would have begun with."""
+def _begin_state(optimizer: Any, *, loading: bool) -> None:
+    """Give an optimizer that never stepped (every step so far overflowed) the zeros that it would have begun with.
+
+    For loading megatron-core does so itself, but on the device, where moments that belong to the host may not fit.
+    """
     for part in _parts(optimizer):
-        if part.is_stub_optimizer:
+        if part.is_stub_optimizer or (loading and not isinstance(part.optimizer, AdamW)):
             continue
         part.init_state_fn(part.optimizer, part.config)
         for group in part.optimizer.param_groups:

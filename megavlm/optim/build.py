@@ -14,12 +14,13 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megavlm.backend.adamw import AdamW
 from megavlm.config.schema import Config
 from megavlm.config.sharding_rules import shards_gradients
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.host import moved_to_host
+from megavlm.optim.host import HostAdamW
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import module_of
@@ -88,9 +89,20 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> An
             use_gloo_process_groups=False,
             pg_collection=groups.collection,
         )
-    if "optimizer" in config.parallel.offload:
-        moved_to_host(optimizer)
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            _choose_update(part, on_host="optimizer" in config.parallel.offload)
     return optimizer
+
+
+def _choose_update(part: Any, *, on_host: bool) -> None:
+    """Let one of megatron-core's optimizers, before it has state, update on the host, or by our Adam where it found no
+    fused one: it cannot resume a sharded run of torch's, which counts steps beside each parameter.
+    """
+    if not on_host and not isinstance(part.optimizer, torch.optim.Adam):
+        return
+    part.optimizer = (HostAdamW if on_host else AdamW).in_place_of(part.optimizer)
+    part.init_state_fn = lambda inner, config=None: inner.begin()
 
 
 def loss_scale(optimizer: Any) -> float | None:

@@ -18,15 +18,6 @@ from megavlm.backend.adamw import AdamW, local
 class HostAdamW(AdamW):
     """AdamW whose state never was on the device. Steps give the numbers of `AdamW` on a CPU."""
 
-    @classmethod
-    def in_place_of(cls, optimizer: torch.optim.Optimizer) -> HostAdamW:
-        """With another optimizer's parameter groups. In fp32 megatron-core's parameters are slices, no leaf tensors,
-        which a constructor would refuse.
-        """
-        host = cls([torch.empty(0)])
-        host.param_groups = optimizer.param_groups
-        return host
-
     def _moments(self, p: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[p]
         if not state:
@@ -42,24 +33,6 @@ class HostAdamW(AdamW):
                 torch.cuda.current_stream(value.device).synchronize()
             self._fused(group, [on_host], [gradient], [moments])
             value.copy_(on_host, non_blocking=True)  # pinned memory is not given out again before this has happened
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class does, which would move the state to where the parameters are."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
-        for index, values in state_dict["state"].items():
-            for name, moment in self._moments(params[index]).items():
-                moment.copy_(values[name])
-
-
-def moved_to_host(optimizer: Any) -> None:
-    """Let each of megatron-core's chained optimizers update on the host, before any has state."""
-    for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
-        part.optimizer = HostAdamW.in_place_of(part.optimizer)
-        part.init_state_fn = lambda inner, config=None: inner.begin()
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -64,3 +64,23 @@ def test_updates_on_the_host_are_the_same(tmp_path: Path) -> None:
         host.step()
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def test_in_place_of_torchs_it_answers_for_the_step() -> None:
+    """megatron-core asks a state dict of torch's Adam for a step beside each parameter; also where a rank has none."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    ours = AdamW.in_place_of(torch.optim.AdamW([{"params": [parameter]}, {"params": [], "lr": 1.0}], **OPTIONS))
+    assert ours.param_groups[0].keys() == AdamW([parameter], **OPTIONS).param_groups[0].keys()
+    assert [state["step"] for state in ours.state_dict()["state"].values()] == [0, 0]
+    for _ in range(3):
+        parameter.grad = torch.ones(3)
+        ours.step()
+    found = ours.state_dict()
+    assert [state["step"] for state in found["state"].values()] == [3, 3]
+    assert "step" not in ours.state[parameter]
+    found["param_groups"][0]["step"] = 3.0  # as megatron-core writes what it read beside a parameter
+    again = AdamW.in_place_of(torch.optim.AdamW([{"params": [parameter]}, {"params": []}], **OPTIONS))
+    again.load_state_dict(found)
+    assert again.param_groups[0]["step"] == 3
+    assert isinstance(again.param_groups[0]["step"], int)
+    assert torch.equal(again.state[parameter]["exp_avg"], ours.state[parameter]["exp_avg"])

@@ -1,0 +1,56 @@
+"""Runs whose optimizer is torch's own, as on a GPU without Transformer Engine and Apex: saved and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from tests.dist.pool import Pools
+from tests.dist.test_resume import DROPOUT
+from tests.dist.training import SMALL, metrics, train, without_wall_time
+
+
+def train_with_torchs_adam(argv: list[str], run_dir: str) -> None:
+    """As `train`, with megatron-core told what it finds on such a machine."""
+    import torch
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    with (
+        patch.multiple(optimizer, Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True),
+        patch.multiple(distrib_optimizer, Adam=torch.optim.Adam, HAVE_APEX_OR_TE=False, USING_APEX_OPTIMIZER=False),
+    ):
+        train(argv, run_dir)
+
+
+SHORT = "--train-iters 4 --lr-warmup-iters 1 --lr-decay-iters 4".split()
+OFFLOAD = "--offload optimizer"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--precision bf16",
+        f"{OFFLOAD} --precision bf16",
+        pytest.param(OFFLOAD, marks=pytest.mark.slow),
+        pytest.param(f"{OFFLOAD} --data-parallel-sharding none --precision bf16", marks=pytest.mark.slow),
+        pytest.param("--data-parallel-sharding none", marks=pytest.mark.slow),
+    ],
+)
+def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str) -> None:
+    argv = [*SMALL, *DROPOUT, *SHORT, *flags.split()]
+    pools(2).run(train_with_torchs_adam, argv, str(tmp_path / "whole"))
+    pools(2).run(train_with_torchs_adam, [*argv, "--train-iters", "2"], str(tmp_path / "halves"))
+    pools(2).run(train_with_torchs_adam, argv, str(tmp_path / "halves"))
+    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+
+
+def test_a_checkpoint_of_a_fused_adam_goes_on(pools: Pools, tmp_path: Path) -> None:
+    """And the other way round: the same numbers as with one of them from beginning to end."""
+    argv = [*SMALL, *SHORT]
+    pools(2).run(train, argv, str(tmp_path / "whole"))
+    for runs, length in ((train, "1"), (train_with_torchs_adam, "3"), (train, "4")):
+        pools(2).run(runs, [*argv, "--train-iters", length], str(tmp_path / "parts"))
+    assert without_wall_time(metrics(tmp_path / "parts")) == without_wall_time(metrics(tmp_path / "whole"))
