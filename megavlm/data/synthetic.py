@@ -1,7 +1,12 @@
-"""Random images and tokens of any size, for benchmarks and parity tests."""
+"""Random images and text of any size, for benchmarks and tests: text is a chain whose entropy is known.
+
+A token of the text is the vocabulary's next entry after the token before it with probability 3/4, else any entry, each
+with the same probability. A model that has learned it has a loss of `entropy`; none can have less. Images say nothing.
+"""
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 
 import numpy as np
@@ -17,6 +22,22 @@ from megavlm.errors import UserError
 
 # Streams of a sample's randomness: whether it has images, its text, then one per image.
 _IMAGELESS, _TEXT, _FIRST_IMAGE = 0, 1, 2
+
+_FOLLOWS = 0.75  # the share of tokens that the token before decides
+
+
+def entropy(entries: int) -> float:
+    """Nats per token of text over so many entries, given the token before: the loss of a perfect model."""
+    other = (1 - _FOLLOWS) / entries
+    next_one = _FOLLOWS + other
+    return -next_one * math.log(next_one) - (entries - 1) * other * math.log(other)
+
+
+def chain(drawn: NDArray[np.int64], follows: NDArray[np.bool_], entries: int) -> NDArray[np.int64]:
+    """[L] numbers below `entries`: that of `drawn`, or one more than the number before where `follows`."""
+    places = np.arange(len(drawn))
+    fresh = np.maximum.accumulate(np.where(follows, 0, places))  # the last place that was drawn
+    return (drawn[fresh] + places - fresh) % entries
 
 
 class SyntheticSource(Numbered):
@@ -72,10 +93,12 @@ class SyntheticSource(Numbered):
         feature_counts = self._features(sides)
         rng = generator(seed=self._seed, index=index, stream=_TEXT)
         text_length = self._seq_length - sum(feature_counts)
-        text = rng.integers(1, self.vocab_size - 1, size=text_length, dtype=np.int64)
-        text += text >= self.image_token
+        entries = self.vocab_size - 2
+        drawn = rng.integers(entries, size=text_length, dtype=np.int64)
         answer_length = round(text_length * self._data.answer_share * rng.uniform(0.5, 1.5))
         answer_length = min(max(answer_length, 1), text_length - 1)
+        text = 1 + chain(drawn, rng.random(text_length) < _FOLLOWS, entries)
+        text += text >= self.image_token
         # Images divide the prompt evenly, beginning after its first piece: the text before an image is never trained.
         pieces = np.array_split(text[: text_length - answer_length], len(sides) + 1)
         parts: list[NDArray[np.int64]] = [pieces[0]]
