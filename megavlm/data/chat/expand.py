@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
@@ -13,6 +15,36 @@ from megavlm.data.bad import BadSample, Reason
 from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.text_tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A conversation with its images written out as the tokenizer reads them."""
+
+    text: str
+    pictures: list[tuple[int, int]]  # characters that stand for an image
+    shifts: list[tuple[int, int]]  # from this character of what was rendered on, so much to the right
+
+    def moved(self, place: int) -> int:
+        """Where a character of what was rendered is now."""
+        return place + self.shifts[bisect_right(self.shifts, place, key=itemgetter(0)) - 1][1]
+
+
+def _written(stretches: Sequence[str], prompts: Sequence[Prompt], placeholder: int, image_text: str) -> _Written:
+    """Images between stretches of text, in place of placeholders of so many characters."""
+    if len(stretches) != len(prompts) + 1:
+        raise BadSample(Reason.IMAGE_COUNT, f"{len(prompts)} images and {len(stretches) - 1} places for one")
+    parts, pictures, shifts = [stretches[0]], [], [(0, 0)]
+    at = source = len(stretches[0])
+    for prompt, stretch in zip(prompts, stretches[1:], strict=True):
+        image = image_text.join(prompt.texts)
+        parts += image, stretch
+        pictures.append((at, at + len(image)))
+        source += placeholder
+        at += len(image)
+        shifts.append((source, at - source))
+        source, at = source + len(stretch), at + len(stretch)
+    return _Written("".join(parts), pictures, shifts)
 
 
 def expand(
@@ -33,37 +65,20 @@ def expand(
 
     Raises BadSample where the text has other places for images than there are prompts.
     """
-    stretches = rendered.split(placeholder)
-    if len(stretches) != len(prompts) + 1:
-        raise BadSample(Reason.IMAGE_COUNT, f"{len(prompts)} images and {len(stretches) - 1} places for one")
-    written = [stretches[0]]
-    pictures: list[tuple[int, int]] = []  # characters of `written` that stand for an image
-    shifts: list[tuple[int, int]] = [(0, 0)]  # from this character of `rendered` on, so much to the right
-    at, source = len(stretches[0]), len(stretches[0])
-    for prompt, stretch in zip(prompts, stretches[1:], strict=True):
-        image = tokenizer.image_text.join(prompt.texts)
-        written += image, stretch
-        pictures.append((at, at + len(image)))
-        source += len(placeholder)
-        at += len(image)
-        shifts.append((source, at - source))
-        source, at = source + len(stretch), at + len(stretch)
-    text = "".join(written)
-    tokens = tokenizer.encode(text)
+    written = _written(rendered.split(placeholder), prompts, len(placeholder), tokenizer.image_text)
+    tokens = tokenizer.encode(written.text)
     starts, ends = tokens.starts, np.maximum(tokens.ends, tokens.starts + 1)
 
-    def moved(place: int) -> int:
-        return place + shifts[bisect_right(shifts, place, key=itemgetter(0)) - 1][1]
-
-    def covered(spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    def covered(spans: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
         mask = np.zeros(len(tokens), dtype=np.bool_)
         for start, end in spans:
             mask |= (ends > start) & (starts < end)
         return mask
 
-    ids, mask = tokens.ids, covered([(moved(start), moved(end)) for start, end in trained]) & ~covered(pictures)
+    spans = ((written.moved(start), written.moved(end)) for start, end in trained)
+    ids, mask = tokens.ids, covered(spans) & ~covered(written.pictures)
     begin = tokenizer.begin
-    if begin is not None and not text.startswith(tokenizer.specials.get("bos_token", "\0")):
+    if begin is not None and not written.text.startswith(tokenizer.specials.get("bos_token", "\0")):
         ids, mask = np.concatenate(([begin], ids)), np.concatenate(([False], mask))
         starts, ends = np.concatenate(([0], starts)), np.concatenate(([0], ends))
     if len(mask):
@@ -73,26 +88,21 @@ def expand(
     if marks.sum() != len(runs):
         raise BadSample(Reason.IMAGE_COUNT, f"{marks.sum()} image tokens are written where {len(runs)} belong")
     last = np.maximum.accumulate(np.maximum(ends - 1, starts)) if len(ids) else ends
-    bounds = [int(np.searchsorted(last, moved(cut))) for cut in cuts]
+    bounds = [int(np.searchsorted(last, written.moved(cut))) for cut in cuts]
     if begin is not None and len(ids) and ids[0] == begin:
         bounds[0] = max(bounds[0], 1)
-    images_at = np.searchsorted(last, [end - 1 for _, end in pictures])
+    images_at = np.searchsorted(last, [end - 1 for _, end in written.pictures])
     if divisible:  # an image and the text after it: turns of their own
-        firsts = np.searchsorted(starts, [start for start, _ in pictures])
+        firsts = np.searchsorted(starts, [start for start, _ in written.pictures])
         bounds = sorted({*bounds, *(int(first) for first in firsts), *(int(end) + 1 for end in images_at)})
     repeats = np.ones(len(ids), dtype=np.int64)
     repeats[marks] = runs
-    turns = []
-    for first, end in zip([0, *bounds], [*bounds, len(ids)], strict=True):
+
+    def turn(first: int, end: int) -> EncodedTurn:
         images = int(((images_at >= first) & (images_at < end)).sum())
         some = slice(first, end)
-        turns.append(
-            EncodedTurn(
-                np.repeat(ids[some], repeats[some]),
-                np.repeat(mask[some], repeats[some]),
-                images,
-                divisible=divisible and not images,
-            )
-        )
-    opening, *others = turns
+        tokens, learned = np.repeat(ids[some], repeats[some]), np.repeat(mask[some], repeats[some])
+        return EncodedTurn(tokens, learned, images, divisible=divisible and not images)
+
+    opening, *others = (turn(*span) for span in pairwise([0, *bounds, len(ids)]))
     return EncodedConversation(opening, tuple(turn for turn in others if len(turn)))
