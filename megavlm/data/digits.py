@@ -15,7 +15,7 @@ from megavlm.data.images import features_of, grid_of
 from megavlm.data.numbered import Numbered
 from megavlm.data.randomness import generator
 from megavlm.data.sample import Image, Sample
-from megavlm.data.tokenizer import Tokenizer, ensure_tokenizer
+from megavlm.data.tokenizers.training import Tokenizer, ensure_tokenizer
 from megavlm.errors import UserError
 
 _VOCABULARY = 160  # enough for every word of the captions to be one piece

@@ -23,7 +23,7 @@ from megavlm.data.processors.families import Anyres, Processor
 from megavlm.data.processors.layout import Layout
 from megavlm.data.records import is_stream, name_of, open_records
 from megavlm.data.sample import Sample, Tiles
-from megavlm.data.text_tokenizer import model_type, tokenizer_for, tokenizer_path
+from megavlm.data.tokenizers.choose import model_type, tokenizer_for, tokenizer_path
 
 # Records of a stream, as far as the order of a blend is concerned.
 _ENDLESS = 2**62

@@ -19,8 +19,8 @@ from megavlm.data.bad import BadSample, Reason
 from megavlm.data.chat import ChatFormat, EncodedConversation, split
 from megavlm.data.chat.builtin import BUILT_IN
 from megavlm.data.conversation import Conversation, ImageRef, Turn
-from megavlm.data.hf_tokenizer import HuggingFaceTokenizer
 from megavlm.data.processors.layout import Prompt
+from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.errors import UserError
 from tests.parity import chat_templates as templates
 

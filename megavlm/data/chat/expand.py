@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megavlm.data.bad import BadSample, Reason
 from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
 from megavlm.data.processors.layout import Prompt
-from megavlm.data.text_tokenizer import TextTokenizer
+from megavlm.data.tokenizers.text import TextTokenizer
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megavlm.data.chat.spans import Kind, Skeleton, Spans, by_prefixes, skeleton
 from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
 from megavlm.data.conversation import Conversation, ImageRef, Turn
 from megavlm.data.processors.layout import Prompt
-from megavlm.data.text_tokenizer import TextTokenizer
+from megavlm.data.tokenizers.text import TextTokenizer
 from megavlm.errors import UserError
 
 TrainOn = Literal["assistant", "last", "all"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from megavlm.data.chat.builtin import BUILT_IN, OF_MODEL
 from megavlm.data.chat.spans import Kind, skeleton
 from megavlm.data.chat.template import ChatTemplate, TemplateError
-from megavlm.data.text_tokenizer import TextTokenizer
+from megavlm.data.tokenizers.text import TextTokenizer
 from megavlm.errors import UserError
 
 

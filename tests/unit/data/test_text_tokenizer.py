@@ -11,8 +11,9 @@ from megavlm.data.bad import BadSample
 from megavlm.data.chat import ChatFormat
 from megavlm.data.conversation import Conversation, ImageRef, Turn
 from megavlm.data.processors.layout import Prompt
-from megavlm.data.text_tokenizer import SentencePieceTokenizer, tokenizer_for
-from megavlm.data.tokenizer import train_tokenizer
+from megavlm.data.tokenizers.choose import tokenizer_for
+from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer
+from megavlm.data.tokenizers.training import train_tokenizer
 from megavlm.errors import UserError
 
 

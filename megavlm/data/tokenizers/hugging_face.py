@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megavlm.data.text_tokenizer import Tokens, tokens_of
+from megavlm.data.tokenizers.text import Tokens, tokens_of
 from megavlm.errors import UserError
 
 _IMAGE_TEXTS = ("<image>", "<IMG_CONTEXT>", "<|image_pad|>")
