@@ -63,14 +63,14 @@ def test_every_rank_ends_with_status_2_and_one_speaks():
 
 @pytest.fixture(scope="module")
 def finished(pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of one process with a checkpoint at iteration 20."""
+    """A finished run of one process with a checkpoint at iteration 8."""
     run_dir = tmp_path_factory.mktemp("finished")
     pools(1).run(train, [*SMALL, "--vision-num-layers", "1", "--language-num-layers", "1"], str(run_dir))
     return run_dir
 
 
 def resume(run_dir: Path, *argv: str) -> tuple[int, str, float]:
-    small = [*SMALL, "--vision-num-layers", "1", "--language-num-layers", "1", "--train-iters", "22"]
+    small = [*SMALL, "--vision-num-layers", "1", "--language-num-layers", "1", "--train-iters", "10"]
     return program(*small, *argv, "--run-dir", str(run_dir))
 
 

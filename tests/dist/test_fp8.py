@@ -102,9 +102,8 @@ FP8 = [*BF16, *"--fp8 hybrid --first-last-layers-bf16".split()]
 
 
 def test_a_run_in_fp8_differs_from_bf16_and_learns(pools: Pools, tmp_path: Path) -> None:
-    short = "--train-iters 6 --lr-decay-iters 20".split()
-    pools(1).run(train, [*BF16, *short], str(tmp_path / "bf16"))
-    pools(1).run(train, [*FP8, *short], str(tmp_path / "fp8"))
+    pools(1).run(train, BF16, str(tmp_path / "bf16"))
+    pools(1).run(train, FP8, str(tmp_path / "fp8"))
     high, low = metrics(tmp_path / "bf16"), metrics(tmp_path / "fp8")
     assert [record["loss"] for record in low] != [record["loss"] for record in high]
     assert low[-1]["loss"] == pytest.approx(high[-1]["loss"], rel=0.01)

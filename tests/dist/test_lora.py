@@ -24,8 +24,7 @@ from tools import convert  # noqa: E402
 # Odd head counts that TP pads, shared embeddings, both parts.
 LORA = (
     "--lora-rank 4 --lora-alpha 8 --lora-targets language vision --language-num-query-groups 2 --lr 1e-3 "
-    "--vision-num-attention-heads 3 --vision-hidden-size 36 --language-tie-embeddings --freeze projector "
-    "--train-iters 8"
+    "--vision-num-attention-heads 3 --vision-hidden-size 36 --language-tie-embeddings --freeze projector"
 ).split()
 
 
@@ -64,7 +63,7 @@ def test_stages_below_the_first_adapter(pools: Pools, tmp_path: Path) -> None:
 
 def test_resume_on_another_layout(pools: Pools, one: Path, tmp_path: Path) -> None:
     argv = [*SMALL, *LORA]
-    pools(2).run(train, [*argv, *"--tp 2 --train-iters 4 --lr-decay-iters 8".split()], str(tmp_path))
+    pools(2).run(train, [*argv, *"--tp 2 --train-iters 4".split()], str(tmp_path))
     pools(2).run(train, [*argv, *"--pp 2 --no-save".split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(one))
 

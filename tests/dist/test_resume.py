@@ -14,14 +14,14 @@ import pytest
 
 from megavlm.checkpoint import folders
 from tests.dist.pool import Pools
-from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.dist.training import LONG, SMALL, assert_same_curve, metrics, train, without_wall_time
 
 ROOT = Path(__file__).parents[2]
 
 # Dropout on: the random state must be restored too, for the same layout to go on bit for bit.
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1".split()
 MODEL = "--language-tie-embeddings --language-num-query-groups 2 --vision-num-attention-heads 3 --vision-hidden-size 36"
-HALF = "--train-iters 10 --lr-decay-iters 20".split()
+HALF = "--train-iters 4".split()
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ HALF = "--train-iters 10 --lr-decay-iters 20".split()
         (4, "--tp 2 --pp 2 --recompute-granularity full"),
         (2, "--data-parallel-sharding none"),
         pytest.param(4, "--pp 2 --vpp 2", marks=pytest.mark.slow),
-        (2, "--tp 2 --placement colocated --encoder-chunk-patches 20"),
+        (2, "--tp 2 --micro-batch-size 2 --placement colocated --encoder-chunk-patches 20"),
         pytest.param(2, "--pp 2 --placement colocated --data-parallel-sharding none", marks=pytest.mark.slow),
         pytest.param(2, "--pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
     ],
@@ -45,7 +45,7 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: in
 
 @pytest.fixture(scope="module")
 def half_of_tp2_pp2(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 10 iterations on TP2·PP2."""
+    """A run of 4 iterations on TP2·PP2."""
     run_dir = tmp_path_factory.mktemp("half")
     pools(4).run(train, [*SMALL, *MODEL.split(), *HALF, *"--tp 2 --pp 2".split()], str(run_dir))
     return run_dir
@@ -62,7 +62,7 @@ def whole_on_one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path
     ("world", "layout"),
     [
         pytest.param(4, "--pp 4", marks=pytest.mark.slow),
-        (4, "--tp 4"),
+        (4, "--tp 4 --micro-batch-size 4"),
         (2, "--pp 2 --vpp 2"),
         pytest.param(2, "", marks=pytest.mark.slow),
         (1, ""),
@@ -108,11 +108,11 @@ def test_encoders_resume_with_another_tensor_parallelism(
 def test_load_starts_from_another_run(pools: Pools, half_of_tp2_pp2: Path, whole_on_one: Path, tmp_path: Path):
     argv = [*SMALL, *MODEL.split(), "--load", str(half_of_tp2_pp2), "--pp", "2"]
     pools(2).run(train, argv, str(tmp_path))
-    assert_same_curve(metrics(tmp_path), metrics(whole_on_one)[10:])
+    assert_same_curve(metrics(tmp_path), metrics(whole_on_one)[4:])
 
 
 def start_program(run_dir: Path) -> subprocess.Popen[bytes]:
-    argv = [*SMALL, *"--save-interval 2 --keep-checkpoints 0 --vision-num-layers 1 --language-num-layers 1".split()]
+    argv = [*SMALL, *LONG, *"--save-interval 2 --keep-checkpoints 0 --vision-num-layers 1 --language-num-layers 1".split()]
     return subprocess.Popen(
         [sys.executable, "pretrain_vlm.py", *argv, "--run-dir", str(run_dir)],
         cwd=ROOT,
