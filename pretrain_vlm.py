@@ -53,7 +53,7 @@ def with_plan(config: Config, *, world: int) -> Config:
 
 def dry_run(config: Config, *, world: int) -> None:
     """Print the plan for this layout, for at least as many processes as it needs; touches no device."""
-    from megavlm.planner.auto import memory_of
+    from megavlm.planner.auto import memory_of, offload_line
     from megavlm.planner.memory import table as memory_table
     from megavlm.planner.plan import dims_of, make_plan, table
 
@@ -62,7 +62,10 @@ def dry_run(config: Config, *, world: int) -> None:
     check(config, world=world)
     dims = dims_of(config, world=world)
     print(table(make_plan(config, dims), config))
-    print(memory_table(memory_of(config, dims, on_gpu=config.train.precision != "fp32")))
+    on_gpu = config.train.precision != "fp32"
+    print(memory_table(memory_of(config, dims, on_gpu=on_gpu)))
+    if offloaded := offload_line(config, dims, on_gpu=on_gpu):
+        print(offloaded)
     if config.data.sources:
         from megavlm.data import shares
 

@@ -12,13 +12,14 @@ from megavlm.config.load import from_yaml_file, to_yaml
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
 from megavlm.config.words import plain
 from megavlm.errors import UserError
+from megavlm.planner.candidates import Space
 from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile
 from megavlm.planner.layers import module_of
 from megavlm.planner.models import MODELS, model
 from megavlm.planner.plan import make_plan
 from megavlm.planner.report import report
-from megavlm.planner.search import Outcome, Space, search, timeline_of
+from megavlm.planner.search import Outcome, search, timeline_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--placement", choices=("stages", "colocated"), help="only this one")
     parser.add_argument("--vision-tp", type=int, metavar="N", help="colocated: ranks that share an encoder")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="only this mode")
+    parser.add_argument("--no-offload", action="store_true", help="leave out what would fit with --offload alone")
     parser.add_argument("--top", type=int, default=10, metavar="N")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="write the best layout's configuration")
     parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw its timeline: .html or .png")
@@ -61,6 +63,8 @@ def plan(options: argparse.Namespace) -> int:
         space = replace(space, placement=(options.placement,))
     if options.recompute is not None:
         space = replace(space, recompute=(options.recompute,))
+    if options.no_offload:
+        space = replace(space, offload=())
     outcome = search(config, options.gpus, hardware, space=space, top=options.top)
     print(report(outcome))
     if not outcome.best:

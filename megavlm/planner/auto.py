@@ -8,8 +8,10 @@ from itertools import accumulate
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
+from megavlm.planner.candidates import Space
 from megavlm.planner.case import Case, case_of
 from megavlm.planner.hardware import Hardware, for_precision, profile
+from megavlm.planner.host import line
 from megavlm.planner.memory import Memory
 from megavlm.planner.plan import make_plan
 from megavlm.planner.search import search
@@ -19,6 +21,7 @@ from megavlm.planner.tables import layer_tables
 
 def planned(config: Config, world: int) -> Config:
     """The configuration with the layout that a search finds for this many processes, where `--plan auto` asks for one.
+    It offloads more than the configuration says only where no layout can run otherwise.
 
     Raises UserError where no layout can run, with the most frequent reason.
     """
@@ -28,7 +31,10 @@ def planned(config: Config, world: int) -> Config:
         raise UserError(
             "--plan auto needs --language-vocab-size: the tokenizer's size is not known before the run begins"
         )
-    outcome = search(config, world, profile(config.parallel.hardware), top=1)
+    hardware = profile(config.parallel.hardware)
+    outcome = search(config, world, hardware, space=Space(offload=()), top=1)
+    if not outcome.best:
+        outcome = search(config, world, hardware, top=1)
     if not outcome.best:
         reasons = [each.reason for each in outcome.rejected]
         common = max(set(reasons), key=reasons.count)
@@ -66,4 +72,15 @@ def _encoder(config: Config, case: Case, hardware: Hardware) -> Encoder:
 
 def memory_of(config: Config, dims: Dims, *, on_gpu: bool) -> tuple[Memory, ...]:
     """Predicted peak of each pipeline rank of a configured layout."""
-    return predict(config, dims, profile("h100" if on_gpu else "cpu")).memory
+    return predict(config, dims, profile(_profile(on_gpu))).memory
+
+
+def offload_line(config: Config, dims: Dims, *, on_gpu: bool) -> str | None:
+    """What a configured layout has in host memory, for people; None where nothing is offloaded."""
+    hardware = profile(_profile(on_gpu))
+    step = predict(config, dims, hardware)
+    return line(step.host, dims.world, hardware) if step.host else None
+
+
+def _profile(on_gpu: bool) -> str:
+    return "h100" if on_gpu else "cpu"

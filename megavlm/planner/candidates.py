@@ -8,7 +8,7 @@ from typing import Literal
 
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims
-from megavlm.planner.case import Recompute, Sharding
+from megavlm.planner.case import Offloaded, Recompute, Sharding
 
 _STAGES: tuple[Sharding, ...] = ("none", "optimizer", "optimizer_gradients", "full")  # of ZeRO
 
@@ -24,6 +24,8 @@ class Space:
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     placement: tuple[Literal["stages", "colocated"], ...] = ("stages", "colocated")
     sharding: tuple[Sharding, ...] = ("optimizer", "optimizer_gradients", "full", "none")
+    # Tried in this order where a layout lacks memory.
+    offload: tuple[tuple[Offloaded, ...], ...] = (("optimizer",), ("activations",), ("optimizer", "activations"))
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Candidate:
     placement: Literal["stages", "colocated"]
     sharding: Sharding
     vision_tp: int = 1  # of a colocated encoder
+    offload: tuple[Offloaded, ...] = ()
 
     @property
     def label(self) -> str:
@@ -42,6 +45,7 @@ class Candidate:
         return (
             f"TP{d.tp} PP{d.pp} VPP{d.vpp} DP{d.dp} mbs {self.micro_batch} recompute {self.recompute} "
             f"{placement} ZeRO-{_STAGES.index(self.sharding)}"
+            + (f" offload {'+'.join(self.offload)}" if self.offload else "")
         )
 
     def applied(self, config: Config, cuts: tuple[int, ...] | None = None) -> Config:
@@ -55,14 +59,25 @@ class Candidate:
             pipeline_cuts=cuts or None,
             placement=self.placement,
             vision_tensor_model_parallel_size=self.vision_tp,
+            offload=self.offload,
         )
         train = replace(config.train, micro_batch_size=self.micro_batch, recompute_granularity=self.recompute)
         return replace(config, parallel=parallel, train=train)
 
 
-def candidates(world: int, space: Space, *, vision_tp: int = 1) -> Iterator[Candidate]:
+def with_offload(candidate: Candidate, space: Space) -> Iterator[Candidate]:
+    """The candidate with less and less on the device."""
+    for more in space.offload:
+        if set(more) > set(candidate.offload):
+            yield replace(candidate, offload=more)
+
+
+def candidates(
+    world: int, space: Space, *, vision_tp: int = 1, offload: tuple[Offloaded, ...] = ()
+) -> Iterator[Candidate]:
     """Everything in a space, but whole optimizer state only where nothing else is asked for: it saves a little of the
-    optimizer's time at best, and a search tries it last. `vision_tp` is that of colocated encoders.
+    optimizer's time at best, and a search tries it last. `vision_tp` is that of colocated encoders; `offload` is what a
+    run offloads in any case.
     """
     kinds = tuple(kind for kind in space.sharding if kind != "none") or space.sharding
     for tp in space.tp:
@@ -77,4 +92,4 @@ def candidates(world: int, space: Space, *, vision_tp: int = 1) -> Iterator[Cand
                         for recompute in space.recompute:
                             shared = vision_tp if placement == "colocated" else 1
                             for sharding in kinds if dp > 1 else kinds[:1]:
-                                yield Candidate(dims, micro_batch, recompute, placement, sharding, shared)
+                                yield Candidate(dims, micro_batch, recompute, placement, sharding, shared, offload)

@@ -17,6 +17,7 @@ from megavlm.planner.plan import typical_workload
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["none", "optimizer", "optimizer_gradients", "full"]
+Offloaded = Literal["optimizer", "activations"]
 # Bytes of an activation or a weight; FP8 keeps both in bf16 outside its products.
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
@@ -37,6 +38,7 @@ class Case:
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
     fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
+    offload: tuple[Offloaded, ...] = ()  # what is in host memory
     on_gpu: bool = False  # a CPU computes RMS norms in steps and keeps them, and keeps what stages have sent
 
     @property
@@ -105,6 +107,7 @@ def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
         trained=trained_layers(config),
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),
+        offload=config.parallel.offload,
         on_gpu=on_gpu,
     )
 

@@ -15,6 +15,7 @@ from megavlm.planner.activations import FP32, hidden_bytes, saved_bytes
 from megavlm.planner.case import Case, Recompute
 from megavlm.planner.hardware import Hardware, Link, Rates, fp8_speed, scaled
 from megavlm.planner.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, PROJECTOR, VISION_LAYER
+from megavlm.planner.memory import HOST_PIECE, leaves
 from megavlm.planner.parameters import local_parameters
 
 
@@ -50,7 +51,14 @@ def layer_seconds(name: str, case: Case, hardware: Hardware, recompute: Recomput
         backward += forward
     if recompute == "selective" and attention:
         backward += attention / hardware.forward.attention
-    return Seconds(forward, backward)
+    if not leaves(name, case):
+        return Seconds(forward, backward)
+    copy = hardware.own_host.link.seconds(saved_bytes(name, case, recompute))
+    if not case.on_gpu:  # one processor copies and computes
+        return Seconds(forward, backward + 2 * copy)
+    # Beside the next layer's forward pass, and the backward pass of the layer after it. Only backward passes depend on
+    # what is recomputed, so what a copy out takes beyond a forward pass is counted there as well.
+    return Seconds(forward, max(backward, copy) + max(0.0, copy - forward))
 
 
 def _seconds(products: float, attention: float, traffic: float, calls: float, rates: Rates) -> float:
@@ -157,11 +165,23 @@ def gradient_seconds(trained: float, case: Case, hardware: Hardware, *, held: fl
 def optimizer_seconds(trained: float, case: Case, hardware: Hardware) -> float:
     """AdamW's passes over memory: gradient, weights and two moments read, all but the gradient written.
 
-    Clearing and scaling gradients and their norm pass over all fp32 gradients that a rank has.
+    Clearing and scaling gradients and their norm pass over all fp32 gradients that a rank has. With `--offload
+    optimizer` the update is the host's, and 12 bytes of each number cross the bus.
     """
     own = trained / case.shards
     gradients = own if case.shards_gradients else trained
-    return (own * 7 * FP32 + gradients * 4 * FP32) / hardware.memory_bandwidth
+    rest = gradients * 4 * FP32 / hardware.memory_bandwidth
+    if "optimizer" not in case.offload:
+        return own * 7 * FP32 / hardware.memory_bandwidth + rest
+    return host_update_seconds(own, hardware) + rest
+
+
+def host_update_seconds(own: float, hardware: Hardware) -> float:
+    """Updating `own` numbers on the host in pieces: travel and update beside each other, but for one piece's."""
+    host = hardware.own_host
+    travel, update = 3 * FP32 / host.link.bandwidth, 7 * FP32 / host.bandwidth
+    piece = min(own, HOST_PIECE)
+    return piece * (travel + update) + (own - piece) * max(travel, update)
 
 
 def held_parameters(case: Case, start: int, end: int) -> float:

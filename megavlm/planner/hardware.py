@@ -39,6 +39,15 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What `--offload` takes of a device's host."""
+
+    link: Link  # between pinned memory and the device
+    bandwidth: float  # bytes/s of an elementwise pass over host memory, each device's share of a node's
+    memory: float  # bytes of a node
+
+
+@dataclass(frozen=True)
 class Hardware:
     name: str
     source: str
@@ -51,6 +60,12 @@ class Hardware:
     far: Link  # between nodes, per device
     devices_per_node: int
     peak: float | None = None  # FLOP/s that MFU is a share of; None: unknown
+    host: Host | None = None  # None: unknown, or the host is the device
+
+    @property
+    def own_host(self) -> Host:
+        """The host; where none is known, the device's own memory plays it."""
+        return self.host or Host(Link(self.memory_bandwidth / 2, 0.0), self.memory_bandwidth, float("inf"))
 
     @property
     def data_sheet_bandwidth(self) -> float:
@@ -68,6 +83,13 @@ _USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, NCCL's buffers 
 _LINK_SHARE = 0.8  # of a link's data-sheet rate that NCCL's collectives reach
 _MEMORY_SHARE = 0.85  # of the memory's data-sheet rate that elementwise kernels reach
 _LAUNCH = 1e-6  # seconds per call that no kernel fills: 20 µs per layer and pass
+_BUS_SHARE = 0.8  # of a bus's rate that copies of pinned memory reach: assumed, headers and flow control take the rest
+_HOST_SHARE = 0.7  # of a processor's memory rate that elementwise passes of all its cores reach: assumed
+_HOST_USABLE = 0.75  # of a node's memory: the rest is the system, data loaders and the page cache
+
+# GB/s per direction. PCI Express 4.0 and 5.0: 16 lanes of 16 and 32 GT/s, 128 of 130 bits data (PCI-SIG); NVLink-C2C:
+# 900 GB/s in both directions together (GH200 data sheet).
+_PCIE4, _PCIE5, _C2C = 31.5, 63.0, 450.0
 
 
 def _gpu(
@@ -79,9 +101,14 @@ def _gpu(
     memory_rate: float,
     nvlink: float,
     network: float,
+    host: tuple[float, float, float],
+    devices: int = 8,
     source: str,
 ) -> Hardware:
-    """A profile from TFLOP/s, gigabytes and GB/s; `nvlink` and `network` per direction."""
+    """A profile from TFLOP/s, gigabytes and GB/s; `nvlink` and `network` per direction. `host`: of a node the link to
+    each of its `devices`, and of all together the memory's rate and gigabytes.
+    """
+    link, host_rate, host_gigabytes = host
     bandwidth, peak = memory_rate * _GB * _MEMORY_SHARE, peak_tflops(name, "bf16")
     return Hardware(
         name=name,
@@ -93,15 +120,22 @@ def _gpu(
         memory_bandwidth=bandwidth,
         near=Link(nvlink * _GB * _LINK_SHARE, 10e-6),
         far=Link(network * _GB * _LINK_SHARE, 20e-6),
-        devices_per_node=8,
+        devices_per_node=devices,
         peak=None if peak is None else peak * _TFLOP,
+        host=Host(
+            Link(link * _GB * _BUS_SHARE, 10e-6),
+            host_rate * _GB * _HOST_SHARE / devices,
+            host_gigabytes * _GB * _HOST_USABLE,
+        ),
     )
 
 
 # Products: the "maximum achievable matmul FLOPS" of S. Bekman's ML Engineering book for bf16, except H200, which has
 # H100's arithmetic. Attention: FlashAttention-2 (Dao 2023) on A100, FlashAttention-3 (Shah et al. 2024) on Hopper, head
 # width 128; on B200 an assumption, Hopper's shares of the peak. Memory, links and peaks: NVIDIA's data sheets; network:
-# 200 Gbit/s per GPU on DGX A100, 400 on DGX H100, H200 and B200.
+# 200 Gbit/s per GPU on DGX A100, 400 on DGX H100, H200 and B200. Hosts are those of the DGX systems, 2 TB each: two
+# EPYC 7742 with 8 channels of DDR4-3200; two Xeon 8480C or 8570 with 8 of DDR5, which two modules per channel slow to
+# 4400. A bus of its own for each GPU is assumed; where two share a switch's link to the processor, each has half.
 PROFILES: dict[str, Hardware] = {
     "a100": _gpu(
         "a100",
@@ -111,6 +145,7 @@ PROFILES: dict[str, Hardware] = {
         memory_rate=2039,
         nvlink=300,
         network=25,
+        host=(_PCIE4, 410, 2048),
         source="A100 80GB SXM data sheet; MAMF 271 TFLOP/s; FlashAttention-2",
     ),
     "h100": _gpu(
@@ -121,6 +156,7 @@ PROFILES: dict[str, Hardware] = {
         memory_rate=3350,
         nvlink=450,
         network=50,
+        host=(_PCIE5, 563, 2048),
         source="H100 SXM data sheet; MAMF 794 TFLOP/s; FlashAttention-3",
     ),
     "h200": _gpu(
@@ -131,6 +167,7 @@ PROFILES: dict[str, Hardware] = {
         memory_rate=4800,
         nvlink=450,
         network=50,
+        host=(_PCIE5, 563, 2048),
         source="H200 SXM data sheet; arithmetic as H100",
     ),
     "b200": _gpu(
@@ -141,7 +178,20 @@ PROFILES: dict[str, Hardware] = {
         memory_rate=8000,
         nvlink=900,
         network=50,
+        host=(_PCIE5, 563, 2048),
         source="HGX B200 data sheet; MAMF 1745 TFLOP/s; attention assumed at Hopper's share of the peak",
+    ),
+    "gh200": _gpu(
+        "gh200",
+        products=794,
+        attention=(600, 500),
+        gigabytes=96,
+        memory_rate=4000,
+        nvlink=50,
+        network=50,
+        host=(_C2C, 384, 480),
+        devices=1,
+        source="GH200 data sheet (96 GB HBM3, 480 GB LPDDR5X, NVLink-C2C); arithmetic as H100; one GPU per node",
     ),
     # One core of a server processor and gloo on one machine: enough to compare layouts, no more. Calibrate yours.
     "cpu": Hardware(
@@ -206,9 +256,14 @@ def from_json(data: Mapping[str, Any]) -> Hardware:
     fields: dict[str, Any] = dict(data)
     rates = {side: Rates(**fields.pop(side)) for side in ("forward", "backward")}
     links = {side: Link(**fields.pop(side)) for side in ("near", "far")}
-    hardware = Hardware(**fields | rates | links)
+    host = fields.pop("host", None)  # profiles of earlier versions have none
+    if host is not None:
+        host = Host(**{**host, "link": Link(**host["link"])})
+    hardware = Hardware(**fields | rates | links, host=host)
     numbers = [hardware.memory, hardware.memory_bandwidth, hardware.devices_per_node]
     numbers += [value for rate in rates.values() for value in (rate.matmul, rate.attention, rate.bandwidth)]
+    if host is not None:
+        numbers += [host.link.bandwidth, host.bandwidth, host.memory]
     if not all(value > 0 for value in (*numbers, hardware.near.bandwidth, hardware.far.bandwidth)):
         raise ValueError("rates must be positive")
     return hardware

@@ -2,7 +2,7 @@
 
 Honest to what this program allocates: gradients are summed in fp32 whatever the precision, master weights exist under
 bf16 alone but where gradients are sharded (there they are what ranks share), and every micro-batch of the step is on
-the device from its beginning.
+the device from its beginning. With `--offload` some of it is on the host instead: `host.py` counts that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from megavlm.planner.case import Case, Recompute, apart
 from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, VISION_LAYER
 from megavlm.planner.orders import peak_in_flight
 from megavlm.planner.parameters import local_parameters, vocabulary_shard
+
+HOST_PIECE = 2**24  # numbers that `optim/host.py` moves together
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def standing(name: str, case: Case, *, copies_vocabulary: bool = False) -> Memor
 def _standing(count: float, case: Case, *, trained: bool) -> Memory:
     if not trained:
         return Memory(weights=count * case.bytes_each)
-    state = 2 * FP32 + (FP32 if case.bytes_each != FP32 else 0)  # two moments; master weights
+    masters = FP32 if case.bytes_each != FP32 else 0
+    state = masters + 2 * FP32 * moments_here(case)
     return Memory(weights=count * case.bytes_each, gradients=count * FP32, optimizer=count * state / case.shards)
 
 
@@ -66,7 +69,23 @@ def _sharded(count: float, case: Case, *, trained: bool, stays: bool) -> Memory:
     gathered = count * case.bytes_each * stays
     if not trained:
         return Memory(weights=gathered + count * case.bytes_each / case.shards)
-    return Memory(weights=gathered, gradients=count * FP32 / case.shards, optimizer=count * 3 * FP32 / case.shards)
+    state = FP32 + 2 * FP32 * moments_here(case)
+    return Memory(weights=gathered, gradients=count * FP32 / case.shards, optimizer=count * state / case.shards)
+
+
+def moments_here(case: Case) -> bool:
+    """Whether Adam's two moments are on the device."""
+    return "optimizer" not in case.offload
+
+
+def leaves(name: str, case: Case) -> bool:
+    """Whether what a layer saves goes to the host."""
+    return "activations" in case.offload and name.startswith((VISION_LAYER, LANGUAGE_LAYER))
+
+
+def kept_bytes(name: str, case: Case, recompute: Recompute = "none") -> float:
+    """What a micro-batch leaves on the device for its backward pass."""
+    return 0.0 if leaves(name, case) else saved_bytes(name, case, recompute)
 
 
 def _is_unit(name: str, case: Case) -> bool:
@@ -75,13 +94,18 @@ def _is_unit(name: str, case: Case) -> bool:
     return vocabulary or name.startswith((VISION_LAYER, LANGUAGE_LAYER))
 
 
-def _on_their_way(name: str, case: Case) -> float:
-    """ZeRO-2 and 3: a layer's gradients and the fp32 copy of them that is reduced; gathered weights, and the next's."""
-    if not (case.shards_gradients and _is_unit(name, case)):
+def _gathered(name: str, case: Case) -> float:
+    """ZeRO-3: a layer's gathered weights on their way, and the next one's."""
+    if case.sharding != "full" or not _is_unit(name, case):
         return 0.0
-    count = local_parameters(name, case.model, case.dims.tp)
-    gradients = (case.bytes_each + FP32) * case.trains(name)
-    return count * (gradients + 3 * case.bytes_each * (case.sharding == "full"))
+    return local_parameters(name, case.model, case.dims.tp) * 3 * case.bytes_each
+
+
+def _reduced(name: str, case: Case) -> float:
+    """ZeRO-2 and 3: a layer's gradients and the fp32 copy of them that is reduced."""
+    if not (case.shards_gradients and _is_unit(name, case) and case.trains(name)):
+        return 0.0
+    return local_parameters(name, case.model, case.dims.tp) * (case.bytes_each + FP32)
 
 
 def replicated_encoder(case: Case, *, vision_tp: int = 1) -> Memory:
@@ -95,9 +119,21 @@ def replicated_encoder(case: Case, *, vision_tp: int = 1) -> Memory:
     return total
 
 
-def transient_bytes(name: str, case: Case, recompute: Recompute = "none") -> float:
-    """What a layer's backward pass needs beside what was saved, while everything saved is still there."""
-    return _backward_bytes(name, case, recompute) + _on_their_way(name, case)
+def transient_bytes(name: str, case: Case, recompute: Recompute = "none", *, last_stage: bool = False) -> float:
+    """What a layer's backward pass needs beside what was kept, while everything kept is still there.
+
+    Where layers are offloaded that is their own tensors, which have arrived, and the next one's, which begin to; where
+    micro-batches take turns also those of the last layer to run forward. As a layer ends its own are gone, but there
+    are gradients.
+    """
+    needed = _backward_bytes(name, case, recompute) + _gathered(name, case)
+    if leaves(name, case):
+        own = saved_bytes(name, case, recompute)
+        turns = case.dims.pp > 1 and not last_stage
+        return needed + own * (1 + turns) + max(own, _reduced(name, case))
+    if name == OUTPUT and "activations" in case.offload:
+        needed += saved_bytes(case.names[case.names.index(OUTPUT) - 2], case, recompute)  # the last layer, still here
+    return needed + _reduced(name, case)
 
 
 def _backward_bytes(name: str, case: Case, recompute: Recompute) -> float:
@@ -138,11 +174,12 @@ def rank_memory(
         for name in names:
             total += standing(name, case, copies_vocabulary=alone)
         mode = recompute[chunk]
-        saved = sum(saved_bytes(name, case, mode) for name in names)
+        saved = sum(kept_bytes(name, case, mode) for name in names)
         if not case.on_gpu and chunk < case.dims.chunks - 1:
             saved += hidden_bytes(spans[chunk + 1][0], case)  # sent, and not yet let go
         total += Memory(activations=count * saved)
-        transient = max(transient, *(transient_bytes(name, case, mode) for name in names), 0.0)
+        last = rank == case.dims.pp - 1
+        transient = max(transient, *(transient_bytes(name, case, mode, last_stage=last) for name in names), 0.0)
     with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in case.dims.chunks_of(rank))
     data = case.micro_batches * batch_bytes(case, with_patches=with_patches)
     return total + Memory(transient=transient, data=data)

@@ -40,6 +40,9 @@ TABLE: tuple[Peaks, ...] = (
     _row("H100 PCIE", 378, 756, 1513, f"{_HOPPER_100}, PCIe: 756, 1,513 and 3,026 with sparsity"),
     _row("H100 NVL", 417, 835, 1670, f"{_HOPPER_100}, NVL: 835, 1,671 and 3,341 with sparsity"),
     _row("H100", 494, 989, 1979, f"{_HOPPER_100}, SXM: 989, 1,979 and 3,958 with sparsity"),
+    _row(
+        "GH200", 494, 989, 1979, '"NVIDIA GH200 Grace Hopper Superchip" data sheet: 989, 1,979 and 3,958 with sparsity'
+    ),
     _row("H200 NVL", 417, 835, 1670, f"{_HOPPER_200}, NVL: 835, 1,671 and 3,341 with sparsity"),
     _row("H200", 494, 989, 1979, f"{_HOPPER_200}, SXM: 989, 1,979 and 3,958 with sparsity"),
     _row(

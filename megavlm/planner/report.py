@@ -6,8 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple
 
+from megavlm.planner.host import line as host_line
+from megavlm.planner.host import node_bytes, node_complaint
+from megavlm.planner.judge import GIB, Estimate, Rejected
 from megavlm.planner.memory import table as memory_table
-from megavlm.planner.search import GIB, Estimate, Outcome, Rejected
+from megavlm.planner.search import Outcome
 
 _HEADER = (
     "layout",
@@ -41,12 +44,31 @@ def report(outcome: Outcome) -> str:
             f"best: {best.candidate.label}",
             f"  cuts {' '.join(map(str, best.partition.cuts)) or 'none'} ({proof}); seconds: {shares}{ahead}",
             memory_table(step.memory),
+            *_offloads(outcome),
             "",
             f"{outcome.tried} layouts, {outcome.simulated} simulated, {len(outcome.rejected)} cannot run:",
             *reasons(outcome.rejected),
             "  context parallelism above 1 is not tried: it cannot run yet",
         ]
     )
+
+
+def _offloads(outcome: Outcome) -> list[str]:
+    """What the best layout has on its host, and what more `--offload` would bring it."""
+    best, hardware = outcome.best[0], outcome.hardware
+    world, lines = best.candidate.dims.world, []
+    if best.step.host:
+        lines.append(host_line(best.step.host, world, hardware))
+    for each in outcome.offloaded:
+        less = (best.step.peak - each.step.peak) / GIB
+        longer = each.step.seconds - best.step.seconds
+        lacks = node_complaint(each.step.host, world, hardware)
+        lines.append(
+            f"  --offload {' '.join(each.candidate.offload)}: {less:.2f} GiB less on the fullest rank, {longer:+.3f} s "
+            f"a step, {node_bytes(each.step.host, world, hardware) / GIB:.0f} GiB of a node's memory"
+            + (" (more than it has)" if lacks else "")
+        )
+    return lines
 
 
 def layouts(estimates: Sequence[Estimate]) -> str:

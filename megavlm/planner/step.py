@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
-from megavlm.planner.activations import hidden_bytes, saved_bytes
+from megavlm.planner.activations import hidden_bytes
 from megavlm.planner.case import Case, Recompute, apart
 from megavlm.planner.cost import (
     gradient_seconds,
@@ -18,8 +18,9 @@ from megavlm.planner.cost import (
     trained_parameters,
 )
 from megavlm.planner.hardware import Hardware
+from megavlm.planner.host import HostMemory, host_memory, of_update, pinned_bytes
 from megavlm.planner.layers import EMBEDDING
-from megavlm.planner.memory import Memory, batch_bytes, rank_memory, replicated_encoder
+from megavlm.planner.memory import Memory, batch_bytes, kept_bytes, rank_memory, replicated_encoder
 from megavlm.planner.partition import play
 from megavlm.planner.tables import LayerTables, measured_once
 from megavlm.planner.timeline import Timeline
@@ -34,6 +35,7 @@ class Encoder:
     backward: float  # recomputation included
     exchange: float  # features out, their gradients back
     memory: Memory
+    host: HostMemory = field(default_factory=HostMemory)
 
     @property
     def seconds(self) -> float:
@@ -51,6 +53,7 @@ class Step:
     bubble: float  # of the pipeline, share of the ranks' time
     hideable: float  # of a frozen encoder's seconds: what `--encode-ahead` could take into waiting times
     memory: tuple[Memory, ...]  # of each pipeline rank
+    host: tuple[HostMemory, ...] = ()  # of each pipeline rank, with `--offload`
 
     @property
     def seconds(self) -> float:
@@ -79,8 +82,10 @@ def colocated_encoder(
     all_images = images * case.micro_batches
     own = math.ceil(all_images * vision_tp / ranks)
     standing = replicated_encoder(case, vision_tp=vision_tp)
+    trained = trained_parameters(apart(case, vision_tp), 0, encoder_layers(case))
+    host = of_update(trained / apart(case, vision_tp).shards, case)
     if not all_images:
-        return Encoder(apart(case, vision_tp), 0.0, 0.0, 0.0, standing)
+        return Encoder(apart(case, vision_tp), 0.0, 0.0, 0.0, standing, host)
     per_image = case.work.patches / images
     in_pass = max(1, min(own, int(chunk_patches // per_image)))
     share = in_pass / images
@@ -107,10 +112,12 @@ def colocated_encoder(
     exchange = link.seconds(features / ranks * (ranks - 1)) * (2 if backward else 1) if ranks > 1 else 0.0
     if backward and vision_tp > 1:  # an encoder's ranks gather the gradients of what it made
         exchange += between.seconds(features / ranks * (vision_tp - 1))
-    saved = sum(each(partial(saved_bytes, case=alone))) * min(max(1, kept), math.ceil(passes))
+    held = min(max(1, kept), math.ceil(passes))
+    saved = sum(each(partial(kept_bytes, case=alone))) * held
+    host += HostMemory(activations=sum(each(partial(pinned_bytes, case=alone))) * held)
     pixels = batch_bytes(alone, with_patches=True) - batch_bytes(alone, with_patches=False)
     memory = standing + Memory(activations=saved, data=features + pixels * passes)
-    return Encoder(alone, forward, backward, exchange, memory)
+    return Encoder(alone, forward, backward, exchange, memory, host)
 
 
 def step_of(
@@ -131,6 +138,10 @@ def step_of(
         rank_memory(case, [0, *bounds[1:]], rank, recompute=recompute, skip=tables.first)
         for rank in range(dims.pp if with_memory else 0)
     ]
+    host = [
+        host_memory(case, [0, *bounds[1:]], rank, recompute=recompute, skip=tables.first)
+        for rank in range(dims.pp if case.offload else 0)
+    ]
     trained = _of_ranks(case, bounds, trained_parameters)
     held = _of_ranks(case, bounds, held_parameters)
     gradients = max(gradient_seconds(t, case, hardware, held=h) for t, h in zip(trained, held, strict=True))
@@ -138,6 +149,7 @@ def step_of(
     optimizer = max(optimizer_seconds(count, case, hardware) for count in trained)
     if encoder is not None:
         memory = [each + encoder.memory for each in memory]
+        host = [each + encoder.host for each in host]
         count = trained_parameters(encoder.case, 0, tables.first)
         gradients += gradient_seconds(count, encoder.case, hardware)
         optimizer += optimizer_seconds(count, encoder.case, hardware)
@@ -149,6 +161,7 @@ def step_of(
         bubble=timeline.bubble,
         hideable=hideable(encoder, timeline, communication=gradients) if encoder is not None else 0.0,
         memory=tuple(memory),
+        host=tuple(host),
     )
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from megavlm.model.flops import attends_in_windows
-from megavlm.planner.activations import hidden_bytes, saved_bytes
+from megavlm.planner.activations import hidden_bytes
 from megavlm.planner.case import Case, Recompute
 from megavlm.planner.cost import carried_bytes, layer_seconds, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.layers import VISION_LAYER
-from megavlm.planner.memory import standing, transient_bytes
+from megavlm.planner.memory import kept_bytes, standing, transient_bytes
 
 Array = np.ndarray
 Each = Callable[[Callable[[str], Any]], list[Any]]
@@ -26,7 +26,7 @@ class Mode:
     """What depends on a chunk's recomputation: per layer, except `backward` and `saved`, which are prefix sums."""
 
     backward: Array  # [layers + 1] seconds
-    saved: Array  # [layers + 1] bytes of one micro-batch
+    saved: Array  # [layers + 1] bytes of one micro-batch on the device
     transient: Array  # [layers] bytes
 
 
@@ -68,7 +68,7 @@ def layer_tables(
 
 
 def sharded(tables: LayerTables, case: Case) -> LayerTables:
-    """The same layers where `case` shards another part of their state: other bytes, the same times."""
+    """The same layers where `case` keeps their state elsewhere (other ranks, the host): other bytes, the same times."""
     each = measured_once(case, range(tables.first, len(case.names)))
     modes = {
         mode: replace(values, transient=np.array(each(partial(transient_bytes, case=case, recompute=mode))))
@@ -92,7 +92,7 @@ def measured_once(case: Case, places: Sequence[int]) -> Each:
 def _mode(mode: Recompute, case: Case, hardware: Hardware, each: Each) -> Mode:
     return Mode(
         backward=_prefix(each(lambda name: layer_seconds(name, case, hardware, mode).backward)),
-        saved=_prefix(each(lambda name: saved_bytes(name, case, mode))),
+        saved=_prefix(each(lambda name: kept_bytes(name, case, mode))),
         transient=np.array(each(lambda name: transient_bytes(name, case, mode))),
     )
 

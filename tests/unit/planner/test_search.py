@@ -15,16 +15,18 @@ from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfi
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
 from megavlm.planner.auto import planned, predict
+from megavlm.planner.candidates import Space, candidates
 from megavlm.planner.case import case_of
 from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile, to_json
+from megavlm.planner.judge import Estimate, Judge
 from megavlm.planner.layers import layer_names
 from megavlm.planner.memory import Memory
 from megavlm.planner.models import MODELS, model
 from megavlm.planner.parameters import local_parameters
 from megavlm.planner.plan import dims_of, make_plan
 from megavlm.planner.report import report
-from megavlm.planner.search import Estimate, Space, _Judge, candidates, search, timeline_of
+from megavlm.planner.search import search, timeline_of
 from megavlm.planner.step import Encoder, hideable
 from megavlm.planner.timeline import Timeline
 
@@ -42,7 +44,7 @@ SMALL = Config(
 
 def test_finds_what_judging_every_layout_finds() -> None:
     outcome = search(SMALL, 4, PROFILES["a100"], top=3)
-    judge = _Judge(SMALL, PROFILES["a100"])
+    judge = Judge(SMALL, PROFILES["a100"])
     estimates = [judge.estimate(each) for each in candidates(4, Space()) if not judge.complaint(each)]
     times = sorted(each.step.seconds for each in estimates if isinstance(each, Estimate))
     assert outcome.best[0].step.seconds <= times[0] * (1 + 1e-12)

@@ -8,11 +8,12 @@ from typing import get_args
 import pytest
 
 from megavlm.parallel.dims import Dims
+from megavlm.planner.candidates import Space
 from megavlm.planner.case import Case, Sharding, case_of
 from megavlm.planner.cost import gradient_seconds, optimizer_seconds
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.memory import rank_memory, standing
-from megavlm.planner.search import Space, search
+from megavlm.planner.search import search
 from tests.unit.planner.test_search import SMALL
 
 KINDS: tuple[Sharding, ...] = get_args(Sharding)
@@ -63,7 +64,7 @@ def test_replicas_add_an_all_reduce_of_their_rows() -> None:
 
 
 def test_the_search_shares_weights_where_state_does_not_fit() -> None:
-    space = Space(tp=(1,), pp=(1,), micro_batch=(1,), recompute=("full",), placement=("stages",))
+    space = Space(tp=(1,), pp=(1,), micro_batch=(1,), recompute=("full",), placement=("stages",), offload=())
     free = search(SMALL, 8, PROFILES["a100"], space=space)
     peak = {each.candidate.sharding: each.step.peak for each in free.best}
     assert set(peak) == set(KINDS)

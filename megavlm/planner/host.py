@@ -1,0 +1,84 @@
+"""Bytes of host memory that `--offload` takes: of each pipeline rank, and of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megavlm.planner.activations import FP32, saved_bytes
+from megavlm.planner.case import Case, Recompute
+from megavlm.planner.cost import trained_parameters
+from megavlm.planner.hardware import Hardware
+from megavlm.planner.memory import HOST_PIECE, leaves, moments_here
+from megavlm.planner.orders import peak_in_flight
+
+GIB = 2**30
+# torch gives out pinned memory in powers of two: at worst twice what is asked for, on average over sizes 1 / ln 2.
+_ROUNDED_UP = 1.44
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes on one rank's host. There are no activations while there are pieces."""
+
+    moments: float = 0.0
+    activations: float = 0.0  # pinned
+    pieces: float = 0.0  # pinned: weights and gradients on their way to an update and back, at most two pieces
+
+    @property
+    def total(self) -> float:
+        return self.moments + max(self.activations, self.pieces)
+
+    def __add__(self, other: HostMemory) -> HostMemory:
+        return HostMemory(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def host_memory(
+    case: Case, bounds: Sequence[int], rank: int, *, recompute: Sequence[Recompute], skip: int = 0
+) -> HostMemory:
+    """Peak of one pipeline rank; arguments as for `memory.rank_memory`."""
+    spans = [(max(a, skip), b) for a, b in pairwise(bounds)]
+    chunks = case.dims.chunks_of(rank)
+    saved = 0.0
+    for chunk, count in zip(chunks, peak_in_flight(case.shape)[rank], strict=True):
+        names = case.names[slice(*spans[chunk])]
+        saved += count * sum(pinned_bytes(name, case, recompute[chunk]) for name in names)
+    own = sum(trained_parameters(case, *spans[chunk]) for chunk in chunks) / case.shards
+    return HostMemory(activations=saved) + of_update(own, case)
+
+
+def pinned_bytes(name: str, case: Case, recompute: Recompute = "none") -> float:
+    """What a micro-batch leaves on the host of a layer."""
+    if not leaves(name, case):
+        return 0.0
+    return saved_bytes(name, case, recompute) * (_ROUNDED_UP if case.on_gpu else 1.0)
+
+
+def of_update(own: float, case: Case) -> HostMemory:
+    """Of a rank that updates `own` numbers; moments of what is trained alone."""
+    if moments_here(case):
+        return HostMemory()
+    return HostMemory(moments=2 * FP32 * own, pieces=2 * FP32 * min(own, 2 * HOST_PIECE))
+
+
+def node_bytes(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> float:
+    """What the ranks of a node take, each as much as the fullest of all."""
+    return max(each.total for each in ranks) * min(world, hardware.devices_per_node)
+
+
+def node_complaint(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str | None:
+    """Why a node's memory does not hold what its ranks offload, if so."""
+    needed, there = node_bytes(ranks, world, hardware), hardware.own_host.memory
+    if needed <= there:
+        return None
+    return f"--offload needs {needed / GIB:.0f} GiB of a node's memory, of which {there / GIB:.0f} GiB can be had"
+
+
+def line(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str:
+    """What is offloaded, for people: the fullest rank's, and a node's."""
+    fullest = max(ranks, key=lambda each: each.total)
+    parts = (("moments", fullest.moments), ("activations", fullest.activations), ("on their way", fullest.pieces))
+    shares = ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts if value)
+    node = node_bytes(ranks, world, hardware) / GIB
+    return f"host memory of the fullest rank, GiB: {shares}; of a node {node:.1f}"

@@ -1,0 +1,174 @@
+"""`--offload` in the planner: bytes on both sides, seconds over the bus, and when the search takes to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megavlm.config.load import from_dict, to_yaml
+from megavlm.config.rules import check
+from megavlm.parallel.dims import Dims
+from megavlm.planner.activations import saved_bytes
+from megavlm.planner.auto import planned, predict
+from megavlm.planner.candidates import Space
+from megavlm.planner.case import Case, Offloaded, Sharding, case_of
+from megavlm.planner.cost import host_update_seconds, layer_seconds, optimizer_seconds
+from megavlm.planner.hardware import PROFILES, Hardware, from_json, to_json
+from megavlm.planner.host import HOST_PIECE, host_memory, node_complaint
+from megavlm.planner.memory import kept_bytes, rank_memory, standing
+from megavlm.planner.peaks import peak_tflops
+from megavlm.planner.report import report
+from megavlm.planner.search import search
+from tests.unit.planner.test_search import SMALL
+
+H100 = PROFILES["h100"]
+LAYER = "language.layers.0"
+BOTH: tuple[Offloaded, ...] = ("optimizer", "activations")
+SPACE = Space(tp=(1,), pp=(1,), micro_batch=(1,), recompute=("none",), placement=("stages",), sharding=("optimizer",))
+
+
+def case(*offload: Offloaded, sharding: Sharding = "optimizer", precision: str = "bf16", dp: int = 8) -> Case:
+    config = replace(
+        SMALL,
+        parallel=replace(SMALL.parallel, data_parallel_sharding=sharding, offload=offload),
+        train=replace(SMALL.train, precision=precision),
+    )
+    return case_of(config, Dims(1, 1, 1, dp), on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "precision", "here", "left"),
+    [
+        ("none", "bf16", 18, 10),
+        ("optimizer", "bf16", 6 + 12 / 8, 6 + 4 / 8),
+        ("optimizer", "fp32", 8 + 8 / 8, 8),
+        ("optimizer_gradients", "bf16", 2 + 16 / 8, 2 + 8 / 8),
+        ("full", "bf16", 16 / 8, 8 / 8),
+    ],
+)
+def test_moments_leave_the_device(sharding: Sharding, precision: str, here: float, left: float) -> None:
+    whole, off = (case(*each, sharding=sharding, precision=precision) for each in ((), ("optimizer",)))
+    count = standing(LAYER, replace(whole, sharding="none")).weights / whole.bytes_each
+    assert standing(LAYER, whole).total / count == pytest.approx(here)
+    assert standing(LAYER, off).total / count == pytest.approx(left)
+    bounds = [0, len(off.names)]
+    moments = host_memory(off, bounds, 0, recompute=["none"]).moments
+    gone = (
+        rank_memory(whole, bounds, 0, recompute=["none"]).total - rank_memory(off, bounds, 0, recompute=["none"]).total
+    )
+    assert moments == pytest.approx(gone)
+
+
+def test_activations_of_layers_leave_but_for_two_layers() -> None:
+    whole, off = case(), case("activations")
+    bounds = [0, len(off.names)]
+    before, after = (rank_memory(each, bounds, 0, recompute=["none"]) for each in (whole, off))
+    layers = [name for name in off.names if ".layers." in name]
+    saved = sum(saved_bytes(name, whole) for name in layers)
+    assert before.activations - after.activations == pytest.approx(saved)
+    assert kept_bytes("output", off) == saved_bytes("output", whole)
+    largest = max(saved_bytes(name, whole) for name in layers)
+    assert 0 < after.transient - max(0, before.transient - 2 * largest) <= 3 * largest
+    pinned = host_memory(off, bounds, 0, recompute=["none"]).activations
+    assert saved < pinned < 2 * saved, "pinned memory comes in powers of two"
+    assert host_memory(whole, bounds, 0, recompute=["none"]).total == 0
+
+
+def test_the_bus_and_the_host_take_time() -> None:
+    host = H100.own_host
+    count = 1e9
+    travel, update = 12 * count / host.link.bandwidth, 28 * count / host.bandwidth
+    assert max(travel, update) < host_update_seconds(count, H100) < travel + update
+    assert host_update_seconds(HOST_PIECE / 2, H100) == pytest.approx(HOST_PIECE / 2 / count * (travel + update))
+    assert optimizer_seconds(count, case("optimizer"), H100) > optimizer_seconds(count, case(), H100)
+    plain, off = layer_seconds(LAYER, case(), H100), layer_seconds(LAYER, case("activations"), H100)
+    copy = host.link.seconds(saved_bytes(LAYER, case()))
+    total = max(plain.forward, copy) + max(plain.backward, copy)
+    assert off.forward + off.backward == pytest.approx(total), "each beside the other layers' passes"
+    fast = replace(H100, host=replace(host, link=replace(host.link, bandwidth=1e15, latency=0.0)))
+    assert layer_seconds(LAYER, case("activations"), fast) == plain
+    assert layer_seconds("output", case("activations"), H100) == layer_seconds("output", case(), H100)
+    on_cpu = replace(case("activations"), on_gpu=False)
+    hidden = layer_seconds(LAYER, replace(on_cpu, offload=()), PROFILES["cpu"])
+    assert layer_seconds(LAYER, on_cpu, PROFILES["cpu"]).backward > hidden.backward
+
+
+def room_for(*offload: Offloaded, hardware: Hardware = H100) -> Hardware:
+    """A device in which a layout fits with so much offloaded, and little more."""
+    config = replace(SMALL, parallel=replace(SMALL.parallel, offload=offload))
+    peak = predict(config, Dims(1, 1, 1, 8), hardware).peak
+    return replace(hardware, memory=1.02 * peak)
+
+
+def test_the_search_offloads_as_little_as_gives_room() -> None:
+    roomy = search(SMALL, 8, H100, space=SPACE)
+    assert roomy.best[0].candidate.offload == ()
+    text = report(roomy)
+    assert all(f"--offload {' '.join(each)}: " in text for each in SPACE.offload)
+    for wanted in (("optimizer",), BOTH):
+        hardware = room_for(*wanted)
+        outcome = search(SMALL, 8, hardware, space=SPACE)
+        best = outcome.best[0]
+        assert best.candidate.offload == wanted
+        assert best.step.peak <= hardware.memory
+        assert best.step.seconds > roomy.best[0].step.seconds
+        config = from_dict(to_dict(to_yaml(outcome.config(SMALL))))
+        assert config.parallel.offload == wanted
+        check(config, world=8)
+        assert "host memory of the fullest rank" in report(outcome)
+        assert not search(SMALL, 8, hardware, space=replace(SPACE, offload=())).best
+
+
+def test_what_a_run_offloads_it_offloads_in_every_layout() -> None:
+    config = replace(SMALL, parallel=replace(SMALL.parallel, offload=("optimizer",)))
+    best = search(config, 8, H100, space=SPACE).best[0]
+    assert best.candidate.offload == ("optimizer",)
+    assert best.step.host[0].moments > 0
+
+
+def test_a_node_without_room_is_refused() -> None:
+    hardware = room_for("optimizer")
+    host = hardware.own_host
+    small = replace(hardware, host=replace(host, memory=1e6))
+    outcome = search(SMALL, 8, small, space=SPACE)
+    assert not outcome.best
+    step = predict(replace(SMALL, parallel=replace(SMALL.parallel, offload=BOTH)), Dims(1, 1, 1, 8), small)
+    assert "of a node's memory" in (node_complaint(step.host, 8, small) or "")
+    assert node_complaint(step.host, 8, hardware) is None
+    assert any("--offload needs" in each.reason for each in outcome.rejected)
+
+
+def test_plan_auto_offloads_only_where_nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = replace(SMALL, parallel=replace(SMALL.parallel, plan="auto", hardware="h100"))
+    assert planned(auto, 8).parallel.offload == ()
+    smallest = min(each.step.peak for each in search(SMALL, 8, H100, space=Space(offload=()), top=10_000).best)
+    monkeypatch.setitem(PROFILES, "h100", replace(H100, memory=0.99 * smallest))
+    assert planned(auto, 8).parallel.offload
+
+
+def test_a_cpu_offloads_nothing_by_itself() -> None:
+    tiny = replace(PROFILES["cpu"], memory=1e6)
+    assert not search(SMALL, 2, tiny, space=SPACE).best
+    assert not search(SMALL, 2, PROFILES["cpu"], space=SPACE).offloaded
+
+
+def test_profiles_know_their_hosts_and_earlier_files_do_not() -> None:
+    for name, hardware in PROFILES.items():
+        assert from_json(to_json(hardware)) == hardware
+        assert (hardware.host is None) == (name == "cpu")
+    earlier = to_json(H100)
+    del earlier["host"]
+    assert from_json(earlier).host is None
+    with pytest.raises(ValueError, match="positive"):
+        from_json(to_json(replace(H100, host=replace(H100.own_host, memory=0))))
+    speed = {name: PROFILES[name].own_host.link.bandwidth for name in ("a100", "h100", "gh200")}
+    assert speed["a100"] < speed["h100"] < speed["gh200"]
+    assert peak_tflops("NVIDIA GH200 480GB", "bf16") == 989
+
+
+def to_dict(text: str) -> dict[str, object]:
+    import yaml
+
+    found: dict[str, object] = yaml.safe_load(text)
+    return found
