@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,20 +13,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megavlm.backend.adamw import local
+from megavlm.optim.host import HostAdamW
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations make inside `with`, until they are freed; `peak` is their largest sum.
 
     `baseline` tensors (weights, gradients, optimizer state) count from the start. Storage shared by views counts once.
+    Tensors that offloading has on the host (`host`, and those that a function made by `on_host` makes) count apart,
+    also where host and device are one memory.
     """
 
-    def __init__(self, baseline: list[Tensor]) -> None:
+    def __init__(self, baseline: Sequence[Tensor], *, host: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
-        for tensor in baseline:
-            self._meet(tensor)
+        self.host_live = self.host_peak = 0
+        self._on_host = False
+        self._known: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
+        self.on_host(self._meet_all)(host)
+        self._meet_all(baseline)
+
+    def on_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, what it makes counted as the host's."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._on_host = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._on_host = False
+
+        return call
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -37,49 +55,73 @@ class LiveBytes(TorchDispatchMode):
                 self._meet(leaf)
         return result
 
+    def _meet_all(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._meet(tensor)
+
     def _meet(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known or not storage.nbytes():
             return
-        self._known[key] = (weakref.ref(storage), storage.nbytes())
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
+        self._known[key] = (weakref.ref(storage), storage.nbytes(), self._on_host)
+        self._add(storage.nbytes(), on_host=self._on_host)
         weakref.finalize(storage, self._forget, key)
+
+    def _add(self, size: int, *, on_host: bool) -> None:
+        if on_host:
+            self.host_live += size
+        else:
+            self.live += size
+        self.peak, self.host_peak = max(self.peak, self.live), max(self.host_peak, self.host_live)
 
     def _look_again(self) -> None:
         """Parameters that data-parallel ranks share come and go by resizing a storage, which no operation shows."""
-        for key, (reference, size) in list(self._known.items()):
+        for key, (reference, size, on_host) in list(self._known.items()):
             storage = reference()
             if storage is not None and storage.nbytes() != size:
-                self.live += storage.nbytes() - size
-                self._known[key] = (reference, storage.nbytes())
-        self.peak = max(self.peak, self.live)
+                self._add(storage.nbytes() - size, on_host=on_host)
+                self._known[key] = (reference, storage.nbytes(), on_host)
 
     def _forget(self, key: int) -> None:
-        self.live -= self._known.pop(key)[1]
+        _, size, on_host = self._known.pop(key)
+        self._add(-size, on_host=on_host)
 
 
 def step_peak(engine: Any, batches: list[Any]) -> int:
     """Most tensor bytes alive during one training step after the first: weights, state and data included."""
+    return step_counts(engine, batches).peak
+
+
+def step_counts(
+    engine: Any, batches: list[Any], around: Callable[[LiveBytes], AbstractContextManager[Any]] = nullcontext
+) -> LiveBytes:
+    """The count of one training step after the first, which runs within `around(counter)`."""
     engine.train_step(batches)
     data = [value for batch in batches for value in vars(batch).values() if isinstance(value, Tensor)]
-    with LiveBytes([*standing_tensors(engine), *data]) as counter:
+    moments = [moment for inner in _optimizers(engine) if isinstance(inner, HostAdamW) for moment in _state(inner)]
+    counter = LiveBytes([*standing_tensors(engine), *data], host=moments)
+    with counter, around(counter):
         engine.train_step(batches)
-    return counter.peak
+    return counter
 
 
 def standing_tensors(engine: Any) -> list[Tensor]:
     """What lives from step to step: parameters, gradient buffers, optimizer state and master weights."""
     found: list[Tensor] = []
-    for chunk in engine.chunks:
+    for chunk in engine.parts:
         found += [local(param) for param in chunk.parameters()]
         found += [param.main_grad for param in chunk.parameters() if getattr(param, "main_grad", None) is not None]
-    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-        inner = optimizer.optimizer
-        if inner is None:
-            continue
-        for group in inner.param_groups:
-            found += [local(param) for param in group["params"]]
-        found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    for inner in _optimizers(engine):
+        found += [local(param) for group in inner.param_groups for param in group["params"]]
+        found += _state(inner)
     return found
+
+
+def _optimizers(engine: Any) -> list[Any]:
+    chained = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    return [each.optimizer for each in chained if each.optimizer is not None]
+
+
+def _state(optimizer: Any) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]

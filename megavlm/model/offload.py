@@ -1,48 +1,195 @@
-"""`--offload activations`: what a layer saves for its backward pass, in host memory until then.
+"""`--offload activations`: what layers save for their backward pass, in host memory until then.
 
-Copies to the host are queued behind the computation that made the tensors, copies back before the one that takes them,
-on the same stream: nothing overlaps, and nothing has to be waited for.
+Copies run one layer behind the forward pass and one layer ahead of the backward pass, beside what the device computes:
+
+    forward    layer 1 │ layer 2          │ layer 3          │ …      at most two layers' tensors are on the device:
+    copies             │ tensors of 1 out │ tensors of 2 out │ …      those of 1 are let go where layer 3 begins
+    backward   layer 3 │ layer 2          │ layer 1          │        the same: where a layer begins, its tensors have
+    copies     2 back  │ 1 back           │                           arrived, and the next one's begin to
+
+Which layer comes next is known of each pass (a micro-batch through a chunk) by itself, so passes may follow in any
+order (1F1B, interleaved). A layer whose backward pass comes before its tensors were let go uses them where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from megavlm.backend.adamw import local
+from megavlm.backend.host import Transfers
 
 # Numbers below which a tensor stays: its transfer would cost a latency and save next to nothing.
 _SMALLEST = 1024
 
 
-class SavedOnHost(saved_tensors_hooks):
-    """While this is active, what autograd saves is moved to (pinned) host memory, but for the layer's own parameters,
-    which are there anyway.
-    """
+class Offload:
+    """All chunks of a rank. `begin_pass`, then each layer of a chunk within `layer`; `expect_backward` at the end."""
 
-    def __init__(self, layer: nn.Module, *, smallest: int = _SMALLEST) -> None:
-        super().__init__(_packer(layer, smallest), _unpacked)
+    def __init__(self, transfers: Transfers, *, smallest: int = _SMALLEST) -> None:
+        self._transfers = transfers
+        self._smallest = smallest
+        self._last: _Layer | None = None  # of this pass
+        self._leaving: _Layer | None = None  # of any: its tensors are on their way, and still here
+
+    def begin_pass(self) -> None:
+        self._last = None
+
+    @contextmanager
+    def layer(self, module: nn.Module, *stays: Any) -> Iterator[None]:
+        """While this is active, what autograd saves goes, but for the layer's own parameters, tensors in `stays`
+        (which other layers use as well), and small ones.
+        """
+        layer = _Layer(self._transfers, module, stays, before=self._last, smallest=self._smallest)
+        with saved_tensors_hooks(layer.pack, _unpacked):
+            yield
+        if not layer.send():
+            return  # a frozen layer
+        if self._leaving is not None:
+            self._leaving.let_go()
+        self._last = self._leaving = layer
+
+    def expect_backward(self, output: Tensor) -> None:
+        """Fetch the last layer's tensors where the pass's backward begins, which is when `output` gets a gradient."""
+        if (last := self._last) is not None and output.requires_grad:
+            output.register_hook(lambda gradient: last.fetch())
 
 
-def _packer(layer: nn.Module, smallest: int) -> Callable[[Tensor], Any]:
-    kept: set[int] = set()
+class _Stored:
+    """Bytes that a layer saved: on the device, on the host, or both. Gone when autograd has let go of all views."""
 
-    def pack(tensor: Tensor) -> Any:
-        if not kept:  # asked for now: parameters that ranks share are whole only while the layer runs
-            kept.update(param.untyped_storage().data_ptr() for param in layer.parameters())
-        if tensor.numel() < smallest or tensor.untyped_storage().data_ptr() in kept:
+    def __init__(self, transfers: Transfers, here: Tensor) -> None:
+        self.transfers = transfers
+        self.here: Tensor | None = here
+        self.host: Tensor | None = None
+        self.arriving: Any = None  # ticket of the copy back
+
+    def __del__(self) -> None:
+        if self.arriving is not None:  # fetched and never asked for: its memory must not be used before it arrived
+            self.transfers.wait(self.arriving)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """One saved tensor: a view of what is stored."""
+
+    layer: _Layer
+    stored: _Stored
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Layer:
+    """What one layer saves in one pass. Autograd owns the tensors: those that it lets go are gone from here too."""
+
+    def __init__(
+        self, transfers: Transfers, module: nn.Module, stays: tuple[Any, ...], *, before: _Layer | None, smallest: int
+    ) -> None:
+        self._transfers = transfers
+        self._module: nn.Module | None = module
+        self._stays = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(stays) if isinstance(leaf, Tensor)}
+        self._before = before
+        self._smallest = smallest
+        self._known: dict[Any, tuple[_Stored, torch.UntypedStorage]] = {}  # holds storages: keys are their addresses
+        self._all: list[weakref.ref[_Stored]] = []
+        self._sent: Any = None
+        self._here = True
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps in place of a tensor."""
+        if isinstance(tensor, nn.Parameter):
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return tensor.device, host.copy_(tensor, non_blocking=True)
+        if self._module is not None:  # asked for now: parameters that ranks share are whole only while the layer runs
+            self._stays |= {local(param).untyped_storage().data_ptr() for param in self._module.parameters()}
+            self._module = None
+        if not self._goes(tensor):
+            return tensor.detach()
+        with torch.no_grad():
+            return self._saved(tensor)
 
-    return pack
+    def _goes(self, tensor: Tensor) -> bool:
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == self._transfers.kind
+        return plain and tensor.numel() >= self._smallest and tensor.untyped_storage().data_ptr() not in self._stays
+
+    def _saved(self, tensor: Tensor) -> _Saved:
+        """Tensors of one storage share its copy. Of a storage that is mostly something else, only the part goes."""
+        storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        whole = (storage._cdata,)
+        if whole in self._known or 2 * tensor.numel() * tensor.element_size() >= storage.nbytes():
+            stored = self._stored(whole, storage, lambda: _bytes_of(storage, tensor.device))
+            return _Saved(self, stored, tensor.dtype, shape, stride, offset)
+        part = tensor.contiguous()
+        stored = self._stored((*whole, offset, shape, stride), storage, lambda: part.flatten().view(torch.uint8))
+        return _Saved(self, stored, tensor.dtype, shape, tuple(part.stride()), 0)
+
+    def _stored(self, key: Any, storage: torch.UntypedStorage, make: Callable[[], Tensor]) -> _Stored:
+        if key not in self._known:
+            self._known[key] = _Stored(self._transfers, make()), storage
+            self._all.append(weakref.ref(self._known[key][0]))
+        return self._known[key][0]
+
+    def _alive(self) -> list[_Stored]:
+        return [stored for reference in self._all if (stored := reference()) is not None]
+
+    def send(self) -> bool:
+        """Begin to copy everything to the host: the layer's forward pass is queued. False where there is nothing."""
+        self._known.clear()
+        alive = self._alive()
+        if not alive:
+            return False
+        hosts, self._sent = self._transfers.send([stored.here for stored in alive if stored.here is not None])
+        for stored, host in zip(alive, hosts, strict=True):
+            stored.host = host
+        return True
+
+    def let_go(self) -> None:
+        """Free the device's memory once the copies are done."""
+        self._transfers.wait(self._sent)
+        self._here = False
+        for stored in self._alive():
+            stored.here = None
+
+    def fetch(self) -> None:
+        """Begin to copy everything back, unless that has begun or nothing was let go."""
+        if self._here:
+            return
+        self._here = True
+        alive = self._alive()
+        tensors, ticket = self._transfers.fetch([stored.host for stored in alive if stored.host is not None])
+        for stored, tensor in zip(alive, tensors, strict=True):
+            stored.here, stored.arriving = tensor, ticket
+
+    def arrive(self, stored: _Stored) -> Tensor:
+        """What is stored, on the device: its backward pass has begun. The layer before will be asked for next."""
+        self.fetch()
+        if stored.arriving is not None:
+            self._transfers.wait(stored.arriving)
+            stored.arriving = stored.host = None
+        if self._before is not None:
+            self._before.fetch()
+            self._before = None
+        assert stored.here is not None
+        return stored.here
 
 
 def _unpacked(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    device, host = packed
-    back: Tensor = host.to(device, non_blocking=True)
-    return back
+    here = packed.layer.arrive(packed.stored)
+    numbers = here[: here.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
+    return numbers.as_strided(packed.shape, packed.stride, numbers.storage_offset() + packed.offset)
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

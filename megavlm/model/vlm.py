@@ -8,7 +8,6 @@ layer that DeepStack taps and the language layer that takes its features, they t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -36,7 +35,7 @@ from megavlm.model.lora import add_adapters
 from megavlm.model.marks import mark
 from megavlm.model.modules import execution_of
 from megavlm.model.norm import Norm
-from megavlm.model.offload import SavedOnHost
+from megavlm.model.offload import Offload
 from megavlm.model.projector import Projector
 from megavlm.model.view import View
 from megavlm.model.vision import PatchEmbed
@@ -81,7 +80,6 @@ class VLMChunk(MegatronModule):
         self.carried = carried_features(earlier)
         self.sequence_parallel = sequence_parallel(config)
         self.full_recompute = config.train.recompute_granularity == "full"
-        self.offloads_activations = "activations" in config.parallel.offload
         self.execution = execution_of(config, groups)
         self.input_tensor: Tensor | None = None
         build = _Builder(config, groups, vocab_size=vocab_size, ties_locally=EMBEDDING in self.names)
@@ -94,6 +92,7 @@ class VLMChunk(MegatronModule):
         language = {name: part for name, part in self.parts.items() if name.startswith(LANGUAGE_LAYER)}
         self.transformer_layers = [(n, part) for n, part in self.parts.items() if isinstance(part, TransformerLayer)]
         self.graphs = LayerGraphs(language) if config.train.cuda_graphs else None
+        self.offload: Offload | None = None  # set by who builds all chunks of a rank, which share one
         self.has_tied_copy = config.model.language.tie_embeddings and (EMBEDDING in self.names) != (
             OUTPUT in self.names
         )
@@ -119,6 +118,14 @@ class VLMChunk(MegatronModule):
             The hidden tensor for the next chunk; from the last chunk the cross entropies [B, S], or with
             `logits=True` the logits [B, S, vocabulary] (whole on every tensor-parallel rank).
         """
+        if self.offload is None or not torch.is_grad_enabled():
+            return self._forward(batch, logits=logits)
+        self.offload.begin_pass()
+        output = self._forward(batch, logits=logits)
+        self.offload.expect_backward(output)
+        return output
+
+    def _forward(self, batch: PackedBatch, *, logits: bool) -> Tensor:
         device = next(iter(self.parameters())).device
         view = View(batch, self.run_config, self.groups, device=device, encoder_apart=self.encoder_apart)
         hidden, carried = self._received(view)
@@ -169,8 +176,9 @@ class VLMChunk(MegatronModule):
         return part(hidden)
 
     def _transform(self, name: str, layer: TransformerLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        saved = SavedOnHost(layer) if self.offloads_activations and torch.is_grad_enabled() else nullcontext()
-        with saved:
+        if self.offload is None or not torch.is_grad_enabled():
+            return self._transformed(name, layer, hidden, kwargs)
+        with self.offload.layer(layer, kwargs["rotary_pos_emb"]):
             return self._transformed(name, layer, hidden, kwargs)
 
     def _transformed(self, name: str, layer: TransformerLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:

@@ -1,22 +1,29 @@
 """`--offload optimizer`: Adam's moments in host memory, updated there.
 
-Gradients and master weights stay where they are; for an update each parameter's go to the host and the weights come
-back (12 bytes a parameter over the bus, a step). Of the 12 bytes of state that a parameter has under bf16, 8 leave the
-device.
+Gradients and master weights stay where they are; for an update they go to the host and the weights come back (12 bytes
+a parameter over the bus, a step), in pieces: while the host updates one, the next is on its way, and the one before
+goes back. Of the 12 bytes of state that a parameter has under bf16, 8 leave the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megavlm.backend.adamw import AdamW, local
+from megavlm.backend.host import host_like
+from megavlm.planner.memory import HOST_PIECE
 
 
 class HostAdamW(AdamW):
     """AdamW whose state never was on the device. Steps give the numbers of `AdamW` on a CPU."""
+
+    piece = HOST_PIECE  # numbers that travel together: two pieces in pinned memory take 256 MiB
 
     def _moments(self, p: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[p]
@@ -26,15 +33,82 @@ class HostAdamW(AdamW):
         return state
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        for p in params:
-            moments, value = self._moments(p), local(p)
-            on_host, gradient = _to_host(value), _to_host(local(p.grad))
-            if value.is_cuda:
-                torch.cuda.current_stream(value.device).synchronize()
-            self._fused(group, [on_host], [gradient], [moments])
-            value.copy_(on_host, non_blocking=True)  # pinned memory is not given out again before this has happened
+        parts = [part for p in params for part in _parts(local(p), local(p.grad), self._moments(p), self.piece)]
+        pieces = [_Piece(each) for each in _together(parts, self.piece)]
+        pieces[0].send()
+        for piece, following in pairwise([*pieces, None]):
+            assert piece is not None
+            if following is not None:
+                following.send()
+            piece.arrive()
+            self._fused(group, piece.values, piece.gradients, [part.moments for part in piece.parts])
+            piece.send_back()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some numbers of a parameter, at most a piece of them."""
+
+    value: Tensor
+    gradient: Tensor
+    moments: dict[str, Tensor]  # on the host
+
+
+class _Piece:
+    """Parts that travel together. Copies are queued on the device's current stream, which has nothing else to do."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self.parts = parts
+        self.values: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        self._sent: Any = None
+
+    def send(self) -> None:
+        """Begin to copy weights and gradients to the host."""
+        self.values = [_to_host(part.value) for part in self.parts]
+        self.gradients = [_to_host(part.gradient) for part in self.parts]
+        device = self.parts[0].value.device
+        if device.type == "cuda":
+            self._sent = torch.cuda.Event()
+            self._sent.record(torch.cuda.current_stream(device))
+
+    def arrive(self) -> None:
+        """Let this thread wait for them."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send_back(self) -> None:
+        """Begin to copy the weights back. Pinned memory is not given out again before this has happened."""
+        for part, value in zip(self.parts, self.values, strict=True):
+            part.value.copy_(value, non_blocking=True)
+        self.values, self.gradients = [], []
+
+
+def _parts(value: Tensor, gradient: Tensor, moments: dict[str, Tensor], size: int) -> Iterator[_Part]:
+    """A parameter, cut where it is larger than a piece."""
+    if value.numel() <= size or not (value.is_contiguous() and gradient.is_contiguous()):
+        yield _Part(value, gradient, moments)
+        return
+    flat = {name: moment.view(-1).split(size) for name, moment in moments.items()}
+    for index, (values, gradients) in enumerate(
+        zip(value.view(-1).split(size), gradient.view(-1).split(size), strict=True)
+    ):
+        yield _Part(values, gradients, {name: parts[index] for name, parts in flat.items()})
+
+
+def _together(parts: Sequence[_Part], size: int) -> Iterator[list[_Part]]:
+    """Parts in order, in groups of at most `size` numbers where more than one."""
+    group: list[_Part] = []
+    numbers = 0
+    for part in parts:
+        if group and numbers + part.value.numel() > size:
+            yield group
+            group, numbers = [], 0
+        group.append(part)
+        numbers += part.value.numel()
+    if group:
+        yield group
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=True)
+    return host_like(tensor).copy_(tensor, non_blocking=True)

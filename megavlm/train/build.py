@@ -88,6 +88,8 @@ def build(config: Config, backend: Backend) -> Run:
         print(table(plan, config), flush=True)
         if config.parallel.offload and backend.is_cpu:
             print("--offload copies within one memory on a CPU: same numbers, nothing saved", flush=True)
+        elif "optimizer" in config.parallel.offload and torch.get_num_threads() == 1:
+            print("--offload optimizer updates in one thread: set OMP_NUM_THREADS to the cores per GPU", flush=True)
 
     on_rank_0(partial(prepare_data, config))
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)

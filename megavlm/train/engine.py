@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from megavlm.backend import Backend
+from megavlm.backend.host import transfers_of
 from megavlm.checkpoint.state import Trained
 from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.marks import mark
+from megavlm.model.offload import Offload
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
 from megavlm.optim.build import (
@@ -167,6 +169,10 @@ def build_engine(
     ]
     apart = _Apart.of(config, plan, groups, vocab_size=vocab_size, backend=backend)
     parts = [*bare, *([apart.chunk] if apart else [])]
+    if "activations" in config.parallel.offload:
+        offload = Offload(transfers_of(backend.device))
+        for chunk in parts:
+            chunk.offload = offload
     if fill is not None:
         fill(parts)
     else:

@@ -40,6 +40,8 @@ SLOW = [
     (4, "rich", f"--tp 2 {FULL} --hybrid-shard-size 1"),
     (2, "recompute", f"{FULL} --offload activations"),
     (2, "plain", "--data-parallel-sharding none --offload optimizer"),
+    (2, "rich", "--pp 2 --vpp 2 --offload activations"),
+    (2, "recompute", "--pp 2 --placement colocated --offload activations optimizer"),
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megavlm.backend.adamw import AdamW
+from megavlm.optim import host
 from megavlm.optim.host import HostAdamW
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -41,27 +42,29 @@ def test_parameters_without_gradient_stay() -> None:
     assert torch.equal(frozen, torch.ones(3))
 
 
-def test_updates_on_the_host_are_the_same(tmp_path: Path) -> None:
-    """Bit for bit, and after going on from saved state."""
+@pytest.mark.parametrize("piece", [2**24, 4096, 64])
+def test_updates_on_the_host_are_the_same(tmp_path: Path, piece: int) -> None:
+    """Bit for bit, in pieces of any size, and after going on from saved state."""
     generator = torch.Generator().manual_seed(1)
     ours = [torch.nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES]
     theirs = [torch.nn.Parameter(param.detach().clone()) for param in ours]
     here: AdamW = AdamW(ours, **OPTIONS)
-    host: AdamW = HostAdamW.in_place_of(AdamW(theirs, **OPTIONS))
+    there = HostAdamW.in_place_of(AdamW(theirs, **OPTIONS))
+    there.piece = piece
     for step in range(6):
         if step == 3:
-            torch.save(host.state_dict(), tmp_path / "state.pt")
+            torch.save(there.state_dict(), tmp_path / "state.pt")
             again = HostAdamW.in_place_of(AdamW(theirs, **OPTIONS))
             again.load_state_dict(torch.load(tmp_path / "state.pt"))
             assert not any(
-                moment is host.state[param][name] for param in theirs for name, moment in again.state[param].items()
+                moment is there.state[param][name] for param in theirs for name, moment in again.state[param].items()
             )
-            host = again
+            there, there.piece = again, piece
         for mine, other in zip(ours, theirs, strict=True):
             mine.grad = torch.randn(mine.shape, generator=generator)
             other.grad = mine.grad.clone()
         here.step()
-        host.step()
+        there.step()
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
@@ -84,3 +87,19 @@ def test_in_place_of_torchs_it_answers_for_the_step() -> None:
     assert again.param_groups[0]["step"] == 3
     assert isinstance(again.param_groups[0]["step"], int)
     assert torch.equal(again.state[parameter]["exp_avg"], ours.state[parameter]["exp_avg"])
+
+
+def test_a_piece_is_sent_before_the_one_before_it_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    for name in ("send", "arrive", "send_back"):
+        plain = getattr(host._Piece, name)
+        monkeypatch.setattr(
+            host._Piece, name, lambda self, name=name, plain=plain: (events.append(name), plain(self))[1]
+        )
+    params = [torch.nn.Parameter(torch.ones(size)) for size in (3, 100, 40, 30)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = HostAdamW.in_place_of(AdamW(params, **OPTIONS))
+    optimizer.piece = 70  # 3 | 70 | 30 + 40 | 30: four pieces
+    optimizer.step()
+    assert events == ["send", *["send", "arrive", "send_back"] * 3, "arrive", "send_back"]

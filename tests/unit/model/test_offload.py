@@ -1,45 +1,297 @@
-"""Saved activations in host memory: which tensors go, and that gradients stay what they are."""
+"""Saved activations in host memory: which tensors go, when they come back, and that gradients stay what they are."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from megavlm.model.offload import SavedOnHost
+from megavlm.backend.host import DirectTransfers, Transfers
+from megavlm.model.offload import Offload
 
-
-def gradients(layer: nn.Module, states: Tensor) -> list[Tensor]:
-    layer.zero_grad()
-    states = states.clone().requires_grad_()
-    layer(states).square().sum().backward()
-    return [states.grad, *(param.grad.clone() for param in layer.parameters())]  # type: ignore[list-item,union-attr]
+WIDTH, ROWS = 64, 32
 
 
-def layer() -> nn.Module:
+class LateTransfers:
+    """A device whose copies are done as late as they may be: when somebody waits for them, in the order of two queues.
+
+    Until then, memory that they fill is full of NaN (bytes 0xFF). Knows what it keeps alive, and what happened.
+    """
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        self.out: list[tuple[Tensor, Tensor]] = []
+        self.back: list[tuple[Tensor, Tensor]] = []
+        self.done = {"out": 0, "back": 0}
+        self.events: list[str] = []
+        self.here: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.peak = 0
+        self.sizes: list[int] = []  # fp32 numbers of what was sent
+
+    def send(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        self.here.update(sources)
+        self.sizes += [source.numel() // 4 for source in sources]
+        hosts = [torch.full_like(source, 255) for source in sources]
+        self.out += [(host, source.clone()) for host, source in zip(hosts, sources, strict=True)]
+        self._happened("send")
+        return hosts, ("out", len(self.out))
+
+    def fetch(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        tensors = [torch.full_like(host, 255) for host in hosts]
+        self.here.update(tensors)
+        self.back += list(zip(tensors, hosts, strict=True))
+        self._happened("fetch")
+        return tensors, ("back", len(self.back))
+
+    def wait(self, ticket: Any) -> None:
+        kind, end = ticket
+        queue = self.out if kind == "out" else self.back
+        for index in range(self.done[kind], end):
+            target, source = queue[index]
+            target.copy_(source)
+            queue[index] = (target[:0].clone(), source[:0].clone())  # let both go
+        self.done[kind] = max(self.done[kind], end)
+        self._happened("arrived" if kind == "back" else "sent")
+
+    def _happened(self, event: str) -> None:
+        self.events.append(event)
+        self.peak = max(self.peak, self.bytes_here)
+
+    @property
+    def bytes_here(self) -> int:
+        return sum(tensor.numel() for tensor in self.here)
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, WIDTH))
+
+
+@pytest.fixture
+def blocks() -> list[nn.Module]:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64))
+    return [block() for _ in range(5)]
 
 
-def test_gradients_are_the_same() -> None:
-    net, states = layer(), torch.randn(32, 64)
-    expected = gradients(net, states)
-    with SavedOnHost(net):
-        found = gradients(net, states)
+def run(blocks: list[nn.Module], states: Tensor, offload: Offload | None, call: Callable[..., Tensor] | None = None):
+    """One pass through all blocks; `call(block, states)` runs one."""
+    call = call or (lambda each, x: each(x))
+    if offload is not None:
+        offload.begin_pass()
+    for each in blocks:
+        if offload is None:
+            states = call(each, states)
+        else:
+            with offload.layer(each):
+                states = call(each, states)
+    if offload is not None:
+        offload.expect_backward(states)
+    return states.square().sum()
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(ROWS, WIDTH, generator=generator, requires_grad=True) for _ in range(count)]
+
+
+def gradients(blocks: list[nn.Module]) -> list[Tensor]:
+    found = [param.grad.clone() for each in blocks for param in each.parameters() if param.grad is not None]
+    for each in blocks:
+        each.zero_grad()
+    return found
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected) > 0
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
-def test_parameters_and_small_tensors_stay() -> None:
-    net, states = layer(), torch.randn(32, 64)
-    saved: list[Tensor] = []
-    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        net(states.requires_grad_())
-    weights = {param.data_ptr() for param in net.parameters()}
-    hooks = SavedOnHost(net)
-    goes = [tensor for tensor in saved if not isinstance(hooks.pack_hook(tensor), Tensor)]
-    assert goes, "activations go"
-    assert all(tensor.numel() >= 1024 and tensor.data_ptr() not in weights for tensor in goes)
-    stays = [tensor for tensor in saved if isinstance(hooks.pack_hook(tensor), Tensor)]
-    assert any(tensor.data_ptr() in weights and tensor.numel() >= 1024 for tensor in stays), "weights stay"
-    assert any(tensor.numel() < 1024 and tensor.data_ptr() not in weights for tensor in stays), "statistics stay"
+# Forward (F) and backward (B) of micro-batches: alone, 1F1B's warm-up and turns, and in the order they came.
+ORDERS = ["F0 B0", "F0 F1 B0 F2 B1 B2", "F0 F1 F2 B0 B1 B2", "F0 F1 B1 B0"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_gradients_are_the_same_in_any_order_of_passes(blocks, order: str, recomputes: bool) -> None:
+    def recomputed(each: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(each, x, use_reentrant=True)
+
+    def play(offload: Offload | None) -> list[Tensor]:
+        losses: dict[str, Tensor] = {}
+        states = batches(3)
+        for step in order.split():
+            if step[0] == "F":
+                losses[step[1]] = run(blocks, states[int(step[1])], offload, recomputed if recomputes else None)
+            else:
+                losses.pop(step[1]).backward()
+        return [*gradients(blocks), *(state.grad for state in states if state.grad is not None)]
+
+    late = LateTransfers()
+    expected = play(None)
+    assert_same(play(Offload(late)), expected)
+    assert_same(play(Offload(DirectTransfers())), expected)
+    assert late.events.count("fetch") > 0
+
+
+def test_copies_run_one_layer_behind_and_one_ahead(blocks) -> None:
+    late = LateTransfers()
+    offload = Offload(late)
+    loss = run(blocks, batches(1)[0], offload)
+    # The first layer's memory is let go when the second's copies are queued, and so on; the last one's is still here.
+    assert late.events == ["send", *["send", "sent"] * 4]
+    late.events.clear()
+    loss.backward()
+    # The last layer, still here, asks for the one before; where that one is needed (one wait for each of its tensors),
+    # it asks for the one before it.
+    starts = [event for before, event in pairwise(["", *late.events]) if event != before]
+    assert starts == ["fetch", "arrived", "fetch", "arrived", "fetch", "arrived", "fetch", "arrived"]
+    assert late.events[:3] == ["fetch", "arrived", "fetch"], "before anything else of the layer is computed"
+
+
+def test_two_layers_are_on_the_device_at_most(blocks) -> None:
+    late = LateTransfers()
+    loss = run(blocks, batches(1)[0], Offload(late))
+    one = (ROWS * WIDTH + 3 * ROWS * 128) * 4  # inputs of both products, of GELU and of the norm
+    assert one < late.peak <= 2 * one
+    assert late.bytes_here == one, "the last layer's"
+    late.peak = 0
+    loss.backward()
+    assert one < late.peak <= 2 * one
+    assert late.bytes_here == 0
+
+
+def test_parameters_small_tensors_and_what_layers_share_stay() -> None:
+    net, states, angles = block(), batches(1)[0], torch.randn(ROWS, 128, requires_grad=True)
+    late = LateTransfers()
+    offload = Offload(late)
+    offload.begin_pass()
+    with offload.layer(net, (angles, None)):
+        result = (net[1](net[0](states)) * angles).sum()
+    result.backward()
+    assert sorted(late.sizes) == [ROWS * WIDTH, ROWS * 128, ROWS * 128]
+
+
+def test_one_storage_is_moved_once_and_views_stay_views(blocks) -> None:
+    """Queries, keys and values out of one tensor; a slice of a large one moves alone."""
+
+    def attend(mixed: Tensor) -> Tensor:
+        query, key, value = mixed.view(ROWS, 3, 4, 16).transpose(0, 2).unbind(1)
+        return (query.sigmoid() * key * value * key).sum()
+
+    def part(large: Tensor) -> Tensor:
+        return (large[:, 3:5].sigmoid() * large[:, 7:9] * large.T[20:22].T).sum()
+
+    def rows(large: Tensor) -> Tensor:
+        return (large[3:5] * large[7:9]).sum()
+
+    for compute, count, size in ((attend, ROWS, 192), (part, 8 * ROWS, 256), (rows, 8 * ROWS, 256)):
+        states = torch.randn(count, size, requires_grad=True)
+        compute(states.tanh()).backward()
+        expected, states.grad = states.grad, None
+        late = LateTransfers()
+        offload = Offload(late, smallest=16)
+        offload.begin_pass()
+        held = states.tanh()
+        with offload.layer(nn.Identity()):
+            first = compute(held)
+        with offload.layer(nn.Identity()):  # the first layer's are let go
+            second = compute(held)
+        if compute is attend:
+            assert sum(late.sizes) <= 2 * (held.numel() + 3 * ROWS * 64), "the mixed tensor once, products of its parts"
+        else:
+            assert sum(late.sizes) < held.numel(), "not the large tensor"
+        (first + second).backward()
+        assert states.grad is not None
+        torch.testing.assert_close(states.grad, 2 * expected)
+
+
+def test_a_pass_fetches_nothing_of_another(blocks) -> None:
+    """And its last layer's tensors before anything else of it is computed, if they were let go."""
+    late = LateTransfers()
+    offload = Offload(late)
+    first, second = (run(blocks, states, offload) for states in batches(2))
+    late.events.clear()
+    second.backward()
+    assert late.events.count("fetch") == 4, "all but the last layer of the second pass"
+    late.events.clear()
+    run(blocks, batches(1)[0], offload)  # lets the last layer of the second pass go, which is no more
+    late.events.clear()
+    first.backward()
+    assert late.events.count("fetch") == 5
+    assert late.events[:2] == ["fetch", "arrived"]
+
+
+def test_the_last_layer_is_fetched_while_what_follows_it_runs(blocks) -> None:
+    late = LateTransfers()
+    offload = Offload(late)
+    offload.begin_pass()
+    (states,) = batches(1)
+    for each in blocks:
+        with offload.layer(each):
+            states = each(states)
+    head = nn.Linear(WIDTH, 8)
+    output = head(states)
+    states.register_hook(lambda gradient: late.events.append("head done"))
+    offload.expect_backward(output)
+    run(blocks, batches(1)[0], offload)
+    late.events.clear()
+    output.sum().backward()
+    assert late.events[:3] == ["fetch", "head done", "arrived"]
+
+
+def test_an_exception_leaves_nothing_behind(blocks) -> None:
+    """In forward and in backward passes; what follows is right, and what was on its way is waited for."""
+    late = LateTransfers()
+    offload = Offload(late)
+    states = batches(2)
+    run(blocks, states[0], None).backward()
+    expected = gradients(blocks)
+
+    def fails(each: nn.Module, x: Tensor) -> Tensor:
+        if each is blocks[3]:
+            raise RuntimeError("in forward")
+        return each(x)
+
+    with pytest.raises(RuntimeError, match="in forward"):
+        run(blocks, states[1], offload, fails)
+
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise RuntimeError("in backward")
+
+    loss = run(blocks, states[1], offload, lambda each, x: Bad.apply(each(x)) if each is blocks[2] else each(x))
+    with pytest.raises(RuntimeError, match="in backward"):
+        loss.backward()
+    del loss
+    assert len(late.back) == late.done["back"], "memory of a copy that nobody asked for is not reused before it ends"
+    gradients(blocks)
+    run(blocks, states[0], offload).backward()
+    assert_same(gradients(blocks), expected)
+
+
+def test_a_layer_that_saves_nothing_is_passed_over(blocks) -> None:
+    late = LateTransfers()
+    offload = Offload(late)
+    blocks.insert(3, nn.Identity())
+    run(blocks, batches(1)[0], offload).backward()
+    found = gradients(blocks)
+    run(blocks, batches(1)[0], None).backward()
+    assert_same(found, gradients(blocks))
+    assert late.events.count("send") == 5
+
+
+def test_the_stand_in_is_what_the_code_asks_for() -> None:
+    kinds: list[Transfers] = [LateTransfers(), DirectTransfers()]
+    assert all(each.kind == "cpu" for each in kinds)
