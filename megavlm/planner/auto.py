@@ -10,8 +10,8 @@ from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
 from megavlm.planner.candidates import Space
 from megavlm.planner.case import Case, case_of
-from megavlm.planner.hardware import Hardware, for_precision, profile
-from megavlm.planner.host import line
+from megavlm.planner.hardware import HOST_USABLE, Hardware, for_precision, profile
+from megavlm.planner.host import line, node_complaint
 from megavlm.planner.memory import Memory
 from megavlm.planner.plan import make_plan
 from megavlm.planner.search import search
@@ -80,6 +80,15 @@ def offload_line(config: Config, dims: Dims, *, on_gpu: bool) -> str | None:
     hardware = profile(_profile(on_gpu))
     step = predict(config, dims, hardware)
     return line(step.host, dims.world, hardware) if step.host else None
+
+
+def offload_complaint(config: Config, dims: Dims, *, node_memory: float, devices: int) -> str | None:
+    """Why what GPUs offload is more than a node with so many of them can spare of its memory (bytes), if so."""
+    hardware = profile("h100")
+    spare = replace(hardware.own_host, memory=HOST_USABLE * node_memory)
+    hardware = replace(hardware, devices_per_node=devices, host=spare)
+    host = predict(config, dims, hardware).host
+    return node_complaint(host, dims.world, hardware) if host else None
 
 
 def _profile(on_gpu: bool) -> str:

@@ -85,7 +85,7 @@ _MEMORY_SHARE = 0.85  # of the memory's data-sheet rate that elementwise kernels
 _LAUNCH = 1e-6  # seconds per call that no kernel fills: 20 µs per layer and pass
 _BUS_SHARE = 0.8  # of a bus's rate that copies of pinned memory reach: assumed, headers and flow control take the rest
 _HOST_SHARE = 0.7  # of a processor's memory rate that elementwise passes of all its cores reach: assumed
-_HOST_USABLE = 0.75  # of a node's memory: the rest is the system, data loaders and the page cache
+HOST_USABLE = 0.75  # of a node's memory: the rest is the system, data loaders and the page cache
 
 # GB/s per direction. PCI Express 4.0 and 5.0: 16 lanes of 16 and 32 GT/s, 128 of 130 bits data (PCI-SIG); NVLink-C2C:
 # 900 GB/s in both directions together (GH200 data sheet).
@@ -125,7 +125,7 @@ def _gpu(
         host=Host(
             Link(link * _GB * _BUS_SHARE, 10e-6),
             host_rate * _GB * _HOST_SHARE / devices,
-            host_gigabytes * _GB * _HOST_USABLE,
+            host_gigabytes * _GB * HOST_USABLE,
         ),
     )
 

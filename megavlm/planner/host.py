@@ -80,5 +80,6 @@ def line(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str:
     fullest = max(ranks, key=lambda each: each.total)
     parts = (("moments", fullest.moments), ("activations", fullest.activations), ("on their way", fullest.pieces))
     shares = ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts if value)
-    node = node_bytes(ranks, world, hardware) / GIB
-    return f"host memory of the fullest rank, GiB: {shares}; of a node {node:.1f}"
+    node, there = node_bytes(ranks, world, hardware) / GIB, hardware.own_host.memory / GIB
+    room = f" of {there:.0f}" if there < float("inf") else ""
+    return f"host memory of the fullest rank, GiB: {shares}; of a node {node:.1f}{room}"

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -35,6 +35,7 @@ from megavlm.metrics.skips import SkippedLog
 from megavlm.parallel.groups import Groups, build_groups, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.pipeline.images import patches_by_rank
+from megavlm.planner.auto import offload_complaint
 from megavlm.planner.layers import PATCH_EMBED
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
 from megavlm.precision.device import check_device
@@ -86,10 +87,8 @@ def build(config: Config, backend: Backend) -> Run:
     on_rank_0(partial(_write_run_files, run_dir, config, plan, backend))
     if rank == 0:
         print(table(plan, config), flush=True)
-        if config.parallel.offload and backend.is_cpu:
-            print("--offload copies within one memory on a CPU: same numbers, nothing saved", flush=True)
-        elif "optimizer" in config.parallel.offload and torch.get_num_threads() == 1:
-            print("--offload optimizer updates in one thread: set OMP_NUM_THREADS to the cores per GPU", flush=True)
+        for hint in _about_offload(config, plan, backend):
+            print(hint, flush=True)
 
     on_rank_0(partial(prepare_data, config))
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
@@ -123,6 +122,21 @@ def build(config: Config, backend: Backend) -> Run:
         sinks=sinks,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.at.dp:05d}.jsonl" if reads else None),
     )
+
+
+def _about_offload(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
+    """What a user of `--offload` should know of this machine."""
+    if not config.parallel.offload:
+        return
+    if backend.is_cpu:
+        yield "--offload copies within one memory on a CPU: same numbers, nothing saved"
+        return
+    if "optimizer" in config.parallel.offload and torch.get_num_threads() == 1:
+        yield "--offload optimizer updates in one thread: set OMP_NUM_THREADS to the cores per GPU"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if complaint := offload_complaint(config, plan.dims, node_memory=memory, devices=devices):
+        yield f"{complaint}: the run may end for lack of it"
 
 
 def _seers(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:

@@ -10,7 +10,7 @@ from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
 from megavlm.parallel.dims import Dims
 from megavlm.planner.activations import saved_bytes
-from megavlm.planner.auto import planned, predict
+from megavlm.planner.auto import offload_complaint, planned, predict
 from megavlm.planner.candidates import Space
 from megavlm.planner.case import Case, Offloaded, Sharding, case_of
 from megavlm.planner.cost import host_update_seconds, layer_seconds, optimizer_seconds
@@ -137,6 +137,15 @@ def test_a_node_without_room_is_refused() -> None:
     assert "of a node's memory" in (node_complaint(step.host, 8, small) or "")
     assert node_complaint(step.host, 8, hardware) is None
     assert any("--offload needs" in each.reason for each in outcome.rejected)
+
+
+def test_a_run_says_where_its_node_has_too_little() -> None:
+    config, dims = replace(SMALL, parallel=replace(SMALL.parallel, offload=BOTH)), Dims(1, 1, 1, 8)
+    needed = predict(config, dims, H100).host[0].total
+    few, many = (offload_complaint(config, dims, node_memory=4 * needed, devices=count) for count in (2, 8))
+    assert few is None, "three quarters of four times as much hold two"
+    assert "of a node's memory" in (many or "")
+    assert offload_complaint(SMALL, dims, node_memory=0.0, devices=8) is None
 
 
 def test_plan_auto_offloads_only_where_nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
