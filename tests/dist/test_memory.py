@@ -55,6 +55,11 @@ CASES = {
     "tp2-colocated": (2, "--tp 2 --placement colocated --precision bf16"),
     "pp2-colocated": (2, "--pp 2 --placement colocated"),
     "pp2-colocated-passes": (2, "--pp 2 --placement colocated --encoder-chunk-patches 128"),
+    "pp2-colocated-recomputed": (
+        2, "--pp 2 --placement colocated --encoder-chunk-patches 128 --encoder-keep-chunks 1 --recompute-granularity full"
+    ),
+    "tp2-vision-tp2": (2, "--tp 2 --placement colocated --vision-tp 2"),
+    "dp2-colocated-zero3": (2, "--placement colocated --data-parallel-sharding full --precision bf16"),
     "pp2-colocated-frozen": (2, "--pp 2 --placement colocated --freeze vision"),
     "pp2-colocated-offload": (2, "--pp 2 --placement colocated --offload optimizer activations"),
     "dp2-zero3-frozen": (2, "--precision bf16 --data-parallel-sharding full --freeze vision --recompute-granularity full"),
