@@ -47,6 +47,7 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: st
     assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_fused_adam_goes_on(pools: Pools, tmp_path: Path) -> None:
     """And the other way round: the same numbers as with one of them from beginning to end."""
     argv = [*SMALL, *SHORT]
