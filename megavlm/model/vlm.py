@@ -188,7 +188,7 @@ class VLMChunk(MegatronModule):
 
         # A layer whose input needs no gradient is the first of a frozen stretch: nothing to recompute for.
         if self.full_recompute and hidden.requires_grad and self.training:
-            return self.execution.recomputed(run, hidden)
+            return self.execution.recomputed(layer, run, hidden)
         return run(hidden)
 
     def _received(self, view: View) -> tuple[Any, list[Tensor]]:

@@ -1,0 +1,74 @@
+"""Runs with emulated delayed scaling: their histories resume, reshard and know no layout but data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tests.dist.pool import Pools
+from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+
+SAVING = [
+    *SMALL,
+    *"--precision bf16 --fp8 hybrid --fp8-recipe delayed --fp8-amax-history-len 3".split(),
+    *"--train-iters 4 --lr-decay-iters 8".split(),
+]
+
+
+
+@pytest.fixture(scope="module")
+def delayed(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of four micro-batches with delayed scaling, which keeps a checkpoint."""
+    run_dir = tmp_path_factory.mktemp("delayed")
+    pools(1).run(train, SAVING, str(run_dir))
+    return run_dir
+
+
+def test_delayed_scaling_resumes_bit_for_bit(pools: Pools, delayed: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "halves"
+    pools(1).run(train, [*SAVING, "--train-iters", "3"], str(run_dir))
+    pools(1).run(train, SAVING, str(run_dir))
+    assert without_wall_time(metrics(run_dir)) == without_wall_time(metrics(delayed))
+
+
+def test_recomputation_remembers_nothing_twice(pools: Pools, delayed: Path, tmp_path: Path) -> None:
+    pools(1).run(train, [*SAVING, *"--recompute-granularity full".split()], str(tmp_path))
+    for again, once in zip(metrics(tmp_path), metrics(delayed), strict=True):
+        assert (again["loss"], again["grad_norm"]) == (once["loss"], once["grad_norm"])
+
+
+def test_pipelines_scale_as_one_process(pools: Pools, delayed: Path, tmp_path: Path) -> None:
+    """A layer sees the same micro-batches in the same order, forward and backward."""
+    pools(2).run(train, [*SAVING, *"--pp 2 --vpp 2".split()], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), metrics(delayed))
+
+
+def _resumed_histories(argv: Sequence[str], run_dir: str) -> dict[str, Tensor]:
+    """The histories of a run that has resumed, before it goes on."""
+    import torch.distributed as dist
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.precision.history import histories
+    from megavlm.train.build import build
+
+    destroy_groups()
+    run = build(parse([*argv, "--run-dir", run_dir]), backend.activate())
+    found = {name: tensor for chunk in run.engine.chunks for name, tensor in histories(chunk).items()}
+    run.engine.close()
+    return found
+
+
+def test_histories_reshard(pools: Pools, delayed: Path) -> None:
+    (one,) = pools(1).run(_resumed_histories, SAVING, str(delayed))
+    assert len(one) == 7 * 4 * 4  # layers, linears, history and scale of both directions
+    for two in pools(2).run(_resumed_histories, [*SAVING, "--tp", "2"], str(delayed)):
+        assert two.keys() == one.keys()
+        assert all(two[name].equal(tensor) for name, tensor in one.items())
+    history = one["language.layers.3.mlp.linear_fc1.fp8.forward.amax_history"]
+    assert history.shape == (3, 3)
+    assert history[1:, :2].gt(0).all()
