@@ -49,10 +49,10 @@ def fp8_in(part: str, config: Config) -> bool:
     return config.train.fp8 != "none" and part in config.train.fp8_parts
 
 
-def vision_multiple(config: Config, *, tp: int) -> int:
-    """The packed vision sequence is padded to a multiple of this: what SP shards and FP8 takes."""
+def sequence_multiple(part: str, config: Config, *, tp: int) -> int:
+    """The sequence of a part of the model is padded to a multiple of this: what SP shards and FP8 takes."""
     shards = tp if sequence_parallel(config) else 1
-    return shards * fp8_multiple(config.train.fp8_recipe) if fp8_in("vision", config) else shards
+    return shards * fp8_multiple(config.train.fp8_recipe) if fp8_in(part, config) else shards
 
 
 def fp8_belongs_to_bf16(config: Config) -> str | None:
@@ -122,15 +122,15 @@ def fp8_fits_the_tokens(config: Config) -> str | None:
     train = config.train
     if not fp8_in("language", config):
         return None
-    shards = config.parallel.tensor_model_parallel_size if sequence_parallel(config) else 1
-    multiple = fp8_multiple(train.fp8_recipe) * shards
+    tp = config.parallel.tensor_model_parallel_size
+    multiple = sequence_multiple("language", config, tp=tp)
     if train.seq_length * train.micro_batch_size % multiple == 0:
         return None
     step = multiple // math.gcd(multiple, train.micro_batch_size)
     return (
         f"--seq-length {train.seq_length} × --micro-batch-size {train.micro_batch_size} is not a multiple of "
-        f"{multiple}, which --fp8-recipe {train.fp8_recipe} and sequence parallelism over {shards} need: "
-        f"--seq-length: {nearest(train.seq_length, step)}"
+        f"{multiple}, which --fp8-recipe {train.fp8_recipe} and sequence parallelism over "
+        f"{multiple // fp8_multiple(train.fp8_recipe)} need: --seq-length: {nearest(train.seq_length, step)}"
     )
 
 
@@ -152,6 +152,30 @@ def fp8_fits_the_widths(config: Config) -> str | None:
     return None
 
 
+def fp8_fits_the_heads(config: Config) -> str | None:
+    """What attention's two products read and write besides the hidden states: heads, shared by tensor parallelism."""
+    train, model, tp = config.train, config.model, config.parallel.tensor_model_parallel_size
+    step = fp8_multiple(train.fp8_recipe) * tp
+    vision_heads = -(-model.vision.num_attention_heads // tp) * tp  # padded, where TP does not divide them
+    heads = model.language.num_attention_heads
+    width = model.language.kv_channels or model.language.hidden_size // heads
+    parts = {
+        "vision": (vision_heads, vision_heads, model.vision.hidden_size // model.vision.num_attention_heads),
+        "language": (heads, model.language.num_query_groups or heads, width),
+    }
+    for part, (queries, groups, width) in parts.items():
+        if not fp8_in(part, config):
+            continue
+        for what, number in (("query", queries), ("query, key and value", queries + 2 * groups)):
+            if number * width % step:
+                return (
+                    f"--{part}-num-attention-heads: {number} {what} heads of {width} channels are no multiple of "
+                    f"{step}, which FP8 products need (--fp8-recipe {train.fp8_recipe}, --tp {tp}): use another "
+                    f"number or width of heads, a smaller --tp, or --fp8 none"
+                )
+    return None
+
+
 PRECISION_RULES: tuple[Callable[[Config], str | None], ...] = (
     fp8_belongs_to_bf16,
     fp8_options_have_fp8,
@@ -160,4 +184,5 @@ PRECISION_RULES: tuple[Callable[[Config], str | None], ...] = (
     colocated_encoders_stay_high,
     fp8_fits_the_tokens,
     fp8_fits_the_widths,
+    fp8_fits_the_heads,
 )

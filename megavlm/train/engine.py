@@ -16,6 +16,7 @@ from megavlm.backend import Backend
 from megavlm.backend.host import transfers_of
 from megavlm.checkpoint.state import Trained
 from megavlm.config import sequence_parallel
+from megavlm.config.precision_rules import sequence_multiple
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.marks import mark
@@ -70,6 +71,7 @@ class Engine:
     optimizer: Any
     scheduler: Any
     groups: Groups
+    sequence_multiple: int = 1  # layers take sequences of tokens whose length this divides
 
     def train_step(
         self,
@@ -192,6 +194,7 @@ def build_engine(
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         groups=groups,
+        sequence_multiple=sequence_multiple("language", config, tp=groups.dims.tp),
     )
 
 

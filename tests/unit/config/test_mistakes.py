@@ -510,6 +510,26 @@ PRECISION = (
         "--language-ffn-hidden-size 256",
         world=2,
     ),
+    Mistake(
+        f"{FP8} --language-num-attention-heads 4 --language-num-query-groups 2 --language-kv-channels 6",
+        "4 query heads of 6 channels",
+        "another number or width of heads",
+        "--language-kv-channels 8",
+    ),
+    Mistake(
+        f"{FP8} --language-num-attention-heads 4 --language-num-query-groups 1 --language-kv-channels 8 --tp 2",
+        "6 query, key and value heads of 8 channels are no multiple of 32",
+        "or --fp8 none",
+        "--language-num-query-groups 4",
+        world=2,
+    ),
+    Mistake(
+        f"{FP8} --fp8-parts vision --vision-hidden-size 48 --vision-num-attention-heads 6 --tp 2",
+        "--vision-num-attention-heads: 6 query heads of 8 channels",
+        "a smaller --tp",
+        "--tp 1",
+        world=2,
+    ),
 )
 
 RULE_MISTAKES = (*RANGES, *MODEL, *LAYOUT, *RUN, *PRECISION)
