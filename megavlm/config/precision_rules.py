@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from megavlm.config.layout_rules import sequence_parallel
+from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config, TrainConfig
 from megavlm.config.words import nearest
 
@@ -69,7 +70,7 @@ def fp8_options_have_fp8(config: Config) -> str | None:
     train = config.train
     given = {field.name for field in fields(TrainConfig) if getattr(train, field.name) != field.default}
     if train.fp8 == "none":
-        names = ("fp8_recipe", "fp8_parts", "first_last_layers_bf16", *_DELAYED_ONLY)
+        names = ("fp8_recipe", "fp8_parts", "first_last_layers_bf16", "fp8_param_gather", *_DELAYED_ONLY)
         for name in (name for name in names if name in given):
             return f"{_flag(name)} does nothing without FP8: add --fp8 hybrid, or leave it out"
     if train.fp8_recipe != "delayed":
@@ -114,6 +115,27 @@ def colocated_encoders_stay_high(config: Config) -> str | None:
     """Ranks encode different numbers of images, so that FP8's reductions over them would not meet."""
     if fp8_in("vision", config) and config.parallel.placement == "colocated":
         return "--fp8-parts vision does not go with --placement colocated: use --fp8-parts language"
+    return None
+
+
+def fp8_weights_are_gathered(config: Config) -> str | None:
+    """Weights in FP8 belong to an optimizer that shards their master weights and knows their type."""
+    train, sharding = config.train, config.parallel.data_parallel_sharding
+    if not train.fp8_param_gather:
+        return None
+    if sharding != "optimizer":
+        return (
+            f"--fp8-param-gather needs --data-parallel-sharding optimizer, but that is {sharding}: change it, or leave "
+            "--fp8-param-gather out"
+        )
+    if train.fp8_recipe == "mxfp8":
+        return "--fp8-param-gather does not go with --fp8-recipe mxfp8: use --fp8-recipe tensorwise, or leave it out"
+    trained = [part for part in train.fp8_parts if part not in (*config.model.freeze, *adapted_parts(config))]
+    if not trained:
+        return (
+            "--fp8-param-gather finds no weights that are trained in FP8, frozen and adapted ones are never gathered: "
+            "leave it out"
+        )
     return None
 
 
@@ -182,6 +204,7 @@ PRECISION_RULES: tuple[Callable[[Config], str | None], ...] = (
     delayed_scaling_takes_all_layers,
     some_layer_is_left_to_fp8,
     colocated_encoders_stay_high,
+    fp8_weights_are_gathered,
     fp8_fits_the_tokens,
     fp8_fits_the_widths,
     fp8_fits_the_heads,

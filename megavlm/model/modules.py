@@ -118,4 +118,5 @@ def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
         "fp8_margin": train.fp8_margin,
         "fp8_amax_history_len": train.fp8_amax_history_len,
         "fp8_amax_compute_algo": train.fp8_amax_compute_algo,
+        "fp8_param": train.fp8_param_gather,
     }

@@ -34,6 +34,11 @@ def check_device(config: Config) -> None:
         check_fp8(config.train.fp8_recipe, device_at_hand(), implementation=chosen)
         if chosen == "te":
             check_te_fp8(config)
+        elif config.train.fp8_param_gather:
+            raise UserError(
+                "--fp8-param-gather needs Transformer Engine: torch's layers keep their weights in bf16 and would only "
+                "pretend, so leave it out"
+            )
     if config.train.cuda_graphs:
         if device_at_hand().capability is None:
             raise UserError("--cuda-graphs needs a CUDA device, and there is none here: leave it out")

@@ -39,6 +39,7 @@ from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
 from megavlm.pipeline.phases import Phases
 from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
 from megavlm.planner.plan import Plan
+from megavlm.precision.fp8_weights import plain_weights
 
 Fill = Callable[[Sequence[VLMChunk]], None]  # sets the weights of this rank's chunks; every rank calls it
 
@@ -175,11 +176,12 @@ def build_engine(
         offload = Offload(transfers_of(backend.device))
         for chunk in parts:
             chunk.offload = offload
-    if fill is not None:
-        fill(parts)
-    else:
-        for chunk in parts:
-            initialize(chunk, config, vocab_size=vocab_size)
+    with plain_weights(parts):
+        if fill is not None:
+            fill(parts)
+        else:
+            for chunk in parts:
+                initialize(chunk, config, vocab_size=vocab_size)
     chunks = wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
     colocated = None

@@ -147,4 +147,5 @@ def test_megatron_core_hears_of_fp8_where_its_kernels_run(engine: Any) -> None:
         "fp8_margin": 2,
         "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
+        "fp8_param": False,
     }

@@ -489,6 +489,31 @@ PRECISION = (
         "use --fp8-parts language",
         "--fp8-parts language",
     ),
+    Mistake("--fp8-param-gather", "--fp8-param-gather does nothing without FP8", "leave it out", FP8),
+    Mistake(
+        f"{FP8} --fp8-param-gather --data-parallel-sharding full",
+        "--data-parallel-sharding optimizer, but that is full",
+        "leave --fp8-param-gather out",
+        "--data-parallel-sharding optimizer",
+    ),
+    Mistake(
+        f"{FP8} --fp8-param-gather --fp8-recipe mxfp8",
+        "--fp8-recipe mxfp8",
+        "use --fp8-recipe tensorwise",
+        "--fp8-recipe tensorwise",
+    ),
+    Mistake(
+        f"{FP8} --fp8-param-gather --freeze language",
+        "--fp8-param-gather finds no weights",
+        "leave it out",
+        "--no-fp8-param-gather",
+    ),
+    Mistake(
+        f"{FP8} --fp8-param-gather --lora-rank 4",
+        "--fp8-param-gather finds no weights",
+        "leave it out",
+        "--no-fp8-param-gather",
+    ),
     Mistake(f"{FP8} --seq-length 72", "--seq-length 72", "use 64 or 80", "--seq-length 80"),
     Mistake(f"{FP8} --seq-length 80 --tp 2", "multiple of 32", "use 64 or 96", "--seq-length 96", world=2),
     Mistake(

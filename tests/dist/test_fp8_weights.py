@@ -1,0 +1,135 @@
+"""Weights that are kept in FP8 (`--fp8-param-gather`), with stand-ins for Transformer Engine's tensors and layers: what the
+optimizer gathers, what checkpoints hold, and who reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dist.pool import Pools
+from tests.dist.quantized import E4M3, Quantized, transformer_engine
+from tests.dist.training import SMALL, metrics, train
+
+BF16 = [*SMALL, *"--precision bf16 --vision-num-layers 1 --language-num-layers 3 --train-iters 4".split()]
+WIDE = [*BF16, *"--fp8 hybrid --first-last-layers-bf16".split()]  # the second layer alone
+GATHERED = [*WIDE, "--fp8-param-gather"]
+INSIDE = "language.layers.1."
+LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+IN_FP8 = {f"{INSIDE}{linear}.weight" for linear in LINEARS}
+
+
+def _trained(argv: Sequence[str], run_dir: str) -> None:
+    with transformer_engine():
+        train(argv, run_dir)
+
+
+def _weights(argv: Sequence[str], run_dir: str) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
+    """Of a run as it begins or resumes: weights, this rank's master weights with zeros around, and which are in FP8."""
+    import torch.distributed as dist
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.config.rules import check
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
+
+    destroy_groups()
+    config = parse([*argv, "--run-dir", run_dir])
+    check(config, world=dist.get_world_size())
+    with transformer_engine():
+        run = build(config, backend.activate())
+        (part,) = run.engine.optimizer.chained_optimizers
+        weights, masters, in_fp8 = {}, {}, set()
+        for name, param in run.engine.chunks[0].module.named_parameters():
+            weights[name] = param.detach().dequantize() if isinstance(param, Quantized) else param.detach().clone()
+            in_fp8 |= {name} if isinstance(param, Quantized) else set()
+            masters[name] = torch.zeros(param.shape)
+            if param.main_param is not None:
+                at = part._get_model_param_range_map(param)["param"]
+                masters[name].view(-1)[at.start : at.end] = param.main_param
+        close(run)
+    return weights, masters, in_fp8
+
+
+def _rounded(weight: Tensor) -> Tensor:
+    scale = 448 / weight.abs().max().float()
+    return ((weight.float() * scale).to(E4M3).float() / scale).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def gathered(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("gathered")
+    pools(2).run(_trained, GATHERED, str(run_dir))
+    return run_dir
+
+
+def test_a_run_begins_with_true_master_weights(pools: Pools, tmp_path: Path) -> None:
+    """The numbers from the seed, and not what FP8 leaves of them."""
+    ((plain, _, none),) = pools(1).run(_weights, WIDE, str(tmp_path / "wide"))
+    one, two = pools(2).run(_weights, GATHERED, str(tmp_path / "gathered"))
+    assert none == set()
+    assert one[2] == two[2] == IN_FP8
+    for name, weight in plain.items():
+        assert (one[1][name] + two[1][name]).equal(weight.float()), name
+        expected = _rounded(weight) if name in IN_FP8 else weight
+        assert one[0][name].equal(expected), name
+        assert two[0][name].equal(expected), name
+
+
+def test_a_run_goes_on_with_rounded_weights(pools: Pools, gathered: Path, tmp_path: Path) -> None:
+    pools(2).run(_trained, [*WIDE, "--no-save"], str(tmp_path))
+    rounded, wide = metrics(gathered), metrics(tmp_path)
+    assert [record["loss"] for record in rounded] != [record["loss"] for record in wide]
+    for ours, theirs in zip(rounded, wide, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-3)
+
+
+def test_checkpoints_hold_true_weights_that_any_run_resumes(pools: Pools, gathered: Path) -> None:
+    """What was trained is exactly there: for a run without the option, and rounded again for one with it."""
+    ((weights, masters, none),) = pools(1).run(_weights, WIDE, str(gathered))
+    assert none == set()
+    for name, weight in weights.items():
+        assert weight.equal(masters[name].bfloat16()), name
+        assert name not in IN_FP8 or not weight.equal(_rounded(weight))
+    one, two = pools(2).run(_weights, GATHERED, str(gathered))
+    assert one[2] == two[2] == IN_FP8
+    for name, weight in weights.items():
+        assert (one[1][name] + two[1][name]).equal(masters[name]), name
+        expected = _rounded(weight) if name in IN_FP8 else weight
+        assert one[0][name].equal(expected), name
+        assert two[0][name].equal(expected), name
+
+
+def test_a_resumed_run_repeats_an_uninterrupted_one(pools: Pools, gathered: Path, tmp_path: Path) -> None:
+    pools(2).run(_trained, [*GATHERED, *"--train-iters 3 --lr-decay-iters 4".split()], str(tmp_path))
+    pools(2).run(_trained, GATHERED, str(tmp_path))
+    assert [r["loss"] for r in metrics(tmp_path)] == [r["loss"] for r in metrics(gathered)]
+
+
+def test_frozen_weights_stay_as_they_are(pools: Pools, tmp_path: Path) -> None:
+    frozen = [*GATHERED, *"--fp8-parts language vision --freeze vision --vision-ffn-hidden-size 64".split()]
+    frozen += "--no-first-last-layers-bf16 --vision-num-attention-heads 2".split()
+    (names,) = pools(1).run(_in_fp8, frozen, str(tmp_path))
+    assert {name.split(".")[0] for name in names} == {"language"}
+
+
+def _in_fp8(argv: Sequence[str], run_dir: str) -> set[str]:
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
+
+    destroy_groups()
+    with transformer_engine():
+        run = build(parse([*argv, "--run-dir", run_dir]), backend.activate())
+        named = run.engine.chunks[0].module.named_parameters()
+        found = {name for name, param in named if isinstance(param, Quantized)}
+        close(run)
+    return found
