@@ -17,15 +17,8 @@ import torch.distributed as dist
 from megatron.core import fp8_utils
 from torch import Tensor, nn
 
-from megavlm.config.precision_rules import layer_precision
 from megavlm.config.schema import Config
-from megavlm.planner.layers import trains_weights
-
-
-def keeps_fp8(name: str, config: Config) -> bool:
-    """Whether the linear layers of layer `name` keep their weights in FP8."""
-    in_fp8 = config.train.fp8_param_gather and layer_precision(name, config) == "fp8"
-    return in_fp8 and trains_weights(name, config)
+from megavlm.planner.layers import keeps_fp8
 
 
 def building(name: str, layer_config: Any, config: Config) -> AbstractContextManager[Any]:
