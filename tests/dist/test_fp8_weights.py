@@ -107,7 +107,7 @@ def test_checkpoints_hold_true_weights_that_any_run_resumes(pools: Pools, gather
 
 
 def test_a_resumed_run_repeats_an_uninterrupted_one(pools: Pools, gathered: Path, tmp_path: Path) -> None:
-    pools(2).run(_trained, [*GATHERED, *"--train-iters 3 --lr-decay-iters 4".split()], str(tmp_path))
+    pools(2).run(_trained, [*GATHERED, "--train-iters", "3"], str(tmp_path))
     pools(2).run(_trained, GATHERED, str(tmp_path))
     assert [r["loss"] for r in metrics(tmp_path)] == [r["loss"] for r in metrics(gathered)]
 
