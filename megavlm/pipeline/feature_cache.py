@@ -60,8 +60,8 @@ class FeatureCache:
                 self.hits += 1
                 return features
             path.unlink(missing_ok=True)
-        except FileNotFoundError:
-            pass
+        except (FileNotFoundError, RuntimeError):
+            pass  # another process made room: torch maps the file by its name, after safetensors has opened it
         except (SafetensorError, OSError):
             path.unlink(missing_ok=True)
         self.misses += 1
