@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -56,7 +57,6 @@ from megavlm.planner.layers import (
     trains_weights,
 )
 from megavlm.planner.plan import Plan
-from megavlm.precision.fp8_weights import building
 
 TIED_KEY = f"{EMBEDDING}.word_embeddings.weight"
 
@@ -79,6 +79,9 @@ class VLMChunk(MegatronModule):
         self.encoder_apart = plan.placement == "colocated"
         self.hidden_trained = trained_below(self.names[0], earlier, trained)
         self.carried = carried_features(earlier)
+        self.next_name = plan.chunks[index + 1][0] if index + 1 < len(plan.chunks) else None
+        self.carried_on = carried_features([*earlier, *self.names])
+        self.is_first = index == 0
         self.sequence_parallel = sequence_parallel(config)
         self.full_recompute = config.train.recompute_granularity == "full"
         self.execution = execution_of(config, groups)
@@ -107,6 +110,12 @@ class VLMChunk(MegatronModule):
         if module in adapted_parts(config) and isinstance(part, TransformerLayer):
             gated = module == "language" or config.model.vision.activation == "swiglu"
             add_adapters(part, name, config.lora, gated=gated)
+
+    def transferred(self, batch: PackedBatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Shapes of what this chunk receives from the one before and sends to the next; None at the ends."""
+        view = View(batch, self.run_config, self.groups, device=batch.tokens.device, encoder_apart=self.encoder_apart)
+        received = None if self.is_first else _shape_before(self.names[0], self.carried, view)
+        return received, None if self.next_name is None else _shape_before(self.next_name, self.carried_on, view)
 
     def set_input_tensor(self, tensors: list[Tensor | None] | Tensor | None) -> None:
         """Called by the schedule before forward: what the previous chunk sent."""
@@ -189,7 +198,7 @@ class VLMChunk(MegatronModule):
 
         # A layer whose input needs no gradient is the first of a frozen stretch: nothing to recompute for.
         if self.full_recompute and hidden.requires_grad and self.training:
-            return self.execution.recomputed(layer, run, hidden)
+            return self.execution.recomputed(run, hidden)
         return run(hidden)
 
     def _received(self, view: View) -> tuple[Any, list[Tensor]]:
@@ -243,6 +252,12 @@ class VLMChunk(MegatronModule):
                 dp_cp_group=self.groups.dp,
             )
         return state
+
+
+def _shape_before(name: str, carried: int, view: View) -> tuple[int, ...]:
+    """Of the one tensor that reaches layer `name` with so many layers' features beside the hidden states."""
+    hidden = (view.rows(name), *view.trailing_dims(name))
+    return (prod(hidden) + carried * prod(view.feature_shape), 1, 1) if carried else hidden
 
 
 def carried_features(earlier: Sequence[str]) -> int:
@@ -299,11 +314,9 @@ class _Builder:
     def __call__(self, name: str) -> nn.Module:
         model, groups = self.config.model, self.groups
         if name.startswith(VISION_LAYER):
-            with building(name, self.vision, self.config):
-                return specs.vision_layer(self.config, self.vision, groups, int(name.removeprefix(VISION_LAYER)))
+            return specs.vision_layer(self.config, self.vision, groups, int(name.removeprefix(VISION_LAYER)))
         if name.startswith(LANGUAGE_LAYER):
-            with building(name, self.language, self.config):
-                return specs.language_layer(self.config, self.language, groups, int(name.removeprefix(LANGUAGE_LAYER)))
+            return specs.language_layer(self.config, self.language, groups, int(name.removeprefix(LANGUAGE_LAYER)))
         if name == PATCH_EMBED:
             parallel = sequence_parallel(self.config)
             return PatchEmbed(model.vision, dtype=self.vision.params_dtype, groups=groups, sequence_parallel=parallel)

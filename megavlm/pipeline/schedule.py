@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,6 +26,7 @@ from megavlm.parallel.dims import Dims
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import Colocated
 from megavlm.pipeline.tied import sum_tied_gradients
+from megavlm.pipeline.transfers import Transfers
 
 
 def pipeline_config(config: Config, dims: Dims, backend: Backend) -> TransformerConfig:
@@ -43,7 +43,7 @@ def pipeline_config(config: Config, dims: Dims, backend: Backend) -> Transformer
         qk_layernorm=language.qk_norm or config.model.vision.qk_norm != "none",
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if interleaved else None,
-        # Vision and language stages differ in sequence length and width: transfers announce their shape first.
+        # Vision and language stages differ in sequence length and width: `Transfers` knows by how much.
         variable_seq_lengths=dims.pp > 1,
         moe_token_dispatcher_type="alltoall",
         # Freeing an output that gloo still sends corrupts it; two stages would cross their batched messages.
@@ -79,7 +79,7 @@ class Schedule:
         self.backend = backend
         self.num_sources = num_sources
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
-        self._communicator = P2PCommunicator(groups.pp, config) if dims.pp > 1 else None
+        self._communicator = Transfers(groups, config) if dims.pp > 1 else None
 
     def train(self, batches: Sequence[PackedBatch]) -> Tensor:
         """Forward and backward of one optimizer step's micro-batches.
@@ -115,6 +115,7 @@ class Schedule:
         single = len(self.chunks) == 1
         arguments: dict[str, Any] = {}
         if self._communicator is not None:
+            self._communicator.expect([chunk.module for chunk in self.chunks], on_device)
             arguments["p2p_communicator"] = self._communicator
         return self._run(
             forward_step_func=_forward_logits if logits else partial(_forward_loss, num_sources=self.num_sources),

@@ -1,0 +1,50 @@
+"""Transfers between pipeline chunks whose shapes both sides know from the batch, so that nobody announces them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megavlm.data.batch import PackedBatch
+from megavlm.model.vlm import VLMChunk
+from megavlm.parallel.groups import Groups
+from megavlm.planner.orders import BACKWARD, FORWARD, Shape, orders, schedule_for
+
+Size = tuple[int, ...]
+
+
+class Transfers(P2PCommunicator):
+    """megatron-core's, without its announcements: before each transfer of variable size it sends the shape in a message
+    of its own, and lets the host wait until the device has received it.
+    """
+
+    def __init__(self, groups: Groups, config: TransformerConfig) -> None:
+        super().__init__(groups.pp, config)
+        self._groups = groups
+        self._from_previous: deque[Size] = deque()
+        self._from_next: deque[Size] = deque()
+
+    def expect(self, chunks: Sequence[VLMChunk], batches: Sequence[PackedBatch]) -> None:
+        """A step on these micro-batches is about to begin: hidden states come from the previous rank in the order of
+        this rank's forward passes, gradients from the next in that of its backward passes.
+        """
+        dims = self._groups.dims
+        step = Shape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, len(batches))
+        known = [[chunk.transferred(batch) for batch in batches] for chunk in chunks]
+        ends = {kind: deque[Size]() for kind in (FORWARD, BACKWARD)}
+        for each in orders(step)[self._groups.at.pp]:
+            received, sent = known[each.chunk // dims.pp][each.micro]
+            size = received if each.kind == FORWARD else sent
+            if size is not None:
+                ends[each.kind].append(size)
+        self._from_previous, self._from_next = ends[FORWARD], ends[BACKWARD]
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Size, Size]:
+        """What megatron-core asks for before a transfer."""
+        return self._from_previous.popleft() if recv_prev else (), self._from_next.popleft() if recv_next else ()
