@@ -1,6 +1,7 @@
 """Which device this process computes on. Choose it before megatron-core is imported anywhere.
 
-A GPU run uses megatron-core as it is. A CPU run installs `backend.cpu`, the only module that patches anything.
+A GPU run uses megatron-core nearly as it is (`backend.everywhere`), a CPU run also installs `backend.cpu`. Nothing else
+patches anything.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ def activate() -> Backend:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        from megavlm.backend import everywhere
+
+        everywhere.install()
         return Backend(device=device, communication="nccl", name=torch.cuda.get_device_name(device))
     from megavlm.backend import cpu
 

@@ -120,7 +120,7 @@ class AdamW(torch.optim.Optimizer):
             [each["exp_avg"] for each in moments],
             [each["exp_avg_sq"] for each in moments],
             [],  # AMSGrad's maxima
-            [torch.tensor(float(group["step"]), device=values[0].device)] * len(values),
+            [torch.full((), float(group["step"]), device=values[0].device)] * len(values),
             lr=group["lr"],
             beta1=beta1,
             beta2=beta2,

@@ -1,4 +1,4 @@
-"""megatron-core 0.16.1 on CPU: every patch that it needs, and nothing else in the package patches.
+"""megatron-core 0.16.1 on CPU: every patch that it needs.
 
 megatron-core names its device literally ("cuda", `torch.cuda.current_device()`). Rather than watch every torch
 call at run time, we give each of its modules another `torch`: a proxy with the same names, whose tensor factories
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import queue
 import sys
 import types
 import warnings
@@ -23,6 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from megavlm.backend import everywhere
 
 # Everything of megatron-core that a run touches; imported here so that none of it binds the real torch later.
 _MODULES = (
@@ -78,7 +79,7 @@ def install() -> None:
     _patch_rng()
     _patch_optimizer()
     _patch_gradient_passes()
-    _patch_checkpoint_writer()
+    everywhere.install()
 
 
 class _CpuTorch(types.ModuleType):
@@ -243,14 +244,11 @@ def _patch_optimizer() -> None:
 
 
 def _patch_gradient_passes() -> None:
-    # Passes over all gradients that change nothing. gloo's reduce-scatter and all-gather copy their buffers even in a
-    # group of one, where the shard that they fill is the buffer itself; and without TE or Apex, clipping scales into
-    # a new tensor and copies that back.
+    # Passes over all gradients that change nothing: gloo's reduce-scatter and all-gather copy their buffers even in a
+    # group of one, where the shard that they fill is the buffer itself.
     buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     buffers.dist_reduce_scatter_func = _unless_alone(buffers.dist_reduce_scatter_func)
     buffers.dist_all_gather_func = _unless_alone(buffers.dist_all_gather_func)
-    clipping: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
-    clipping.multi_tensor_scale_impl = _scale_in_place
 
 
 def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,16 +259,3 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
         return collective(output, source, *args, **kwargs)
 
     return communicate
-
-
-def _scale_in_place(chunk_size: int, flag: Any, tensors: list[list[torch.Tensor]], scale: float) -> None:
-    source, target = tensors
-    assert source is target
-    torch._foreach_mul_(target, scale)
-
-
-def _patch_checkpoint_writer() -> None:
-    # The writer hands its results over through a manager process of its own, which imports torch again: seconds per
-    # rank at the first save. We save synchronously, so results never leave the process.
-    writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    writer._results_queue = queue.Queue()

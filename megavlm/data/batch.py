@@ -31,11 +31,14 @@ class PackedBatch:
     tokens: Tensor  # [B, S] int64; image places hold the tokenizer's image token
     labels: Tensor  # [B, S] int64; the token each position must predict
     loss_mask: Tensor  # [B, S] float32; 1 where the prediction is trained
-    positions: Tensor  # [B, S] int64; rotary position of each token; with M-RoPE [3, B, S]: time, height, width
+    # [B, S] int64, or [1, S] where rows are alike: rotary position of each token; with M-RoPE [3, B, S]: time, height,
+    # width
+    positions: Tensor
     grids: tuple[tuple[int, int], ...]  # per image: (rows, columns) in patches
     feature_positions: Tensor  # [F] int64; index into the flattened [B·S] tokens, in feature order
     patches: Tensor | None  # [P, D] float32, normalised pixels (channel, row, column within a patch)
-    cu_seqlens: Tensor | None = None  # [sequences+1] int32 over the flattened [B·S]; None: B sequences of S
+    # [sequences+1] int32 over the flattened [B·S], on the host whatever the device; None: B sequences of S
+    cu_seqlens: Tensor | None = None
     tile_groups: tuple[TileGroup, ...] = ()  # per tiled image: how many of `grids` it is; empty where none is tiled
     lengths: tuple[int, ...] = ()  # tokens of each sample, padding not counted
     sources: Tensor | None = None  # [B, S] int64: which data set a token is from; None where there is but one
@@ -57,9 +60,17 @@ class PackedBatch:
         return len(self.tile_groups or self.grids)
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch on another device."""
+        """The same batch on another device, but for what the host needs to know: it must not wait to be told."""
+        values: dict[str, Any] = {**vars(self), "positions": _rows_that_differ(self.positions)}
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in vars(self).items()
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) and name != "cu_seqlens" else value
+            for name, value in values.items()
         }
         return PackedBatch(**moved)
+
+
+def _rows_that_differ(positions: Tensor) -> Tensor:
+    """One row of positions where all are alike, as samples without padding or images have them. Asked on the host."""
+    if positions.device.type == "cpu" and bool((positions == positions[..., :1, :]).all()):
+        return positions[..., :1, :]
+    return positions

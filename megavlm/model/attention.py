@@ -90,7 +90,7 @@ def packed(bounds: Sequence[int], device: torch.device) -> Packing:
     """Sequences between `bounds`: 0, …, S. The layout stays [S, 1, heads, width] ("sbhd"): rotary angles come per
     position.
     """
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
     longest = max(end - start for start, end in pairwise(bounds))
     return Packing(
         qkv_format="sbhd",

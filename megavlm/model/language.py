@@ -98,14 +98,13 @@ class Output(MegatronModule):
 
 
 def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
-    """Rotary angles (Su et al. 2021) of each position: [B, S] → [S, B, 1, head_width], B = 1 where all are alike.
+    """Rotary angles (Su et al. 2021) of each position: [B or 1, S] → [S, B or 1, 1, head_width].
 
     With M-RoPE (Wang et al. 2024, Qwen2-VL) positions are [3, B, S], and each pair of channels follows one of the axes.
     """
-    if positions.shape[-2] > 1 and bool((positions == positions[..., :1, :]).all()):
-        positions = positions[..., :1, :]
     if language.mrope_section:
-        moved = positions[mrope_axes(language.mrope_section, interleaved=language.mrope_interleaved)].permute(2, 1, 0)
+        axes = torch.tensor(mrope_axes(language.mrope_section, interleaved=language.mrope_interleaved))
+        moved = positions.index_select(0, axes.to(positions.device, non_blocking=True)).permute(2, 1, 0)
     else:
         moved = positions.t()[:, :, None]
     angles = moved.float() * frequencies(language, device=positions.device)

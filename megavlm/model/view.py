@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config import sequence_parallel
-from megavlm.config.precision_rules import sequence_multiple
+from megavlm.config.precision_rules import vision_multiple
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import PackedBatch
@@ -36,7 +36,7 @@ class View:
     def layout(self) -> VisionLayout:
         model = self.config.model
         side = model.projector.pixel_shuffle
-        multiple = sequence_multiple("vision", self.config, tp=self.groups.dims.tp)
+        multiple = vision_multiple(self.config, tp=self.groups.dims.tp)
         return VisionLayout.of(
             self.batch.grids,
             class_token=model.vision.class_token,
@@ -92,18 +92,25 @@ class View:
             return 1 if name == EMBEDDING else self.batch.tokens.shape[0], model.language.hidden_size
         return 1, model.vision.hidden_size
 
+    def rows(self, name: str) -> int:
+        """The first dimension of the hidden states that layer `name` reads, on this tensor-parallel rank."""
+        parts = self.groups.dims.tp if sequence_parallel(self.config) else 1
+        if name == EMBEDDING:
+            newline = self.config.model.projector.anyres_max_tiles is not None
+            return 1 + newline if self.layout.is_blank else self.batch.feature_positions.numel()
+        if name in (LANGUAGE_NORM, OUTPUT) or name.startswith(LANGUAGE_LAYER):
+            return self.batch.tokens.shape[1] // parts
+        return self.layout.bounds[-1] // parts
+
     @cached_property
     def places(self) -> Tensor:
         """[F'] int64: rows of this rank's hidden states, flattened [S(/TP)·B], that take features; for a colocated
-        encoder, which sends a rank the features of these rows alone, in this order.
+        encoder, which sends a rank the features of these rows alone, in this order, and the batch names no others.
         """
         samples, length = self.batch.tokens.shape
         places = self.batch.feature_positions
-        if not sequence_parallel(self.config):
-            return places % length * samples + places // length
-        local, tp = length // self.groups.dims.tp, self.groups.at.tp
-        mine = places[shard_of(places, length=length, shards=self.groups.dims.tp) == tp]
-        return (mine % length - tp * local) * samples + mine // length
+        first = self.groups.at.tp * (length // self.groups.dims.tp) if sequence_parallel(self.config) else 0
+        return (places % length - first) * samples + places // length
 
     def with_features_merged(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Language states [S(/TP), B, H] with a colocated encoder's features [F', H] in their places."""

@@ -66,14 +66,16 @@ class VisionLayout:
     def patch_index(self, device: torch.device) -> Tensor:
         """[P] int64: which vision tokens are patches, in row-major patch order."""
         if self.window:
-            return self._window_order().argsort().to(device)
+            return self._window_order().argsort().to(device, non_blocking=True)
         starts = [0, *accumulate(self.lengths)]
         spans = [torch.arange(start + self.class_tokens, end, device=device) for start, end in pairwise(starts)]
         return torch.cat(spans)
 
     def in_tower_order(self, patches: Tensor) -> Tensor:
         """Row-major patches of all images [P, …] in the order that the tower has them."""
-        return patches.index_select(0, self._window_order().to(patches.device)) if self.window else patches
+        if not self.window:
+            return patches
+        return patches.index_select(0, self._window_order().to(patches.device, non_blocking=True))
 
     def _window_order(self) -> Tensor:
         """[P] int64: which row-major patch stands at each place of the tower's order."""
@@ -88,7 +90,7 @@ class VisionLayout:
             grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(-1, 2)
             spans += [torch.zeros(self.class_tokens, 2, dtype=torch.long), grid]
         inside = self.in_tower_order(torch.cat(spans))
-        return torch.cat([inside, torch.zeros(self.padding, 2, dtype=torch.long)]).to(device)
+        return torch.cat([inside, torch.zeros(self.padding, 2, dtype=torch.long)]).to(device, non_blocking=True)
 
 
 class PatchEmbed(nn.Module):
@@ -153,8 +155,9 @@ class PatchEmbed(nn.Module):
         count = int(self.vision.class_token)
         if self.vision.position_interpolation == "bucket":
             rows, columns = (position_buckets(length, side) for length in grid)
-            entries = count + (rows[:, None] * side + columns).flatten().to(self.position.device)
-            return torch.cat([self.position[:count], self.position[entries]])
+            entries = count + (rows[:, None] * side + columns).flatten()
+            found = self.position.index_select(0, entries.to(self.position.device, non_blocking=True))
+            return torch.cat([self.position[:count], found])
         if grid == (side, side):
             return self.position
         table = self.position[count:].view(1, side, side, -1).permute(0, 3, 1, 2)

@@ -21,7 +21,7 @@ from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.view import shard_of
 from megavlm.parallel.groups import Groups
-from megavlm.pipeline.encoder import Encoder, without_patches
+from megavlm.pipeline.encoder import Encoder
 from megavlm.pipeline.images import EncoderInput, as_held, assigned
 from megavlm.pipeline.routes import Exchange, Route, Rows, exchange_of, senders
 
@@ -80,7 +80,7 @@ class Colocated:
         features = self._send(self._share(batches), exchange.features(rank))
         self._begin_upcoming()
 
-        moved = [without_patches(batch).to(device) for batch in batches]
+        moved = [self._for_language(batch).to(device) for batch in batches]
         leaves: tuple[Tensor, ...] = ()
         if self._groups.at.pp == 0:
             counts = self._merged_here(batches, exchange)
@@ -122,7 +122,7 @@ class Colocated:
         if self._upcoming is None:
             return
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encoder")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder", initializer=self.encoder.use_device)
         batches, self._upcoming = self._upcoming, None
         self._ahead = _Ahead(batches, self._thread.submit(self._encode_mine, batches))
 
@@ -135,10 +135,17 @@ class Colocated:
             return None
         shards = self._groups.dims.tp
         found = [
-            shard_of(batch.feature_positions, length=batch.tokens.shape[1], shards=shards).cpu().numpy()
-            for batch in batches
+            shard_of(batch.feature_positions, length=batch.tokens.shape[1], shards=shards).numpy() for batch in batches
         ]
         return np.concatenate(found)
+
+    def _for_language(self, batch: PackedBatch) -> PackedBatch:
+        """The same batch without pixels, and with those image tokens alone whose features this rank merges."""
+        places = batch.feature_positions
+        if sequence_parallel(self._config):
+            shards = shard_of(places, length=batch.tokens.shape[1], shards=self._groups.dims.tp)
+            places = places[shards == self._groups.at.tp]
+        return replace(batch, patches=None, feature_positions=places)
 
     def _merged_here(self, batches: Sequence[PackedBatch], exchange: Exchange) -> list[int]:
         """Rows of each micro-batch that this rank merges."""
@@ -150,7 +157,7 @@ class Colocated:
         """Rows [before, …] → rows [after, …]."""
         if self._groups.block.size() == 1:
             return values
-        order = torch.from_numpy(np.concatenate(route.send)).to(values.device)
+        order = torch.from_numpy(np.concatenate(route.send)).to(values.device, non_blocking=True)
         outgoing = values.flatten(1).index_select(0, order)
         incoming = outgoing.new_empty(route.received, outgoing.shape[1])
         dist.all_to_all_single(
@@ -160,5 +167,5 @@ class Colocated:
             input_split_sizes=[len(rows) for rows in route.send],
             group=self._groups.block,
         )
-        places = torch.from_numpy(np.concatenate(route.receive)).to(values.device)
+        places = torch.from_numpy(np.concatenate(route.receive)).to(values.device, non_blocking=True)
         return torch.empty_like(incoming).index_copy_(0, places, incoming).view(-1, *values.shape[1:])

@@ -133,6 +133,11 @@ class Encoder:
         dist.all_gather_into_tensor(whole, padded, group=self._groups.tp)
         return whole[:rows]
 
+    def use_device(self) -> None:
+        """Compute here from now on: a new thread begins on the first device of its machine."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
     def zero_gradients(self) -> None:
         if self.trained:
             self.module.zero_grad_buffer()
@@ -140,8 +145,7 @@ class Encoder:
     def reduce(self, tokens: Tensor) -> None:
         """Sum gradients over all encoders and divide them by the trained tokens of the global batch."""
         finalize_model_grads([self.module], pg_collection=self._groups.collection)
-        if tokens > 0:
-            self.module.scale_gradients(1.0 / tokens)
+        self.module.scale_gradients(1.0 / tokens.clamp(min=1))  # of none the gradients are zero
 
     def _again(self, one: _Pass) -> Tensor:
         tracker = get_cuda_rng_tracker()
@@ -205,8 +209,3 @@ def pixels_of(image: EncoderInput, batches: Sequence[PackedBatch]) -> Tensor:
     patches = batches[image.batch].patches
     assert patches is not None, "every rank that encodes has pixels"
     return patches[image.patches]
-
-
-def without_patches(batch: PackedBatch) -> PackedBatch:
-    """The same batch for the language model alone."""
-    return replace(batch, patches=None)

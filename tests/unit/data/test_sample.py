@@ -90,6 +90,15 @@ def test_samples_of_a_row_are_kept_apart() -> None:
     assert given_batch.feature_positions.tolist() == [1]
 
 
+def test_what_the_host_must_know_stays_there() -> None:
+    packed = packed_batch([[text([5, 6], answer=1), text([7], answer=0)], [text([3], answer=0)]], seq_length=6)
+    moved = packed.to("meta")
+    assert moved.tokens.device.type == "meta"
+    assert moved.cu_seqlens is packed.cu_seqlens
+    assert moved.positions.shape == (2, 6), "rows differ"
+    assert batch([text([5, 6], answer=1), text([3, 4], answer=1)]).to("meta").positions.shape == (1, 8)
+
+
 def test_positions_of_three_axes_restart_too() -> None:
     wide = text([5, IMAGE, IMAGE, 6], answer=1, images=(flat(1, width=2 * PATCH),))
     alone = packed_batch([[wide]], seq_length=4, mrope=True).positions[:, 0]

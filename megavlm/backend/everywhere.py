@@ -1,0 +1,45 @@
+"""What is replaced in megatron-core 0.16.1 on every device."""
+
+from __future__ import annotations
+
+import importlib
+import queue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def install() -> None:
+    """Idempotent; imports megatron-core."""
+    _patch_clipping()
+    _patch_checkpoint_writer()
+
+
+def _patch_clipping() -> None:
+    # Without Transformer Engine and Apex it asks the device for the norm of one parameter after the other, and waits
+    # for each; and it scales each gradient into a new tensor that it copies back.
+    clipping: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
+    utils: Any = importlib.import_module("megatron.core.utils")
+    if clipping.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clipping.l2_norm_impl = norm
+        clipping.multi_tensor_scale_impl = _scale_in_place
+
+
+def norm(chunk_size: int, flag: Any, tensors: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """[1] the norm of all tensors together, on their device. Nobody waits for it here."""
+    parts = [part for each in tensors for part in torch._foreach_norm(each)]
+    return torch.linalg.vector_norm(torch.stack(parts)).view(1), None
+
+
+def _scale_in_place(chunk_size: int, flag: Any, tensors: list[list[Tensor]], scale: float) -> None:
+    source, target = tensors
+    assert source is target
+    torch._foreach_mul_(target, scale)
+
+
+def _patch_checkpoint_writer() -> None:
+    # The writer hands its results over through a manager process of its own, which imports torch again: seconds per
+    # rank at the first save. We save synchronously, so results never leave the process.
+    writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer._results_queue = queue.Queue()
