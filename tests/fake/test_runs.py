@@ -1,0 +1,139 @@
+"""The program as ranks of GPU runs start it, on a device that is not there (`device.py`), over NCCL that is not there.
+
+What it finds: tensors on the wrong device, shapes that do not fit what is sent, collectives on the host's tensors, and
+places where a training step makes the host wait for the device. What it cannot: numbers, kernels, speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data_files import sources_of, write_llava, write_text, write_tokenizer
+from tests.dist.training import SMALL
+from tests.fake.build import shim
+
+ROOT = Path(__file__).parents[2]
+TINY = "--vision-num-layers 2 --language-num-layers 3 --train-iters 1 --lr-warmup-iters 0 --precision bf16 --no-save"
+PACKED = "--seq-length 96 --packing-window 16 --num-workers 0"
+QWEN3 = (
+    "--vision-activation gelu_tanh --vision-position-embedding learned_rope2d --vision-position-interpolation bilinear "
+    "--vision-temporal-patch-size 2 --vision-deepstack-layers 0 1 --projector-hidden-size 128 "
+    "--language-mrope-section 2 2 2 --language-mrope-interleaved --language-qk-norm --vision-num-layers 3 "
+    "--language-num-layers 4"
+)
+QWEN25 = (
+    "--vision-normalization RMSNorm --vision-activation swiglu --no-vision-patch-bias "
+    "--vision-position-embedding rope2d --vision-temporal-patch-size 2 --vision-window-size 16 "
+    "--vision-full-attention-layers 1 --projector-hidden-size 128 --language-mrope-section 1 2 3 "
+    "--language-tie-embeddings"
+)
+TILES = "--projector-anyres-max-tiles 2 --image-sizes 16 32 --no-vision-post-norm"
+BUCKETS = "--projector-kind linear --no-projector-bias --vision-position-interpolation bucket"
+
+# name → (rank, world, flags)
+CASES = {
+    "packed": (0, 1, "FILES"),
+    "qwen3-vl, two rows": (2, 8, f"{QWEN3} --tp 2 --pp 2 --vpp 2 --global-batch-size 8 --micro-batch-size 2"),
+    "colocated, saved": (1, 4, "--placement colocated --tp 2 --save"),
+}
+SLOW = {
+    "fp16, offloaded": (1, 2, "--precision fp16 --offload activations optimizer --save"),
+    "zero-3, last stage": (3, 4, "--data-parallel-sharding full --pp 2 --save"),
+    "packed, saved": (0, 1, "FILES --save"),
+    "zero-0": (1, 2, "--data-parallel-sharding none --save"),
+    "zero-2": (1, 2, "--data-parallel-sharding optimizer_gradients --recompute-granularity full"),
+    "hsdp": (3, 4, "--hybrid-shard-size 2"),
+    "tp2-pp2-dp2": (7, 8, "--tp 2 --pp 2 --save"),
+    "tp2-pp2-dp2, overlapped": (1, 8, "--tp 2 --pp 2 --overlap-grad-reduce --overlap-param-gather"),
+    "pp2-vpp2, tiles": (1, 2, f"{TILES} --pp 2 --vpp 2"),
+    "pp2, tiles, first": (0, 2, f"{TILES} --pp 2"),
+    "qwen2.5-vl": (0, 2, f"{QWEN25} --tp 2 --micro-batch-size 2"),
+    "qwen2.5-vl, tied": (1, 2, f"{QWEN25} --pp 2"),
+    "smolvlm": (0, 1, f"{BUCKETS} --recompute-granularity full"),
+    "fp32": (0, 1, "--precision fp32"),
+    "lora, frozen": (1, 2, "--lora-rank 4 --freeze vision --tp 2"),
+    "colocated stages": (1, 2, "--placement colocated --pp 2 --vision-tp 2"),
+    "colocated, frozen": (1, 4, "--placement colocated --pp 2 --tp 2 --freeze vision projector"),
+    "dropout": (0, 2, "--hidden-dropout 0.1 --attention-dropout 0.1 --tp 2 --recompute-granularity full"),
+    "packed, tp2-pp2": (2, 4, "FILES --tp 2 --pp 2"),
+    "no images": (0, 4, "--images-per-sample 0 --tp 2 --pp 2"),
+    "answers": (0, 1, "--recipe demo --precision bf16 --train-iters 1 --lr-warmup-iters 0 --eval-samples 1 --no-save"),
+}
+
+# What a step has to ask for, once each: whether there are tokens to divide by, the gradient norm (fp16: the scale, and
+# whether all is finite), and its own numbers.
+MAY_WAIT = (
+    "schedule.py finalize_gradients > finalize_model_grads.py finalize_model_grads",
+    "engine.py train_step > clip_grads.py get_grad_norm_fp32",
+    "engine.py train_step > optimizer.py _unscale_main_grads_and_check_for_nan",
+    "build.py loss_scale",
+    "tolist at engine.py train_step",
+)
+
+Outcomes = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Outcomes:
+    """Runs cases, all of a kind in one process."""
+    library = shim(Path(request.config.cache.mkdir("fake")))
+    if library is None:
+        pytest.skip("no C++ compiler: autograd cannot follow a device that torch was not built for")
+    data = tmp_path_factory.mktemp("data")
+    write_tokenizer(data / "tokenizer")
+    write_llava(data, samples=30)
+    write_text(data, lines=30)
+    files = [*sources_of(data), *PACKED.split()]
+    known: dict[str, dict[str, Any]] = {}
+
+    def run(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        if next(iter(cases)) not in known:
+            asked = []
+            for name, (rank, size, flags) in cases.items():
+                argv = [] if "--recipe" in flags else [*SMALL, *TINY.split(), *(files if "FILES" in flags else [])]
+                argv += flags.replace("FILES", "").split()
+                asked.append({"name": name, "rank": rank, "size": size, "argv": argv})
+            command = [sys.executable, "-m", "tests.fake.drive", str(library), str(tmp_path_factory.mktemp("runs"))]
+            done = subprocess.run(
+                command,
+                input=json.dumps(asked),
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                text=True,
+                capture_output=True,
+                timeout=900,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+            found = [json.loads(line) for line in done.stdout.splitlines()]
+            known.update({outcome["name"]: outcome for outcome in found})
+        return known
+
+    return run
+
+
+def check(outcome: dict[str, Any]) -> None:
+    assert outcome["error"] is None, f"{outcome['error']}\n{outcome['trace']}"
+    assert outcome["waits"], "a step waits at least for its own numbers: nothing was watched"
+    waits = {where: count for where, count in outcome["waits"].items() if not where.endswith(MAY_WAIT)}
+    assert not waits, f"a step waits for the device: {waits}"
+    assert max(outcome["waits"].values()) <= 2, outcome["waits"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_of_a_gpu_run(name: str, outcomes: Outcomes) -> None:
+    check(outcomes(CASES)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_more_ranks_of_gpu_runs(name: str, outcomes: Outcomes) -> None:
+    check(outcomes(SLOW)[name])
