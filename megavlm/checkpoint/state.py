@@ -36,6 +36,7 @@ from megavlm.model.vlm import VLMChunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.groups import Groups
 from megavlm.planner.plan import Plan
+from megavlm.precision.fp8_weights import replace_weights, true_weights
 from megavlm.precision.history import history_of, prepare, restore, sharded_histories
 
 FORMAT = 1
@@ -223,6 +224,8 @@ def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
     }
     parameters = {key: value for chunk in chunks.values() for key, value in chunk.items()}
     optimizer = sharded_optimizer_state(trained.optimizer, parameters, loading=loading, metadata=metadata)
+    # The optimizer's state has been found by the parameters themselves: now they may become plain tensors.
+    replace_weights(parameters.values(), true_weights(trained.optimizer, trained.groups.shard))
     return {**chunks, "optimizer": optimizer, "random": _random_state()}
 
 

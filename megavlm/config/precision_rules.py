@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from megavlm.config.layout_rules import sequence_parallel
+from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config, TrainConfig
 from megavlm.config.words import nearest
 
@@ -49,10 +50,10 @@ def fp8_in(part: str, config: Config) -> bool:
     return config.train.fp8 != "none" and part in config.train.fp8_parts
 
 
-def vision_multiple(config: Config, *, tp: int) -> int:
-    """The packed vision sequence is padded to a multiple of this: what SP shards and FP8 takes."""
+def sequence_multiple(part: str, config: Config, *, tp: int) -> int:
+    """The sequence of a part of the model is padded to a multiple of this: what SP shards and FP8 takes."""
     shards = tp if sequence_parallel(config) else 1
-    return shards * fp8_multiple(config.train.fp8_recipe) if fp8_in("vision", config) else shards
+    return shards * fp8_multiple(config.train.fp8_recipe) if fp8_in(part, config) else shards
 
 
 def fp8_belongs_to_bf16(config: Config) -> str | None:
@@ -69,7 +70,7 @@ def fp8_options_have_fp8(config: Config) -> str | None:
     train = config.train
     given = {field.name for field in fields(TrainConfig) if getattr(train, field.name) != field.default}
     if train.fp8 == "none":
-        names = ("fp8_recipe", "fp8_parts", "first_last_layers_bf16", *_DELAYED_ONLY)
+        names = ("fp8_recipe", "fp8_parts", "first_last_layers_bf16", "fp8_param_gather", *_DELAYED_ONLY)
         for name in (name for name in names if name in given):
             return f"{_flag(name)} does nothing without FP8: add --fp8 hybrid, or leave it out"
     if train.fp8_recipe != "delayed":
@@ -117,20 +118,41 @@ def colocated_encoders_stay_high(config: Config) -> str | None:
     return None
 
 
+def fp8_weights_are_gathered(config: Config) -> str | None:
+    """Weights in FP8 belong to an optimizer that shards their master weights and knows their type."""
+    train, sharding = config.train, config.parallel.data_parallel_sharding
+    if not train.fp8_param_gather:
+        return None
+    if sharding != "optimizer":
+        return (
+            f"--fp8-param-gather needs --data-parallel-sharding optimizer, but that is {sharding}: change it, or leave "
+            "--fp8-param-gather out"
+        )
+    if train.fp8_recipe == "mxfp8":
+        return "--fp8-param-gather does not go with --fp8-recipe mxfp8: use --fp8-recipe tensorwise, or leave it out"
+    trained = [part for part in train.fp8_parts if part not in (*config.model.freeze, *adapted_parts(config))]
+    if not trained:
+        return (
+            "--fp8-param-gather finds no weights that are trained in FP8, frozen and adapted ones are never gathered: "
+            "leave it out"
+        )
+    return None
+
+
 def fp8_fits_the_tokens(config: Config) -> str | None:
     """Tokens of a linear layer's product: one rank's share of the micro-batch's rows."""
     train = config.train
     if not fp8_in("language", config):
         return None
-    shards = config.parallel.tensor_model_parallel_size if sequence_parallel(config) else 1
-    multiple = fp8_multiple(train.fp8_recipe) * shards
+    tp = config.parallel.tensor_model_parallel_size
+    multiple = sequence_multiple("language", config, tp=tp)
     if train.seq_length * train.micro_batch_size % multiple == 0:
         return None
     step = multiple // math.gcd(multiple, train.micro_batch_size)
     return (
         f"--seq-length {train.seq_length} × --micro-batch-size {train.micro_batch_size} is not a multiple of "
-        f"{multiple}, which --fp8-recipe {train.fp8_recipe} and sequence parallelism over {shards} need: "
-        f"--seq-length: {nearest(train.seq_length, step)}"
+        f"{multiple}, which --fp8-recipe {train.fp8_recipe} and sequence parallelism over "
+        f"{multiple // fp8_multiple(train.fp8_recipe)} need: --seq-length: {nearest(train.seq_length, step)}"
     )
 
 
@@ -152,12 +174,38 @@ def fp8_fits_the_widths(config: Config) -> str | None:
     return None
 
 
+def fp8_fits_the_heads(config: Config) -> str | None:
+    """What attention's two products read and write besides the hidden states: heads, shared by tensor parallelism."""
+    train, model, tp = config.train, config.model, config.parallel.tensor_model_parallel_size
+    step = fp8_multiple(train.fp8_recipe) * tp
+    vision_heads = -(-model.vision.num_attention_heads // tp) * tp  # padded, where TP does not divide them
+    heads = model.language.num_attention_heads
+    width = model.language.kv_channels or model.language.hidden_size // heads
+    parts = {
+        "vision": (vision_heads, vision_heads, model.vision.hidden_size // model.vision.num_attention_heads),
+        "language": (heads, model.language.num_query_groups or heads, width),
+    }
+    for part, (queries, groups, width) in parts.items():
+        if not fp8_in(part, config):
+            continue
+        for what, number in (("query", queries), ("query, key and value", queries + 2 * groups)):
+            if number * width % step:
+                return (
+                    f"--{part}-num-attention-heads: {number} {what} heads of {width} channels are no multiple of "
+                    f"{step}, which FP8 products need (--fp8-recipe {train.fp8_recipe}, --tp {tp}): use another "
+                    f"number or width of heads, a smaller --tp, or --fp8 none"
+                )
+    return None
+
+
 PRECISION_RULES: tuple[Callable[[Config], str | None], ...] = (
     fp8_belongs_to_bf16,
     fp8_options_have_fp8,
     delayed_scaling_takes_all_layers,
     some_layer_is_left_to_fp8,
     colocated_encoders_stay_high,
+    fp8_weights_are_gathered,
     fp8_fits_the_tokens,
     fp8_fits_the_widths,
+    fp8_fits_the_heads,
 )

@@ -232,6 +232,9 @@ class TrainConfig:
     fp8_amax_compute_algo: Literal["max", "most_recent"] = option(
         "max", "FP8, delayed: which of the remembered values the scale follows."
     )
+    fp8_param_gather: bool = option(
+        False, "FP8: keep trained weights in FP8 alone, and gather them so; with Transformer Engine."
+    )
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none", "Recompute in backward: nothing, attention only, or whole layers."
     )

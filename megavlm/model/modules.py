@@ -6,13 +6,15 @@ has no part for (norms over all heads, LayerScale, quick GELU, rotary positions)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megavlm.config.lora import adapted_parts
@@ -23,7 +25,8 @@ from megavlm.model.norm import Norm
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import module_of
 from megavlm.precision.device import implementation
-from megavlm.precision.emulated import COLUMN, ROW
+from megavlm.precision.emulated import EmulatedColumnParallelLinear, EmulatedRowParallelLinear, same_when_repeated
+from megavlm.precision.scaling import DelayedRecipe, Operands, current_operands, delayed_operands
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,19 @@ class Execution:
         """Around one of them."""
         return nullcontext()
 
-    def recomputed(self, run: Any, hidden: Tensor) -> Tensor:
-        """`run(hidden)`, of which nothing is kept: it is called again in the backward pass."""
+    def recomputed(self, layer: Any, run: Any, hidden: Tensor) -> Tensor:
+        """`run(hidden)` of a layer, of which nothing is kept: it is called again in the backward pass."""
         return checkpoint(run, False, hidden)
 
 
-def modules_of(name: str, config: Config) -> Modules:
+class EmulatedExecution(Execution):
+    """Around emulated FP8: what is recomputed comes out as before."""
+
+    def recomputed(self, layer: Any, run: Any, hidden: Tensor) -> Tensor:
+        return checkpoint(same_when_repeated(run, layer), False, hidden)
+
+
+def modules_of(name: str, config: Config, groups: Groups) -> Modules:
     """The parts of layer `name`. Raises UserError where `--transformer-impl` cannot be had."""
     if implementation(config) == "te":
         from megatron.core.extensions import transformer_engine
@@ -62,25 +72,36 @@ def modules_of(name: str, config: Config) -> Modules:
 
         # Adapters read what the linear layer reads, which a norm inside it would keep to itself.
         return te_modules(transformer_engine, fused_norm=module_of(name) not in adapted_parts(config))
-    return torch_modules(fp8=config.train.fp8 if layer_precision(name, config) == "fp8" else "none")
+    return torch_modules(_operands(config, groups) if layer_precision(name, config) == "fp8" else None)
 
 
-def torch_modules(*, fp8: str = "none") -> Modules:
-    """Ours and megatron-core's own, which run anywhere; `fp8` is emulated."""
-    return Modules(
-        norm=Norm,
-        column_linear=COLUMN.get(fp8, ColumnParallelLinear),
-        row_linear=ROW.get(fp8, RowParallelLinear),
-        core_attention=CoreAttention,
-    )
+def torch_modules(fp8: Callable[[], Operands] | None = None) -> Modules:
+    """Ours and megatron-core's own, which run anywhere; linear layers emulate FP8 with operands that `fp8` makes."""
+    column: Any = ColumnParallelLinear
+    row: Any = RowParallelLinear
+    if fp8 is not None:
+        column = ModuleSpec(module=EmulatedColumnParallelLinear, params={"operands": fp8})
+        row = ModuleSpec(module=EmulatedRowParallelLinear, params={"operands": fp8})
+    return Modules(norm=Norm, column_linear=column, row_linear=row, core_attention=CoreAttention)
+
+
+def _operands(config: Config, groups: Groups) -> Callable[[], Operands]:
+    """What makes a layer's operands: each layer has histories of its own."""
+    train = config.train
+    if train.fp8_recipe == "tensorwise":
+        return partial(current_operands, train.fp8, groups.tp)
+    recipe = DelayedRecipe(train.fp8_amax_history_len, train.fp8_amax_compute_algo, train.fp8_margin)
+    return partial(delayed_operands, train.fp8, recipe, groups.collection.tp_dp_cp)
 
 
 def execution_of(config: Config, groups: Groups) -> Execution:
-    if implementation(config) == "te" and config.train.fp8 != "none":
-        from megavlm.model.te import Fp8Execution
+    if config.train.fp8 == "none":
+        return Execution()
+    if implementation(config) == "torch":
+        return EmulatedExecution()
+    from megavlm.model.te import Fp8Execution
 
-        return Fp8Execution(config, groups)
-    return Execution()
+    return Fp8Execution(config, groups)
 
 
 def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
@@ -97,4 +118,5 @@ def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
         "fp8_margin": train.fp8_margin,
         "fp8_amax_history_len": train.fp8_amax_history_len,
         "fp8_amax_compute_algo": train.fp8_amax_compute_algo,
+        "fp8_param": train.fp8_param_gather,
     }

@@ -16,7 +16,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
@@ -168,7 +168,7 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
         params = {"real_heads": vision.num_attention_heads, "tp_group": groups.tp}
         qk_norm = ModuleSpec(module=FullRMSNorm, params=params)
     submodules = _submodules(
-        modules_of(f"{VISION_LAYER}{number}", config),
+        modules_of(f"{VISION_LAYER}{number}", config, groups),
         AttnMaskType.no_mask,
         qk_norm=qk_norm,
         branch=branch,
@@ -181,7 +181,7 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     """Language layer `number` (from 0): causal."""
     qk_norm = HeadRMSNorm if config.model.language.qk_norm else None
     submodules = _submodules(
-        modules_of(f"{LANGUAGE_LAYER}{number}", config),
+        modules_of(f"{LANGUAGE_LAYER}{number}", config, groups),
         AttnMaskType.causal,
         qk_norm=qk_norm,
         branch=get_bias_dropout_add,
@@ -224,7 +224,7 @@ def _qkv_linear(linear: Any, *args: Any, qkv_bias: bool, bias: bool, **kwargs: A
 
     megatron-core gives it one wherever any other linear layer has one; InternViT-6B has none here alone.
     """
-    return linear(*args, bias=qkv_bias, **kwargs)
+    return build_module(linear, *args, bias=qkv_bias, **kwargs)
 
 
 class LayerScale(nn.Module):

@@ -95,7 +95,7 @@ class Fp8Execution(Execution):
             return nullcontext() if self.delayed else _fp8_region(layer.config)
         return _high_region() if self.delayed else nullcontext()
 
-    def recomputed(self, run: Any, hidden: Tensor) -> Tensor:
+    def recomputed(self, layer: Any, run: Any, hidden: Tensor) -> Tensor:
         """Transformer Engine's own: the second run must read the scales of the first, and record nothing."""
         from megatron.core.extensions.transformer_engine import te_checkpoint
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config import sequence_parallel
-from megavlm.config.precision_rules import vision_multiple
+from megavlm.config.precision_rules import sequence_multiple
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import PackedBatch
@@ -36,7 +36,7 @@ class View:
     def layout(self) -> VisionLayout:
         model = self.config.model
         side = model.projector.pixel_shuffle
-        multiple = vision_multiple(self.config, tp=self.groups.dims.tp)
+        multiple = sequence_multiple("vision", self.config, tp=self.groups.dims.tp)
         return VisionLayout.of(
             self.batch.grids,
             class_token=model.vision.class_token,

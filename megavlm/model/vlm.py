@@ -57,6 +57,7 @@ from megavlm.planner.layers import (
     trains_weights,
 )
 from megavlm.planner.plan import Plan
+from megavlm.precision.fp8_weights import building
 
 TIED_KEY = f"{EMBEDDING}.word_embeddings.weight"
 
@@ -198,7 +199,7 @@ class VLMChunk(MegatronModule):
 
         # A layer whose input needs no gradient is the first of a frozen stretch: nothing to recompute for.
         if self.full_recompute and hidden.requires_grad and self.training:
-            return self.execution.recomputed(run, hidden)
+            return self.execution.recomputed(layer, run, hidden)
         return run(hidden)
 
     def _received(self, view: View) -> tuple[Any, list[Tensor]]:
@@ -314,9 +315,11 @@ class _Builder:
     def __call__(self, name: str) -> nn.Module:
         model, groups = self.config.model, self.groups
         if name.startswith(VISION_LAYER):
-            return specs.vision_layer(self.config, self.vision, groups, int(name.removeprefix(VISION_LAYER)))
+            with building(name, self.vision, self.config):
+                return specs.vision_layer(self.config, self.vision, groups, int(name.removeprefix(VISION_LAYER)))
         if name.startswith(LANGUAGE_LAYER):
-            return specs.language_layer(self.config, self.language, groups, int(name.removeprefix(LANGUAGE_LAYER)))
+            with building(name, self.language, self.config):
+                return specs.language_layer(self.config, self.language, groups, int(name.removeprefix(LANGUAGE_LAYER)))
         if name == PATCH_EMBED:
             parallel = sequence_parallel(self.config)
             return PatchEmbed(model.vision, dtype=self.vision.params_dtype, groups=groups, sequence_parallel=parallel)

@@ -38,6 +38,7 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         use_distributed_optimizer=parallel.data_parallel_sharding != "none",
         num_distributed_optimizer_instances=groups.dp.size() // groups.shard.size(),
         average_in_collective=False,
+        fp8_param_gather=config.train.fp8_param_gather,
     )
     # Only the first chunk's gradients end on the critical path; bucketing the others buys no overlap.
     return [
@@ -78,6 +79,7 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> An
         params_dtype=dtype,
         use_distributed_optimizer=config.parallel.data_parallel_sharding != "none",
         overlap_param_gather=bool(config.parallel.overlap_param_gather),
+        fp8_recipe=config.train.fp8_recipe if config.train.fp8_param_gather else None,
     )
     if shards_gradients(config):
         optimizer = ChainedOptimizer([ShardedOptimizer(chunks, megatron_config, _overrides(config), groups)])

@@ -11,7 +11,7 @@ from megavlm.config.precision_rules import layer_precision
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.model.flops import Workload
 from megavlm.parallel.dims import Dims
-from megavlm.planner.layers import layer_names, trained_below, trained_layers, trains_weights
+from megavlm.planner.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
 from megavlm.planner.orders import Shape, schedule_for
 from megavlm.planner.plan import typical_workload
 
@@ -39,6 +39,7 @@ class Case:
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
     fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
     offload: tuple[Offloaded, ...] = ()  # what is in host memory
+    kept_in_fp8: frozenset[str] = frozenset()  # layers that have their weights in FP8 alone
     on_gpu: bool = False  # a CPU computes RMS norms in steps and keeps them, and keeps what stages have sent
 
     @property
@@ -108,6 +109,7 @@ def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
         trained=trained_layers(config),
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),
         offload=config.parallel.offload,
+        kept_in_fp8=frozenset(name for name in layer_names(config.model) if keeps_fp8(name, config)),
         on_gpu=on_gpu,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from megavlm.config.lora import adapted_parts, is_target, linears_of
+from megavlm.config.precision_rules import layer_precision
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 PATCH_EMBED = "patch_embed"
@@ -54,6 +55,12 @@ def _tower(vision: VisionConfig) -> Iterator[str]:
 def trains_weights(name: str, config: Config) -> bool:
     """Whether a layer's own weights are trained: its part is not frozen, and has no adapters anywhere."""
     return module_of(name) not in (*config.model.freeze, *adapted_parts(config))
+
+
+def keeps_fp8(name: str, config: Config) -> bool:
+    """Whether a layer's linears keep their weights in FP8 alone: `--fp8-param-gather`, where there is gathering."""
+    in_fp8 = config.train.fp8_param_gather and layer_precision(name, config) == "fp8"
+    return in_fp8 and trains_weights(name, config)
 
 
 def trained_layers(config: Config) -> frozenset[str]:

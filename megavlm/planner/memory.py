@@ -49,11 +49,20 @@ def standing(name: str, case: Case, *, copies_vocabulary: bool = False) -> Memor
     count = local_parameters(name, case.model, case.dims.tp)
     if copies_vocabulary and name == OUTPUT and case.model.language.tie_embeddings:
         count += vocabulary_shard(case.model, case.dims.tp)
+    copies = Memory(weights=_fp8_copies(name, count, case))
     if case.shards_gradients:
-        return _sharded(
-            count, case, trained=case.trains(name), stays=case.sharding != "full" or not _is_unit(name, case)
-        )
-    return _standing(count, case, trained=case.trains(name))
+        stays = case.sharding != "full" or not _is_unit(name, case)
+        return _sharded(count, case, trained=case.trains(name), stays=stays) + copies
+    return _standing(count, case, trained=case.trains(name)) + copies
+
+
+def _fp8_copies(name: str, count: float, case: Case) -> float:
+    """Transformer Engine keeps an FP8 layer's weights in FP8 and transposed, a byte each, whatever ranks share of them.
+
+    Weights that are in FP8 alone are these two, and take no more than in bf16.
+    """
+    copied = case.on_gpu and name in case.fp8 and name not in case.kept_in_fp8
+    return 2 * count * copied
 
 
 def _standing(count: float, case: Case, *, trained: bool) -> Memory:

@@ -43,10 +43,11 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
     queue: list[tuple[float, int, Candidate, str | None]] = []  # least seconds, number, candidate, what it lacks
     tried = 0
     asked = config.parallel
+    offloads = hardware.on_gpu and bool(space.offload)
     for wanted in candidates(world, space, vision_tp=asked.vision_tensor_model_parallel_size, offload=asked.offload):
         tried += 1
         candidate, reason = judge.with_fitting_encoder(wanted)
-        if reason and (judge.rule(candidate) or not hardware.on_gpu):
+        if reason and (judge.rule(candidate) or not offloads):
             rejected.append(Rejected(candidate, reason))
         else:  # what lacks memory may run with `--offload`, and no faster than without
             queue.append((judge.bound(candidate), tried, candidate, reason))
@@ -69,7 +70,7 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
                 found = found if reason else sorted([*found, estimate], key=lambda each: each.step.seconds)
             if reason is None:
                 continue
-        other = judge.with_room_on_host(candidate, space) if hardware.on_gpu else None
+        other = judge.with_room_on_host(candidate, space) if offloads else None
         if other is None:
             rejected.append(Rejected(candidate, reason))
         else:
@@ -84,7 +85,7 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
                 rejected.append(kept)
     found.sort(key=lambda each: each.step.seconds)
     best = sorted((judge.refined(each) for each in found[:top]), key=lambda each: each.step.seconds)
-    offloaded = judge.offloaded(best[0], space) if best and hardware.on_gpu else ()
+    offloaded = judge.offloaded(best[0], space) if best and offloads else ()
     return Outcome(tuple(best), tuple(rejected), simulated, tried, judge.hardware, offloaded)
 
 

@@ -35,7 +35,7 @@ NEEDS = {
     "blockwise": Need((9, 0), (12, 9), "Hopper (H100)"),
     "mxfp8": Need((10, 0), (12, 8), "Blackwell (B200)"),
 }
-EMULATED = ("tensorwise",)
+EMULATED = ("tensorwise", "delayed")
 
 
 def choose_implementation(asked: str, device: Device) -> str:

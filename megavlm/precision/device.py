@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from megavlm.config.schema import Config
+from megavlm.config.sharding_rules import shards_gradients
 from megavlm.errors import UserError
 from megavlm.precision.capability import Device, check_fp8, choose_implementation, parsed
 
@@ -31,11 +32,29 @@ def check_device(config: Config) -> None:
     chosen = implementation(config)
     if config.train.fp8 != "none":
         check_fp8(config.train.fp8_recipe, device_at_hand(), implementation=chosen)
+        if chosen == "te":
+            check_te_fp8(config)
+        elif config.train.fp8_param_gather:
+            raise UserError(
+                "--fp8-param-gather needs Transformer Engine: torch's layers keep their weights in bf16 and would only "
+                "pretend, so leave it out"
+            )
     if config.train.cuda_graphs:
         if device_at_hand().capability is None:
             raise UserError("--cuda-graphs needs a CUDA device, and there is none here: leave it out")
         if chosen == "te":
             raise UserError("--cuda-graphs captures torch's layers: add --transformer-impl torch, or leave it out")
+
+
+def check_te_fp8(config: Config) -> None:
+    """Raises UserError where Transformer Engine's FP8 layers are not known to work with the rest."""
+    sharding = config.parallel.data_parallel_sharding
+    # Its own tests of `fully_shard` have the other recipes.
+    if shards_gradients(config) and config.train.fp8_recipe == "blockwise":
+        raise UserError(
+            f"--fp8-recipe blockwise is not known to work with --data-parallel-sharding {sharding}: use --fp8-recipe "
+            "tensorwise, or --data-parallel-sharding optimizer"
+        )
 
 
 def emulates_fp8(config: Config) -> bool:

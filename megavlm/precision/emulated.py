@@ -1,96 +1,101 @@
 """FP8 without its hardware: operands are rounded to FP8 and back, the product is computed in bf16.
 
-Per-tensor current scaling (Micikevicius et al. 2022, "FP8 formats for deep learning"): a tensor x becomes
-fp8(x·s)/s with s = largest FP8 number / max|x|, so that its largest value is the format's largest. Inputs and weights
-are rounded to e4m3; gradients of outputs to e5m2 (hybrid) or e4m3. What remains between this and FP8 hardware is the
-rounding of x/s back to bf16, 2⁻⁹ relative where FP8's own is 2⁻⁴ or 2⁻³.
-
-max|x| is reduced over tensor-parallel ranks, so that every layout rounds alike. A user sees what FP8 does to his loss;
-it is slower than bf16 everywhere.
+Inputs and weights are rounded to e4m3; gradients of outputs to e5m2 (hybrid) or e4m3, each tensor with a scale
+(`scaling.py`). What remains between this and FP8 hardware is the rounding of x/s back to bf16, 2⁻⁹ relative where FP8's
+own is 2⁻⁴ or 2⁻³. A user sees what FP8 does to his loss; it is slower than bf16 everywhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from torch import Tensor
+from torch import Tensor, nn
 
-FORWARD = torch.float8_e4m3fn
-BACKWARD = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
-
-
-def rounded(x: Tensor, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> Tensor:
-    """x rounded to the nearest multiples of FP8 numbers, in x's own type; max|x| is that of all ranks of `group`."""
-    largest = x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-    if group is not None and group.size() > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    limit = torch.finfo(dtype).max
-    scale = torch.where(largest > 0, limit / largest, 1.0)
-    scale = torch.where(torch.isfinite(scale), scale, 1.0)  # max|x| so small that its inverse is no number
-    return ((x.float() * scale).clamp(-limit, limit).to(dtype).float() / scale).to(x.dtype)
+from megavlm.precision.scaling import AmaxHistory, Operands, Scaling, rounded
 
 
 class _RoundOperand(torch.autograd.Function):
     """Rounds forward; the gradient passes as if it had not (the rounded operand's is taken for the operand's)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return rounded(x, FORWARD, group)
+    def forward(ctx: Any, x: Tensor, scaling: Scaling, remember: bool) -> Tensor:
+        return rounded(x, scaling, remember=remember)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _RoundGradient(torch.autograd.Function):
     """Rounds backward alone: what lies below gets the gradient as FP8 products would read it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-        ctx.dtype, ctx.group = dtype, group
+    def forward(ctx: Any, x: Tensor, scaling: Scaling) -> Tensor:
+        ctx.scaling = scaling
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return rounded(grad, ctx.dtype, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return rounded(grad, ctx.scaling, remember=True), None
 
 
 class _EmulatesFp8:
     """Before megatron-core's parallel linears: all three products (output, input's and weight's gradient) in FP8.
 
-    A bias is added after the product, so that its own gradient is not rounded, as in Transformer Engine.
+    A bias is added after the product, so that its own gradient is not rounded, as in Transformer Engine. A pass runs a
+    layer once, so delayed scaling may move its histories on at once: the new scales meet the next pass.
     """
 
-    gradient_dtype: torch.dtype
+    training: bool
+    weight: Tensor
+
+    def __init__(self, *args: Any, operands: Callable[[], Operands], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        with torch.device(self.weight.device):
+            self.operands = operands()
+        self.fp8_meta = self.operands.histories  # where Transformer Engine's modules have theirs
 
     def _forward_impl(
         self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        group = self.tp_group  # type: ignore[attr-defined]
-        operands = (_RoundOperand.apply(x, group) for x in (input, weight))
+        by = self.operands
+        operands = (_RoundOperand.apply(x, s, self.training) for x, s in ((input, by.input), (weight, by.weight)))
         product = super()._forward_impl(*operands, *args, bias=None, **kwargs)  # type: ignore[misc]
-        product = _RoundGradient.apply(product, self.gradient_dtype, group)
+        product = _RoundGradient.apply(product, by.gradient)
         return product if bias is None else product + bias
 
 
-class HybridColumnParallelLinear(_EmulatesFp8, ColumnParallelLinear):
-    gradient_dtype = BACKWARD["hybrid"]
+class EmulatedColumnParallelLinear(_EmulatesFp8, ColumnParallelLinear):
+    pass
 
 
-class HybridRowParallelLinear(_EmulatesFp8, RowParallelLinear):
-    gradient_dtype = BACKWARD["hybrid"]
+class EmulatedRowParallelLinear(_EmulatesFp8, RowParallelLinear):
+    pass
 
 
-class E4m3ColumnParallelLinear(_EmulatesFp8, ColumnParallelLinear):
-    gradient_dtype = BACKWARD["e4m3"]
+def same_when_repeated(run: Callable[[Tensor], Tensor], layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """`run` of a layer for recomputation: all calls but the first read the first one's scales and remember nothing."""
+    histories = list(_forward_histories(layer))
+    before = [history.scale.clone() for history in histories]
+    calls = count()
+
+    def repeated(x: Tensor) -> Tensor:
+        if next(calls) == 0:
+            return run(x)
+        with ExitStack() as stack:
+            for history, scale in zip(histories, before, strict=True):
+                stack.enter_context(history.as_of(scale))
+            return run(x)
+
+    return repeated
 
 
-class E4m3RowParallelLinear(_EmulatesFp8, RowParallelLinear):
-    gradient_dtype = BACKWARD["e4m3"]
-
-
-COLUMN = {"hybrid": HybridColumnParallelLinear, "e4m3": E4m3ColumnParallelLinear}
-ROW = {"hybrid": HybridRowParallelLinear, "e4m3": E4m3RowParallelLinear}
+def _forward_histories(layer: nn.Module) -> Iterator[AmaxHistory]:
+    for module in layer.modules():
+        if isinstance(module, _EmulatesFp8) and module.fp8_meta:
+            yield module.fp8_meta["scaling_fwd"]

@@ -16,6 +16,7 @@ from megavlm.backend import Backend
 from megavlm.backend.host import transfers_of
 from megavlm.checkpoint.state import Trained
 from megavlm.config import sequence_parallel
+from megavlm.config.precision_rules import sequence_multiple
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.marks import mark
@@ -38,6 +39,7 @@ from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
 from megavlm.pipeline.phases import Phases
 from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
 from megavlm.planner.plan import Plan
+from megavlm.precision.fp8_weights import plain_weights
 
 Fill = Callable[[Sequence[VLMChunk]], None]  # sets the weights of this rank's chunks; every rank calls it
 
@@ -70,6 +72,7 @@ class Engine:
     optimizer: Any
     scheduler: Any
     groups: Groups
+    sequence_multiple: int = 1  # layers take sequences of tokens whose length this divides
 
     def train_step(
         self,
@@ -173,11 +176,12 @@ def build_engine(
         offload = Offload(transfers_of(backend.device))
         for chunk in parts:
             chunk.offload = offload
-    if fill is not None:
-        fill(parts)
-    else:
-        for chunk in parts:
-            initialize(chunk, config, vocab_size=vocab_size)
+    with plain_weights(parts):
+        if fill is not None:
+            fill(parts)
+        else:
+            for chunk in parts:
+                initialize(chunk, config, vocab_size=vocab_size)
     chunks = wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
     colocated = None
@@ -192,6 +196,7 @@ def build_engine(
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         groups=groups,
+        sequence_multiple=sequence_multiple("language", config, tp=groups.dims.tp),
     )
 
 

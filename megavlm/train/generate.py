@@ -29,7 +29,7 @@ def generate(
     work = [*mine, *[prompts[0]] * (-max(len(mine), 1) % round_size + (0 if mine else 1))]
     answers: list[list[int]] = [[] for _ in work]
     longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
-    seq_length = -(-longest // groups.dims.tp) * groups.dims.tp
+    seq_length = -(-longest // engine.sequence_multiple) * engine.sequence_multiple
     engine.evaluating(True)
     for _ in range(max_new_tokens):
         extended = [_extend(prompt, answer) for prompt, answer in zip(work, answers, strict=True)]

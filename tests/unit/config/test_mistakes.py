@@ -489,6 +489,31 @@ PRECISION = (
         "use --fp8-parts language",
         "--fp8-parts language",
     ),
+    Mistake("--fp8-param-gather", "--fp8-param-gather does nothing without FP8", "leave it out", FP8),
+    Mistake(
+        f"{FP8} --fp8-param-gather --data-parallel-sharding full",
+        "--data-parallel-sharding optimizer, but that is full",
+        "leave --fp8-param-gather out",
+        "--data-parallel-sharding optimizer",
+    ),
+    Mistake(
+        f"{FP8} --fp8-param-gather --fp8-recipe mxfp8",
+        "--fp8-recipe mxfp8",
+        "use --fp8-recipe tensorwise",
+        "--fp8-recipe tensorwise",
+    ),
+    Mistake(
+        f"{FP8} --fp8-param-gather --freeze language",
+        "--fp8-param-gather finds no weights",
+        "leave it out",
+        "--no-fp8-param-gather",
+    ),
+    Mistake(
+        f"{FP8} --fp8-param-gather --lora-rank 4",
+        "--fp8-param-gather finds no weights",
+        "leave it out",
+        "--no-fp8-param-gather",
+    ),
     Mistake(f"{FP8} --seq-length 72", "--seq-length 72", "use 64 or 80", "--seq-length 80"),
     Mistake(f"{FP8} --seq-length 80 --tp 2", "multiple of 32", "use 64 or 96", "--seq-length 96", world=2),
     Mistake(
@@ -508,6 +533,26 @@ PRECISION = (
         "a multiple of 32",
         "use 256 or 288",
         "--language-ffn-hidden-size 256",
+        world=2,
+    ),
+    Mistake(
+        f"{FP8} --language-num-attention-heads 4 --language-num-query-groups 2 --language-kv-channels 6",
+        "4 query heads of 6 channels",
+        "another number or width of heads",
+        "--language-kv-channels 8",
+    ),
+    Mistake(
+        f"{FP8} --language-num-attention-heads 4 --language-num-query-groups 1 --language-kv-channels 8 --tp 2",
+        "6 query, key and value heads of 8 channels are no multiple of 32",
+        "or --fp8 none",
+        "--language-num-query-groups 4",
+        world=2,
+    ),
+    Mistake(
+        f"{FP8} --fp8-parts vision --vision-hidden-size 48 --vision-num-attention-heads 6 --tp 2",
+        "--vision-num-attention-heads: 6 query heads of 8 channels",
+        "a smaller --tp",
+        "--tp 1",
         world=2,
     ),
 )

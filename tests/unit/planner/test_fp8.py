@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megavlm.config.cli import parse
@@ -9,6 +11,8 @@ from megavlm.parallel.dims import Dims
 from megavlm.planner.case import case_of
 from megavlm.planner.cost import features_of, layer_seconds
 from megavlm.planner.hardware import PROFILES, fp8_speed
+from megavlm.planner.memory import standing
+from megavlm.planner.parameters import local_parameters
 from megavlm.planner.tables import layer_tables
 
 FIRST_LAST = "--precision bf16 --fp8 hybrid --first-last-layers-bf16"
@@ -35,3 +39,15 @@ def test_only_products_of_fp8_layers_are_faster() -> None:
 def test_devices_without_fp8_units_gain_nothing() -> None:
     assert fp8_speed(PROFILES["a100"]) == fp8_speed(PROFILES["cpu"]) == 1
     assert fp8_speed(PROFILES["h200"]) == pytest.approx(2, rel=1e-3)
+
+
+def test_weights_are_held_again_in_fp8_unless_they_are_in_fp8_alone() -> None:
+    for sharding in ("optimizer", "full"):
+        argv = [*FIRST_LAST.split(), "--data-parallel-sharding", sharding]
+        on_cpu, on_gpu = (case_of(parse(argv), ONE, on_gpu=gpu) for gpu in (False, True))
+        for name in on_gpu.names:
+            more = 2 * local_parameters(name, on_gpu.model, 1) if name in on_gpu.fp8 else 0
+            assert standing(name, on_gpu).weights - standing(name, on_cpu).weights == more, name
+    alone = case_of(parse([*FIRST_LAST.split(), "--fp8-param-gather"]), ONE, on_gpu=True)
+    assert alone.kept_in_fp8 == alone.fp8
+    assert all(standing(name, alone) == standing(name, replace(alone, on_gpu=False)) for name in alone.names)

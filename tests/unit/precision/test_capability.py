@@ -85,12 +85,14 @@ def test_recipes_elsewhere_are_one_line(recipe: str, device: Device, message: st
     assert message in str(caught.value)
 
 
-def test_torch_layers_emulate_one_recipe() -> None:
-    check_fp8("tensorwise", CPU, implementation="torch")
-    check_fp8("tensorwise", A100, implementation="torch")
-    for recipe in ("delayed", "blockwise", "mxfp8"):
-        with pytest.raises(UserError, match=f"--fp8-recipe {recipe} needs .*use --fp8-recipe tensorwise"):
-            check_fp8(recipe, CPU, implementation="torch")
+@pytest.mark.parametrize("device", [CPU, A100])
+def test_torch_layers_emulate_scales_of_whole_tensors(device: Device) -> None:
+    for recipe in ("tensorwise", "delayed"):
+        check_fp8(recipe, device, implementation="torch")
+    for recipe in ("blockwise", "mxfp8"):
+        message = f"--fp8-recipe {recipe} needs .* emulate tensorwise and delayed alone, so use --fp8-recipe tensorwise"
+        with pytest.raises(UserError, match=message):
+            check_fp8(recipe, device, implementation="torch")
 
 
 def test_versions() -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from megavlm.config.cli import parse
-from megavlm.config.precision_rules import layer_precision, vision_multiple
+from megavlm.config.precision_rules import layer_precision, sequence_multiple
+from megavlm.config.rules import check
+from megavlm.data.source import batch_of_rows
+from megavlm.data.synthetic import SyntheticSource
+from megavlm.model.vision import VisionLayout
 from megavlm.planner.layers import layer_names
 
 FP8 = "--precision bf16 --fp8 hybrid"
@@ -43,4 +50,40 @@ def test_only_transformer_layers_of_the_parts_run_in_fp8(argv: str, expected: st
     ],
 )
 def test_vision_is_padded_to_what_fp8_and_sharding_need(argv: str, tp: int, multiple: int) -> None:
-    assert vision_multiple(parse(argv.split()), tp=tp) == multiple
+    assert sequence_multiple("vision", parse(argv.split()), tp=tp) == multiple
+
+
+@pytest.mark.parametrize(
+    ("argv", "tp", "multiple"),
+    [("--tp 2", 2, 2), (FP8, 1, 16), (f"{FP8} --tp 2", 2, 32), (f"{FP8} --fp8-parts vision --tp 2", 2, 2)],
+)
+def test_so_are_sequences_of_tokens(argv: str, tp: int, multiple: int) -> None:
+    assert sequence_multiple("language", parse(argv.split()), tp=tp) == multiple
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("grids", [(), ((4, 4),), ((8, 4), (6, 10)), ((4, 6), (2, 2), (12, 4))])
+def test_packed_images_have_whole_multiples_of_tokens(grids: tuple[tuple[int, int], ...], window: int) -> None:
+    multiple = sequence_multiple("vision", parse(f"{FP8} --fp8-parts vision --tp 2".split()), tp=2)
+    layout = VisionLayout.of(grids, class_token=not window, multiple=multiple, blank=(2, 2), window=window)
+    assert layout.bounds[-1] == sum(layout.lengths) + layout.padding
+    assert layout.bounds[-1] % 32 == 0
+    if window:
+        assert layout.window_bounds[-1] == layout.bounds[-1]
+    assert len(layout.coordinates(torch.device("cpu"))) == layout.bounds[-1]
+
+
+@pytest.mark.parametrize("rows", [[[0, 1], [2]], [[0], [1]]], ids=["packed", "one each"])
+def test_rows_of_samples_have_whole_multiples_of_tokens(rows: list[list[int]]) -> None:
+    """Whatever is in them, they are as long as --seq-length, which a rule has checked."""
+    config = parse(f"{FP8} --seq-length 48 --mbs 2 --images-per-sample 0".split())
+    check(config, world=1)
+    source = SyntheticSource(config)
+    samples = [source.sample(index) for index in range(3)]
+    short = [replace(sample, tokens=sample.tokens[:20], trained=sample.trained[:20]) for sample in samples]
+    batch = batch_of_rows(source, [[short[i] for i in row] for row in rows], seq_length=48, with_patches=True)
+    multiple = sequence_multiple("language", config, tp=1)
+    assert batch.tokens.numel() == 96
+    assert batch.tokens.numel() % multiple == 0
+    if batch.cu_seqlens is not None:
+        assert batch.cu_seqlens[-1] == batch.tokens.numel()

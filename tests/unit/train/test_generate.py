@@ -1,0 +1,41 @@
+"""What generation sends through the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megavlm.config.cli import parse
+from megavlm.data.batch import PackedBatch
+from megavlm.data.synthetic import SyntheticSource
+from megavlm.train import generate
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(1, 23), (2, 24), (32, 32)])
+def test_sequences_are_as_long_as_layers_take_them(multiple: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequence parallelism shards them, and FP8 takes multiples of 16 on each rank."""
+    monkeypatch.setattr(generate, "_interleave", lambda engine, mine, *, total: mine)
+    shapes = []
+
+    def logits(batches: list[PackedBatch]) -> list[Tensor]:
+        shapes.extend(tuple(batch.tokens.shape) for batch in batches)
+        scores = torch.zeros(2, length, 256)
+        scores[..., 7] = 1
+        return [scores] * len(batches)
+
+    source = SyntheticSource(parse(["--seq-length", "32", "--images-per-sample", "0"]))
+    prompts = [source.sample(index) for index in range(2)]
+    prompts = [replace(sample, tokens=sample.tokens[:20], trained=sample.trained[:20]) for sample in prompts]
+    engine: Any = SimpleNamespace(
+        groups=SimpleNamespace(at=SimpleNamespace(dp=0), dims=SimpleNamespace(dp=1, pp=1, tp=1)),
+        sequence_multiple=multiple,
+        evaluating=lambda evaluating: None,
+        schedule=SimpleNamespace(logits=logits, backend=SimpleNamespace(device="cpu")),
+    )
+    assert generate.generate(engine, source, prompts, micro_batch_size=2, max_new_tokens=3) == [[7] * 3] * 2
+    assert shapes == [(2, length)] * 3
