@@ -1,0 +1,109 @@
+"""Copies on streams, with stand-ins for CUDA's that write down what is asked of them: which waits for which."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.backend.host import DirectTransfers, StreamTransfers, host_like, transfers_of
+
+
+class Streams:
+    """`torch.cuda`'s streams and events: "computing" is the current one until another is entered."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, ...]] = []
+        self.current = self.stream_of("computing")
+        self.names = iter(("out", "back"))
+
+    def stream_of(self, name: str) -> Any:
+        log = self.log
+
+        class Stream:
+            def wait_stream(self, other: Any) -> None:
+                log.append((name, "waits for", str(other)))
+
+            def wait_event(self, event: Any) -> None:
+                log.append((name, "waits for", str(event)))
+
+            def __str__(self) -> str:
+                return name
+
+        return Stream()
+
+    def event(self) -> Any:
+        log = self.log
+
+        class Event:
+            where = ""
+
+            def record(self, stream: Any) -> None:
+                self.where = f"copies of {stream}"
+                log.append((str(stream), "records"))
+
+            def __str__(self) -> str:
+                return self.where
+
+        return Event()
+
+    @contextmanager
+    def entered(self, stream: Any) -> Any:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    found = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: found.stream_of(next(found.names)))
+    monkeypatch.setattr(torch.cuda, "Event", found.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
+    monkeypatch.setattr(torch.cuda, "stream", found.entered)
+    plain = torch.Tensor.copy_
+
+    def copy(self: Any, source: Any, non_blocking: bool = False) -> Any:
+        assert non_blocking, "the processor must not wait for a copy"
+        found.log.append((str(found.current), "copies"))
+        return plain(self, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    return found
+
+
+def test_copies_wait_for_what_was_computed_and_are_waited_for(streams: Streams) -> None:
+    transfers = StreamTransfers(torch.device("cpu"))
+    sources = [torch.arange(4.0), torch.arange(3)]
+    hosts, sent = transfers.send(sources)
+    copied = [("copies",)] * 2
+    assert streams.log == [("out", "waits for", "computing"), *[("out", *each) for each in copied], ("out", "records")]
+    streams.log.clear()
+    transfers.wait(sent)
+    assert streams.log == [("computing", "waits for", "copies of out")]
+    streams.log.clear()
+    tensors, fetched = transfers.fetch(hosts)
+    transfers.wait(fetched)
+    assert streams.log == [
+        ("back", "waits for", "computing"),
+        *[("back", *each) for each in copied],
+        ("back", "records"),
+        ("computing", "waits for", "copies of back"),
+    ]
+    for tensor, host, source in zip(tensors, hosts, sources, strict=True):
+        assert torch.equal(tensor, source)
+        assert len({tensor.data_ptr(), host.data_ptr(), source.data_ptr()}) == 3
+
+
+def test_each_device_has_its_own_kind_of_copies(streams: Streams) -> None:
+    assert isinstance(transfers_of(torch.device("cpu")), DirectTransfers)
+    found = transfers_of(torch.device("cuda", 0))
+    assert isinstance(found, StreamTransfers)
+    assert found.kind == "cuda"
+
+
+def test_host_memory_of_a_cpu_is_not_pinned() -> None:
+    host = host_like(torch.zeros(3, 2, dtype=torch.bfloat16))
+    assert (host.shape, host.dtype, host.is_pinned()) == ((3, 2), torch.bfloat16, False)
