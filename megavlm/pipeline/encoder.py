@@ -107,10 +107,11 @@ class Encoder:
 
     def _lacked_by_any(self, lacked: Sequence[bool]) -> list[int]:
         """Indices of what any of the ranks of this encoder lacks: others may delete a file between two looks."""
+        if self._groups.dims.tp == 1 or not lacked:
+            return [index for index, lacks in enumerate(lacked) if lacks]
         mask = torch.tensor(lacked, dtype=torch.int32, device=self._device)
-        if self._groups.dims.tp > 1 and lacked:
-            dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._groups.tp)
-        return mask.nonzero().flatten().tolist()
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._groups.tp)
+        return [index for index, lacks in enumerate(mask.tolist()) if lacks]
 
     def backward(self, gradients: Tensor) -> None:
         """Add up gradients of the parameters, from those of the features that `forward` gave."""

@@ -37,6 +37,7 @@ QWEN25 = (
 )
 TILES = "--projector-anyres-max-tiles 2 --image-sizes 16 32 --no-vision-post-norm"
 BUCKETS = "--projector-kind linear --no-projector-bias --vision-position-interpolation bucket"
+DEMO = "--recipe demo --lr-wsd-decay-iters 1"
 
 # name → (rank, world, flags)
 CASES = {
@@ -63,9 +64,11 @@ SLOW = {
     "colocated stages": (1, 2, "--placement colocated --pp 2 --vision-tp 2"),
     "colocated, frozen": (1, 4, "--placement colocated --pp 2 --tp 2 --freeze vision projector"),
     "dropout": (0, 2, "--hidden-dropout 0.1 --attention-dropout 0.1 --tp 2 --recompute-granularity full"),
-    "packed, tp2-pp2": (2, 4, "FILES --tp 2 --pp 2"),
+    "packed, tp2-pp2": (0, 4, "FILES --tp 2 --pp 2"),
+    "cached features": (0, 2, "FILES --placement colocated --tp 2 --freeze vision projector --vision-cache CACHE"),
+    "graphs": (0, 1, "--cuda-graphs --transformer-impl torch"),
     "no images": (0, 4, "--images-per-sample 0 --tp 2 --pp 2"),
-    "answers": (0, 1, "--recipe demo --precision bf16 --train-iters 1 --lr-warmup-iters 0 --eval-samples 1 --no-save"),
+    "answers": (0, 1, f"{DEMO} --precision bf16 --train-iters 1 --lr-warmup-iters 0 --eval-samples 1 --no-save"),
 }
 
 # What a step has to ask for, once each: whether there are tokens to divide by, the gradient norm (fp16: the scale, and
@@ -76,6 +79,8 @@ MAY_WAIT = (
     "engine.py train_step > optimizer.py _unscale_main_grads_and_check_for_nan",
     "build.py loss_scale",
     "tolist at engine.py train_step",
+    "feature_cache.py _raw",  # pixels are hashed on the host
+    "feature_cache.py put",
 )
 
 Outcomes = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]
@@ -99,7 +104,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
             asked = []
             for name, (rank, size, flags) in cases.items():
                 argv = [] if "--recipe" in flags else [*SMALL, *TINY.split(), *(files if "FILES" in flags else [])]
-                argv += flags.replace("FILES", "").split()
+                argv += flags.replace("FILES", "").replace("CACHE", str(data / "cache")).split()
                 asked.append({"name": name, "rank": rank, "size": size, "argv": argv})
             command = [sys.executable, "-m", "tests.fake.drive", str(library), str(tmp_path_factory.mktemp("runs"))]
             done = subprocess.run(
