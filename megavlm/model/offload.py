@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +30,7 @@ from megavlm.backend.host import Transfers
 
 # Numbers below which a tensor stays: its transfer would cost a latency and save next to nothing.
 _SMALLEST = 1024
+_PLAIN = (Tensor, FakeTensor)  # whose storage is their own; the latter stand in for a device
 
 
 class Offload:
@@ -97,7 +99,7 @@ class _Layer:
     ) -> None:
         self._transfers = transfers
         self._module: nn.Module | None = module
-        self._stays = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(stays) if isinstance(leaf, Tensor)}
+        self._stays = {leaf.untyped_storage()._cdata for leaf in tree_leaves(stays) if isinstance(leaf, Tensor)}
         self._before = before
         self._smallest = smallest
         self._known: dict[Any, tuple[_Stored, torch.UntypedStorage]] = {}  # holds storages: keys are their addresses
@@ -110,7 +112,7 @@ class _Layer:
         if isinstance(tensor, nn.Parameter):
             return tensor
         if self._module is not None:  # asked for now: parameters that ranks share are whole only while the layer runs
-            self._stays |= {local(param).untyped_storage().data_ptr() for param in self._module.parameters()}
+            self._stays |= {local(param).untyped_storage()._cdata for param in self._module.parameters()}
             self._module = None
         if not self._goes(tensor):
             return tensor.detach()
@@ -118,8 +120,8 @@ class _Layer:
             return self._saved(tensor)
 
     def _goes(self, tensor: Tensor) -> bool:
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == self._transfers.kind
-        return plain and tensor.numel() >= self._smallest and tensor.untyped_storage().data_ptr() not in self._stays
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type == self._transfers.kind
+        return plain and tensor.numel() >= self._smallest and tensor.untyped_storage()._cdata not in self._stays
 
     def _saved(self, tensor: Tensor) -> _Saved:
         """Tensors of one storage share its copy. Of a storage that is mostly something else, only the part goes."""

@@ -47,6 +47,8 @@ CASES = {
 }
 SLOW = {
     "fp16, offloaded": (1, 2, "--precision fp16 --offload activations optimizer --save"),
+    "zero-3, offloaded": (1, 2, "--data-parallel-sharding full --offload activations optimizer --seq-length 64"),
+    "pp2, offloaded": (0, 2, "--pp 2 --offload activations --recompute-granularity full --seq-length 64"),
     "zero-3, last stage": (3, 4, "--data-parallel-sharding full --pp 2 --save"),
     "packed, saved": (0, 1, "FILES --save"),
     "zero-0": (1, 2, "--data-parallel-sharding none --save"),
