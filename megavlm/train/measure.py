@@ -82,15 +82,16 @@ def _timed(call: Callable[[], Any], backend: Backend) -> tuple[Any, float]:
 
 def _optimizer_rate(run: Run, repeats: int) -> float:
     """Bytes/s by the count of `cost.optimizer_seconds`: clearing gradients, scaling, norm and update."""
-    engine, times = run.engine, []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
+    engine = run.engine
+
+    def step() -> None:
         engine.optimizer.zero_grad()
         for chunk in engine.chunks:
             chunk.zero_grad_buffer()
             chunk.scale_gradients(1.0)
         engine.optimizer.step()
-        times.append(time.perf_counter() - start)
+
+    times = [_timed(step, run.backend)[1] for _ in range(repeats + 1)]
     trained = sum(p.numel() for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad)
     return trained * 4 * (7 / run.plan.dims.dp + 4) / statistics.median(times[1:])
 
