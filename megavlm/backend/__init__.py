@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megavlm.errors import UserError
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -24,8 +26,17 @@ class Backend:
 
 
 def activate() -> Backend:
-    """Pick CUDA where there is a device, else make megatron-core run on CPU."""
+    """Pick CUDA where there is a device, else make megatron-core run on CPU.
+
+    Raises UserError, on each process of a machine alike, where it has fewer devices than processes.
+    """
     if torch.cuda.is_available():
+        processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if processes > devices:
+            raise UserError(
+                f"{processes} processes on this machine see {devices} CUDA device{'s'[: devices != 1]}: start as many "
+                f"processes as it has devices (torchrun --nproc-per-node {devices}), and let each see all of them"
+            )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         from megavlm.backend import everywhere

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megavlm import backend
+from megavlm.errors import UserError
 
 backend.activate()
 
@@ -24,3 +25,11 @@ def test_the_norm_is_megatron_cores() -> None:
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert clip_grads.l2_norm_impl is everywhere.norm
     assert clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match=r"4 processes on this machine see 2 CUDA devices.*--nproc-per-node 2"):
+        backend.activate()
