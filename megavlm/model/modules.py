@@ -6,9 +6,7 @@ has no part for (norms over all heads, LayerScale, quick GELU, rotary positions)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,38 +20,12 @@ from megavlm.config.precision_rules import fp8_in, layer_precision
 from megavlm.config.schema import Config
 from megavlm.model.attention import CoreAttention
 from megavlm.model.norm import Norm
+from megavlm.model.parts import Execution, Modules
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import module_of
 from megavlm.precision.device import implementation
 from megavlm.precision.emulated import EmulatedColumnParallelLinear, EmulatedRowParallelLinear, same_when_repeated
 from megavlm.precision.scaling import DelayedRecipe, Operands, current_operands, delayed_operands
-
-
-@dataclass(frozen=True)
-class Modules:
-    """The parts of one transformer layer, each as megatron-core's specs take them."""
-
-    norm: Any  # before attention and before the MLP
-    column_linear: Any  # query, key and value; the MLP's first layer
-    row_linear: Any  # attention's output; the MLP's second layer
-    core_attention: Any
-    keys: Mapping[str, str] = field(default_factory=dict)  # prefixes of local names → those of checkpoints
-
-
-class Execution:
-    """How layers run, around their parts. Here: as they are."""
-
-    def chunk(self, layers: Sequence[tuple[str, Any]]) -> AbstractContextManager[Any]:
-        """Around a pass through a chunk with these transformer layers."""
-        return nullcontext()
-
-    def layer(self, name: str, layer: Any) -> AbstractContextManager[Any]:
-        """Around one of them."""
-        return nullcontext()
-
-    def recomputed(self, layer: Any, run: Any, hidden: Tensor) -> Tensor:
-        """`run(hidden)` of a layer, of which nothing is kept: it is called again in the backward pass."""
-        return checkpoint(run, False, hidden)
 
 
 class EmulatedExecution(Execution):

@@ -25,8 +25,9 @@ from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.model.attention import Attention
 from megavlm.model.flops import head_width
-from megavlm.model.modules import Modules, fp8_fields, modules_of
+from megavlm.model.modules import fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm
+from megavlm.model.parts import Modules
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import LANGUAGE_LAYER, VISION_LAYER
 

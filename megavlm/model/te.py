@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megavlm.config.precision_rules import layer_precision
 from megavlm.config.schema import Config
-from megavlm.model.modules import Execution, Modules
+from megavlm.model.parts import Execution, Modules
 from megavlm.parallel.groups import Groups
 
 # A norm inside the linear layer after it; checkpoints know it by its place in the layer.
