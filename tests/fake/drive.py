@@ -37,6 +37,12 @@ def main() -> None:
 
 
 def run(case: dict[str, Any], folder: Path) -> None:
+    if case["argv"][0] == "MISTAKE":
+        from tests.fake import mistakes
+
+        mistakes.begin()
+        mistakes.MISTAKES[" ".join(case["argv"][1:])]()
+        return
     import pretrain_vlm
 
     pretrain_vlm.main([*case["argv"], "--run-dir", str(folder)])
