@@ -72,6 +72,7 @@ SLOW = {
     "qwen2.5-vl, tied": (1, 2, f"{QWEN25} --pp 2"),
     "smolvlm": (0, 1, f"{BUCKETS} --recompute-granularity full"),
     "fp32": (0, 1, "--precision fp32"),
+    "fp8, emulated": (0, 2, "--fp8 e4m3 --fp8-parts vision language --pp 2 --recompute-granularity full"),
     "lora, frozen": (1, 2, "--lora-rank 4 --freeze vision --tp 2"),
     "colocated stages": (1, 2, "--placement colocated --pp 2 --vision-tp 2"),
     "colocated, frozen": (1, 4, "--placement colocated --pp 2 --tp 2 --freeze vision projector"),
