@@ -79,6 +79,8 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
     for each in found[:top]:
         if whole and each.candidate.dims.dp > 1 and each.candidate.sharding == "optimizer":
             kept = judge.estimate(replace(each.candidate, sharding="none"))
+            if isinstance(kept, Estimate) and (reason := judge.lacks_host(kept)):
+                kept = Rejected(kept.candidate, reason)
             if isinstance(kept, Estimate):
                 found.append(kept)
             elif kept is not None:
