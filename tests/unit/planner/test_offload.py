@@ -139,6 +139,16 @@ def test_a_node_without_room_is_refused() -> None:
     assert any("--offload needs" in each.reason for each in outcome.rejected)
 
 
+def test_whole_optimizers_are_held_against_the_node_too() -> None:
+    """Eight ranks that share their moments fit its memory; eight that each have all of them do not."""
+    config = replace(SMALL, parallel=replace(SMALL.parallel, offload=("optimizer",)))
+    shared = predict(config, Dims(1, 1, 1, 8), H100).host[0].total
+    hardware = replace(H100, host=replace(H100.own_host, memory=8 * 2 * shared))
+    outcome = search(config, 8, hardware, space=replace(SPACE, sharding=("optimizer", "none")))
+    assert [each.candidate.sharding for each in outcome.best] == ["optimizer"]
+    assert any(each.candidate.sharding == "none" and "--offload needs" in each.reason for each in outcome.rejected)
+
+
 def test_a_run_says_where_its_node_has_too_little() -> None:
     config, dims = replace(SMALL, parallel=replace(SMALL.parallel, offload=BOTH)), Dims(1, 1, 1, 8)
     needed = predict(config, dims, H100).host[0].total
