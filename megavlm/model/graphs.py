@@ -33,14 +33,15 @@ class LayerGraphs:
     def __call__(self, name: str, hidden: Tensor, rotation: Rotation) -> Tensor:
         """Hidden states [S, B, H] after layer `name`."""
         given = (hidden, *rotation)
-        if not (hidden.requires_grad and torch.is_grad_enabled() and self._layers[name].layer.training):
-            return self._layers[name](*given)
+        plain = self._layers[name]
+        if not (hidden.requires_grad and torch.is_grad_enabled() and plain.layer.training):
+            return plain.layer_alone(*given)
         if self._captured is None:
             self._shapes = _shapes(given)
             samples = tuple(_samples(given) for _ in self._layers)
             found = self._capture(tuple(self._layers.values()), samples)
             self._captured = dict(zip(self._layers, found, strict=True))
-        run = self._captured[name] if _shapes(given) == self._shapes else self._layers[name].layer_alone
+        run = self._captured[name] if _shapes(given) == self._shapes else plain.layer_alone
         return run(*given)
 
 
@@ -55,7 +56,7 @@ class _Plain(nn.Module):
         return self.layer_alone(hidden, cos, sin)
 
     def layer_alone(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The layer itself: capturing replaces `forward`."""
+        """The layer itself, with no graph: capturing replaces `forward` in place, for evaluation as well."""
         output: Tensor = self.layer(hidden, attention_mask=None, rotary_pos_emb=(cos, sin), packed_seq_params=None)[0]
         return output
 

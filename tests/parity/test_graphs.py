@@ -20,23 +20,31 @@ VOCABULARY, LAYERS = 61, 3
 
 
 class Replayed:
-    """Stands for `torch.cuda.make_graphed_callables`: `forward` of each module is replaced, and calls are counted."""
+    """Stands for `torch.cuda.make_graphed_callables`, and does to modules what it does (torch/cuda/graphs.py).
+
+    `forward` of each module is replaced, in the module itself, by one that replays as long as the module is in the mode
+    in which it was captured. A replay copies what it is given into the samples' memory, which broadcasts; it is counted.
+    """
 
     def __init__(self) -> None:
         self.captures: list[list[tuple[int, ...]]] = []
         self.calls = 0
 
-    def __call__(self, modules: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]]) -> list[Any]:
+    def __call__(self, modules: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]]) -> list[nn.Module]:
         self.captures.append([tuple(sample[0].shape) for sample in samples])
         assert all(sample[0].requires_grad and not sample[1].requires_grad for sample in samples)
-        return [self._replay(module.forward) for module in modules]
+        for module, sample in zip(modules, samples, strict=True):
+            module.forward = self._graphed(module, module.training, sample, module.forward)  # type: ignore[method-assign]
+        return list(modules)
 
-    def _replay(self, forward: Any) -> Any:
-        def replay(*given: Tensor) -> Any:
+    def _graphed(self, module: nn.Module, training: bool, sample: tuple[Tensor, ...], forward: Any) -> Any:
+        def graphed(*given: Tensor) -> Any:
+            if module.training != training:
+                return forward(*given)
             self.calls += 1
-            return forward(*given)
+            return forward(*(value.expand_as(memory) for value, memory in zip(given, sample, strict=True)))
 
-        return replay
+        return graphed
 
 
 @pytest.fixture
@@ -83,12 +91,13 @@ def test_other_shapes_evaluation_and_packed_rows_run_as_ever(chunk_and_replayed:
     chunk, replayed = chunk_and_replayed
     trained(chunk, batch_of(17, seed=1))
     trained(chunk, batch_of(19, seed=1))
-    chunk.eval()
-    trained(chunk, batch_of(17, seed=1))
-    chunk.train()
-    with torch.no_grad():
-        chunk.set_input_tensor(torch.zeros(1, 1, 48))
-        chunk(batch_of(17, seed=1))
+    for length in (17, 19, 1):
+        chunk.eval()
+        trained(chunk, batch_of(length, seed=1))
+        chunk.train()
+        with torch.no_grad():
+            chunk.set_input_tensor(torch.zeros(1, 1, 48))
+            assert chunk(batch_of(length, seed=1)).shape[-1] == length
     packed = PackedBatch(**{**vars(batch_of(17, seed=1)), "cu_seqlens": torch.tensor([0, 9, 17], dtype=torch.int32)})
     trained(chunk, packed)
     assert len(replayed.captures) == 1
