@@ -164,7 +164,8 @@ class ParallelConfig:
         1, "Colocated: passes of a step whose activations wait for the backward pass; others are computed again."
     )
     encode_ahead: bool = option(
-        False, "Colocated, frozen encoder: encode the next step's images beside this step, in a thread of its own."
+        False,
+        "Colocated, frozen encoder: encode the next step's images beside this step (on GPUs, on a stream of its own).",
     )
     vision_cache: str | None = option(
         None, "Colocated, frozen encoder: folder for features of images, shared by runs with the same encoder."

@@ -8,7 +8,6 @@ is sent, in one all-to-all each. The language model's pipeline then runs on leaf
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavlm.backend.streams import AtOnce, Beside, beside
 from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.view import shard_of
 from megavlm.parallel.groups import Groups
-from megavlm.pipeline.encoder import Encoder
+from megavlm.pipeline.encoder import Encoder, Passes
 from megavlm.pipeline.images import EncoderInput, as_held, assigned
 from megavlm.pipeline.routes import Exchange, Route, Rows, exchange_of, senders
 
@@ -36,10 +36,10 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A share of a window that a thread encodes."""
+    """A share of a window whose passes are queued one by one, beside what trains on the window before."""
 
     batches: Sequence[PackedBatch]
-    features: Future[Tensor]
+    passes: Passes
 
 
 class Colocated:
@@ -53,19 +53,21 @@ class Colocated:
         self._window: _Window | None = None
         self._upcoming: Sequence[PackedBatch] | None = None
         self._ahead: _Ahead | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._beside: Beside = beside(encoder.device) if config.parallel.encode_ahead else AtOnce()
 
     def announce(self, batches: Sequence[PackedBatch]) -> None:
-        """Encode this window as soon as the next one has been handed out, beside what then runs. For frozen encoders:
-        only computation runs ahead, in a thread; the exchange waits for the window's turn.
+        """Encode this window beside what trains on the next one to be handed out: `advance` says when. For frozen
+        encoders: only computation runs ahead; the exchange waits for the window's turn.
         """
         assert not self.encoder.trained, "the configuration rules refuse this"
         self._upcoming = batches
 
-    def close(self) -> None:
-        """End the thread."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
+    def advance(self) -> bool:
+        """Queue a pass of what is encoded ahead, if anything is. Returns whether there may be more."""
+        if self._ahead is None:
+            return False
+        with self._beside.work(_patches(self._ahead.batches)):
+            return self._ahead.passes.advance()
 
     def encode(self, batches: Sequence[PackedBatch], device: torch.device) -> list[PackedBatch]:
         """Micro-batches for the language model: on `device`, without pixels, and with features where they are merged.
@@ -105,14 +107,15 @@ class Colocated:
 
     def _share(self, batches: Sequence[PackedBatch]) -> Tensor:
         """What this rank sends of its images' features, encoded ahead or now."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            features = ahead.features.result()  # whosever they are, the encoder must be free
-            if ahead.batches is batches:
-                return features
-        return self._encode_mine(batches)
+        if self._ahead is None or self._ahead.batches is not batches:
+            return self._passes(batches).finish()
+        with self._beside.work(_patches(batches)):
+            features = self._ahead.passes.finish()
+        self._ahead = None
+        self._beside.end([features])
+        return features
 
-    def _encode_mine(self, batches: Sequence[PackedBatch]) -> Tensor:
+    def _passes(self, batches: Sequence[PackedBatch]) -> Passes:
         images, owners = self._assigned(batches)
         here = self._groups.block_rank // self._width
         mine = [image for image, owner in zip(images, owners, strict=True) if owner == here]
@@ -121,10 +124,9 @@ class Colocated:
     def _begin_upcoming(self) -> None:
         if self._upcoming is None:
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder", initializer=self.encoder.use_device)
         batches, self._upcoming = self._upcoming, None
-        self._ahead = _Ahead(batches, self._thread.submit(self._encode_mine, batches))
+        self._ahead = _Ahead(batches, self._passes(batches))
+        self._beside.begin()
 
     def _keeps(self) -> bool:
         return self.encoder.trained and torch.is_grad_enabled()
@@ -169,3 +171,7 @@ class Colocated:
         )
         places = torch.from_numpy(np.concatenate(route.receive)).to(values.device, non_blocking=True)
         return torch.empty_like(incoming).index_copy_(0, places, incoming).view(-1, *values.shape[1:])
+
+
+def _patches(batches: Sequence[PackedBatch]) -> list[Tensor]:
+    return [batch.patches for batch in batches if batch.patches is not None]

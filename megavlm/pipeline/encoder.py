@@ -10,7 +10,7 @@ that memory is bounded however many images a window has. A frozen tower keeps ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +30,31 @@ from megavlm.pipeline.feature_cache import FeatureCache
 from megavlm.pipeline.images import EncoderInput, in_passes
 from megavlm.pipeline.routes import run_length
 from megavlm.planner.layers import encoder_names, module_of, trained_layers
+
+
+class Passes:
+    """Passes of an encoder that are queued one by one, and what they end with: features."""
+
+    def __init__(self, passes: Generator[None, None, Tensor]) -> None:
+        """`passes` stops after each and returns the features."""
+        self._passes = passes
+        self._features: Tensor | None = None
+
+    def advance(self) -> bool:
+        """Queue the next pass. Returns whether there may be more."""
+        if self._features is None:
+            try:
+                next(self._passes)
+            except StopIteration as end:
+                self._features = end.value
+        return self._features is None
+
+    def finish(self) -> Tensor:
+        """Queue all that are left. Returns the features."""
+        while self.advance():
+            pass
+        assert self._features is not None
+        return self._features
 
 
 @dataclass
@@ -60,23 +85,31 @@ class Encoder:
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         self._dropout = dropout > 0 or (self.trained and config.lora.dropout > 0)
         self._passes: list[_Pass] = []
-        self._device = next(iter(module.parameters())).device
+        self.device = next(iter(module.parameters())).device
         self._dtype = next(iter(module.parameters())).dtype
 
-    def forward(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> Tensor:
-        """This rank's run of the features [R, 1 + DeepStack layers, Hl] of some of a window's images, without a graph.
+    def forward(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> Passes:
+        """Passes that end with this rank's run of the features [R, 1 + DeepStack layers, Hl] of some of a window's
+        images, without a graph. None runs before it is asked for.
 
         Ranks that hold an encoder together call it with the same images, and each gets another run (`run_length`).
         Where gradients are enabled and something is trained, `backward` must follow.
         """
+        return Passes(self._run_of_features(inputs, batches))
+
+    def _run_of_features(
+        self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]
+    ) -> Generator[None, None, Tensor]:
         if self._cache is None:
-            features = self._computed(inputs, batches)
+            features = yield from self._computed(inputs, batches)
         else:
-            features = self._looked_up(self._cache, inputs, batches)
+            features = yield from self._looked_up(self._cache, inputs, batches)
         length = run_length(len(features), self._groups.dims.tp)
         return features[self._groups.at.tp * length :][:length]
 
-    def _computed(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> Tensor:
+    def _computed(
+        self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]
+    ) -> Generator[None, None, Tensor]:
         passes = [self._pass(group, batches) for group in in_passes(inputs, self._chunk_patches)]
         learns = self.trained and torch.is_grad_enabled()
         outputs = []
@@ -86,10 +119,13 @@ class Encoder:
             output = self._run(one, graph=keeps)
             one.output = output if keeps else None
             outputs.append(output.detach())
+            yield
         self._passes = passes if learns else []
         return torch.cat(outputs) if outputs else self.no_features()
 
-    def _looked_up(self, cache: FeatureCache, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> Tensor:
+    def _looked_up(
+        self, cache: FeatureCache, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]
+    ) -> Generator[None, None, Tensor]:
         """What `forward` gives, from the cache where it has it."""
         keys = [cache.key(pixels_of(image, batches), (image.grids, image.tile_groups)) for image in inputs]
         found = [cache.get(key) for key in keys]
@@ -102,14 +138,15 @@ class Encoder:
                 if self._groups.at.tp == 0:
                     cache.put(keys[index], features)
                 found[index] = features
-        held = [features.to(self._device) for features in found if features is not None]
+            yield
+        held = [features.to(self.device) for features in found if features is not None]
         return torch.cat(held) if held else self.no_features()
 
     def _lacked_by_any(self, lacked: Sequence[bool]) -> list[int]:
         """Indices of what any of the ranks of this encoder lacks: others may delete a file between two looks."""
         if self._groups.dims.tp == 1 or not lacked:
             return [index for index, lacks in enumerate(lacked) if lacks]
-        mask = torch.tensor(lacked, dtype=torch.int32, device=self._device)
+        mask = torch.tensor(lacked, dtype=torch.int32, device=self.device)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._groups.tp)
         return [index for index, lacks in enumerate(mask.tolist()) if lacks]
 
@@ -134,11 +171,6 @@ class Encoder:
         dist.all_gather_into_tensor(whole, padded, group=self._groups.tp)
         return whole[:rows]
 
-    def use_device(self) -> None:
-        """Compute here from now on: a new thread begins on the first device of its machine."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
     def zero_gradients(self) -> None:
         if self.trained:
             self.module.zero_grad_buffer()
@@ -157,7 +189,7 @@ class Encoder:
         return output
 
     def _run(self, one: _Pass, *, graph: bool) -> Tensor:
-        # Generators belong to the process: a thread that encodes ahead must leave them alone, and has no dropout.
+        # What is encoded ahead has no dropout, and leaves the generators alone, which the pipeline draws from.
         draws = get_cuda_rng_tracker().fork(ENCODER_RNG) if self._dropout else nullcontext()
         with mark("forward of the encoder"), draws, torch.set_grad_enabled(graph):
             width = self._model.language.hidden_size
@@ -176,14 +208,14 @@ class Encoder:
             feature_positions=none,
             grids=tuple(grid for image in inputs for grid in image.grids),
             tile_groups=tuple(group for image in inputs for group in image.tile_groups),
-            patches=torch.cat(patches).to(self._device, non_blocking=True),
+            patches=torch.cat(patches).to(self.device, non_blocking=True),
         )
         return _Pass(batch, features=sum(image.features for image in inputs))
 
     def no_features(self) -> Tensor:
         """[0, 1 + DeepStack layers, Hl]."""
         shape = 0, 1 + self._deepstack, self._model.language.hidden_size
-        return torch.empty(*shape, dtype=self._dtype, device=self._device)
+        return torch.empty(*shape, dtype=self._dtype, device=self.device)
 
 
 def encoder_config(config: Config) -> Config:

@@ -50,6 +50,8 @@ def pipeline_config(config: Config, dims: Dims, backend: Backend) -> Transformer
         deallocate_pipeline_outputs=not backend.is_cpu,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        # After each batched transfer the host would wait for the device, and so for what is encoded beside.
+        batch_p2p_sync=not config.parallel.encode_ahead,
         # With it, the first micro-batch of a step tells Transformer Engine that weights have changed.
         **fp8_fields(config, "vision", "language"),
     )
@@ -111,13 +113,13 @@ class Schedule:
             on_device = self.colocated.encode(batches, self.backend.device)
         else:
             on_device = [batch.to(self.backend.device) for batch in batches]
-        iterators = [iter(on_device) for _ in self.chunks]
+        iterators = [self._handed_out(on_device) for _ in self.chunks]
         single = len(self.chunks) == 1
         arguments: dict[str, Any] = {}
         if self._communicator is not None:
             self._communicator.expect([chunk.module for chunk in self.chunks], on_device)
             arguments["p2p_communicator"] = self._communicator
-        return self._run(
+        results: list[Any] = self._run(
             forward_step_func=_forward_logits if logits else partial(_forward_loss, num_sources=self.num_sources),
             data_iterator=iterators[0] if single else iterators,
             model=self.chunks[0] if single else self.chunks,
@@ -129,6 +131,16 @@ class Schedule:
             pg_collection=self.groups.collection,
             **arguments,
         )
+        while self.colocated is not None and self.colocated.advance():
+            pass  # what is left is encoded beside the optimizer
+        return results
+
+    def _handed_out(self, batches: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
+        """Micro-batches for a chunk; while it takes one, a pass of the next step's encoder is queued."""
+        for batch in batches:
+            if self.colocated is not None:
+                self.colocated.advance()
+            yield batch
 
 
 def _forward_loss(batches: Iterator[PackedBatch], chunk: Any, *, num_sources: int) -> tuple[Tensor, Any]:

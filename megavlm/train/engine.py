@@ -135,8 +135,6 @@ class Engine:
         megatron-core's gradient hooks and the wrapper that they belong to hold each other through C++, where Python's
         collector does not look. An emptied wrapper keeps neither weights nor process groups and their threads alive.
         """
-        if self.schedule.colocated is not None:
-            self.schedule.colocated.close()
         for chunk in self.parts:
             vars(chunk).clear()
 

@@ -45,3 +45,79 @@ def test_features_come_from_disk_once_they_are_there(pools: Pools, plain: Path, 
     pools(2).run(train_without_encoder, argv, str(tmp_path / "second"))
     for run in ("first", "second"):
         assert_same_curve(metrics(tmp_path / run), metrics(plain))
+
+
+class _Fp8:
+    """Transformer Engine's switch (`FP8GlobalStateManager.FP8_ENABLED`) is an attribute of a class, so of the process."""
+
+    enabled = False
+
+
+def train_in_regions(argv: list[str], run_dir: str) -> tuple[int, list[str]]:
+    """(layers of the vision tower that ran while language layers had the switch on, in what order things were queued).
+
+    "begin", "work" and "end" are asked of the stream beside, "L" is a language layer, "V" a vision layer.
+    """
+    import time
+    from contextlib import contextmanager
+
+    from megavlm.model.vlm import VLMChunk
+    from megavlm.pipeline import colocated
+    from megavlm.planner.layers import VISION_LAYER
+
+    inside, order = [], []
+    transformed, beside = VLMChunk._transformed, colocated.beside
+
+    class Noted:
+        def begin(self):
+            order.append("begin")
+
+        @contextmanager
+        def work(self, inputs):
+            order.append("work")
+            assert all(each.dim() == 2 for each in inputs)
+            yield
+            order.append("done")
+
+        def end(self, outputs):
+            order.append("end")
+
+    def within(self, name, layer, hidden, kwargs):
+        if name.startswith(VISION_LAYER):
+            order.append("V")
+            inside.append(_Fp8.enabled)
+            time.sleep(0.001)  # lets others run
+            inside.append(_Fp8.enabled)
+            return transformed(self, name, layer, hidden, kwargs)
+        order.append("L")
+        before, _Fp8.enabled = _Fp8.enabled, True
+        try:
+            time.sleep(0.002)
+            return transformed(self, name, layer, hidden, kwargs)
+        finally:
+            _Fp8.enabled = before
+
+    VLMChunk._transformed, colocated.beside = within, lambda device: Noted()
+    try:
+        train(argv, run_dir)
+    finally:
+        VLMChunk._transformed, colocated.beside = transformed, beside
+    return sum(inside), order
+
+
+def test_passes_ahead_are_queued_between_micro_batches_and_outside_fp8_regions(pools: Pools, tmp_path: Path):
+    argv = [*FROZEN, *"--no-save --encode-ahead --train-iters 4 --encoder-chunk-patches 20".split()]
+    for in_fp8, order in pools(2).run(train_in_regions, argv, str(tmp_path)):
+        assert in_fp8 == 0
+        text = " ".join(order)
+        first, *windows = text.split(" begin ")
+        assert "V" in first.split(), "the first window is nobody's future"
+        assert len(windows) == 3, "the last step has none to encode ahead"
+        for window in windows:
+            ahead, language = window.split(" end")[0], window.split(" end")[-1]
+            assert "V" in ahead
+            assert "work L" not in ahead, "nothing of the language model is queued beside"
+            assert "L" in ahead.split("work")[1], "its first micro-batch runs before the second pass"
+            outside = [part.split(" done")[-1] for part in f"done {ahead}".split("work")]
+            assert all("V" not in part for part in outside), "vision runs on the stream beside alone"
+            assert "V" not in language

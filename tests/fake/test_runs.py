@@ -78,6 +78,11 @@ SLOW = {
     "colocated, frozen": (1, 4, "--placement colocated --pp 2 --tp 2 --freeze vision projector"),
     "dropout": (0, 2, "--hidden-dropout 0.1 --attention-dropout 0.1 --tp 2 --recompute-granularity full"),
     "packed, tp2-pp2": (0, 4, "FILES --tp 2 --pp 2"),
+    "encoded ahead": (
+        1,
+        4,
+        "--placement colocated --pp 2 --tp 2 --freeze vision projector --encode-ahead --train-iters 2 --save",
+    ),
     "cached features": (0, 2, "FILES --placement colocated --tp 2 --freeze vision projector --vision-cache CACHE"),
     "graphs": (0, 1, "--cuda-graphs --transformer-impl torch"),
     "no images": (0, 4, "--images-per-sample 0 --tp 2 --pp 2"),
