@@ -18,13 +18,13 @@ def sequence_parallel(config: Config) -> bool:
     return config.parallel.tensor_model_parallel_size > 1 if asked is None else asked
 
 
-def overlapped(config: Config, *, on_gpu: bool, dp: int) -> Config:
-    """The configuration with each overlap of communication decided: as asked, or on where it hides anything.
+def overlapped(config: Config, *, dp: int) -> Config:
+    """Return the configuration with each overlap of communication decided: as asked, or on wherever there are replicas.
 
-    On a CPU what communicates takes the processor from what computes.
+    The same on every device: a CPU hides nothing by it and loses nothing, and its tests run what a GPU runs.
     """
     parallel = config.parallel
-    pays = on_gpu and dp > 1 and not shards_gradients(config)  # those overlap by themselves
+    pays = dp > 1 and not shards_gradients(config)  # those overlap by themselves
     reduce, gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
     if reduce is None:
         reduce = pays or bool(gather)

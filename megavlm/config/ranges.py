@@ -53,6 +53,7 @@ RANGES = (
             "parallel.vision_tensor_model_parallel_size",
             "parallel.encoder_chunk_patches",
             "parallel.hybrid_shard_size",
+            "parallel.ddp_bucket_size",
             "train.train_iters",
             "train.micro_batch_size",
             "train.global_batch_size",

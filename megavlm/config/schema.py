@@ -192,10 +192,14 @@ class ParallelConfig:
         (), "Keep in host memory: Adam's moments, which are updated there; what layers save for their backward pass."
     )
     overlap_grad_reduce: bool | None = option(
-        None, "Reduce gradients while the backward pass still runs; default: on GPUs, where DP > 1."
+        None, "Reduce gradients while the backward pass still runs; default: where DP > 1."
     )
     overlap_param_gather: bool | None = option(
-        None, "Gather parameters while the forward pass already runs; default: on GPUs, where they are sharded."
+        None,
+        "Gather parameters while the forward pass already runs; default: where DP > 1 ranks share optimizer state.",
+    )
+    ddp_bucket_size: int | None = option(
+        None, "Parameters whose gradients are reduced in one message; default: 40 million, or 1 million per replica."
     )
     tp_comm_overlap: bool = option(
         False, "GPUs with Transformer Engine: exchange sequences between TP ranks while language layers compute."

@@ -24,6 +24,16 @@ def param_gather_overlaps_what_exists(config: Config) -> str | None:
     return None
 
 
+def buckets_are_reduced_apart(config: Config) -> str | None:
+    parallel = config.parallel
+    if parallel.ddp_bucket_size is not None and (parallel.overlap_grad_reduce is False or shards_gradients(config)):
+        return (
+            f"--ddp-bucket-size {parallel.ddp_bucket_size} has no effect where gradients are reduced at once or layer "
+            "by layer: leave it out, or use --overlap-grad-reduce with --data-parallel-sharding optimizer or none"
+        )
+    return None
+
+
 def loss_scale_has_an_optimizer(config: Config) -> str | None:
     if config.train.precision == "fp16" and shards_gradients(config):
         return (
@@ -49,6 +59,7 @@ def hybrid_shards_something(config: Config) -> str | None:
 
 SHARDING_RULES: tuple[Callable[[Config], str | None], ...] = (
     param_gather_overlaps_what_exists,
+    buckets_are_reduced_apart,
     loss_scale_has_an_optimizer,
     hybrid_shards_something,
 )

@@ -65,6 +65,8 @@ class _Adapters(nn.ModuleDict):
 class _LoraLinear:
     """Stands before a linear layer's own class, whoever provides it: torch, emulated FP8, Transformer Engine."""
 
+    reads_below = True  # A and B of adapters that are never called
+
     lora: _Adapters
     config: Any
     tp_group: Any

@@ -103,6 +103,8 @@ class PatchEmbed(nn.Module):
     is whole, [H, C·T·p·p], and summed over time in each forward; the pixels come once.
     """
 
+    reads_below = True  # `proj`'s weight, which it sums before it multiplies
+
     def __init__(self, vision: VisionConfig, *, dtype: torch.dtype, groups: Groups, sequence_parallel: bool) -> None:
         super().__init__()
         self.vision = vision

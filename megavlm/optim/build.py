@@ -20,6 +20,7 @@ from megavlm.config.sharding_rules import shards_gradients
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
+from megavlm.optim.gathers import wait_before_reading
 from megavlm.optim.host import HostAdamW
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.parallel.groups import Groups
@@ -35,18 +36,25 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=bool(parallel.overlap_grad_reduce),
         overlap_param_gather=bool(parallel.overlap_param_gather),
+        # Interleaved chunks are gathered when the schedule says so (`param_sync_func`), on all stages at once.
+        align_param_gather=bool(parallel.overlap_param_gather) and len(chunks) > 1,
+        bucket_size=parallel.ddp_bucket_size,
         use_distributed_optimizer=parallel.data_parallel_sharding != "none",
         num_distributed_optimizer_instances=groups.dp.size() // groups.shard.size(),
         average_in_collective=False,
         fp8_param_gather=config.train.fp8_param_gather,
     )
     # Only the first chunk's gradients end on the critical path; bucketing the others buys no overlap.
-    return [
+    wrapped = [
         DistributedDataParallel(
             chunk.config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=groups.collection
         )
         for index, chunk in enumerate(chunks)
     ]
+    if parallel.overlap_param_gather:
+        for each in wrapped:
+            wait_before_reading(each)
+    return wrapped
 
 
 def with_whole_gradients(config: Config) -> Config:

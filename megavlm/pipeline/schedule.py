@@ -29,7 +29,7 @@ from megavlm.pipeline.tied import sum_tied_gradients
 from megavlm.pipeline.transfers import Transfers
 
 
-def pipeline_config(config: Config, dims: Dims, backend: Backend) -> TransformerConfig:
+def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
     """The config that megatron-core's schedules, DDP and gradient finalisation read."""
     language = config.model.language
     heads = padded_heads(language.num_attention_heads, dims.tp)  # read by nothing here; TP may be the encoder's own
@@ -46,9 +46,8 @@ def pipeline_config(config: Config, dims: Dims, backend: Backend) -> Transformer
         # Vision and language stages differ in sequence length and width: `Transfers` knows by how much.
         variable_seq_lengths=dims.pp > 1,
         moe_token_dispatcher_type="alltoall",
-        # Freeing an output that gloo still sends corrupts it; two stages would cross their batched messages.
-        deallocate_pipeline_outputs=not backend.is_cpu,
-        overlap_p2p_comm=interleaved,
+        deallocate_pipeline_outputs=True,
+        overlap_p2p_comm=interleaved,  # two stages would cross their batched messages
         batch_p2p_comm=not interleaved,
         # After each batched transfer the host would wait for the device, and so for what is encoded beside.
         batch_p2p_sync=not config.parallel.encode_ahead,
@@ -81,7 +80,7 @@ class Schedule:
         self.backend = backend
         self.num_sources = num_sources
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
-        self._communicator = Transfers(groups, config) if dims.pp > 1 else None
+        self._communicator = Transfers(groups, config, sends_copies=backend.is_cpu) if dims.pp > 1 else None
 
     def train(self, batches: Sequence[PackedBatch]) -> Tensor:
         """Forward and backward of one optimizer step's micro-batches.

@@ -20,11 +20,15 @@ Size = tuple[int, ...]
 class Transfers(P2PCommunicator):
     """megatron-core's, without its announcements: before each transfer of variable size it sends the shape in a message
     of its own, and lets the host wait until the device has received it.
+
+    The schedule frees an output as soon as its transfer has begun. A GPU frees in the order of its stream, after the
+    transfer; gloo still reads, so on a CPU a copy is sent wherever nobody waits for the end of the transfer.
     """
 
-    def __init__(self, groups: Groups, config: TransformerConfig) -> None:
+    def __init__(self, groups: Groups, config: TransformerConfig, *, sends_copies: bool) -> None:
         super().__init__(groups.pp, config)
         self._groups = groups
+        self._sends_copies = sends_copies
         self._from_previous: deque[Size] = deque()
         self._from_next: deque[Size] = deque()
 
@@ -42,6 +46,11 @@ class Transfers(P2PCommunicator):
             if size is not None:
                 ends[each.kind].append(size)
         self._from_previous, self._from_next = ends[FORWARD], ends[BACKWARD]
+
+    def _communicate(self, *, tensor_send_next: Any, wait_on_reqs: bool = True, **others: Any) -> Any:
+        if self._sends_copies and not wait_on_reqs and tensor_send_next is not None:
+            tensor_send_next = tensor_send_next.detach().clone()
+        return super()._communicate(tensor_send_next=tensor_send_next, wait_on_reqs=wait_on_reqs, **others)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool

@@ -40,7 +40,7 @@ class Case:
     fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
     offload: tuple[Offloaded, ...] = ()  # what is in host memory
     kept_in_fp8: frozenset[str] = frozenset()  # layers that have their weights in FP8 alone
-    on_gpu: bool = False  # a CPU computes RMS norms in steps and keeps them, and keeps what stages have sent
+    on_gpu: bool = False  # a CPU computes RMS norms in steps and keeps them
 
     @property
     def shape(self) -> Shape:
@@ -104,7 +104,7 @@ def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
         sequence_parallel=sequence_parallel(config),
         sharding=config.parallel.data_parallel_sharding,
         shard_size=config.parallel.hybrid_shard_size,
-        overlap_grad_reduce=bool(overlapped(config, on_gpu=on_gpu, dp=dims.dp).parallel.overlap_grad_reduce),
+        overlap_grad_reduce=bool(overlapped(config, dp=dims.dp).parallel.overlap_grad_reduce),
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
         trained=trained_layers(config),
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),

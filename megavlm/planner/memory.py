@@ -184,8 +184,6 @@ def rank_memory(
             total += standing(name, case, copies_vocabulary=alone)
         mode = recompute[chunk]
         saved = sum(kept_bytes(name, case, mode) for name in names)
-        if not case.on_gpu and chunk < case.dims.chunks - 1:
-            saved += hidden_bytes(spans[chunk + 1][0], case)  # sent, and not yet let go
         total += Memory(activations=count * saved)
         last = rank == case.dims.pp - 1
         transient = max(transient, *(transient_bytes(name, case, mode, last_stage=last) for name in names), 0.0)

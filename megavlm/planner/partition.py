@@ -51,12 +51,10 @@ def play(
     return simulate(shape, durations, keep_events=keep_events)
 
 
-def chunk_bytes(tables: LayerTables, held: int, a: int, b: int, mode: Recompute, *, last: bool) -> tuple[float, float]:
+def chunk_bytes(tables: LayerTables, held: int, a: int, b: int, mode: Recompute) -> tuple[float, float]:
     """(bytes that add up over a rank's chunks, transient bytes of which the largest counts) of layers a … b−1."""
     by_mode = tables.modes[mode]
     saved = float(by_mode.saved[b] - by_mode.saved[a])
-    if not tables.case.on_gpu and not last:
-        saved += float(tables.boundary[b])
     return float(tables.standing[b] - tables.standing[a]) + held * saved, float(by_mode.transient[a:b].max())
 
 
@@ -126,7 +124,6 @@ class _Search:
         places = np.arange(n + 1)
         rising = places[None, :] > places[:, None]
         standing = _spans(tables.standing)
-        kept = np.zeros(n + 1) if tables.case.on_gpu else tables.boundary
         modes = [
             (
                 np.where(rising, _spans(tables.forward + values.backward), np.inf),
@@ -139,8 +136,7 @@ class _Search:
         for k in range(1, self.shape.chunks + 1):
             index = self.shape.chunks - k
             held = self._held[index % self.shape.pp][index // self.shape.pp]
-            room = self.cap - held * (kept if k > 1 else np.zeros(n + 1))
-            fitting = [np.where(fixed + held * saved <= room, took, np.inf) for took, fixed, saved in modes]
+            fitting = [np.where(fixed + held * saved <= self.cap, took, np.inf) for took, fixed, saved in modes]
             chunk = fitting[0] if len(fitting) == 1 else np.minimum.reduce(fitting)
             rest.append(np.maximum(m * chunk, chunk + (2 * tables.transfer + rest[-1])).min(axis=1))
         return rest
@@ -191,8 +187,7 @@ class _Search:
                 return True  # sorted: what follows is no better
             if (self.best is not None and self.simulations <= 0) or self._nodes > self.nodes:
                 return False
-            is_last = index == shape.chunks - 1
-            kept, peak = chunk_bytes(self.tables, self._held[rank][round_], start, end, mode, last=is_last)
+            kept, peak = chunk_bytes(self.tables, self._held[rank][round_], start, end, mode)
             mine = (used[rank][0] + kept, max(used[rank][1], peak))
             if sum(mine) > self.cap:
                 continue

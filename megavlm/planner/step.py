@@ -169,7 +169,9 @@ def exposed(gradients: float, case: Case, *, pipeline: float) -> float:
     """Of the seconds that gradients travel, those that the pipeline's passes do not hide."""
     if case.shards_gradients and case.on_gpu:  # layer by layer, behind the passes of other layers
         return max(gradients * 0.1, gradients - pipeline)
-    if case.overlap_grad_reduce:  # hidden behind the last micro-batch's backward, all but the last bucket
+    if (
+        case.overlap_grad_reduce and case.on_gpu
+    ):  # hidden behind the last micro-batch's backward but for the last bucket
         return max(gradients * 0.1, gradients - pipeline / (case.micro_batches + case.dims.pp - 1))
     return gradients
 

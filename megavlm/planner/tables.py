@@ -39,7 +39,6 @@ class LayerTables:
     forward: Array  # [layers + 1] prefix sums, seconds
     standing: Array  # [layers + 1] prefix sums, bytes
     transfer: Array  # [layers + 1] seconds of what enters each layer; 0 at both ends
-    boundary: Array  # [layers + 1] bytes of the same
     modes: dict[Recompute, Mode]
 
     @property
@@ -62,7 +61,6 @@ def layer_tables(
         forward=_prefix(each(lambda n: layer_seconds(n, case, hardware).forward)),
         standing=_prefix(each(lambda n: standing(n, case).total)),
         transfer=np.array([0.0, *sends, 0.0]),
-        boundary=np.array([0.0, *sizes, 0.0]),
         modes={mode: _mode(mode, case, hardware, each) for mode in modes},
     )
 

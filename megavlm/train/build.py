@@ -23,6 +23,7 @@ from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, write_sidecar
 from megavlm.checkpoint.hf.source import ALL_PARTS, origins_of
 from megavlm.config import overlapped
+from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.data.feed import Feed, Shares
@@ -71,7 +72,7 @@ def build(config: Config, backend: Backend) -> Run:
     check_device(config)
     rank, run_dir = dist.get_rank(), Path(config.train.run_dir)
     dims = dims_of(config, world=dist.get_world_size())
-    config = overlapped(config, on_gpu=not backend.is_cpu, dp=dims.dp)
+    config = overlapped(with_device_defaults(config, on_gpu=not backend.is_cpu, dp=dims.dp), dp=dims.dp)
     plan = make_plan(config, dims)
     tied_owners = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
     timeout = config.parallel.distributed_timeout_minutes

@@ -32,6 +32,7 @@ from megavlm.optim.build import (
     wrap_chunks,
 )
 from megavlm.optim.fully_sharded import FullyShardedChunk
+from megavlm.optim.gathers import gather_parameters
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import Colocated
 from megavlm.pipeline.encoder import Encoder, encoder_config
@@ -116,7 +117,8 @@ class Engine:
         return self.scheduler.get_lr({"max_lr": self.scheduler.max_lr, "min_lr": self.scheduler.min_lr})
 
     def evaluating(self, evaluating: bool) -> None:
-        """Switch dropout off (or on again)."""
+        """Switch dropout off (or on again), and begin with the weights of the last step; every rank calls it."""
+        gather_parameters(self.parts)
         for chunk in self.parts:
             chunk.train(not evaluating)
 
@@ -139,7 +141,8 @@ class Engine:
             vars(chunk).clear()
 
     def trained(self) -> Trained:
-        """What checkpoints hold of this rank."""
+        """Return what checkpoints hold of this rank, with the weights of the last step; every rank calls it."""
+        gather_parameters(self.parts)
         chunks = [
             chunk if isinstance(chunk, FullyShardedChunk) else getattr(chunk, "module", chunk) for chunk in self.parts
         ]
@@ -163,7 +166,7 @@ def build_engine(
     num_sources: int = 0,
 ) -> Engine:
     """Build and wrap this rank's chunks, then their optimizer and schedules; `fill` sets the weights, else the seed."""
-    pipeline = pipeline_config(config, plan.dims, backend)
+    pipeline = pipeline_config(config, plan.dims)
     bare = [
         VLMChunk(config, plan, index, vocab_size=vocab_size, groups=groups, pipeline=pipeline).to(backend.device)
         for index in plan.dims.chunks_of(groups.at.pp)
@@ -219,7 +222,7 @@ class _Apart:
             timeout_minutes=config.parallel.distributed_timeout_minutes,
         )
         whole = Plan(dims=spread.dims, chunks=(plan.encoder,))
-        pipeline = pipeline_config(alone, spread.dims, backend)
+        pipeline = pipeline_config(alone, spread.dims)
         chunk = VLMChunk(alone, whole, 0, vocab_size=vocab_size, groups=spread, pipeline=pipeline)
         return cls(alone, spread, chunk.to(backend.device))
 
@@ -258,5 +261,5 @@ def _connect(
     pipeline.finalize_model_grads_func = partial(finalize_gradients, groups=groups, colocated=colocated)
     if config.parallel.overlap_grad_reduce:
         pipeline.no_sync_func = chunks[0].no_sync if single else [chunk.no_sync for chunk in chunks]
-    if config.parallel.overlap_param_gather and not single:
+    if config.parallel.overlap_param_gather and not single:  # with one chunk, each bucket begins the next one's gather
         pipeline.param_sync_func = [chunk.start_param_sync for chunk in chunks]

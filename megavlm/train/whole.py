@@ -34,7 +34,7 @@ def whole_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
         0,
         vocab_size=config.model.language.vocab_size,
         groups=groups,
-        pipeline=pipeline_config(config, ONE, backend),
+        pipeline=pipeline_config(config, ONE),
     )
 
 

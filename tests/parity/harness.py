@@ -34,7 +34,7 @@ class Single:
     def chunk(self, config: Config, names: tuple[str, ...], *, vocab_size: int) -> VLMChunk:
         """A chunk of just these layers, uninitialised."""
         plan = Plan(dims=self.groups.dims, chunks=(names,))
-        pipeline = pipeline_config(config, plan.dims, self.backend)
+        pipeline = pipeline_config(config, plan.dims)
         return VLMChunk(config, plan, 0, vocab_size=vocab_size, groups=self.groups, pipeline=pipeline)
 
 

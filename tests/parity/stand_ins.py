@@ -6,9 +6,13 @@ What they check is what Transformer Engine checks or takes for granted; names of
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
+import megatron.core.extensions
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -16,6 +20,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
+from megavlm.model import modules
 from megavlm.model.attention import CoreAttention
 from megavlm.model.norm import Norm
 
@@ -96,3 +101,13 @@ EXTENSION = SimpleNamespace(
     TELayerNormColumnParallelLinear=TELayerNormColumnParallelLinear,
     TEDotProductAttention=TEDotProductAttention,
 )
+
+
+@contextmanager
+def transformer_engine() -> Iterator[None]:
+    """Layers are made of these classes, as where Transformer Engine is chosen."""
+    with (
+        patch.object(modules, "implementation", lambda config: "te"),
+        patch.object(megatron.core.extensions, "transformer_engine", EXTENSION, create=True),
+    ):
+        yield

@@ -51,7 +51,7 @@ def chunks_of(config: Config, single: Single, *cuts: int) -> list[VLMChunk]:
     bounds = (0, *cuts, len(names))
     parts = tuple(names[start:end] for start, end in pairwise(bounds))
     plan = Plan(dims=single.groups.dims, chunks=parts)
-    pipeline = pipeline_config(config, plan.dims, single.backend)
+    pipeline = pipeline_config(config, plan.dims)
     chunks = [
         VLMChunk(config, plan, index, vocab_size=VOCABULARY, groups=single.groups, pipeline=pipeline)
         for index in range(len(parts))

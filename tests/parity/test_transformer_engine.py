@@ -4,22 +4,22 @@ losses and gradients as torch's, packed or not. Its kernels are for `tests/gpu`.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import megatron.core.extensions
 import pytest
 
 from megavlm.config.schema import Config, LoraConfig
 from megavlm.data.source import batch_of, batch_of_rows
-from megavlm.model import modules, te
+from megavlm.model import te
 from megavlm.model.modules import fp8_fields
 from megavlm.model.weights import initialize, named_shards
 from megavlm.planner.layers import layer_names
 from tests.parity.harness import Single
-from tests.parity.stand_ins import EXTENSION, TEDotProductAttention, TELayerNormColumnParallelLinear
+from tests.parity.stand_ins import TEDotProductAttention, TELayerNormColumnParallelLinear, transformer_engine
 from tests.parity.test_packing import VOCABULARY, base, samples_of, trained
 
 RICH = replace(
@@ -36,14 +36,10 @@ CONFIGS = {"plain": base(), "rich": RICH, "adapted": ADAPTED}
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def engine() -> Iterator[Any]:
     """Chooses Transformer Engine, with stand-ins in its place, once called."""
-
-    def choose() -> None:
-        monkeypatch.setattr(modules, "implementation", lambda config: "te")
-        monkeypatch.setattr(megatron.core.extensions, "transformer_engine", EXTENSION, raising=False)
-
-    return choose
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(transformer_engine())
 
 
 def global_name(local: str) -> str:

@@ -403,6 +403,13 @@ LAYOUT = (
         "--placement stages",
         2,
     ),
+    Mistake(
+        "--ddp-bucket-size 1000 --data-parallel-sharding full",
+        "--ddp-bucket-size 1000",
+        "leave it out",
+        "--data-parallel-sharding optimizer",
+        2,
+    ),
     Mistake("--hybrid-shard-size 3", "--hybrid-shard-size 3", "use 4, 2 or 1", "--hybrid-shard-size 2", 4),
     Mistake(
         "--tp 2 --pp 2",

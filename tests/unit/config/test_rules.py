@@ -69,24 +69,21 @@ def test_sequence_parallelism_follows_tp_unless_asked(argv: str, expected: bool)
 
 
 @pytest.mark.parametrize(
-    ("argv", "on_gpu", "dp", "expected"),
+    ("argv", "dp", "expected"),
     [
-        ("", True, 2, (True, True)),
-        ("", True, 1, (False, False)),
-        ("", False, 2, (False, False)),
-        ("--data-parallel-sharding none", True, 2, (True, False)),
-        ("--data-parallel-sharding full", True, 2, (False, False)),
-        ("--no-overlap-grad-reduce", True, 2, (False, False)),
-        ("--no-overlap-param-gather", True, 2, (True, False)),
-        ("--overlap-param-gather", False, 2, (True, True)),
-        ("--cuda-graphs", True, 2, (True, False)),
-        ("--overlap-grad-reduce", False, 1, (True, False)),
+        ("", 2, (True, True)),
+        ("", 1, (False, False)),
+        ("--data-parallel-sharding none", 2, (True, False)),
+        ("--data-parallel-sharding full", 2, (False, False)),
+        ("--no-overlap-grad-reduce", 2, (False, False)),
+        ("--no-overlap-param-gather", 2, (True, False)),
+        ("--overlap-param-gather", 1, (True, True)),
+        ("--cuda-graphs", 2, (True, False)),
+        ("--overlap-grad-reduce", 1, (True, False)),
     ],
 )
-def test_overlaps_are_on_where_they_hide_something(
-    argv: str, on_gpu: bool, dp: int, expected: tuple[bool, bool]
-) -> None:
-    parallel = overlapped(parse(argv.split()), on_gpu=on_gpu, dp=dp).parallel
+def test_overlaps_are_on_where_they_hide_something(argv: str, dp: int, expected: tuple[bool, bool]) -> None:
+    parallel = overlapped(parse(argv.split()), dp=dp).parallel
     assert (parallel.overlap_grad_reduce, parallel.overlap_param_gather) == expected
 
 

@@ -31,7 +31,6 @@ def drawn(seed: int, layers: int) -> LayerTables:
         forward=prefix(forward),
         standing=prefix(random.uniform(1, 3, layers)),
         transfer=np.concatenate([[0.0], random.uniform(0, 0.3, layers - 1), [0.0]]),
-        boundary=np.zeros(layers + 1),
         modes={
             "none": Mode(prefix(backward), prefix(saved), np.zeros(layers)),
             "full": Mode(prefix(backward + forward * (backward > 0)), prefix(saved / 4), saved),
@@ -48,7 +47,7 @@ def brute_force(tables: LayerTables, shape: Shape, cap: float) -> float:
             fits = True
             for rank in range(shape.pp):
                 parts = [
-                    chunk_bytes(tables, held[rank][c // shape.pp], bounds[c], bounds[c + 1], modes[c], last=False)
+                    chunk_bytes(tables, held[rank][c // shape.pp], bounds[c], bounds[c + 1], modes[c])
                     for c in range(rank, shape.chunks, shape.pp)
                 ]
                 fits = fits and sum(kept for kept, _ in parts) + max(peak for _, peak in parts) <= cap

@@ -1,0 +1,36 @@
+"""Every option whose default depends on the device, in one table.
+
+Tests on a CPU do not see what only a GPU does by default. So whatever can be the same on both devices is, and each
+entry has a case that runs on gloo with the value of a GPU (`tests/dist/test_gpu_defaults.py` fails where one lacks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megavlm.config.schema import Config
+
+
+@dataclass(frozen=True)
+class DeviceDefault:
+    """An option that is None until the device is known; `cpu` and `gpu` take the configuration and the replicas."""
+
+    option: str  # "section.field"
+    cpu: Callable[[Config, int], Any]
+    gpu: Callable[[Config, int], Any]
+    why: str
+
+
+DEVICE_DEFAULTS: tuple[DeviceDefault, ...] = ()
+
+
+def with_device_defaults(config: Config, *, on_gpu: bool, dp: int) -> Config:
+    """Return the configuration with every option of the table set: as asked, or as its device wants it."""
+    for default in DEVICE_DEFAULTS:
+        section, field = default.option.split(".")
+        if getattr(getattr(config, section), field) is None:
+            value = (default.gpu if on_gpu else default.cpu)(config, dp)
+            config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
+    return config

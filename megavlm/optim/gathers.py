@@ -1,0 +1,71 @@
+"""Who waits for parameters that are gathered while the forward pass already runs (`--overlap-param-gather`).
+
+After an optimizer step a rank has new numbers for its share of each bucket alone. megatron-core lets a module wait for
+the bucket of each parameter that it owns, in a hook before its forward. That is not enough for a module that reads
+parameters of modules below it which it never calls: such a class says `reads_below = True`, and waits for those, too.
+Whoever reads parameters outside a forward pass calls `gather_parameters` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import nn
+
+
+def wait_before_reading(wrapped: DistributedDataParallel) -> None:
+    """Let modules of a wrapped chunk wait for what they read, and watch its first pass (`_Watch`)."""
+    for module in wrapped.module.modules():
+        if _reads_below(module):
+            module.register_forward_pre_hook(partial(_wait, wrapped))
+    _Watch(wrapped)
+
+
+def gather_parameters(chunks: Sequence[Any]) -> None:
+    """Give every data-parallel rank the parameters of the last step, now; every rank calls it.
+
+    Only megatron-core's wrapper gathers later than at the end of a step.
+    """
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _reads_below(module: nn.Module) -> bool:
+    return bool(getattr(module, "reads_below", False))
+
+
+def _wait(wrapped: DistributedDataParallel, module: nn.Module, *_: Any) -> None:
+    for param in module.parameters():
+        if param in wrapped.param_to_bucket_group:
+            wrapped.param_to_bucket_group[param].finish_param_sync(
+                skip_next_bucket_dispatch=wrapped.ddp_config.align_param_gather
+            )
+
+
+class _Watch:
+    """Looks on during a chunk's first training pass, and ends the run where nothing waited for a trained parameter."""
+
+    def __init__(self, wrapped: DistributedDataParallel) -> None:
+        self.unread = {param: name for name, param in wrapped.module.named_parameters() if param.requires_grad}
+        modules = list(wrapped.module.modules())
+        self.hooks = [module.register_forward_pre_hook(self._reads) for module in modules]
+        self.hooks.append(wrapped.module.register_forward_hook(self._end))
+
+    def _reads(self, module: nn.Module, *_: Any) -> None:
+        for param in module.parameters(recurse=_reads_below(module)):
+            self.unread.pop(param, None)
+
+    def _end(self, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            return  # what is not trained now may not be computed now
+        for hook in self.hooks:
+            hook.remove()
+        assert not self.unread, (
+            f"nothing waits for the gathered {', '.join(self.unread.values())}: a module that reads parameters of "
+            "modules which it does not call needs `reads_below = True`"
+        )

@@ -1,0 +1,186 @@
+"""What a GPU runs by default, run on gloo: every default of `config/device_defaults.py` at its GPU value, both overlaps of
+communication with buckets of a few layers, and layers of Transformer Engine's parts (stand-ins).
+
+Six steps at a learning rate of 1e-2 without warm-up: a replica that trains on numbers of the step before is off by 1e-3 at
+step 2. Sums over replicas in another order, in fp32, make up to 7e-6 here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+
+from megavlm.config.cli import parse
+from megavlm.config.device_defaults import DEVICE_DEFAULTS, with_device_defaults
+from tests.dist.pool import Pools
+from tests.dist.test_parity import MODELS
+from tests.dist.test_resume import DROPOUT
+from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+
+HOT = "--train-iters 6 --lr-decay-iters 6 --lr 1e-2 --lr-warmup-iters 0".split()
+BUCKETS = "--ddp-bucket-size 5000".split()
+MODELS_HERE = {
+    **MODELS,
+    "lora": "--lora-rank 4 --lora-targets language vision --freeze projector --vision-num-attention-heads 3 "
+    "--vision-hidden-size 36 --language-tie-embeddings",
+}
+FULL, GRADIENTS = "--data-parallel-sharding full", "--data-parallel-sharding optimizer_gradients"
+COLOCATED = "--placement colocated"
+
+
+class Case(NamedTuple):
+    world: int
+    model: str
+    flags: str = ""
+    te: bool = False  # Transformer Engine's parts of layers, which own their norms
+    exercises: tuple[str, ...] = ()  # options of the table that change what this case computes
+
+
+FAST = [
+    Case(2, "qwen2.5-vl"),
+    Case(2, "lora", te=True),
+    Case(2, "frozen-vision", te=True),
+    Case(2, "rich", COLOCATED, te=True),
+    Case(2, "plain", FULL),
+    Case(4, "lora", "--pp 2 --vpp 2"),
+    Case(4, "qwen3-vl", "--tp 2 --data-parallel-sharding none"),
+]
+SLOW = [
+    *[Case(2, model, te=True) for model in MODELS_HERE],
+    *[Case(2, model, COLOCATED, te=True) for model in ("qwen3-vl", "frozen-vision-projector", "frozen-language")],
+    *[Case(8, model, "--tp 2 --pp 2", te=True) for model in MODELS_HERE],
+    *[Case(8, model, "--tp 2 --pp 2 --vpp 2") for model in ("rich", "lora", "frozen-vision")],
+    *[Case(8, model, f"--tp 2 --pp 2 {COLOCATED}", te=True) for model in ("rich", "frozen-language")],
+    *[Case(8, "rich", f"--tp 2 --pp 2 {kind}") for kind in (GRADIENTS, FULL, "--data-parallel-sharding none")],
+    Case(2, "rich", GRADIENTS),
+    Case(4, "lora", FULL),
+    Case(4, "rich", "--hybrid-shard-size 2"),
+]
+
+
+def as_on_gpu(config: Any) -> Any:
+    """The configuration with the defaults of a GPU run, and buckets as small as the model."""
+    import torch.distributed as dist
+
+    parallel = config.parallel
+    replicas = dist.get_world_size() // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    return with_device_defaults(config, on_gpu=True, dp=replicas)
+
+
+def train_as_on_gpu(argv: list[str], run_dir: str, te: bool = False) -> None:
+    if not te:
+        train(argv, run_dir, as_on_gpu)
+        return
+    from tests.parity.stand_ins import transformer_engine
+
+    with transformer_engine():
+        train(argv, run_dir, as_on_gpu)
+
+
+def overlaps(case: Case) -> bool:
+    return FULL not in case.flags and GRADIENTS not in case.flags  # those overlap by themselves
+
+
+def buckets(case: Case) -> list[str]:
+    return BUCKETS if overlaps(case) else []
+
+
+def at_once(case: Case) -> list[str]:
+    return ["--no-overlap-grad-reduce"] if overlaps(case) else []
+
+
+@pytest.fixture(scope="module")
+def plainly(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The curve that a case must have: of one process with the defaults of a CPU. With tensor parallelism, whose sums at
+    this learning rate go their own way (8e-4 in six steps of qwen3-vl), that of the same layout without overlap.
+    """
+    curves: dict[Any, Any] = {}
+
+    def curve(case: Case) -> Any:
+        world, flags = (case.world, [*case.flags.split(), *at_once(case)]) if "--tp" in case.flags else (1, [])
+        if (key := (world, case.model, *flags)) not in curves:
+            run_dir = str(tmp_path_factory.mktemp("plainly"))
+            pools(world).run(train, [*SMALL, *HOT, "--no-save", *MODELS_HERE[case.model].split(), *flags], run_dir)
+            curves[key] = metrics(run_dir)
+        return curves[key]
+
+    return curve
+
+
+@pytest.mark.parametrize(
+    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: " ".join(map(str, case[:3]))
+)
+def test_replicas_train_on_the_numbers_of_the_last_step(pools: Pools, plainly: Any, tmp_path: Path, case: Case) -> None:
+    argv = [*SMALL, *HOT, "--no-save", *MODELS_HERE[case.model].split(), *case.flags.split(), *buckets(case)]
+    pools(case.world).run(train_as_on_gpu, argv, str(tmp_path), case.te)
+    assert_same_curve(metrics(tmp_path), plainly(case))
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (2, "--language-tie-embeddings --precision bf16"),
+        pytest.param(2, MODELS_HERE["lora"], marks=pytest.mark.slow),
+        pytest.param(8, f"--tp 2 --pp 2 --precision bf16 {MODELS['qwen2.5-vl']}", marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_hold_the_masters_and_resume_bit_for_bit(
+    pools: Pools, tmp_path: Path, world: int, flags: str
+) -> None:
+    argv = [*SMALL, *HOT, *DROPOUT, *BUCKETS, *flags.split()]
+    whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
+    pools(world).run(train_as_on_gpu, argv, whole, True)
+    pools(world).run(train_as_on_gpu, [*argv, "--train-iters", "3"], halves, True)
+    assert max(pools(1).run(stale, f"{halves}/checkpoints/iter_0000003")) == 0
+    pools(world).run(train_as_on_gpu, argv, halves, True)
+    assert without_wall_time(metrics(halves)) == without_wall_time(metrics(whole))
+
+
+def stale(folder: str) -> int:
+    """How many trained parameters of a checkpoint are not their master weights in the parameters' type."""
+    from megatron.core.dist_checkpointing import load_plain_tensors
+
+    found = load_plain_tensors(folder)
+    prefix = "optimizer.state.param."
+    masters = {key.removeprefix(prefix): tensor for key, tensor in found.items() if key.startswith(prefix)}
+    assert masters, "an optimizer's state names its parameters"
+    return sum(not master.to(found[key].dtype).equal(found[key]) for key, master in masters.items())
+
+
+def test_evaluation_sees_the_weights_of_the_last_step(pools: Pools, tmp_path: Path) -> None:
+    """Answers between steps, and the steps after them, are those of a run that gathers at once."""
+    argv = "--recipe demo --train-iters 4 --lr 1e-2 --lr-warmup-iters 0 --lr-decay-style constant --lr-wsd-decay-iters none"
+    argv += " --eval-interval 1 --eval-samples 6 --global-batch-size 16 --micro-batch-size 8 --no-save --no-tensorboard"
+    pools(2).run(train_as_on_gpu, [*argv.split(), *BUCKETS], str(tmp_path / "late"))
+    pools(2).run(train, [*argv.split(), "--no-overlap-param-gather"], str(tmp_path / "at-once"))
+    late, at_once = metrics(tmp_path / "late"), metrics(tmp_path / "at-once")
+    assert_same_curve(late, at_once)
+    for name in ("eval_which_digits", "eval_how_many", "eval_largest"):
+        assert [record.get(name) for record in late] == [record.get(name) for record in at_once]
+    assert (tmp_path / "late/examples.png").read_bytes() == (tmp_path / "at-once/examples.png").read_bytes()
+
+
+def read_without_waiting(argv: list[str], run_dir: str) -> None:
+    from megavlm.model.vision import PatchEmbed
+
+    with patch.object(PatchEmbed, "reads_below", False):
+        train(argv, run_dir)
+
+
+def test_a_parameter_that_nothing_waits_for_ends_the_run(pools: Pools, tmp_path: Path) -> None:
+    argv = [*SMALL, *HOT, "--no-save", *MODELS["qwen2.5-vl"].split()]
+    with pytest.raises(AssertionError, match=r"nothing waits for the gathered patch_embed\.proj\.weight"):
+        pools(2).run(read_without_waiting, argv, str(tmp_path))
+
+
+def test_every_default_that_differs_is_run_here() -> None:
+    differing = {default.option for default in DEVICE_DEFAULTS}
+    assert differing == {option for case in FAST for option in case.exercises}
+    for case in FAST:
+        config = parse([*SMALL, *MODELS_HERE[case.model].split(), *case.flags.split()])
+        for default in DEVICE_DEFAULTS:
+            if default.option in case.exercises:
+                assert default.gpu(config, 2) != default.cpu(config, 2)
