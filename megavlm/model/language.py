@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 import torch
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from megavlm.config.schema import LanguageConfig
 from megavlm.data.batch import PackedBatch
+from megavlm.model.cross_entropy import CrossEntropy
 from megavlm.model.flops import head_width
 from megavlm.parallel.groups import Groups
 
@@ -63,10 +63,19 @@ class Embedding(MegatronModule):
 class Output(MegatronModule):
     """Logits and their cross entropy: [S(/TP), B, H] → loss [B, S], or logits [B, S, W]."""
 
-    def __init__(self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups, own_weight: bool) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        layer_config: TransformerConfig,
+        groups: Groups,
+        own_weight: bool,
+        cross_entropy: CrossEntropy,
+    ) -> None:
         super().__init__(config=layer_config)
         self.vocab_size = vocab_size
         self.tp_group = groups.tp
+        self.cross_entropy = cross_entropy
         self.linear = ColumnParallelLinear(
             layer_config.hidden_size,
             padded_vocab(vocab_size, groups.dims.tp),
@@ -84,12 +93,13 @@ class Output(MegatronModule):
         local = logits.shape[-1]
         real = max(0, min(local, self.vocab_size - self.tp_group.rank() * local))
         if real < local:
-            logits[..., real:] = torch.finfo(logits.dtype).min
+            # Autograd need not know: their softmax is 0, and so is their gradient already.
+            logits.detach()[..., real:] = torch.finfo(logits.dtype).min
         return logits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy of each prediction, [B, S]."""
-        return vocab_parallel_cross_entropy(logits.float(), labels.t().contiguous()).t()
+        """Cross entropy of each prediction, fp32 [B, S]. It overwrites the logits, in the backward pass or before."""
+        return self.cross_entropy(logits, labels.t(), self.tp_group).t()
 
     def gather(self, logits: Tensor) -> Tensor:
         """Whole logits on every tensor-parallel rank, [B, S, vocabulary]."""

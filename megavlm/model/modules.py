@@ -19,6 +19,7 @@ from megavlm.config.lora import adapted_parts
 from megavlm.config.precision_rules import fp8_in, layer_precision
 from megavlm.config.schema import Config
 from megavlm.model.attention import CoreAttention
+from megavlm.model.cross_entropy import CrossEntropy, vocab_parallel_cross_entropy
 from megavlm.model.norm import Norm
 from megavlm.model.parts import Execution, Modules
 from megavlm.parallel.groups import Groups
@@ -55,6 +56,18 @@ def torch_modules(fp8: Callable[[], Operands] | None = None) -> Modules:
         column = ModuleSpec(module=EmulatedColumnParallelLinear, params={"operands": fp8})
         row = ModuleSpec(module=EmulatedRowParallelLinear, params={"operands": fp8})
     return Modules(norm=Norm, column_linear=column, row_linear=row, core_attention=CoreAttention)
+
+
+def cross_entropy_of(config: Config) -> CrossEntropy:
+    """The loss of the output layer: Transformer Engine's kernel where layers are its own and it has one, else ours."""
+    if implementation(config) == "te":
+        from megatron.core.extensions import transformer_engine
+
+        if transformer_engine.te_parallel_cross_entropy is not None:
+            from megavlm.model.te import te_cross_entropy
+
+            return partial(te_cross_entropy, transformer_engine.te_parallel_cross_entropy)
+    return vocab_parallel_cross_entropy
 
 
 def _operands(config: Config, groups: Groups) -> Callable[[], Operands]:

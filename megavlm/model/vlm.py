@@ -34,7 +34,7 @@ from megavlm.model.graphs import LayerGraphs
 from megavlm.model.language import Embedding, Output
 from megavlm.model.lora import add_adapters
 from megavlm.model.marks import mark
-from megavlm.model.modules import execution_of
+from megavlm.model.modules import cross_entropy_of, execution_of
 from megavlm.model.norm import Norm
 from megavlm.model.offload import Offload
 from megavlm.model.projector import Projector
@@ -338,4 +338,5 @@ class _Builder:
             return Norm(self.language, model.language.hidden_size, model.language.norm_epsilon)
         assert name == OUTPUT
         own = not (model.language.tie_embeddings and self.ties_locally)
-        return Output(self.vocab_size, layer_config=self.language, groups=groups, own_weight=own)
+        loss = cross_entropy_of(self.config)
+        return Output(self.vocab_size, layer_config=self.language, groups=groups, own_weight=own, cross_entropy=loss)

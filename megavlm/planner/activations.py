@@ -55,8 +55,8 @@ def saved_bytes(name: str, case: Case, recompute: Recompute = "none") -> float:
     if name == LANGUAGE_NORM:
         return _norm_bytes(case, case.work.tokens / case.sequence_shards, language.hidden_size, "RMSNorm")
     assert name == OUTPUT
-    vocabulary = -(-(language.vocab_size or 256) // case.dims.tp)
-    return case.work.tokens * (language.hidden_size / case.sequence_shards * e * trained + vocabulary * FP32)
+    position = columns(case) * e + 3 * FP32 + 5  # logits, their largest and the sum; which column is the label's
+    return case.work.tokens * (language.hidden_size / case.sequence_shards * e * trained + position)
 
 
 def hidden_bytes(name: str, case: Case) -> float:
@@ -67,6 +67,11 @@ def hidden_bytes(name: str, case: Case) -> float:
     if module_of(name) == "vision" or name == PROJECTOR or name.startswith(DEEPSTACK):
         return case.work.patches * model.vision.hidden_size * e / case.sequence_shards
     return case.work.tokens * model.language.hidden_size * e / case.sequence_shards
+
+
+def columns(case: Case) -> int:
+    """Of the logits that a tensor-parallel rank holds."""
+    return -(-(case.model.language.vocab_size or 256) // case.dims.tp)
 
 
 def _norm_bytes(case: Case, tokens: float, width: int, kind: str) -> float:

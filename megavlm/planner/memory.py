@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 
-from megavlm.planner.activations import FP32, hidden_bytes, saved_bytes
+from megavlm.planner.activations import FP32, columns, hidden_bytes, saved_bytes
 from megavlm.planner.case import Case, Recompute, apart
 from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, VISION_LAYER
 from megavlm.planner.orders import peak_in_flight
 from megavlm.planner.parameters import local_parameters, vocabulary_shard
 
 HOST_PIECE = 2**24  # numbers that `optim/host.py` moves together
+LOSS_WORK = 2**25  # bytes of fp32 logits that `model/cross_entropy.py` makes at a time: about a GPU's second cache
 
 
 @dataclass(frozen=True)
@@ -150,12 +151,9 @@ def _backward_bytes(name: str, case: Case, recompute: Recompute) -> float:
     if name.startswith((VISION_LAYER, LANGUAGE_LAYER)) and recompute == "full":
         return saved_bytes(name, case)  # one layer at a time is computed anew; its input replaces its gradient
     if name == OUTPUT:
-        vocabulary = vocabulary_shard(case.model, case.dims.tp) / case.model.language.hidden_size
-        weight = vocabulary * case.model.language.hidden_size * e * case.trains(OUTPUT)
-        if e == FP32:
-            return weight + 2 * hidden_bytes(name, case)
-        logits = case.work.tokens * vocabulary  # their gradient in bf16, before those of fp32 are freed
-        return max(logits * e, weight + logits * (e - FP32)) + 2 * hidden_bytes(name, case)
+        weight = vocabulary_shard(case.model, case.dims.tp) * e * case.trains(OUTPUT)
+        work = min(LOSS_WORK, case.work.tokens * columns(case) * FP32)
+        return max(weight, work) + 2 * hidden_bytes(name, case)  # the logits' gradient takes their place
     return 2 * hidden_bytes(name, case)  # the gradient that arrives and the one that leaves
 
 

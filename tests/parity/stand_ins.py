@@ -5,6 +5,7 @@ What they check is what Transformer Engine checks or takes for granted; names of
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from unittest.mock import patch
 
 import megatron.core.extensions
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -94,12 +96,49 @@ class TEDotProductAttention(nn.Module):
         return self.inside(*rows, attn_mask_type=attn_mask_type, packed_seq_params=packing)[:, 0]
 
 
+class _CrossEntropy(torch.autograd.Function):
+    """What Transformer Engine's kernels do to memory: rows by stride, the gradient in place of the logits at once."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Any) -> Tensor:
+        samples, length, width = logits.shape
+        count = samples * length
+        rows = logits.detach().as_strided((count, width), (logits.stride(-2), 1))
+        found = labels.as_strided((count,), (labels.stride(-1),)) - group.rank() * width
+        held = (found >= 0) & (found < width)
+        numbers = rows.float()
+        chosen = numbers[torch.arange(count), found.where(held, 0)].where(held, -math.inf)
+        largest = numbers.amax(1)
+        own = torch.stack([largest, (numbers - largest[:, None]).exp().sum(1), chosen])
+        every = torch.empty(group.size() * own.numel())
+        dist.all_gather_into_tensor(every, own.flatten(), group=group)
+        every = every.view(group.size(), *own.shape)
+        total = every[:, 0].amax(0)
+        sums = (every[:, 1] * (every[:, 0] - total).exp()).sum(0)
+        rows.data.copy_((numbers - total[:, None]).exp() / sums[:, None])  # autograd hears of no kernel's writes
+        rows.data[torch.arange(count), found.where(held, 0)] -= held.to(rows.dtype)
+        ctx.save_for_backward(logits.detach())
+        return (sums.log() + total - every[:, 2].amax(0)).reshape(samples, length)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (logits,) = ctx.saved_tensors
+        logits.data.mul_(gradient.contiguous()[..., None])
+        return logits, None, None
+
+
+def te_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp_group: Any, is_cg_capturable: bool = False) -> Tensor:
+    assert is_cg_capturable, "compares the gradients with one on the host"
+    return _CrossEntropy.apply(logits, labels, tp_group)  # type: ignore[no-any-return]
+
+
 EXTENSION = SimpleNamespace(
     TENorm=Norm,
     TEColumnParallelLinear=TEColumnParallelLinear,
     TERowParallelLinear=TERowParallelLinear,
     TELayerNormColumnParallelLinear=TELayerNormColumnParallelLinear,
     TEDotProductAttention=TEDotProductAttention,
+    te_parallel_cross_entropy=te_parallel_cross_entropy,
 )
 
 
