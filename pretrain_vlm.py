@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megavlm.config import launches_in_order
 from megavlm.config.cli import parse
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
 
     from megavlm import backend
 
-    chosen = backend.activate()  # before anything imports megatron-core
+    chosen = backend.activate(launches_in_order=launches_in_order(config))  # before anything imports megatron-core
 
     from megavlm.train.build import build
     from megavlm.train.loop import fit

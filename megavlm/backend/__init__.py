@@ -25,11 +25,15 @@ class Backend:
         return self.device.type == "cpu"
 
 
-def activate() -> Backend:
+def activate(*, launches_in_order: bool = False) -> Backend:
     """Pick CUDA where there is a device, else make megatron-core run on CPU.
 
+    `launches_in_order` lets a GPU begin kernels of all streams in the order of their launch, unless the environment
+    says how (`CUDA_DEVICE_MAX_CONNECTIONS`): before Blackwell, tensor-parallel communication overlaps only so.
     Raises UserError, on each process of a machine alike, where it has fewer devices than processes.
     """
+    if launches_in_order:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # CUDA reads it once, when it starts
     if torch.cuda.is_available():
         processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
         if processes > devices:
@@ -39,8 +43,9 @@ def activate() -> Backend:
             )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        from megavlm.backend import everywhere
+        from megavlm.backend import everywhere, transformer_engine
 
+        transformer_engine.loading_error()  # before megatron-core tries
         everywhere.install()
         return Backend(device=device, communication="nccl", name=torch.cuda.get_device_name(device))
     from megavlm.backend import cpu

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megavlm.backend import everywhere
+from megavlm.backend import everywhere, transformer_engine
 
 # Everything of megatron-core that a run touches; imported here so that none of it binds the real torch later.
 _MODULES = (
@@ -67,7 +67,7 @@ def install() -> None:
     # "Transformer Engine and Apex are not installed", "set CUDA_DEVICE_MAX_CONNECTIONS": no news on a CPU.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    _hide_transformer_engine()
+    transformer_engine.hide()  # on a CPU-only torch its import fails; else megatron-core would take what needs CUDA
     with _without_compilation():
         for name in _MODULES:
             importlib.import_module(name)
@@ -168,13 +168,6 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, **kwargs)
 
     return create
-
-
-def _hide_transformer_engine() -> None:
-    # On a CPU-only torch its import raises RuntimeError, which megatron-core does not catch; where it imports,
-    # megatron-core would pick its norms and optimizer, which need CUDA.
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        sys.modules[name] = None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -18,6 +18,16 @@ def sequence_parallel(config: Config) -> bool:
     return config.parallel.tensor_model_parallel_size > 1 if asked is None else asked
 
 
+def launches_in_order(config: Config) -> bool:
+    """Return whether kernels of all streams should begin in the order of their launch, on GPUs before Blackwell.
+
+    Then tensor-parallel communication begins beside the products that it should hide behind. FSDP2's transfers and an
+    encoder that runs ahead need the opposite: to overtake what was launched before.
+    """
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size > 1 and not (shards_gradients(config) or parallel.encode_ahead)
+
+
 def overlapped(config: Config, *, dp: int) -> Config:
     """Return the configuration with each overlap of communication decided: as asked, or on wherever there are replicas.
 

@@ -65,9 +65,11 @@ def common_config(config: Config, *, tp: int, **overrides: Any) -> TransformerCo
     """What vision layers, language layers and the pipeline share.
 
     Weights are not drawn here (`weights.py` does, by name), but the no-op initialisers must run: they mark the
-    tensor-parallel weights, which the gradient norm relies on.
+    tensor-parallel weights, which the gradient norm relies on. Weights that are kept in FP8 begin as zeros: Transformer
+    Engine rounds them at once, and what memory held by chance would enter the histories of scales.
     """
     dtype = DTYPES[config.train.precision]
+    begin = nn.init.zeros_ if overrides.get("fp8_param") else _leave_as_is
     recompute = config.train.recompute_granularity
     return TransformerConfig(
         tensor_model_parallel_size=tp,
@@ -78,8 +80,8 @@ def common_config(config: Config, *, tp: int, **overrides: Any) -> TransformerCo
         fp16=dtype is torch.float16,
         hidden_dropout=config.model.hidden_dropout,
         attention_dropout=config.model.attention_dropout,
-        init_method=_leave_as_is,
-        output_layer_init_method=_leave_as_is,
+        init_method=begin,
+        output_layer_init_method=begin,
         embedding_init_method=_leave_as_is,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -67,13 +67,17 @@ class Groups:
         return self.at.tp == 0
 
 
-def start(communication: str, *, timeout_minutes: float) -> None:
-    """Join torchrun's world, or be a world of one when started by plain python."""
+def start(communication: str, *, timeout_minutes: float, device: torch.device | None = None) -> None:
+    """Join torchrun's world, or be a world of one when started by plain python.
+
+    NCCL is told this process's `device`: a barrier would guess it from the rank, wrongly where machines differ in GPUs.
+    """
     if dist.is_initialized():
         return
     timeout = timedelta(minutes=timeout_minutes)
     if dist.is_torchelastic_launched():
-        dist.init_process_group(communication, timeout=timeout)
+        bound = device if communication == "nccl" else None
+        dist.init_process_group(communication, timeout=timeout, device_id=bound)
     else:
         dist.init_process_group(communication, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
 

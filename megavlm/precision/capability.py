@@ -19,6 +19,7 @@ class Device:
     capability: Version | None
     te: Version | None  # Transformer Engine that is installed
     cuda: Version | None  # CUDA that torch was built with
+    te_error: str = ""  # why it cannot be loaded, though it is installed
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ def _missing_for_te(device: Device) -> str:
         return f"needs Transformer Engine, which is not installed: {_REMEDY}"
     if not OLDEST_TE <= device.te[:2] < FIRST_UNTRIED_TE:
         return f"needs Transformer Engine 2.9 to 2.11, but {shown(device.te)} is installed: {_REMEDY}"
+    if device.te_error:
+        return f"needs Transformer Engine, which cannot be loaded here ({device.te_error}): {_REMEDY}"
     return ""
 
 

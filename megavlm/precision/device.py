@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from megavlm.backend.transformer_engine import loading_error
 from megavlm.config.schema import Config
 from megavlm.config.sharding_rules import shards_gradients
 from megavlm.errors import UserError
@@ -15,11 +16,12 @@ from megavlm.precision.capability import Device, check_fp8, choose_implementatio
 
 @cache
 def device_at_hand() -> Device:
-    """This process's; nothing of Transformer Engine is imported to find out."""
+    """This process's. Where it is a GPU, an installed Transformer Engine is loaded to find out whether it can be."""
     te = _version_of("transformer_engine")
     if not torch.cuda.is_available():
         return Device("a CPU", None, te, None)
-    return Device(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), te, parsed(torch.version.cuda))
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    return Device(name, capability, te, parsed(torch.version.cuda), te_error=loading_error())
 
 
 def implementation(config: Config) -> str:

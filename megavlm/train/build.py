@@ -39,7 +39,7 @@ from megavlm.pipeline.images import patches_by_rank
 from megavlm.planner.auto import offload_complaint
 from megavlm.planner.layers import PATCH_EMBED
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
-from megavlm.precision.device import check_device
+from megavlm.precision.device import check_device, device_at_hand
 from megavlm.train.engine import Engine, Fill, build_engine
 
 
@@ -68,7 +68,11 @@ class Run:
 
 def build(config: Config, backend: Backend) -> Run:
     """Put a run together; raises UserError before anything is written when the configuration does not fit."""
-    start(backend.communication, timeout_minutes=config.parallel.distributed_timeout_minutes)
+    start(
+        backend.communication,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+        device=backend.device,
+    )
     check_device(config)
     rank, run_dir = dist.get_rank(), Path(config.train.run_dir)
     dims = dims_of(config, world=dist.get_world_size())
@@ -88,7 +92,7 @@ def build(config: Config, backend: Backend) -> Run:
     on_rank_0(partial(_write_run_files, run_dir, config, plan, backend))
     if rank == 0:
         print(table(plan, config), flush=True)
-        for hint in _about_offload(config, plan, backend):
+        for hint in (*_about_layers(config), *_about_offload(config, plan, backend)):
             print(hint, flush=True)
 
     on_rank_0(partial(prepare_data, config))
@@ -123,6 +127,12 @@ def build(config: Config, backend: Backend) -> Run:
         sinks=sinks,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.at.dp:05d}.jsonl" if reads else None),
     )
+
+
+def _about_layers(config: Config) -> Iterator[str]:
+    """Why layers are not made of Transformer Engine's parts, where it is installed and was not forgone."""
+    if config.train.transformer_impl == "auto" and (error := device_at_hand().te_error):
+        yield f"Transformer Engine cannot be loaded ({error}): layers are torch's, and slower"
 
 
 def _about_offload(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:

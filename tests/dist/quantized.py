@@ -69,6 +69,17 @@ def _rounded_shards(params: Any, mains: Any, starts: Any, group: Any, _: Any = N
             param._data.view(-1)[start : start + main.numel()] = numbers
 
 
+class _Done:
+    """The handle of communication that is over."""
+
+    def wait(self) -> None: ...
+
+
+def at_once(communicate: Any) -> Any:
+    """A collective that nobody needs to wait for."""
+    return lambda *args, **kwargs: communicate(*args, **{**kwargs, "async_op": False})
+
+
 @contextmanager
 def transformer_engine() -> Iterator[None]:
     """In it this process believes that Transformer Engine is there."""
@@ -94,6 +105,9 @@ def transformer_engine() -> Iterator[None]:
                 super().__init__(*args, **kwargs)
                 if kept[0]:
                     noted = vars(self.weight)
+                    # Transformer Engine allocates, calls the initialiser, and rounds what it finds then.
+                    begun = kwargs["init_method"](torch.full_like(self.weight, torch.nan))
+                    assert begun.isfinite().all(), "what memory held by chance was rounded"
                     storage = torch.zeros(self.weight.shape, dtype=torch.uint8)
                     self.weight = nn.Parameter(Quantized(storage, torch.ones(())))
                     vars(self.weight).update(noted)
@@ -109,8 +123,11 @@ def transformer_engine() -> Iterator[None]:
             (build, "check_device", lambda config: None),
             (megatron.core.extensions, "transformer_engine", extension),
             (fp8_utils, "get_fp8_context", lambda config, is_init=False: making() if is_init else nullcontext()),
-            # gloo gathers what is coalesced as one type: bytes and bf16 numbers come out mixed up.
-            (param_and_grad_buffer, "_coalescing_manager", lambda group, async_ops: nullcontext()),
+            # gloo gathers what is coalesced as one type: bytes and bf16 numbers come out mixed up. So one after the
+            # other, at once; who asked for a handle gets one.
+            (param_and_grad_buffer, "_coalescing_manager", lambda group, async_ops: nullcontext(_Done())),
+            (param_and_grad_buffer, "dist_all_gather_func", at_once(param_and_grad_buffer.dist_all_gather_func)),
+            (param_and_grad_buffer, "dist_reduce_scatter_func", at_once(param_and_grad_buffer.dist_reduce_scatter_func)),
             (fp8_utils, "is_te_min_version", lambda version: True),
             (fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True),
             (fp8_utils, "FP8_TENSOR_CLASS", Quantized),

@@ -16,6 +16,7 @@ def pretend() -> None:
 
     def init(backend: str, *, timeout: Any, **kwargs: Any) -> None:
         assert backend == "nccl", f"a run on CUDA devices communicates by {backend}"
+        assert kwargs.pop("device_id").type == "cuda", "NCCL is told its device"
         kwargs.setdefault("rank", int(os.environ["RANK"]))
         kwargs.setdefault("world_size", int(os.environ["WORLD_SIZE"]))
         kwargs["store"] = fake_pg.FakeStore()

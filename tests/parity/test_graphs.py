@@ -23,7 +23,8 @@ class Replayed:
     """Stands for `torch.cuda.make_graphed_callables`, and does to modules what it does (torch/cuda/graphs.py).
 
     `forward` of each module is replaced, in the module itself, by one that replays as long as the module is in the mode
-    in which it was captured. A replay copies what it is given into the samples' memory, which broadcasts; it is counted.
+    in which it was captured. A replay, which is counted, copies what it is given into the samples' memory (and would
+    broadcast).
     """
 
     def __init__(self) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,7 +19,7 @@ backend.activate()
 from megatron.core.optimizer import clip_grads  # noqa: E402
 from megatron.core.utils import local_multi_tensor_l2_norm  # noqa: E402
 
-from megavlm.backend import everywhere  # noqa: E402
+from megavlm.backend import everywhere, transformer_engine  # noqa: E402
 
 
 def test_the_norm_is_megatron_cores() -> None:
@@ -33,3 +39,43 @@ def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(UserError, match=r"4 processes on this machine see 2 CUDA devices.*--nproc-per-node 2"):
         backend.activate()
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Transformer Engine as before anybody asked for it; the CPU backend's answer comes back afterwards."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("transformer_engine")}
+    transformer_engine.loading_error.cache_clear()
+    yield
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        del sys.modules[name]
+    sys.modules.update(hidden)
+    transformer_engine.loading_error.cache_clear()
+
+
+def test_transformer_engine_that_cannot_be_loaded_counts_as_none(
+    forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert transformer_engine.loading_error() == "", "it is not installed"
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "pytorch" / "__init__.py").write_text("raise RuntimeError('libcudnn.so.9: not found\\nmore')")
+    transformer_engine.loading_error.cache_clear()
+    assert transformer_engine.loading_error() == "RuntimeError: libcudnn.so.9: not found"
+    with pytest.raises(ImportError):
+        importlib.import_module("transformer_engine")
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("32", "32")])
+def test_launches_are_ordered_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", before)
+    backend.activate()
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == before
+    backend.activate(launches_in_order=True)
+    assert os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS") == after

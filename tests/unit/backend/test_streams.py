@@ -51,7 +51,7 @@ def test_a_cpu_works_at_once() -> None:
 
 
 def test_two_streams_do_not_share_scratch_memory(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in Transformer Engine 2.11: one tensor for a device, remembered by a cache that does not ask for the stream."""
+    """As in Transformer Engine 2.11: a tensor for each device, in a cache that does not ask for the stream."""
     gemm: Any = ModuleType("transformer_engine.pytorch.cpp_extensions.gemm")
 
     @functools.cache

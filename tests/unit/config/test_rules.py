@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from megavlm.config import overlapped, sequence_parallel
+from megavlm.config import launches_in_order, overlapped, sequence_parallel
 from megavlm.config.cli import parse
 from megavlm.config.fields import options
 from megavlm.config.ranges import RANGES, UNRANGED
@@ -85,6 +85,19 @@ def test_sequence_parallelism_follows_tp_unless_asked(argv: str, expected: bool)
 def test_overlaps_are_on_where_they_hide_something(argv: str, dp: int, expected: tuple[bool, bool]) -> None:
     parallel = overlapped(parse(argv.split()), dp=dp).parallel
     assert (parallel.overlap_grad_reduce, parallel.overlap_param_gather) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("", False),
+        ("--tp 2", True),
+        ("--tp 2 --data-parallel-sharding full", False),
+        ("--tp 2 --placement colocated --encode-ahead --freeze vision projector", False),
+    ],
+)
+def test_kernels_begin_in_order_for_tensor_parallelism_alone(argv: str, expected: bool) -> None:
+    assert launches_in_order(parse(argv.split())) is expected
 
 
 def test_a_run_dir_that_exists_is_resumed(tmp_path: pytest.TempPathFactory) -> None:
