@@ -18,10 +18,11 @@ from torch import Tensor
 from megavlm.config.lora import adapted_parts
 from megavlm.config.precision_rules import fp8_in, layer_precision
 from megavlm.config.schema import Config
+from megavlm.model.activation import ACTIVATIONS
 from megavlm.model.attention import CoreAttention
 from megavlm.model.cross_entropy import CrossEntropy, vocab_parallel_cross_entropy
 from megavlm.model.norm import Norm
-from megavlm.model.parts import Execution, Modules
+from megavlm.model.parts import Execution, Modules, with_bias_inside
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import module_of
 from megavlm.precision.device import implementation
@@ -50,12 +51,14 @@ def modules_of(name: str, config: Config, groups: Groups) -> Modules:
 
 def torch_modules(fp8: Callable[[], Operands] | None = None) -> Modules:
     """Ours and megatron-core's own, which run anywhere; linear layers emulate FP8 with operands that `fp8` makes."""
-    column: Any = ColumnParallelLinear
-    row: Any = RowParallelLinear
+    column: Any = with_bias_inside(ColumnParallelLinear)
+    row: Any = with_bias_inside(RowParallelLinear)
     if fp8 is not None:
-        column = ModuleSpec(module=EmulatedColumnParallelLinear, params={"operands": fp8})
-        row = ModuleSpec(module=EmulatedRowParallelLinear, params={"operands": fp8})
-    return Modules(norm=Norm, column_linear=column, row_linear=row, core_attention=CoreAttention)
+        column = ModuleSpec(module=with_bias_inside(EmulatedColumnParallelLinear), params={"operands": fp8})
+        row = ModuleSpec(module=with_bias_inside(EmulatedRowParallelLinear), params={"operands": fp8})
+    return Modules(
+        norm=Norm, column_linear=column, row_linear=row, core_attention=CoreAttention, activations=ACTIVATIONS
+    )
 
 
 def cross_entropy_of(config: Config) -> CrossEntropy:

@@ -34,28 +34,6 @@ from megavlm.planner.layers import LANGUAGE_LAYER, VISION_LAYER
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def quick_gelu(x: Tensor) -> Tensor:
-    """x·σ(1.702x), the approximation that CLIP was trained with."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate)·up of [gate, up]. megatron-core takes it from the spec where `use_te_activation_func` says so.
-
-    Its own formula adds an offset of zero to `up`: one more pass, and one more tensor kept for backward.
-    """
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": quick_gelu,
-    "swiglu": F.silu,
-}
-
-
 def padded_heads(heads: int, tp: int) -> int:
     """Heads after padding to a multiple of TP; the padding's weights are zero and stay zero (`weights.py`)."""
     return -(-heads // tp) * tp
@@ -83,6 +61,8 @@ def common_config(config: Config, *, tp: int, **overrides: Any) -> TransformerCo
         init_method=begin,
         output_layer_init_method=begin,
         embedding_init_method=_leave_as_is,
+        use_te_activation_func=True,  # the activation is in the layer's spec; the one named here is not run
+        activation_func=F.silu,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -113,9 +93,7 @@ def vision_config(config: Config, *, tp: int) -> TransformerConfig:
         kv_channels=vision.hidden_size // vision.num_attention_heads,
         normalization=vision.normalization,
         layernorm_epsilon=vision.norm_epsilon,
-        activation_func=ACTIVATIONS[vision.activation],
         gated_linear_unit=vision.activation == "swiglu",
-        use_te_activation_func=vision.activation == "swiglu",
         add_bias_linear=vision.add_bias_linear,
         add_qkv_bias=vision.add_qkv_bias,
         **fp8_fields(config, "vision"),
@@ -136,9 +114,7 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
         kv_channels=head_width(language),
         normalization="RMSNorm",
         layernorm_epsilon=language.norm_epsilon,
-        activation_func=F.silu,
         gated_linear_unit=True,
-        use_te_activation_func=True,
         add_bias_linear=False,
         add_qkv_bias=language.add_qkv_bias,
         qk_layernorm=language.qk_norm,
@@ -176,6 +152,7 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
         qk_norm=qk_norm,
         branch=branch,
         qkv_bias=vision.add_qkv_bias,
+        activation=vision.activation,
     )
     return _layer(layer_config, submodules, groups, number)
 
@@ -189,6 +166,7 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
         qk_norm=qk_norm,
         branch=get_bias_dropout_add,
         qkv_bias=config.model.language.add_qkv_bias,
+        activation="swiglu",
     )
     return _layer(layer_config, submodules, groups, number)
 
@@ -201,7 +179,7 @@ def _layer(
 
 
 def _submodules(
-    modules: Modules, mask: AttnMaskType, *, qk_norm: Any, branch: Any, qkv_bias: bool
+    modules: Modules, mask: AttnMaskType, *, qk_norm: Any, branch: Any, qkv_bias: bool, activation: str
 ) -> TransformerLayerSubmodules:
     attention = SelfAttentionSubmodules(
         linear_qkv=partial(_qkv_linear, modules.column_linear, qkv_bias=qkv_bias),
@@ -210,7 +188,11 @@ def _submodules(
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=modules.column_linear, linear_fc2=modules.row_linear, activation_func=swiglu)
+    mlp = MLPSubmodules(
+        linear_fc1=modules.column_linear,
+        linear_fc2=modules.row_linear,
+        activation_func=modules.activations[activation],
+    )
     return TransformerLayerSubmodules(
         input_layernorm=modules.norm,
         self_attention=ModuleSpec(module=Attention, params={"attn_mask_type": mask}, submodules=attention),

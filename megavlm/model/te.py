@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 
 from megavlm.config.precision_rules import layer_precision
 from megavlm.config.schema import Config
-from megavlm.model.parts import Execution, Modules
+from megavlm.model.activation import ACTIVATIONS, Activation, keeping_input
+from megavlm.model.parts import Execution, Modules, with_bias_inside
 from megavlm.parallel.groups import Groups
 
 # A norm inside the linear layer after it; checkpoints know it by its place in the layer.
@@ -32,11 +33,13 @@ _FUSED = {
 
 def te_modules(extension: Any, *, fused_norm: bool) -> Modules:
     """The parts out of `megatron.core.extensions.transformer_engine`, or what stands for it."""
+    column = extension.TELayerNormColumnParallelLinear if fused_norm else extension.TEColumnParallelLinear
     return Modules(
         norm=IdentityOp if fused_norm else extension.TENorm,
-        column_linear=extension.TELayerNormColumnParallelLinear if fused_norm else extension.TEColumnParallelLinear,
-        row_linear=extension.TERowParallelLinear,
+        column_linear=with_bias_inside(column),
+        row_linear=with_bias_inside(extension.TERowParallelLinear),
         core_attention=flattened(extension.TEDotProductAttention),
+        activations=ACTIVATIONS | te_activations(),
         keys=_FUSED if fused_norm else {},
     )
 
@@ -50,6 +53,17 @@ def te_cross_entropy(kernel: Any, logits: Tensor, labels: Tensor, group: Process
     rows = logits.reshape(1, -1, logits.shape[-1])
     loss: Tensor = kernel(rows, labels.reshape(1, -1).contiguous(), group, is_cg_capturable=True)
     return loss.view(labels.shape)
+
+
+def te_activations() -> dict[str, Activation]:
+    """SwiGLU and quick GELU, one kernel forward and one backward. Its GELU is the tanh approximation, as torch's."""
+    import transformer_engine_torch as tex
+
+    def kernel(forward: Any, backward: Any) -> Activation:
+        # The last argument would be a quantizer of the output.
+        return keeping_input(lambda x: forward(x, None), lambda grad, x: backward(grad, x, None))
+
+    return {"swiglu": kernel(tex.swiglu, tex.dswiglu), "quick_gelu": kernel(tex.qgelu, tex.dqgelu)}
 
 
 @cache

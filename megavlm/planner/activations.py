@@ -93,8 +93,7 @@ class _VisionLayer:
         self.rotated = vision.position_embedding != "learned"
         self.qk_norm = vision.qk_norm != "none"
         self.scaled = vision.layer_scale
-        # Of the width inside the MLP: what the activation and the second product keep.
-        self.inner = {"swiglu": 3, "quick_gelu": 2}.get(vision.activation, 1)
+        self.inner = 1 + (vision.activation == "swiglu")  # widths of the MLP that the activation keeps, its input's
 
     def saved(self, *, trained: bool, core_attention: bool) -> float:
         case, e, T = self.case, self.case.bytes_each, self.tokens
@@ -121,5 +120,5 @@ class _LanguageLayer(_VisionLayer):
         self.case, self.tokens, self.hidden = case, case.work.tokens, language.hidden_size
         self.heads, self.width = heads // tp, head_width(language)
         self.groups = max(1, (language.num_query_groups or heads) // tp)
-        self.ffn, self.inner = language.ffn_hidden_size / tp, 3
+        self.ffn, self.inner = language.ffn_hidden_size / tp, 2
         self.norm, self.rotated, self.qk_norm, self.scaled = "RMSNorm", True, language.qk_norm, False

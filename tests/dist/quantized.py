@@ -89,7 +89,7 @@ def transformer_engine() -> Iterator[None]:
 
     from megavlm.model import modules
     from megavlm.train import build
-    from tests.parity import stand_ins
+    from tests.parity import stand_ins, te_kernels
 
     kept: list[bool] = [False]
 
@@ -118,6 +118,7 @@ def transformer_engine() -> Iterator[None]:
     linears = {name: in_fp8(getattr(stand_ins.EXTENSION, name)) for name in names}
     extension = SimpleNamespace(**{**vars(stand_ins.EXTENSION), **linears})
     with ExitStack() as stack:
+        stack.enter_context(te_kernels.importable())
         for owner, name, value in (
             (modules, "implementation", lambda config: "te"),
             (build, "check_device", lambda config: None),

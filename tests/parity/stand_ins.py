@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from megavlm.model import modules
 from megavlm.model.attention import CoreAttention
 from megavlm.model.norm import Norm
+from tests.parity import te_kernels
 
 
 class _Pickles:
@@ -37,15 +38,21 @@ class _Pickles:
         assert state is None, "extra state was written to a checkpoint"
 
 
-class TEColumnParallelLinear(_Pickles, ColumnParallelLinear):
+class _Linear(_Pickles):
+    def __init__(self, *args: Any, bias: bool, skip_bias_add: bool, **kwargs: Any) -> None:
+        super().__init__(*args, bias=bias, skip_bias_add=skip_bias_add, **kwargs)
+        self.te_return_bias = skip_bias_add and bias  # else the product adds it
+
+
+class TEColumnParallelLinear(_Linear, ColumnParallelLinear):
     pass
 
 
-class TERowParallelLinear(_Pickles, RowParallelLinear):
+class TERowParallelLinear(_Linear, RowParallelLinear):
     pass
 
 
-class TELayerNormColumnParallelLinear(_Pickles, ColumnParallelLinear):
+class TELayerNormColumnParallelLinear(_Linear, ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         norm = Norm(config, input_size, config.layernorm_epsilon)
@@ -148,5 +155,6 @@ def transformer_engine() -> Iterator[None]:
     with (
         patch.object(modules, "implementation", lambda config: "te"),
         patch.object(megatron.core.extensions, "transformer_engine", EXTENSION, create=True),
+        te_kernels.importable(),
     ):
         yield

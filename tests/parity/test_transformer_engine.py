@@ -18,6 +18,7 @@ from megavlm.model import te
 from megavlm.model.modules import fp8_fields
 from megavlm.model.weights import initialize, named_shards
 from megavlm.planner.layers import layer_names
+from tests.parity import te_kernels
 from tests.parity.harness import Single
 from tests.parity.stand_ins import TEDotProductAttention, TELayerNormColumnParallelLinear, transformer_engine
 from tests.parity.test_packing import VOCABULARY, base, samples_of, trained
@@ -32,6 +33,12 @@ RICH = replace(
     ),
 )
 ADAPTED = replace(base(), lora=LoraConfig(rank=2))
+# Calls of its kernels in a pass through two vision layers and two language layers.
+KERNELS = {
+    "plain": {"swiglu": 2, "dswiglu": 2},
+    "rich": {"swiglu": 2, "dswiglu": 2, "qgelu": 2, "dqgelu": 2},
+    "adapted": {"swiglu": 2, "dswiglu": 2},
+}
 CONFIGS = {"plain": base(), "rich": RICH, "adapted": ADAPTED}
 
 
@@ -61,6 +68,7 @@ def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single
 
     fused = isinstance(theirs.parts["language.layers.0"].mlp.linear_fc1, TELayerNormColumnParallelLinear)
     assert fused == (name != "adapted")  # adapters read what the norm writes
+    assert not any(getattr(module, "te_return_bias", False) for module in theirs.modules()), "biases to add apart"
     source, samples = samples_of(config, (140, 132, 125, 140))
     rows = [samples[:2], samples[2:]]
     alone = batch_of(source, [samples[0]], seq_length=144, with_patches=True)
@@ -68,8 +76,10 @@ def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single
     for batch, format in ((alone, "sbhd"), (packed, "thd")):
         loss, gradients = trained(ours, [batch])
         TEDotProductAttention.calls.clear()
+        te_kernels.calls.clear()
         found, found_gradients = trained(theirs, [batch])
         assert TEDotProductAttention.calls == ["thd"] * 2 + [format] * 2  # images are packed anyhow
+        assert te_kernels.calls == KERNELS[name]
         assert found == pytest.approx(loss, rel=1e-6)
         named = {global_name(local): gradient for local, gradient in found_gradients.items()}
         assert named.keys() == gradients.keys()

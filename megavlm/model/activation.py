@@ -1,0 +1,83 @@
+"""Activations of the MLP that keep their input alone for the backward pass, and compute the rest anew.
+
+Written as the products that autograd would record, SwiGLU keeps silu(gate) and quick GELU keeps σ(1.702x) besides: one
+more tensor of the widest width in a layer. torch's own GELUs keep their input anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def keeping_input(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor]) -> Activation:
+    """An activation out of `forward(x)` and `backward(gradient of the output, x)`, each of which may be one kernel."""
+
+    def activation(x: Tensor) -> Tensor:
+        output: Tensor = _KeepsInput.apply(x, forward, backward)
+        return output
+
+    return activation
+
+
+class _KeepsInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Any, backward: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.gradient = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.gradient(grad, x), None, None
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x·Φ(x)."""
+    return F.gelu(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The same with Φ approximated by a hyperbolic tangent."""
+    return F.gelu(x, approximate="tanh")
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate)·up of [gate, up] (Shazeer 2020). megatron-core's own formula adds an offset of zero to `up`."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """[grad·up·silu′(gate), grad·silu(gate)], written into one tensor."""
+    gate, up = x.chunk(2, dim=-1)
+    out = torch.empty_like(x)
+    of_gate, of_up = out.chunk(2, dim=-1)
+    torch.mul(grad, F.silu(gate), out=of_up)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+    return out
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x·σ(1.702x), the approximation that CLIP was trained with."""
+    return torch.sigmoid(1.702 * x).mul_(x)
+
+
+def quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """With u = 1.702x: x·σ(u) = silu(u)/1.702, whose derivative is silu′(u)."""
+    return torch.ops.aten.silu_backward(grad, 1.702 * x)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": keeping_input(quick_gelu, quick_gelu_backward),
+    "swiglu": keeping_input(swiglu, swiglu_backward),
+}
