@@ -122,7 +122,7 @@ def our_engine(options: Config, backend: Backend) -> Any:
     from megavlm.planner.plan import dims_of, make_plan
     from megavlm.train.engine import build_engine
 
-    start(backend.communication, timeout_minutes=5)
+    start(backend, timeout_minutes=5)
     plan = make_plan(options, dims_of(options, world=dist.get_world_size()))
     groups = build_groups(plan.dims, tied_owners=(), seed=options.train.seed, timeout_minutes=5)
     return build_engine(options, plan, groups, vocab_size=VOCABULARY, backend=backend)

@@ -175,7 +175,7 @@ class _Ours(_Side):
         check_device(config)
         if self.on_gpu and emulates_fp8(config):
             raise RuntimeError("without Transformer Engine FP8 would be emulated")
-        start(self.backend.communication, timeout_minutes=5)
+        start(self.backend, timeout_minutes=5)
         destroy_groups()
         plan = make_plan(config, dims_of(config, world=1))
         groups = build_groups(plan.dims, tied_owners=(), seed=1, timeout_minutes=5)

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+from megavlm.backend import Backend
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Coordinates, Dims
 
@@ -67,19 +68,19 @@ class Groups:
         return self.at.tp == 0
 
 
-def start(communication: str, *, timeout_minutes: float, device: torch.device | None = None) -> None:
+def start(backend: Backend, *, timeout_minutes: float) -> None:
     """Join torchrun's world, or be a world of one when started by plain python.
 
-    NCCL is told this process's `device`: a barrier would guess it from the rank, wrongly where machines differ in GPUs.
+    NCCL is told this process's device: a barrier would guess it from the rank, wrongly where machines differ in GPUs.
     """
     if dist.is_initialized():
         return
     timeout = timedelta(minutes=timeout_minutes)
     if dist.is_torchelastic_launched():
-        bound = device if communication == "nccl" else None
-        dist.init_process_group(communication, timeout=timeout, device_id=bound)
+        device = backend.device if backend.communication == "nccl" else None
+        dist.init_process_group(backend.communication, timeout=timeout, device_id=device)
     else:
-        dist.init_process_group(communication, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+        dist.init_process_group(backend.communication, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
 
 
 def on_rank_0(action: Callable[[], None]) -> None:

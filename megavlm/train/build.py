@@ -68,11 +68,7 @@ class Run:
 
 def build(config: Config, backend: Backend) -> Run:
     """Put a run together; raises UserError before anything is written when the configuration does not fit."""
-    start(
-        backend.communication,
-        timeout_minutes=config.parallel.distributed_timeout_minutes,
-        device=backend.device,
-    )
+    start(backend, timeout_minutes=config.parallel.distributed_timeout_minutes)
     check_device(config)
     rank, run_dir = dist.get_rank(), Path(config.train.run_dir)
     dims = dims_of(config, world=dist.get_world_size())

@@ -19,7 +19,7 @@ ONE = Dims(tp=1, pp=1, vpp=1, dp=1)
 def groups_of_one(backend: Backend, *, seed: int = 0) -> Groups:
     """A world of this process alone, in place of whatever layout was before."""
     destroy_groups()
-    start(backend.communication, timeout_minutes=10)
+    start(backend, timeout_minutes=10)
     return build_groups(ONE, tied_owners=(0, 0), seed=seed, timeout_minutes=10)
 
 

@@ -31,7 +31,7 @@ def compared(impl: str, precision: str, vocabulary: int, sequence_parallel: bool
     from megavlm.parallel.groups import build_groups, destroy_groups, start
     from tests.parity.stand_ins import te_parallel_cross_entropy
 
-    start(activate().communication, timeout_minutes=1)
+    start(activate(), timeout_minutes=1)
     destroy_groups()
     world, dtype = dist.get_world_size(), DTYPES[precision]
     groups = build_groups(Dims(tp=world, pp=1, vpp=1, dp=1), tied_owners=(0, 0), seed=1, timeout_minutes=1)

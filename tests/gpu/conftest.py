@@ -34,7 +34,7 @@ def world() -> Iterator[Any]:
     backend = activate()  # before anything imports megatron-core
     from megavlm.parallel.groups import destroy_groups, start
 
-    start(backend.communication, timeout_minutes=2)
+    start(backend, timeout_minutes=2)
     yield backend
     destroy_groups()
 

@@ -115,7 +115,7 @@ def main() -> None:
     backend = activate()  # before anything imports megatron-core
     from megavlm.parallel.groups import start
 
-    start(backend.communication, timeout_minutes=2)
+    start(backend, timeout_minutes=2)
     torch.save(results(sys.argv[2:], backend), sys.argv[1])
 
 

@@ -20,7 +20,7 @@ def single() -> Iterator[Any]:
     from megavlm.parallel.groups import build_groups, destroy_groups, start
     from tests.parity.harness import Single
 
-    start(BACKEND.communication, timeout_minutes=1)
+    start(BACKEND, timeout_minutes=1)
     destroy_groups()  # of a conversion that a test ran before
     yield Single(BACKEND, build_groups(Dims(tp=1, pp=1, vpp=1, dp=1), tied_owners=(0, 0), seed=1, timeout_minutes=1))
     destroy_groups()
