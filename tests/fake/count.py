@@ -66,7 +66,9 @@ class Counting(NoDevice):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        read, written = _on_device((args, kwargs)), _on_device(result)
+        outputs = {argument.name for argument in func._schema.arguments if argument.is_out}
+        inputs = {name: value for name, value in (kwargs or {}).items() if name not in outputs}
+        read, written = _on_device((args, inputs)), _on_device(result)
         name = func._schema.name.partition("::")[2]
         if not (read or written) or func.is_view or func.namespace == "prim" or name.startswith(_NO_KERNEL):
             return
@@ -109,6 +111,19 @@ def counted(mode: Counting, step: Callable[[], object]) -> dict[str, Count]:
     return mode.counts
 
 
+class _SiluBackward:
+    """The operation where it is called by name; its overloads are torch's."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def __call__(self, grad: Any, x: Any) -> torch.Tensor:
+        return _aten.hardswish_backward(grad, x)
+
+
 def like_a_cuda_build() -> None:
     """Three functions that a CPU build of torch takes apart are single kernels each way in one for CUDA."""
     functional = torch.nn.functional
@@ -121,12 +136,11 @@ def like_a_cuda_build() -> None:
         scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         assert attn_mask is None, "flash attention takes no mask"
-        if enable_gqa:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
 
     functional.rms_norm, functional.scaled_dot_product_attention = rms_norm, attention
     functional.silu = lambda x, inplace=False: functional.hardswish(x)  # one kernel each way, of as many bytes
+    torch.ops.aten.silu_backward = _SiluBackward(_aten.silu_backward)
     original = torch.nn.Module.to
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,231 @@
+"""What a step of `gpu_vlm.py` should take on a GPU, before one has said it: ours then and now, and Transformers'.
+
+    python benchmarks/predict_gpu.py [--write]          # --write: into docs/performance-model.md, too
+
+Arithmetic of `megavlm/planner/explain.py` on the shapes of `gpu_model.py`. Transformers' passes and launches are those
+that `host_time.py` counted (the last record). Nothing here was measured on a GPU but for the rate of square products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import gpu_model
+
+from megavlm.model.flops import attends_in_windows
+from megavlm.parallel.dims import Dims
+from megavlm.planner.case import Case, case_of
+from megavlm.planner.explain import Explained, HostTime, Part, device_alone, explained, played, work_terms
+from megavlm.planner.hardware import Hardware, profile
+from megavlm.planner.layers import LANGUAGE_LAYER, VISION_LAYER
+from megavlm.planner.parameters import local_parameters
+from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, Passes
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "performance-model.md"
+_BEGIN, _END = "<!-- benchmarks/predict_gpu.py -->", "<!-- end -->"
+RECORDS = Path(__file__).parent / "records" / "host_time.jsonl"
+GPUS = {"h100": 79.2, "h200": 139.8}  # GiB that CUDA reports, of which `gpu_vlm.py` plans for 75 %
+SHARE = 0.75
+OURS = HostTime()
+THEIRS = HostTime(layer=(100e-6, 0.0), attention_call=15e-6, waits=True)  # seven modules; one SDPA call a window
+# Bytes a trained number: gradient's norm 4, clipping 8, AdamW 28; weights and gradients are cast inside the layers.
+THEIR_UPDATE = 40
+TERMS = {
+    "products": ("products",),
+    "attention": ("attention", "empty tiles of windows"),
+    "norms, residuals": ("norms", "residuals"),
+    "rotation, QKV, biases": ("rotation", "QKV split", "copies of queries", "copies of values", "biases"),
+    "activation": ("activation",),
+    "casts to FP8": ("casts to FP8",),
+    "weight gradients": ("weight gradients",),
+    "cross entropy": ("cross entropy",),
+    "other passes": ("passes", "other"),
+}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One shape on one GPU: a step by program."""
+
+    shape: gpu_model.Shape
+    gpu: str
+    fits: bool
+    steps: dict[str, Explained]
+
+    def language_tflops(self, program: str) -> float:
+        return float(gpu_model.language_flops(self.shape) / self.steps[program].language / 1e12)
+
+    def ratio(self, program: str) -> float:
+        return self.steps["Transformers"].seconds / self.steps[program].seconds
+
+
+def predictions() -> list[Predicted]:
+    return [predicted(shape, gpu) for shape in gpu_model.shapes(small=False) for gpu in GPUS]
+
+
+def predicted(shape: gpu_model.Shape, gpu: str) -> Predicted:
+    hardware, memory, fits = profile(gpu), SHARE * GPUS[gpu] * 2**30, True
+    try:
+        shape = shape.with_layers(gpu_model.layers_that_fit(shape, memory=memory))
+    except SystemExit:  # not even one
+        shape, fits = shape.with_layers(1), False
+    programs: dict[str, Passes] = {"before": BEFORE, "now": NOW, "possible": POSSIBLE}
+    steps = {name: explained(case(shape), hardware, passes, OURS) for name, passes in programs.items()}
+    fp8 = {f"{name}, FP8": explained(case(shape, "fp8"), hardware, p, OURS) for name, p in programs.items()}
+    return Predicted(shape, gpu, fits, {**steps, **fp8, "Transformers": transformers(shape, hardware)})
+
+
+def case(shape: gpu_model.Shape, precision: str = "bf16") -> Case:
+    config = gpu_model.run_config(shape, precision=precision)
+    return replace(case_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=True), work=gpu_model.workload(shape))
+
+
+def transformers(shape: gpu_model.Shape, hardware: Hardware) -> Explained:
+    """Transformers' step: its counted passes and launches, our products."""
+    whole = case(shape)
+    counted = counts()["transformers"]["counted"][shape.name]["stretches"]
+    device = device_alone(hardware)
+    parts = [_their_part(name, whole, device, counted) for name in whole.names]
+    trained = sum(local_parameters(name, shape.model, 1) for name in whole.names)
+    return played(parts, trained * THEIR_UPDATE, hardware, THEIRS)
+
+
+def _their_part(name: str, whole: Case, hardware: Hardware, counted: dict[str, Any]) -> Part:
+    vision = whole.model.vision
+    key = name
+    if name.startswith(VISION_LAYER):
+        windowed = vision.window_size is None or attends_in_windows(vision, int(name.removeprefix(VISION_LAYER)))
+        key = f"{VISION_LAYER}{1 if windowed else 2}"
+    elif name.startswith(LANGUAGE_LAYER):
+        key = f"{LANGUAGE_LAYER}1"
+    sides = [counted.get(f"{key} {way}") for way in ("forward", "backward")]
+    if sides[0] is None:  # patches and their norm run before the first layer that is followed
+        return Part(name)
+    passes, host = [], []
+    for side, rates, each in zip(sides, (hardware.forward, hardware.backward), THEIRS.operation, strict=True):
+        launches, moved = (side["launches"], side["moved_bytes"]) if side else (0, 0)
+        calls = sum(n for op, n in side["operations"].items() if op.endswith("flash_attention")) if side else 0
+        # The embedding's backward stretch ends with clipping, which is counted with the update.
+        passes.append(0.0 if name == "embedding" and rates is hardware.backward else moved / rates.bandwidth)
+        host.append(launches * each + calls * THEIRS.attention_call)
+    numbered = name.startswith((VISION_LAYER, LANGUAGE_LAYER))
+    python = THEIRS.layer if numbered else (0.0, 0.0)
+    terms = {**work_terms(name, whole, hardware), "passes": (passes[0], passes[1])}
+    return Part(name, terms, (host[0] + python[0], host[1] + python[1]))
+
+
+def counts() -> dict[str, Any]:
+    """What `host_time.py` recorded last, by side."""
+    sides: dict[str, Any] = json.loads(RECORDS.read_text(encoding="utf-8").splitlines()[-1])["sides"]
+    return sides
+
+
+def tables() -> list[str]:
+    """The tables of docs/performance-model.md, one after the other."""
+    found = predictions()
+    lines = summary(found)
+    for each in found:
+        lines += ["", *milliseconds(each)]
+    return [*lines, "", *targets(found)]
+
+
+def summary(found: Sequence[Predicted]) -> list[str]:
+    lines = [
+        "| shape | GPU | language layers | step, ms: before | now | possible | Transformers | gain: before | now "
+        "| possible | possible, FP8 |",
+        "|---" * 11 + "|",
+    ]
+    programs = ("before", "now", "possible")
+    for each in found:
+        layers = f"{each.shape.model.language.num_layers}" + " (does not fit)" * (not each.fits)
+        cells = [each.shape.name, each.gpu.upper(), layers]
+        cells += [f"{1e3 * each.steps[name].seconds:.0f}" for name in (*programs, "Transformers")]
+        cells += [f"{each.ratio(name):.2f} ×" for name in (*programs, "possible, FP8")]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| language part, TFLOP/s | GPU | bf16: before | now | possible | FP8: before | now | possible |",
+        "|---" * 8 + "|",
+    ]
+    for each in found:
+        rates = [each.language_tflops(name + fp8) for fp8 in ("", ", FP8") for name in programs]
+        lines.append(f"| {each.shape.name} | {each.gpu.upper()} | {' | '.join(f'{rate:.0f}' for rate in rates)} |")
+    return lines
+
+
+def milliseconds(each: Predicted) -> list[str]:
+    """Where a step's milliseconds go."""
+    programs = ("before", "now", "possible", "Transformers")
+    lines = [f"| {each.shape.name}, {each.gpu.upper()}, ms | {' | '.join(programs)} |", "|---" * 5 + "|"]
+    rows: dict[str, list[float]] = {}
+    for program in programs:
+        step = each.steps[program]
+        spread = {
+            f"language layers: {label}": _sum(step.of("language.layers."), terms) for label, terms in TERMS.items()
+        }
+        spread["last norm, output and loss"] = sum(step.of("language.norm").values()) + sum(step.of("output").values())
+        spread["vision layers: products, attention"] = _sum(step.of("vision.layers."), ("products", "attention"))
+        spread["vision layers: empty tiles of windows"] = _sum(step.of("vision.layers."), ("empty tiles of windows",))
+        spread["vision layers: passes"] = sum(step.of("vision.layers.").values()) - sum(
+            spread[f"vision layers: {rest}"] for rest in ("products, attention", "empty tiles of windows")
+        )
+        others = ("patch_embed", "vision.norm", "projector", "embedding")
+        spread["patches, projector, embedding"] = sum(sum(step.of(name).values()) for name in others)
+        spread["gradients and update"] = sum(step.of("update").values())
+        spread["the device waits for the host"] = step.waiting()
+        spread["step"] = step.seconds
+        for label, seconds in spread.items():
+            rows.setdefault(label, []).append(seconds)
+    shown = {label: values for label, values in rows.items() if any(1e3 * value >= 0.05 for value in values)}
+    return lines + [
+        f"| {label} | {' | '.join(f'{1e3 * value:.1f}' for value in values)} |" for label, values in shown.items()
+    ]
+
+
+def _sum(terms: dict[str, float], names: Sequence[str]) -> float:
+    return sum(terms.get(name, 0.0) for name in names)
+
+
+def targets(found: Sequence[Predicted]) -> list[str]:
+    """Milliseconds that are missing to each target, from where the step is now."""
+    lines = [
+        "| shape | GPU | to 500 TFLOP/s | to 700 in FP8 | to 1.5 × Transformers | to 2 × |",
+        "|---" * 6 + "|",
+    ]
+    for each in found:
+        flops, now = gpu_model.language_flops(each.shape), each.steps["now"]
+        missing = (
+            now.language - flops / 500e12,
+            each.steps["now, FP8"].language - flops / 700e12,
+            now.seconds - each.steps["Transformers"].seconds / 1.5,
+            now.seconds - each.steps["Transformers"].seconds / 2,
+        )
+        cells = [
+            f"{1e3 * value:.0f} ms less" if value > 0 else f"met, {-1e3 * value:.0f} ms to spare" for value in missing
+        ]
+        lines.append(f"| {each.shape.name} | {each.gpu.upper()} | {' | '.join(cells)} |")
+    return lines
+
+
+def documented(text: str) -> str:
+    """The document with today's tables between its two marks."""
+    head, _, rest = text.partition(_BEGIN)
+    _, _, tail = rest.partition(_END)
+    return f"{head}{_BEGIN}\n{chr(10).join(tables())}\n{_END}{tail}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/performance-model.md")
+    if parser.parse_args().write:
+        DOCUMENT.write_text(documented(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    print("\n".join(tables()))
+
+
+if __name__ == "__main__":
+    main()

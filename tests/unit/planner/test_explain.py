@@ -1,0 +1,87 @@
+"""The model of one GPU's step: what is launched when, and what each table of passes says of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megavlm.config.schema import Config, TrainConfig
+from megavlm.parallel.dims import Dims
+from megavlm.planner.case import Case, case_of
+from megavlm.planner.explain import Explained, HostTime, Part, explained, played
+from megavlm.planner.hardware import profile
+from megavlm.planner.models import llava_1_5_7b, qwen2_5_vl_7b
+from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, moved
+
+H100 = profile("h100")
+
+
+def case(model: str = "llava", **train: object) -> Case:
+    sizes = llava_1_5_7b() if model == "llava" else qwen2_5_vl_7b()
+    config = Config(
+        model=sizes,
+        train=TrainConfig(seq_length=4096, micro_batch_size=1, global_batch_size=1, precision="bf16", **train),  # type: ignore[arg-type]
+    )
+    return case_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=True)
+
+
+def step(device: tuple[float, float], host: tuple[float, float], *, waits: bool = False) -> Explained:
+    """Three layers that see, whose host is slow, then two of language, whose device is."""
+    seeing = [Part(f"vision.layers.{i}", {"products": (1.0, 2.0)}, host) for i in range(3)]
+    language = [Part(f"language.layers.{i}", {"products": device}, (1.0, 1.0)) for i in range(2)]
+    return played([*seeing, *language], 0.0, H100, HostTime(waits=waits))
+
+
+def test_the_device_waits_in_the_forward_pass_and_the_host_is_ahead_in_the_backward_pass() -> None:
+    found = step((10.0, 20.0), (4.0, 4.0))
+    # Forward: vision ends at 3·4 + 1; language 20 later. Backward: 40, when the host has been ahead for long, then 6.
+    assert found.seconds == pytest.approx(13 + 20 + 40 + 6)
+    assert found.waiting() == pytest.approx(13 - 3)
+    assert found.language == pytest.approx(20 + 40)
+    slow = step((1.0, 1.0), (4.0, 4.0))  # language is no longer than its launches: the host is never ahead
+    assert slow.seconds == pytest.approx(12 + 2 + 2 + 12 + 2)
+    # A host that asks the device after each layer comes to the next one later: 3·(4 + 1), and 1 until language begins.
+    assert step((10.0, 20.0), (4.0, 4.0), waits=True).seconds == pytest.approx(16 + 20 + 40 + 6)
+
+
+def test_passes_of_a_language_layer_are_the_textbooks() -> None:
+    """LLaVA: 4096 wide, MLP 11008, 4,096 tokens of two bytes."""
+    one = 4096 * 2
+    found = moved("language.layers.0", case(), BEFORE, te=True)
+    assert found.terms["norms"] == (4 * 4096 * one, 6 * 4096 * one)
+    assert found.terms["rotation"] == (5 * 8192 * one, 5 * 8192 * one)
+    assert found.terms["activation"] == (5 * 11008 * one, 13 * 11008 * one)
+    matrices = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert found.terms["weight gradients"] == (0, 10 * matrices)
+    assert "biases" not in found.terms
+    frozen = replace(case(), own=frozenset())
+    assert moved("language.layers.0", frozen, BEFORE, te=True).backward == found.backward - 10 * matrices
+
+
+def test_each_program_is_faster_than_the_one_before() -> None:
+    assert BEFORE.update.total == 58
+    for model in ("llava", "qwen"):
+        seconds = [explained(case(model), H100, passes, HostTime()).seconds for passes in (BEFORE, NOW, POSSIBLE)]
+        assert seconds[0] > seconds[1] > seconds[2]
+        for step in (explained(case(model), H100, passes, HostTime()) for passes in (BEFORE, POSSIBLE)):
+            assert 0 <= step.waiting() < step.seconds
+            assert sum(sum(part.device) for part in step.parts) + step.waiting() == pytest.approx(step.seconds)
+
+
+def test_fp8_speeds_products_up_and_adds_casts() -> None:
+    half, fp8 = (explained(case(**more), H100, NOW, HostTime()) for more in ({}, {"fp8": "hybrid"}))
+    of = [each.of("language.layers.") for each in (half, fp8)]
+    assert 1.4 < of[0]["products"] / of[1]["products"] < 2
+    assert "casts to FP8" not in of[0]
+    assert 0 < of[1]["casts to FP8"] < of[0]["products"] - of[1]["products"]
+    assert fp8.of("output") == half.of("output")
+
+
+def test_windows_cost_nothing_but_themselves_as_batches() -> None:
+    apart, together = (
+        explained(case("qwen"), H100, replace(NOW, windows_batched=batched), HostTime()).of("vision.layers.")
+        for batched in (False, True)
+    )
+    assert apart.pop("empty tiles of windows") > 0
+    assert apart == together
