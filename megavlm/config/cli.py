@@ -10,8 +10,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from megavlm.config.effects import without_idle
 from megavlm.config.fields import Kind, Option, options, with_values
 from megavlm.config.load import from_yaml_file, to_yaml
+from megavlm.config.run_length import run_of
 from megavlm.config.schema import Config
 from megavlm.config.words import did_you_mean, plain, renamed
 from megavlm.errors import UserError
@@ -27,7 +29,8 @@ def parse(argv: Sequence[str]) -> Config:
     """The configuration that a command line asks for.
 
     A recipe, a YAML file or the defaults come first and each flag given overrides them; of a flag given twice, the
-    last counts. Raises UserError for anything wrong. `--help` and `--print-config` print and exit with 0.
+    last counts. What a recipe says of schedules and of options without effect gives way to the flags. Raises UserError
+    for anything wrong. `--help` and `--print-config` print and exit with 0.
     """
     parser = _parser()
     try:
@@ -38,15 +41,12 @@ def parse(argv: Sequence[str]) -> Config:
         raise UserError(_unexpected(rest))
     if given.recipe is not None and given.config is not None:
         raise UserError("--recipe and --config exclude each other: keep one of them, flags override either")
-    if given.recipe is not None:
-        base = recipe(given.recipe)
-    elif given.config is not None:
-        base = from_yaml_file(given.config)
-    else:
-        base = Config()
     given_values = vars(given)
     values = {option.path: given_values[option.key] for option in options() if option.key in given_values}
-    config = with_values(base, values)
+    if given.recipe is not None:
+        config = without_idle(run_of(recipe(given.recipe), values), values)
+    else:
+        config = with_values(from_yaml_file(given.config) if given.config is not None else Config(), values)
     if given.print_config:
         print(to_yaml(config), end="")
         raise SystemExit(0)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
 
 from megavlm.config.layout_rules import sequence_parallel
 from megavlm.config.lora import adapted_parts
-from megavlm.config.schema import Config, TrainConfig
+from megavlm.config.schema import Config
 from megavlm.config.words import nearest
 
 Precision = str  # "high" (--precision) or "fp8"
-
-_DELAYED_ONLY = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 
 
 def layer_precision(name: str, config: Config) -> Precision:
@@ -63,28 +60,6 @@ def fp8_belongs_to_bf16(config: Config) -> str | None:
     if train.fp8 != "none" and not train.fp8_parts:
         return f"--fp8 {train.fp8} has no --fp8-parts to run in: name language or vision, or use --fp8 none"
     return None
-
-
-def fp8_options_have_fp8(config: Config) -> str | None:
-    """Options that would silently do nothing."""
-    train = config.train
-    given = {field.name for field in fields(TrainConfig) if getattr(train, field.name) != field.default}
-    if train.fp8 == "none":
-        names = ("fp8_recipe", "fp8_parts", "first_last_layers_bf16", "fp8_param_gather", *_DELAYED_ONLY)
-        for name in (name for name in names if name in given):
-            return f"{_flag(name)} does nothing without FP8: add --fp8 hybrid, or leave it out"
-    if train.fp8_recipe != "delayed":
-        for name in (name for name in _DELAYED_ONLY if name in given):
-            return f"{_flag(name)} belongs to --fp8-recipe delayed, but that is {train.fp8_recipe}: leave it out"
-    if not train.first_last_layers_bf16:
-        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-            if name in given:
-                return f"{_flag(name)} does nothing without --first-last-layers-bf16: add it, or leave this out"
-    return None
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def delayed_scaling_takes_all_layers(config: Config) -> str | None:
@@ -200,7 +175,6 @@ def fp8_fits_the_heads(config: Config) -> str | None:
 
 PRECISION_RULES: tuple[Callable[[Config], str | None], ...] = (
     fp8_belongs_to_bf16,
-    fp8_options_have_fp8,
     delayed_scaling_takes_all_layers,
     some_layer_is_left_to_fp8,
     colocated_encoders_stay_high,

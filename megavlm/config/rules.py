@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megavlm.config.effects import options_have_an_effect
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.config.model_rules import MODEL_RULES
 from megavlm.config.precision_rules import PRECISION_RULES
@@ -17,7 +18,7 @@ from megavlm.config.run_rules import RUN_RULES
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 
-RULES = (*MODEL_RULES, *LAYOUT_RULES, *PRECISION_RULES, *RUN_RULES)
+RULES = (*MODEL_RULES, *LAYOUT_RULES, *PRECISION_RULES, *RUN_RULES, options_have_an_effect)
 
 
 def check(config: Config, *, world: int) -> None:

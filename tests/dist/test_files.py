@@ -14,7 +14,7 @@ from tests.dist.training import SMALL, assert_same_curve, metrics, train, withou
 from tools import prepare_data
 
 # Packing on: about four samples a sequence. The images of the records are resized to the tower's 16 pixels.
-FILES = [*SMALL, *"--train-iters 12 --seq-length 96 --packing-window 16 --num-workers 0 --lr-decay-iters 20".split()]
+FILES = [*SMALL, *"--images-per-sample 1 --image-sizes --train-iters 12 --seq-length 96 --packing-window 16 --num-workers 0 --lr-decay-iters 20".split()]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.fake.build import shim
 
 ROOT = Path(__file__).parents[2]
 TINY = "--vision-num-layers 2 --language-num-layers 3 --train-iters 1 --lr-warmup-iters 0 --precision bf16 --no-save"
-PACKED = "--seq-length 96 --packing-window 16 --num-workers 0"
+PACKED = "--images-per-sample 1 --image-sizes --seq-length 96 --packing-window 16 --num-workers 0"
 QWEN3 = (
     "--vision-activation gelu_tanh --vision-position-embedding learned_rope2d --vision-position-interpolation bilinear "
     "--vision-temporal-patch-size 2 --vision-deepstack-layers 0 1 --projector-hidden-size 128 "

@@ -15,6 +15,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from megavlm.config.cli import RUN_FLAGS, parse
 from megavlm.config.fields import options, value_at
 from megavlm.config.load import from_dict
+from megavlm.config.rules import check
 from megavlm.config.schema import Config, TrainConfig
 from megavlm.errors import UserError
 from megavlm.recipes import RECIPES
@@ -110,6 +111,31 @@ def test_none_and_nothing_override_values(yaml_file: str) -> None:
 def test_the_last_of_a_repeated_flag_counts() -> None:
     assert parse(["--tp", "2", "--tensor-model-parallel-size", "4"]).parallel.tensor_model_parallel_size == 4
     assert parse(["--save", "--no-save"]).checkpoint.save is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [
+        ("", (520, 50, 220)),
+        ("--train-iters 3", (3, 0, 1)),
+        ("--train-iters 1040", (1040, 100, 440)),
+        ("--train-iters 52 --lr-warmup-iters 20", (52, 20, 22)),
+        ("--train-iters 52 --lr-decay-style constant", (52, 5, None)),
+    ],
+)
+def test_schedules_of_a_recipe_follow_the_length_of_the_run(flags: str, schedule: tuple[int, int, int | None]) -> None:
+    config = parse(["--recipe", "demo", *flags.split()])
+    check(config, world=1)
+    optimizer = config.optimizer
+    assert (config.train.train_iters, optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters) == schedule
+
+
+def test_what_a_recipe_says_of_idle_options_gives_way_and_what_a_user_says_does_not() -> None:
+    assert parse(["--recipe", "demo"]).evaluation.eval_interval == 200
+    given = parse(["--recipe", "demo", "--data", "synthetic", "--eval-samples", "7"]).evaluation
+    assert (given.eval_interval, given.eval_samples) == (0, 7)
+    with pytest.raises(UserError, match="--eval-samples has no effect on data without held-out questions"):
+        check(parse(["--recipe", "demo", "--data", "synthetic", "--eval-samples", "7"]), world=1)
 
 
 def test_a_flag_overrides_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -435,7 +435,12 @@ RUN = (
     Mistake("--sources a.json,weight=0", "weight 0.0", "greater than 0", "--sources a.json,weight=1"),
     Mistake("--sources a/t.json b/t.json", "--sources", "name=", "--sources a/t.json b/t.json,name=b"),
     Mistake("--min-lr 1", "--min-lr 1.0", "lower --min-lr or raise --lr", "--lr 1"),
-    Mistake("--min-loss-scale 8192", "--min-loss-scale 8192.0", "raise the latter", "--initial-loss-scale 8192"),
+    Mistake(
+        "--precision fp16 --min-loss-scale 8192",
+        "--min-loss-scale 8192.0",
+        "raise the latter",
+        "--initial-loss-scale 8192",
+    ),
     Mistake("--precision fp16 --placement colocated", "--precision fp16", "--placement stages", "--precision bf16"),
     Mistake("--lr-warmup-iters 101", "--lr-warmup-iters 101", "or train longer", "--train-iters 102"),
     Mistake("--lr-warmup-iters 100", "--lr-warmup-iters 100", "at most 99", "--lr-warmup-iters 99"),
@@ -469,9 +474,9 @@ PRECISION = (
     Mistake("--fp8 hybrid", "--fp8 hybrid", "add --precision bf16", "--precision bf16"),
     Mistake("--fp8 e4m3 --precision fp16", "--precision bf16, but that is fp16", "add --precision", "--precision bf16"),
     Mistake(f"{FP8} --fp8-parts", "--fp8-parts", "name language or vision", "--fp8-parts vision"),
-    Mistake("--fp8-recipe mxfp8", "--fp8-recipe does nothing", "add --fp8 hybrid", FP8),
-    Mistake("--first-last-layers-bf16", "--first-last-layers-bf16", "or leave it out", "--no-first-last-layers-bf16"),
-    Mistake(f"{FP8} --fp8-margin 1", "--fp8-margin belongs to --fp8-recipe delayed", "leave it out", "--fp8-margin 0"),
+    Mistake("--fp8-recipe mxfp8", "--fp8-recipe has no effect without FP8", "add --fp8 hybrid", FP8),
+    Mistake("--first-last-layers-bf16", "--first-last-layers-bf16", "add --fp8 hybrid", "--no-first-last-layers-bf16"),
+    Mistake(f"{FP8} --fp8-margin 1", "--fp8-margin has no effect", "use --fp8-recipe delayed", "--fp8-margin 0"),
     Mistake(
         f"{FP8} --num-layers-at-end-in-bf16 0",
         "--num-layers-at-end-in-bf16",
@@ -496,7 +501,7 @@ PRECISION = (
         "use --fp8-parts language",
         "--fp8-parts language",
     ),
-    Mistake("--fp8-param-gather", "--fp8-param-gather does nothing without FP8", "leave it out", FP8),
+    Mistake("--fp8-param-gather", "--fp8-param-gather has no effect without FP8", "add --fp8 hybrid", FP8),
     Mistake(
         f"{FP8} --fp8-param-gather --data-parallel-sharding full",
         "--data-parallel-sharding optimizer, but that is full",
@@ -564,7 +569,21 @@ PRECISION = (
     ),
 )
 
-RULE_MISTAKES = (*RANGES, *MODEL, *LAYOUT, *RUN, *PRECISION)
+IDLE = (
+    Mistake("--eval-interval 5", "--eval-interval has no effect on data without", "--data digits", "--eval-interval 0"),
+    Mistake("--sources a.json --image-sizes 8", "--image-sizes has no effect", "synthetic", "--image-sizes"),
+    Mistake("--no-packing", "--no-packing has no effect without --sources", "--sources", "--packing"),
+    Mistake("--sources a.json --no-packing --packing-window 8", "--packing-window", "use --packing", "--packing"),
+    Mistake("--encoder-keep-chunks 2", "--encoder-keep-chunks has no effect", "colocated", "--placement colocated"),
+    Mistake("--vision-cache-size 2", "--vision-cache-size has no", "--vision-cache DIR", "--vision-cache-size 10"),
+    Mistake("--lora-alpha 3", "--lora-alpha has no effect without adapters", "add --lora-rank", "--lora-rank 16"),
+    Mistake("--hysteresis 3", "--hysteresis has no effect without a loss scale", "fp16", "--precision fp16"),
+    Mistake("--freeze vision --vision-lr 1", "--vision-lr has no effect with --freeze vision", "not", "--freeze"),
+    Mistake("--profile-ranks 1", "--profile-ranks has no effect", "add --profile", "--profile-ranks 0"),
+    Mistake("--no-save --keep-checkpoints 3", "--keep-checkpoints has no effect with --no-save", "leave", "--save"),
+)
+
+RULE_MISTAKES = (*RANGES, *MODEL, *LAYOUT, *RUN, *PRECISION, *IDLE)
 KNOWN = {
     *RUN_FLAGS,
     "--flag",
@@ -606,7 +625,7 @@ def test_the_remedy_works(mistake: Mistake) -> None:
 def test_every_rule_has_a_mistake() -> None:
     """A rule that nothing here trips is a rule that nobody has seen work."""
     tripped = set()
-    for mistake in (*MODEL, *LAYOUT, *RUN, *PRECISION):
+    for mistake in (*MODEL, *LAYOUT, *RUN, *PRECISION, *IDLE):
         config = parse(shlex.split(mistake.argv))
         # Lazily: a rule may rely on those before it.
         of_config = (rule.__name__ for rule in RULES if rule(config))

@@ -35,7 +35,6 @@ def test_the_defaults_are_a_run() -> None:
         ("--language-hidden-size 90 --language-kv-channels 32", 1),
         ("--projector-hidden-size 6 --tp 2", 2),
         ("--projector-kind linear --projector-hidden-size 7 --tp 2", 2),  # a linear projector has no inner width
-        ("--data digits --image-sizes 20 --seq-length 2", 1),  # synthetic options do not concern other sources
         ("--imageless-share 1", 1),
         ("--images-per-sample 0 --seq-length 2", 1),
         ("--images-per-sample --seq-length 2", 1),

@@ -1,0 +1,157 @@
+"""Options that have an effect only where another option is set, in one table.
+
+An option that would silently do nothing is refused, with what it lacks; one that a recipe brought along, and nobody
+asked for, gives way instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from megavlm.config.data_source import data_source
+from megavlm.config.fields import Option, options, value_at, with_values
+from megavlm.config.lora import adapted_parts
+from megavlm.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Effect:
+    """`options` of `section` have an effect where `there` holds of the configuration."""
+
+    section: str
+    options: tuple[str, ...]
+    there: Callable[[Config], bool]
+    lacking: str  # completes "--option has no effect …"
+    remedy: str
+
+
+def _data(kind: str) -> Callable[[Config], bool]:
+    return lambda config: data_source(config) == kind
+
+
+def _trains(module: str) -> Callable[[Config], bool]:
+    return lambda config: module not in config.model.freeze or module in adapted_parts(config)
+
+
+_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+
+EFFECTS = (
+    Effect(
+        "evaluation",
+        ("eval_interval", "eval_samples"),
+        _data("digits"),
+        "on data without held-out questions",
+        "use --data digits",
+    ),
+    Effect(
+        "data",
+        ("images_per_sample", "image_sizes", "imageless_share", "imageless_samples", "answer_share"),
+        _data("synthetic"),
+        "but on synthetic data",
+        "use --data synthetic",
+    ),
+    Effect(
+        "data",
+        (
+            *("tokenizer", "chat_template", "train_on", "image_processor", "fast_image_resize", "max_image_pixels"),
+            *("shuffle", "packing", "packing_window", "balance", "max_bad_sample_rate"),
+        ),
+        _data("files"),
+        "without --sources",
+        "name your data sets with --sources",
+    ),
+    Effect("data", ("packing_window",), lambda config: config.data.packing, "with --no-packing", "use --packing"),
+    Effect(
+        "parallel",
+        ("vision_tensor_model_parallel_size", "encoder_chunk_patches", "encoder_keep_chunks"),
+        lambda config: config.parallel.placement == "colocated",
+        "but for an encoder outside the pipeline",
+        "add --placement colocated",
+    ),
+    Effect(
+        "parallel",
+        ("vision_cache_size",),
+        lambda config: config.parallel.vision_cache is not None,
+        "without a cache",
+        "add --vision-cache DIR",
+    ),
+    Effect(
+        "lora",
+        ("alpha", "dropout", "targets"),
+        lambda config: config.lora.rank > 0,
+        "without adapters",
+        "add --lora-rank 16",
+    ),
+    Effect(
+        "optimizer",
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        lambda config: config.train.precision == "fp16",
+        "without a loss scale, which only fp16 has",
+        "add --precision fp16",
+    ),
+    *(
+        Effect("optimizer", (f"{module}_lr",), _trains(module), f"with --freeze {module}", f"do not freeze {module}")
+        for module in ("vision", "projector", "language")
+    ),
+    Effect(
+        "train",
+        ("fp8_recipe", "fp8_parts", "first_last_layers_bf16", "fp8_param_gather", *_DELAYED),
+        lambda config: config.train.fp8 != "none",
+        "without FP8",
+        "add --fp8 hybrid",
+    ),
+    Effect(
+        "train",
+        _DELAYED,
+        lambda config: config.train.fp8_recipe == "delayed",
+        "but on delayed scaling",
+        "use --fp8-recipe delayed",
+    ),
+    Effect(
+        "train",
+        ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        lambda config: config.train.first_last_layers_bf16,
+        "without --first-last-layers-bf16",
+        "add it",
+    ),
+    Effect(
+        "logging",
+        ("profile_step_start", "profile_step_end", "profile_ranks"),
+        lambda config: config.logging.profile,
+        "without a profile",
+        "add --profile",
+    ),
+    Effect(
+        "checkpoint",
+        ("save_interval", "keep_checkpoints"),
+        lambda config: config.checkpoint.save,
+        "with --no-save",
+        "leave --no-save out",
+    ),
+)
+
+
+def idle(config: Config) -> Iterator[tuple[Option, Effect]]:
+    """Yield the options that differ from their defaults and have no effect in this configuration."""
+    known = {option.key: option for option in options()}
+    for effect in EFFECTS:
+        if effect.there(config):
+            continue
+        for name in effect.options:
+            option = known[f"{effect.section}.{name}"]
+            if value_at(config, option.path) != option.default:
+                yield option, effect
+
+
+def options_have_an_effect(config: Config) -> str | None:
+    for option, effect in idle(config):
+        flag = option.negations[0] if value_at(config, option.path) is False else option.flag
+        return f"{flag} has no effect {effect.lacking}: {effect.remedy}, or leave {flag} out"
+    return None
+
+
+def without_idle(config: Config, given: Collection[tuple[str, ...]]) -> Config:
+    """Return the configuration with defaults in place of idle options, but for those whose paths are `given`."""
+    unasked = {option.path: option.default for option, _ in idle(config) if option.path not in given}
+    return with_values(config, unasked)
