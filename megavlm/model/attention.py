@@ -21,19 +21,20 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megavlm.model.rotary import Heads, Rotary, Rotation
+
 Run = tuple[int, int, int]  # (start, sequences, length)
-Rotation = tuple[Tensor, Tensor]  # cos and sin of the angles, [S, B or 1, 1, D] float32; both halves of D alike
-
-
-def rotation(angles: Tensor) -> Rotation:
-    """What layers need of rotary angles, once for all of them."""
-    return angles.cos(), angles.sin()
 
 
 class Attention(SelfAttention):
-    """megatron-core's self-attention, rotated by `rotate`: its own takes cos and sin anew in each layer and copies
-    queries and keys four times more often.
+    """megatron-core's self-attention, with `rotary` in place of its own positions: those take cos and sin anew in each
+    layer and copy queries and keys four times more often.
     """
+
+    def __init__(self, *args: Any, rotary: Rotary, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary = rotary
+        self.rotation: Rotation | None = None
 
     def forward(
         self,
@@ -48,35 +49,23 @@ class Attention(SelfAttention):
         self.rotation = None
         return output
 
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
-        if self.rotation is not None:
-            query, key = (_Rotate.apply(x, *self.rotation) for x in (query, key))
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
+    ) -> Heads:
+        """Queries, keys and values of the hidden states, normalised and turned."""
+        rotary, turns = self.rotary, self.rotation
+        if self.config.num_query_groups < self.world_size:  # ranks share a head: megatron-core finds their part of it
+            query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states)
+        else:
+            mixed, sizes = super().get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
+            if turns is not None and self.q_layernorm is None:
+                return rotary.split_and_rotate(mixed, sizes, turns)
+            query, key, value = rotary.split(mixed, sizes)
+            if self.q_layernorm is not None:
+                query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if turns is not None:
+            query, key = rotary.rotate(query, turns), rotary.rotate(key, turns)
         return query, key, value
-
-
-class _Rotate(torch.autograd.Function):
-    """x·cos θ + (−x₂, x₁)·sin θ on halves (x₁, x₂) of the last dimension; backward turns by −θ."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return rotate(grad, cos, -sin), None, None
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[S, B, heads, D] turned by angles: two passes over memory."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    half = x.shape[-1] // 2
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return out
 
 
 @dataclass

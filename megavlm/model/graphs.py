@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavlm.model.attention import Rotation
+from megavlm.model.rotary import Rotation
 
 # Modules and sample arguments of each → modules that replay. `torch.cuda.make_graphed_callables`.
 Capture = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], Sequence[Any]]
@@ -52,12 +52,13 @@ class _Plain(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.layer_alone(hidden, cos, sin)
+    def forward(self, hidden: Tensor, *rotation: Tensor) -> Tensor:
+        return self.layer_alone(hidden, *rotation)
 
-    def layer_alone(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def layer_alone(self, hidden: Tensor, *rotation: Tensor) -> Tensor:
         """The layer itself, with no graph: capturing replaces `forward` in place, for evaluation as well."""
-        output: Tensor = self.layer(hidden, attention_mask=None, rotary_pos_emb=(cos, sin), packed_seq_params=None)[0]
+        turns = Rotation(*rotation)
+        output: Tensor = self.layer(hidden, attention_mask=None, rotary_pos_emb=turns, packed_seq_params=None)[0]
         return output
 
 

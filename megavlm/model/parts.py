@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from torch import Tensor
 
 from megavlm.model.activation import Activation
+from megavlm.model.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Modules:
     row_linear: Any  # attention's output; the MLP's second layer
     core_attention: Any
     activations: Mapping[str, Activation]  # of the MLP, by their names in the configuration
+    rotary: Rotary = field(default_factory=Rotary)  # splits queries, keys and values, and turns them
     keys: Mapping[str, str] = field(default_factory=dict)  # prefixes of local names → those of checkpoints
 
 

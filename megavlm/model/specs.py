@@ -195,7 +195,9 @@ def _submodules(
     )
     return TransformerLayerSubmodules(
         input_layernorm=modules.norm,
-        self_attention=ModuleSpec(module=Attention, params={"attn_mask_type": mask}, submodules=attention),
+        self_attention=ModuleSpec(
+            module=Attention, params={"attn_mask_type": mask, "rotary": modules.rotary}, submodules=attention
+        ),
         self_attn_bda=branch,
         pre_mlp_layernorm=modules.norm,
         mlp=ModuleSpec(module=MLP, submodules=mlp),

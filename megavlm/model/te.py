@@ -22,6 +22,7 @@ from megavlm.config.precision_rules import layer_precision
 from megavlm.config.schema import Config
 from megavlm.model.activation import ACTIVATIONS, Activation, keeping_input
 from megavlm.model.parts import Execution, Modules, with_bias_inside
+from megavlm.model.rotary import Heads, Rotary, Rotation
 from megavlm.parallel.groups import Groups
 
 # A norm inside the linear layer after it; checkpoints know it by its place in the layer.
@@ -40,6 +41,7 @@ def te_modules(extension: Any, *, fused_norm: bool) -> Modules:
         row_linear=with_bias_inside(extension.TERowParallelLinear),
         core_attention=flattened(extension.TEDotProductAttention),
         activations=ACTIVATIONS | te_activations(),
+        rotary=TeRotary(extension.fused_apply_rotary_pos_emb),
         keys=_FUSED if fused_norm else {},
     )
 
@@ -66,6 +68,56 @@ def te_activations() -> dict[str, Activation]:
     return {"swiglu": kernel(tex.swiglu, tex.dswiglu), "quick_gelu": kernel(tex.qgelu, tex.dqgelu)}
 
 
+class TeRotary(Rotary):
+    """One kernel forward and one backward for all of it where queries and keys need no norm, else one for each tensor.
+
+    Its kernels take angles in fp32, [S, 1, 1, D]: where rows have their own, they are laid one after the other.
+    """
+
+    def __init__(self, rotate: Any) -> None:
+        """`rotate` is megatron-core's `fused_apply_rotary_pos_emb`."""
+        from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
+        from transformer_engine.pytorch.utils import SplitAlongDim
+
+        self._rotate, self._split, self._both = rotate, SplitAlongDim, apply_fused_qkv_rotary_pos_emb
+
+    def split(self, mixed: Tensor, sizes: Sequence[int]) -> Heads:
+        """Backward copies nothing where attention's gradients lie in one tensor as these do."""
+        query, key, value = self._split.apply(mixed, 3, sizes)
+        return query.reshape(*query.shape[:2], -1, sizes[1]), key, value
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        flat, angles = _in_one_row(x, rotation.angles)
+        return self._rotate(flat, angles).view(x.shape)
+
+    def split_and_rotate(self, mixed: Tensor, sizes: Sequence[int], rotation: Rotation) -> Heads:
+        flat, angles = _in_one_row(mixed, rotation.angles)
+        query, key, value = (x.view(*mixed.shape[:2], *x.shape[2:]) for x in self._both(flat, angles, angles, sizes))
+        return query, key, value
+
+
+def _in_one_row(x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """x [S, B, …] and angles [S, B or 1, 1, D], as [S·B, 1, …] where each row has its own angles."""
+    if angles.shape[1] == 1:
+        return x, angles
+    return x.flatten(0, 1)[:, None], angles.flatten(0, 1)[:, None]
+
+
+def _without_idle_generator(attention: type) -> type:
+    """Transformer Engine's attention class below megatron-core's: without dropout it enters no random state, which
+    took each call a tenth of a millisecond on the host.
+    """
+
+    class Attention(attention.__base__):  # type: ignore[name-defined]
+        def __init__(
+            self, *args: Any, attention_dropout: float, get_rng_state_tracker: Any = None, **kwargs: Any
+        ) -> None:
+            tracker = get_rng_state_tracker if attention_dropout else None
+            super().__init__(*args, attention_dropout=attention_dropout, get_rng_state_tracker=tracker, **kwargs)
+
+    return Attention
+
+
 @cache
 def flattened(attention: type) -> type:
     """`TEDotProductAttention` for packed rows: it takes sequences as [T, heads, D] ("thd"), T over all rows.
@@ -74,7 +126,7 @@ def flattened(attention: type) -> type:
     so for one row, and takes "thd" for the rotary positions' layout too, which are ours.
     """
 
-    class FlattenedAttention(attention):
+    class FlattenedAttention(attention, _without_idle_generator(attention)):  # type: ignore[misc, unused-ignore]
         def forward(
             self,
             query: Tensor,

@@ -13,10 +13,12 @@ from megavlm.config.precision_rules import sequence_multiple
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import PackedBatch
-from megavlm.model.attention import Packing, Rotation, packed, rotation
+from megavlm.model.attention import Packing, packed
 from megavlm.model.deepstack import add_features
 from megavlm.model.flops import window_patches
 from megavlm.model.language import rope
+from megavlm.model.rotary import Rotation, rotation
+from megavlm.model.specs import DTYPES
 from megavlm.model.vision import VisionLayout, rope2d
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
@@ -65,11 +67,12 @@ class View:
         if vision.position_embedding == "learned":
             return None
         width = vision.hidden_size // vision.num_attention_heads
-        return rotation(rope2d(self.layout.coordinates(self.device), head_width=width, base=vision.rotary_base))
+        angles = rope2d(self.layout.coordinates(self.device), head_width=width, base=vision.rotary_base)
+        return rotation(angles, DTYPES[self.config.train.precision])
 
     @cached_property
     def language_rope(self) -> Rotation:
-        return rotation(rope(self.batch.positions, self.config.model.language))
+        return rotation(rope(self.batch.positions, self.config.model.language), DTYPES[self.config.train.precision])
 
     @property
     def tile_groups(self) -> tuple[TileGroup, ...]:

@@ -101,14 +101,12 @@ class _VisionLayer:
         norms = 2 * _norm_bytes(case, t, self.hidden, self.norm)
         linear_inputs = (2 * t * self.hidden + T * self.ffn) * e * trained
         queries_and_keys = T * (self.heads + self.groups) * self.width
-        attention = (T * (2 * self.heads + 2 * self.groups) * self.width) * e  # q, k, v as one tensor, and the output
+        attention = (T * (2 * self.heads + 2 * self.groups) * self.width) * e  # q, k, v and the output
         attention += T * self.heads * FP32 * (not core_attention)  # log of the sums that softmax divides by
-        if self.rotated:
+        if self.qk_norm:  # what the norms read, beside what attention reads
             attention += queries_and_keys * e
         if self.qk_norm and not case.on_gpu:
             attention += queries_and_keys * FP32 * (1 if e == FP32 else 2)
-        if self.qk_norm and not self.rotated:
-            attention += queries_and_keys * e
         return norms + linear_inputs + attention + T * self.inner * self.ffn * e + 2 * t * self.hidden * e * self.scaled
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
@@ -69,7 +70,18 @@ class TELayerNormColumnParallelLinear(_Linear, ColumnParallelLinear):
         return super().forward(x)
 
 
-class TEDotProductAttention(nn.Module):
+class DotProductAttention(nn.Module):
+    """Transformer Engine's own, below megatron-core's: with a tracker it enters its random state in each call."""
+
+    def __init__(
+        self, *, attention_dropout: float = 0.0, sequence_parallel: bool = False, get_rng_state_tracker: Any = None
+    ) -> None:
+        super().__init__()
+        enters = get_rng_state_tracker is not None and not sequence_parallel
+        self.attention_dropout_ctx = get_rng_state_tracker().fork if enters else nullcontext
+
+
+class TEDotProductAttention(DotProductAttention):
     """Takes packed sequences as [T, heads, D] alone, with the longest one's length, and its masks by name."""
 
     calls: ClassVar[list[str]] = []
@@ -77,7 +89,11 @@ class TEDotProductAttention(nn.Module):
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str, **kwargs: Any
     ) -> None:
-        super().__init__()
+        super().__init__(
+            attention_dropout=config.attention_dropout,
+            sequence_parallel=config.sequence_parallel,
+            get_rng_state_tracker=get_cuda_rng_tracker if get_cuda_rng_tracker().is_initialized() else None,
+        )
         assert {"tp", "cp"} <= set(vars(kwargs["pg_collection"]))
         self.inside = CoreAttention(config, layer_number, attn_mask_type, attention_type)
 
@@ -145,6 +161,7 @@ EXTENSION = SimpleNamespace(
     TERowParallelLinear=TERowParallelLinear,
     TELayerNormColumnParallelLinear=TELayerNormColumnParallelLinear,
     TEDotProductAttention=TEDotProductAttention,
+    fused_apply_rotary_pos_emb=te_kernels.fused_apply_rotary_pos_emb,
     te_parallel_cross_entropy=te_parallel_cross_entropy,
 )
 

@@ -47,6 +47,88 @@ def _rounded(name: str, exact: Tensor, like: Tensor, quantizer: Any) -> Tensor:
     return exact.to(like.dtype).contiguous()
 
 
+class _FusedRope(torch.autograd.Function):
+    """x·cos θ + rotated(x)·sin θ in fp32. Backward reads the sine of a channel's partner, as its kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, freqs: Tensor) -> Tensor:
+        calls["rope"] += 1
+        ctx.save_for_backward(freqs)
+        return _turned(t, freqs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        calls["rope backward"] += 1
+        return _turned_back(grad, *ctx.saved_tensors), None
+
+
+class _FusedQkvRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, sizes: list[int]) -> Any:
+        assert isinstance(sizes, list)
+        assert qkv.is_contiguous()
+        assert q_freqs.is_contiguous()
+        calls["qkv rope"] += 1
+        ctx.save_for_backward(q_freqs, k_freqs)
+        ctx.sizes = sizes
+        query, key, value = qkv.split(sizes, dim=3)
+        query = query.reshape(*query.shape[:2], -1, sizes[1])
+        return _turned(query, q_freqs), _turned(key, k_freqs), value.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        calls["qkv rope backward"] += 1
+        query, key, value = (grad.contiguous() for grad in grads)
+        query, key = (_turned_back(x, freqs) for x, freqs in zip((query, key), ctx.saved_tensors, strict=True))
+        parts = query.reshape(*key.shape[:3], ctx.sizes[0]), key, value
+        return torch.cat(parts, dim=3), None, None, None
+
+
+def _turned(t: Tensor, freqs: Tensor) -> Tensor:
+    assert t.dim() == freqs.dim() == 4
+    assert freqs.shape[1:3] == (1, 1), "expected the second and third dims of the freqs tensor equal 1"
+    assert freqs.dtype == torch.float32
+    assert t.shape[0] <= freqs.shape[0]
+    assert t.shape[3] == freqs.shape[3]
+    first, second = t.float().chunk(2, -1)
+    return (t * freqs.cos() + torch.cat((-second, first), -1) * freqs.sin()).to(t.dtype)
+
+
+def _turned_back(grad: Tensor, freqs: Tensor) -> Tensor:
+    first, second = (grad.float() * freqs.sin()).chunk(2, -1)
+    return (grad * freqs.cos() + torch.cat((second, -first), -1)).to(grad.dtype)
+
+
+def fused_apply_rotary_pos_emb(t: Tensor, freqs: Tensor, transpose_output_memory: bool = False) -> Tensor:
+    return _FusedRope.apply(t, freqs)  # type: ignore[no-any-return]
+
+
+def apply_fused_qkv_rotary_pos_emb(qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, qkv_split_arg_list: list[int]) -> Any:
+    return _FusedQkvRope.apply(qkv, q_freqs, k_freqs, qkv_split_arg_list)
+
+
+class SplitAlongDim(torch.autograd.Function):
+    """Backward joins nothing where gradients are neighbouring parts of one tensor already."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, dim: int, sizes: list[int]) -> Any:
+        ctx.dim, ctx.sizes = dim, sizes
+        return torch.split(mixed, sizes, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        first = grads[0]
+        starts = [sum(ctx.sizes[:index]) for index in range(len(grads))]
+        one = all(
+            grad.stride() == first.stride()
+            and grad.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and grad.storage_offset() == start
+            for grad, start in zip(grads, starts, strict=True)
+        )
+        calls["split: nothing copied" if one else "split: joined"] += 1
+        return torch.cat(grads, dim=ctx.dim), None, None
+
+
 def _module(name: str, **contents: Any) -> ModuleType:
     module = ModuleType(name)
     vars(module).update(contents)
@@ -56,17 +138,23 @@ def _module(name: str, **contents: Any) -> ModuleType:
 _MODULES = {
     "transformer_engine_torch": _module(
         "transformer_engine_torch", swiglu=swiglu, dswiglu=dswiglu, qgelu=qgelu, dqgelu=dqgelu
-    )
+    ),
+    "transformer_engine": _module("transformer_engine"),
+    "transformer_engine.pytorch": _module("transformer_engine.pytorch"),
+    "transformer_engine.pytorch.attention": _module("transformer_engine.pytorch.attention"),
+    "transformer_engine.pytorch.attention.rope": _module(
+        "transformer_engine.pytorch.attention.rope", apply_fused_qkv_rotary_pos_emb=apply_fused_qkv_rotary_pos_emb
+    ),
+    "transformer_engine.pytorch.utils": _module("transformer_engine.pytorch.utils", SplitAlongDim=SplitAlongDim),
 }
 
 
 @contextmanager
 def importable() -> Iterator[None]:
     """In it megavlm imports these where it asks for Transformer Engine's."""
-    before = {name: sys.modules.get(name) for name in _MODULES}
+    before = {name: sys.modules[name] for name in _MODULES if name in sys.modules}
     sys.modules.update(_MODULES)
     yield
-    for name, module in before.items():
-        sys.modules.pop(name)
-        if module is not None:
-            sys.modules[name] = module
+    for name in _MODULES:
+        del sys.modules[name]
+    sys.modules.update(before)

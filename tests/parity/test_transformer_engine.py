@@ -33,11 +33,12 @@ RICH = replace(
     ),
 )
 ADAPTED = replace(base(), lora=LoraConfig(rank=2))
+MLPS = {"swiglu": 2, "dswiglu": 2}
 # Calls of its kernels in a pass through two vision layers and two language layers.
 KERNELS = {
-    "plain": {"swiglu": 2, "dswiglu": 2},
-    "rich": {"swiglu": 2, "dswiglu": 2, "qgelu": 2, "dqgelu": 2},
-    "adapted": {"swiglu": 2, "dswiglu": 2},
+    "plain": MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
+    "rich": MLPS | {"qgelu": 2, "dqgelu": 2, "split: joined": 4, "rope": 4, "rope backward": 4},
+    "adapted": MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
 }
 CONFIGS = {"plain": base(), "rich": RICH, "adapted": ADAPTED}
 
@@ -85,6 +86,15 @@ def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single
         assert named.keys() == gradients.keys()
         for key, gradient in gradients.items():
             assert (named[key] - gradient).abs().max() <= 1e-5 * max(float(gradient.abs().max()), 1e-8), key
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_enters_a_random_state_for_dropout_alone(dropout: float, single: Single, engine: Any) -> None:
+    config = replace(base(), model=replace(base().model, attention_dropout=dropout))
+    engine()
+    layer = build(config, single).parts["language.layers.0"]
+    enters = layer.self_attention.core_attention.attention_dropout_ctx is not nullcontext
+    assert enters == bool(dropout)
 
 
 def test_weights_go_from_one_to_the_other_without_pickles(single: Single, engine: Any) -> None:

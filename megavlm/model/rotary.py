@@ -1,0 +1,91 @@
+"""Queries, keys and values out of the one tensor that a product gives, and their rotary positions.
+
+Legend: S positions, B rows, G local key/value heads with R query heads each, N = G·R, D head width. `mixed`
+[S, B, G, (R + 2)·D] has for each key/value head its queries, its key and its value; `sizes` are R·D, D and D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Heads = tuple[Tensor, Tensor, Tensor]  # query [S, B, N, D], key and value [S, B, G, D]
+
+
+class Rotation(NamedTuple):
+    """What layers need of rotary angles, once for all of them: [S, B or 1, 1, D], both halves of D alike."""
+
+    angles: Tensor  # float32
+    cos: Tensor  # in the type that layers compute in, as in Transformers
+    sin: Tensor
+
+
+def rotation(angles: Tensor, dtype: torch.dtype) -> Rotation:
+    return Rotation(angles, angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+class Rotary:
+    """With torch: three kernels for queries, three for keys, one that copies values."""
+
+    def split(self, mixed: Tensor, sizes: Sequence[int]) -> Heads:
+        query, key, value = mixed.split(sizes, dim=-1)
+        return query.reshape(*query.shape[:2], -1, sizes[1]), key, value
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Heads [S, B, heads, D], turned by the angles."""
+        turned: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin)
+        return turned
+
+    def split_and_rotate(self, mixed: Tensor, sizes: Sequence[int], rotation: Rotation) -> Heads:
+        """`split` with queries and keys turned. Nothing of `mixed` lives on: values are copied."""
+        heads: Heads = _SplitAndRotate.apply(mixed, sizes[1], rotation.cos, rotation.sin)
+        return heads
+
+
+class _Rotate(torch.autograd.Function):
+    """Backward turns by −θ."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return rotate(grad, *ctx.saved_tensors, out=torch.empty_like(grad), sense=-1), None, None
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    """Backward writes the gradient of `mixed` in its place, where autograd would join three tensors afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, width: int, cos: Tensor, sin: Tensor) -> Heads:
+        ctx.save_for_backward(cos, sin)
+        parts = mixed.unflatten(-1, (-1, width))
+        queries, keys, values = parts[..., :-2, :], parts[..., -2, :], parts[..., -1, :]
+        query = rotate(queries, cos[:, :, None], sin[:, :, None], out=mixed.new_empty(queries.shape))
+        key = rotate(keys, cos, sin, out=mixed.new_empty(keys.shape))
+        return query.flatten(2, 3), key, values.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        query, key, value = grads
+        queries = query.unflatten(2, (key.shape[2], -1))  # [S, B, G, R, D]
+        mixed = key.new_empty(*key.shape[:3], queries.shape[3] + 2, key.shape[3])
+        rotate(queries, cos[:, :, None], sin[:, :, None], out=mixed[..., :-2, :], sense=-1)
+        rotate(key, cos, sin, out=mixed[..., -2, :], sense=-1)
+        mixed[..., -1, :].copy_(value)
+        return mixed.flatten(-2), None, None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, sense: int = 1) -> Tensor:
+    """x·cos θ + sense·(−x₂, x₁)·sin θ on halves (x₁, x₂) of the last dimension, written to `out`."""
+    half = x.shape[-1] // 2
+    torch.mul(x, cos, out=out)
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sense)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sense)
+    return out

@@ -1,0 +1,75 @@
+"""Splitting and rotation in one step: the numbers of doing it by hand, one gradient that is written in its place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megavlm.model.rotary import Rotary, rotation
+
+S, B, G, D = 7, 2, 3, 8
+
+
+def by_hand(mixed: Tensor, angles: Tensor, repeats: int) -> tuple[Tensor, ...]:
+    """Splitting by autograd, and Transformers' formula of the rotation."""
+    query, key, value = mixed.split([repeats * D, D, D], dim=-1)
+    turned = []
+    for x in (query.reshape(S, B, -1, D), key):
+        first, second = x.chunk(2, -1)
+        turned.append(x * angles.cos().to(x.dtype) + torch.cat((-second, first), -1) * angles.sin().to(x.dtype))
+    return *turned, value
+
+
+@pytest.mark.parametrize("rows", [1, B])
+@pytest.mark.parametrize("repeats", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_those_of_splitting_and_turning(dtype: torch.dtype, repeats: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(S, B, G, (repeats + 2) * D, generator=generator).to(dtype)
+    half = torch.rand(S, rows, 1, D // 2, generator=generator) * 9
+    angles = torch.cat([half, half], -1)
+    found = []
+    for split in (
+        lambda mixed: Rotary().split_and_rotate(mixed, [repeats * D, D, D], rotation(angles, dtype)),
+        lambda mixed: by_hand(mixed, angles, repeats),
+    ):
+        mixed = given.clone().requires_grad_()
+        heads = split(mixed)
+        gradients = [torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(dtype) for x in heads]
+        found.append((*heads, *torch.autograd.grad(heads, mixed, gradients)))
+    tolerance = 1e-6 if dtype is torch.float32 else 2**-7  # two products and a sum, each rounded to 2^-9
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+class Counted(TorchDispatchMode):
+    """Operators that run a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        output = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if not function.is_view and name not in ("empty", "new_empty", "detach", "_unsafe_view"):
+            self.kernels.append(name)
+        return output
+
+
+def test_seven_kernels_each_way_and_no_tensor_joined() -> None:
+    mixed = torch.randn(S, B, G, 6 * D, requires_grad=True)
+    turns = rotation(torch.rand(S, 1, 1, D), torch.float32)
+    turn = ["mul", "addcmul_", "addcmul_"]
+    with Counted() as forward:
+        heads = Rotary().split_and_rotate(mixed, [4 * D, D, D], turns)
+    assert forward.kernels == [*turn, *turn, "clone"]
+    gradients = [torch.randn_like(x) for x in heads]
+    with Counted() as backward:
+        torch.autograd.grad(heads, mixed, gradients)
+    assert backward.kernels == [*turn, *turn, "copy_"]
+    # What attention keeps: nothing of the tensor that they came out of.
+    assert all(x.untyped_storage().nbytes() == x.numel() * 4 for x in heads)
