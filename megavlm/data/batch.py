@@ -6,7 +6,7 @@ Legend: B samples, S language positions per sample, N images, P patches of all i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ class PackedBatch:
     positions: Tensor
     grids: tuple[tuple[int, int], ...]  # per image: (rows, columns) in patches
     feature_positions: Tensor  # [F] int64; index into the flattened [B·S] tokens, in feature order
-    patches: Tensor | None  # [P, D] float32, normalised pixels (channel, row, column within a patch)
+    # [P, D] normalised pixels (channel, row, column within a patch): float32 as the data make them, then in the type
+    # that the model computes in (`staging.py`)
+    patches: Tensor | None
     # [sequences+1] int32 over the flattened [B·S], on the host whatever the device; None: B sequences of S
     cu_seqlens: Tensor | None = None
     tile_groups: tuple[TileGroup, ...] = ()  # per tiled image: how many of `grids` it is; empty where none is tiled
@@ -61,16 +63,23 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device, but for what the host needs to know: it must not wait to be told."""
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in self.travelling().items()}
+        return replace(self, **moved)
+
+    def travelling(self) -> dict[str, Tensor]:
+        """By field, the tensors that layers read on the device and the data make on the host."""
         values: dict[str, Any] = {**vars(self), "positions": _rows_that_differ(self.positions)}
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) and name != "cu_seqlens" else value
-            for name, value in values.items()
+        return {
+            name: value for name, value in values.items() if isinstance(value, Tensor) and name not in _NEVER_TRAVELS
         }
-        return PackedBatch(**moved)
+
+
+_NEVER_TRAVELS = ("cu_seqlens", "features")  # read on the host; made on the device
 
 
 def _rows_that_differ(positions: Tensor) -> Tensor:
     """One row of positions where all are alike, as samples without padding or images have them. Asked on the host."""
-    if positions.device.type == "cpu" and bool((positions == positions[..., :1, :]).all()):
+    several = positions.shape[-2] > 1
+    if several and positions.device.type == "cpu" and bool((positions == positions[..., :1, :]).all()):
         return positions[..., :1, :]
     return positions

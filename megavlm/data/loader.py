@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -57,8 +57,11 @@ class Loader:
         global_batch_size: int,
         balance: bool = False,
         alone: bool = False,
+        stage: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
     ) -> None:
-        """`alone`: the data of other ranks is not known here, so loads cannot be compared with theirs."""
+        """`alone`: the data of other ranks is not known here, so loads cannot be compared with theirs. `stage` makes
+        micro-batches ready for the device, in the thread.
+        """
         assert 0 <= dp_rank < dp_size
         assert global_batch_size % (micro_batch_size * dp_size) == 0, "the configuration rules refuse this"
         self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
@@ -69,6 +72,7 @@ class Loader:
         self._micro_batch_size = micro_batch_size
         self._balance = balance
         self._alone = alone
+        self._stage = stage
         self._place = composer.start
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._prefetched: Future[tuple[Step, Place]] | None = None
@@ -118,7 +122,7 @@ class Loader:
         found = tuple(skip for each in made for skip in each.skipped)
         first = self._dp_rank == 0
         step = Step(
-            batches=[each.batch for each in made],
+            batches=[self._stage(each.batch) for each in made],
             read=composed.read if first else 0,
             skipped=(*composed.skipped, *found) if first else found,
             imbalance=evenness,

@@ -16,6 +16,7 @@ from megavlm.data.loader import Loader
 from megavlm.data.making import InProcesses, InThread, Maker
 from megavlm.data.records import is_stream, open_records, open_stream, prepare_stream
 from megavlm.data.source import Source
+from megavlm.data.staging import Staging
 from megavlm.data.streaming import MOST_HELD, Forward, ForwardPacked
 from megavlm.parallel.groups import Groups
 
@@ -40,16 +41,18 @@ def build_feed(
     groups: Groups,
     *,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
     seers: dist.ProcessGroup | None,
     shares: Shares | None = None,
 ) -> Feed:
     """The data of a run on this rank; `seers` are the ranks of its replica that need pixels, None on another rank.
-    `shares` tells which of them each rank needs, if not all.
+    `shares` tells which of them each rank needs, if not all. Patches come in the type `dtype`.
     """
+    staging = Staging(dtype, device)
     if data_source(config) != "files":
         in_order = InOrder(count=config.train.global_batch_size)
         in_thread = InThread(source, seq_length=config.train.seq_length, with_patches=seers is not None)
-        return Feed(_loader(config, in_order, in_thread, groups))
+        return Feed(_loader(config, in_order, in_thread, groups, staging))
     exchange = Exchange(
         replica=groups.collection.mp,
         seers=seers,
@@ -67,9 +70,9 @@ def build_feed(
     if exchange.reads:
         maker = file_maker(config, source)
         loader = (
-            _forward_loader(config, source, maker, groups)
+            _forward_loader(config, source, maker, groups, staging)
             if forward
-            else _loader(config, file_composer(config, maker), maker, groups)
+            else _loader(config, file_composer(config, maker), maker, groups, staging)
         )
     return Feed(loader, exchange=exchange, replicas=replicas)
 
@@ -98,7 +101,7 @@ def file_composer(config: Config, maker: Maker) -> Packed:
     )
 
 
-def _forward_loader(config: Config, source: FilesSource, maker: Maker, groups: Groups) -> Loader:
+def _forward_loader(config: Config, source: FilesSource, maker: Maker, groups: Groups, staging: Staging) -> Loader:
     """Each replica reads a share of its own, and knows nothing of the others'."""
     at, dims, data, train = groups.at, groups.dims, config.data, config.train
     streams = {
@@ -125,10 +128,11 @@ def _forward_loader(config: Config, source: FilesSource, maker: Maker, groups: G
         global_batch_size=train.global_batch_size // dims.dp,
         balance=data.balance,
         alone=True,
+        stage=staging,
     )
 
 
-def _loader(config: Config, composer: Composer, maker: Maker, groups: Groups) -> Loader:
+def _loader(config: Config, composer: Composer, maker: Maker, groups: Groups, staging: Staging) -> Loader:
     return Loader(
         composer,
         maker,
@@ -137,4 +141,5 @@ def _loader(config: Config, composer: Composer, maker: Maker, groups: Groups) ->
         micro_batch_size=config.train.micro_batch_size,
         global_batch_size=config.train.global_batch_size,
         balance=config.data.balance,
+        stage=staging,
     )

@@ -69,8 +69,9 @@ class Colocated:
         with self._beside.work(_patches(self._ahead.batches)):
             return self._ahead.passes.advance()
 
-    def encode(self, batches: Sequence[PackedBatch], device: torch.device) -> list[PackedBatch]:
-        """Micro-batches for the language model: on `device`, without pixels, and with features where they are merged.
+    def encode(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """Micro-batches for the language model: still on the host, without pixels, and with features (on the device)
+        where they are merged.
 
         Every rank of the replica calls it, with the same micro-batches.
         """
@@ -82,14 +83,14 @@ class Colocated:
         features = self._send(self._share(batches), exchange.features(rank))
         self._begin_upcoming()
 
-        moved = [self._for_language(batch).to(device) for batch in batches]
+        text = [self._for_language(batch) for batch in batches]
         leaves: tuple[Tensor, ...] = ()
         if self._groups.at.pp == 0:
             counts = self._merged_here(batches, exchange)
             leaves = tuple(part.detach().requires_grad_(self._keeps()) for part in features.split(counts))
-            moved = [replace(batch, features=leaf) for batch, leaf in zip(moved, leaves, strict=True)]
+            text = [replace(batch, features=leaf) for batch, leaf in zip(text, leaves, strict=True)]
         self._window = _Window(exchange, leaves) if self._keeps() else None
-        return moved
+        return text
 
     def finish(self, tokens: Tensor) -> None:
         """After the language model's backward: the encoder's, and its gradients summed and divided by `tokens`."""

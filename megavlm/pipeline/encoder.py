@@ -59,9 +59,10 @@ class Passes:
 
 @dataclass
 class _Pass:
-    """One pass: what it takes, and what is known of it until its backward."""
+    """One pass: what it takes, and what is known of it until its backward. Pixels are on the device while it runs."""
 
-    batch: PackedBatch
+    inputs: Sequence[EncoderInput]
+    batches: Sequence[PackedBatch]  # which have the pixels, on the host as a rule
     features: int
     random: dict[str, Any] = field(default_factory=dict)  # the generators' states before it
     output: Tensor | None = None  # with its graph, where that is kept
@@ -193,24 +194,34 @@ class Encoder:
         draws = get_cuda_rng_tracker().fork(ENCODER_RNG) if self._dropout else nullcontext()
         with mark("forward of the encoder"), draws, torch.set_grad_enabled(graph):
             width = self._model.language.hidden_size
-            output = self.module(one.batch)
+            output = self.module(self._taken(one))
             first, others = unpack(output, hidden=(1, width), carried=[(one.features, 1, width)] * self._deepstack)
             return torch.cat([first, *others], dim=1)
 
     def _pass(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> _Pass:
-        patches = [pixels_of(image, batches) for image in inputs]
+        return _Pass(inputs, batches, features=sum(image.features for image in inputs))
+
+    def _taken(self, one: _Pass) -> PackedBatch:
+        """What the encoder's layers read of a pass's images."""
         none = torch.empty(0, 0, dtype=torch.int64)
-        batch = PackedBatch(
+        return PackedBatch(
             tokens=none,
             labels=none,
             loss_mask=none,
             positions=none,
             feature_positions=none,
-            grids=tuple(grid for image in inputs for grid in image.grids),
-            tile_groups=tuple(group for image in inputs for group in image.tile_groups),
-            patches=torch.cat(patches).to(self.device, non_blocking=True),
+            grids=tuple(grid for image in one.inputs for grid in image.grids),
+            tile_groups=tuple(group for image in one.inputs for group in image.tile_groups),
+            patches=self._pixels(one),
         )
-        return _Pass(batch, features=sum(image.features for image in inputs))
+
+    def _pixels(self, one: _Pass) -> Tensor:
+        """[P, D] patches of a pass, on the device: each image goes there from where it lies, page-locked as a rule."""
+        found = [pixels_of(image, one.batches) for image in one.inputs]
+        pixels = found[0].new_empty(sum(map(len, found)), found[0].shape[1], device=self.device)
+        for part, patches in zip(pixels.split([len(each) for each in found]), found, strict=True):
+            part.copy_(patches, non_blocking=True)
+        return pixels
 
     def no_features(self) -> Tensor:
         """[0, 1 + DeepStack layers, Hl]."""

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megavlm.backend import Backend
+from megavlm.backend.host import transfers_of
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.modules import fp8_fields
@@ -25,6 +26,7 @@ from megavlm.model.specs import common_config, padded_heads
 from megavlm.parallel.dims import Dims
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import Colocated
+from megavlm.pipeline.micro_batches import MicroBatches
 from megavlm.pipeline.tied import sum_tied_gradients
 from megavlm.pipeline.transfers import Transfers
 
@@ -79,6 +81,7 @@ class Schedule:
         self.groups = groups
         self.backend = backend
         self.num_sources = num_sources
+        self._transfers = transfers_of(backend.device)
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
         self._communicator = Transfers(groups, config, sends_copies=backend.is_cpu) if dims.pp > 1 else None
 
@@ -109,22 +112,23 @@ class Schedule:
 
     def _execute(self, batches: Sequence[PackedBatch], *, forward_only: bool, logits: bool = False) -> list[Any]:
         if self.colocated is not None:
-            on_device = self.colocated.encode(batches, self.backend.device)
-        else:
-            on_device = [batch.to(self.backend.device) for batch in batches]
-        iterators = [self._handed_out(on_device) for _ in self.chunks]
+            batches = self.colocated.encode(batches)
+        # While chunks take micro-batches, passes of the next step's encoder are queued.
+        meanwhile = self.colocated.advance if self.colocated is not None else None
+        moving = MicroBatches(batches, self._transfers, chunks=len(self.chunks), meanwhile=meanwhile)
+        iterators = [moving.for_a_chunk() for _ in self.chunks]
         single = len(self.chunks) == 1
         arguments: dict[str, Any] = {}
         if self._communicator is not None:
-            self._communicator.expect([chunk.module for chunk in self.chunks], on_device)
+            self._communicator.expect([chunk.module for chunk in self.chunks], batches)
             arguments["p2p_communicator"] = self._communicator
         results: list[Any] = self._run(
             forward_step_func=_forward_logits if logits else partial(_forward_loss, num_sources=self.num_sources),
             data_iterator=iterators[0] if single else iterators,
             model=self.chunks[0] if single else self.chunks,
-            num_microbatches=len(on_device),
-            seq_length=on_device[0].tokens.shape[1],  # shapes are announced: these two are not used
-            micro_batch_size=on_device[0].tokens.shape[0],
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens.shape[1],  # shapes are known from the batch: these two are not used
+            micro_batch_size=batches[0].tokens.shape[0],
             forward_only=forward_only,
             collect_non_loss_data=logits,
             pg_collection=self.groups.collection,
@@ -133,13 +137,6 @@ class Schedule:
         while self.colocated is not None and self.colocated.advance():
             pass  # what is left is encoded beside the optimizer
         return results
-
-    def _handed_out(self, batches: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
-        """Micro-batches for a chunk; while it takes one, a pass of the next step's encoder is queued."""
-        for batch in batches:
-            if self.colocated is not None:
-                self.colocated.advance()
-            yield batch
 
 
 def _forward_loss(batches: Iterator[PackedBatch], chunk: Any, *, num_sources: int) -> tuple[Tensor, Any]:

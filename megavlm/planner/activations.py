@@ -38,8 +38,7 @@ def saved_bytes(name: str, case: Case, recompute: Recompute = "none") -> float:
         return layer.saved(trained=trained, core_attention=recompute == "selective")
     if name == PATCH_EMBED:
         norm = _norm_bytes(case, case.work.patches, vision.hidden_size, vision.normalization) * vision.pre_norm
-        copied = 0 if e == FP32 else e  # in fp32 the batch's own tensor is kept
-        return case.work.patches * vision.in_channels * vision.patch_size**2 * copied + norm
+        return case.work.patches * vision.in_channels * vision.patch_size**2 * e + norm
     if name == VISION_NORM:
         used = vision.post_norm and vision.feature_layer == -1
         tokens = case.work.patches / case.sequence_shards

@@ -1,8 +1,9 @@
 """Bytes on each pipeline rank: what weights, their gradients and the optimizer take, and what a step adds at its peak.
 
 Honest to what this program allocates: gradients are summed in fp32 whatever the precision, master weights exist under
-bf16 alone but where gradients are sharded (there they are what ranks share), and every micro-batch of the step is on
-the device from its beginning. With `--offload` some of it is on the host instead: `host.py` counts that.
+bf16 alone but where gradients are sharded (there they are what ranks share), and a micro-batch is on the device from
+when the one before is taken until every chunk has taken it. With `--offload` some of it is on the host instead:
+`host.py` counts that.
 """
 
 from __future__ import annotations
@@ -158,12 +159,20 @@ def _backward_bytes(name: str, case: Case, recompute: Recompute) -> float:
 
 
 def batch_bytes(case: Case, *, with_patches: bool) -> float:
-    """One micro-batch's tensors: token ids, labels and positions of 8 bytes, a mask of 4, and pixels in fp32."""
+    """One micro-batch's tensors: token ids, labels and positions of 8 bytes, a mask of 4, and its pixels."""
     axes = 3 if case.model.language.mrope_section else 1
     text = case.work.tokens * (8 * (2 + axes) + 4) + case.features * 8
     vision = case.model.vision
-    pixels = case.work.patches * vision.in_channels * vision.patch_size**2 * FP32
+    pixels = case.work.patches * vision.in_channels * vision.patch_size**2 * case.bytes_each
     return text + pixels * with_patches
+
+
+def batches_at_once(case: Case) -> int:
+    """Micro-batches of which the device holds copies: those that some chunk has taken and another has not (interleaved
+    chunks take turns of as many as there are pipeline ranks), and the next one. On a CPU also those on the host, all.
+    """
+    taken = case.dims.pp if case.dims.vpp > 1 else 1
+    return min(case.micro_batches, taken + 1) + case.micro_batches * (not case.on_gpu)
 
 
 def rank_memory(
@@ -186,7 +195,7 @@ def rank_memory(
         last = rank == case.dims.pp - 1
         transient = max(transient, *(transient_bytes(name, case, mode, last_stage=last) for name in names), 0.0)
     with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in case.dims.chunks_of(rank))
-    data = case.micro_batches * batch_bytes(case, with_patches=with_patches)
+    data = batches_at_once(case) * batch_bytes(case, with_patches=with_patches)
     return total + Memory(transient=transient, data=data)
 
 

@@ -33,6 +33,7 @@ from megavlm.errors import UserError
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megavlm.metrics.skips import SkippedLog
+from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups, build_groups, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.pipeline.images import patches_by_rank
@@ -94,7 +95,13 @@ def build(config: Config, backend: Backend) -> Run:
     on_rank_0(partial(prepare_data, config))
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
     feed = build_feed(
-        config, source, groups, device=backend.device, seers=_seers(plan, groups), shares=_shares(config, plan, groups)
+        config,
+        source,
+        groups,
+        device=backend.device,
+        dtype=DTYPES[config.train.precision],
+        seers=_seers(plan, groups),
+        shares=_shares(config, plan, groups),
     )
     folder = _start(config, run_dir)
     fill = _weights(config, folder, vocab_size=source.vocab_size, image_token=source.image_token)

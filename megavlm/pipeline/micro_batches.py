@@ -1,0 +1,63 @@
+"""A step's micro-batches on their way from the host to the device, one ahead of use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megavlm.backend.host import Transfers
+from megavlm.data.batch import PackedBatch
+
+
+class MicroBatches:
+    """Hands out micro-batches on the device, the same to each of a rank's chunks, in order.
+
+    While one is used the next one is copied. One is let go when all chunks have taken it; what a chunk keeps for its
+    backward pass is that pass's own.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[PackedBatch],
+        transfers: Transfers,
+        *,
+        chunks: int,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
+        """`batches` are on the host, but for what never travels (`PackedBatch.travelling`). `meanwhile` is called
+        whenever a chunk takes one.
+        """
+        self._batches = batches
+        self._transfers = transfers
+        self._meanwhile = meanwhile
+        self._awaited_by = [chunks] * len(batches)
+        self._on_the_way: dict[int, tuple[PackedBatch, Any]] = {}
+        self._here: dict[int, PackedBatch] = {}
+
+    def for_a_chunk(self) -> Iterator[PackedBatch]:
+        """All micro-batches, for one chunk."""
+        for index in range(len(self._batches)):
+            yield self._take(index)
+
+    def _take(self, index: int) -> PackedBatch:
+        if self._meanwhile is not None:
+            self._meanwhile()
+        if index not in self._here:
+            self._send(index)
+            batch, ticket = self._on_the_way.pop(index)
+            self._transfers.wait(ticket)
+            self._here[index] = batch
+            self._send(index + 1)
+        self._awaited_by[index] -= 1
+        return self._here[index] if self._awaited_by[index] else self._here.pop(index)
+
+    def _send(self, index: int) -> None:
+        """Begin to copy a micro-batch, if there is one that has not begun."""
+        if index >= len(self._batches) or index in self._on_the_way:
+            return
+        batch = self._batches[index]
+        names, values = zip(*batch.travelling().items(), strict=True)
+        copies, ticket = self._transfers.fetch(values)
+        copied: dict[str, Any] = dict(zip(names, copies, strict=True))
+        self._on_the_way[index] = replace(batch, **copied), ticket

@@ -1,0 +1,126 @@
+"""A step's micro-batches on their way to the device: one ahead, copied once, gone when all chunks have had it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from megavlm.data.batch import PackedBatch
+from megavlm.data.staging import Staging
+from megavlm.pipeline.micro_batches import MicroBatches
+from tests.unit.model.test_offload import LateTransfers
+
+PATCHES, PIXELS, TOKENS, STEP = 64, 48, 32, 8
+
+
+def batch(number: int, *, dtype: torch.dtype = torch.float32) -> PackedBatch:
+    tokens = torch.full((2, TOKENS), number)
+    return PackedBatch(
+        tokens=tokens,
+        labels=tokens + 1,
+        loss_mask=torch.ones(2, TOKENS),
+        positions=torch.arange(TOKENS).expand(2, TOKENS),
+        grids=((8, 8),),
+        feature_positions=torch.arange(16),
+        patches=torch.randn(PATCHES, PIXELS, generator=torch.Generator().manual_seed(number)).to(dtype),
+        cu_seqlens=torch.tensor([0, TOKENS, 2 * TOKENS], dtype=torch.int32),
+        features=torch.zeros(1, requires_grad=True),
+    )
+
+
+class Noted(LateTransfers):
+    """Counts bytes that live on the device, copies of fp32, bf16 and integers alike."""
+
+    @property
+    def bytes_here(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.here)
+
+    def fetch(self, hosts):
+        self.fetched = getattr(self, "fetched", 0) + sum(host.numel() * host.element_size() for host in hosts)
+        return super().fetch(hosts)
+
+
+def size(one: PackedBatch) -> int:
+    return sum(value.numel() * value.element_size() for value in one.travelling().values())
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_one_is_used_and_one_is_on_its_way(chunks: int) -> None:
+    """Chunks take turns of two, as interleaved on two pipeline ranks; nothing of the plain schedule's is kept."""
+    batches = [batch(number) for number in range(STEP)]
+    transfers = Noted()
+    moving = MicroBatches(batches, transfers, chunks=chunks)
+    iterators = [moving.for_a_chunk() for _ in range(chunks)]
+    found = []
+    gc.disable()
+    for turn in range(0, STEP, 2):
+        for chunk in iterators:
+            for number in (turn, turn + 1):
+                taken = next(chunk)
+                for name, value in taken.travelling().items():
+                    assert value.equal(getattr(batches[number], name)[: len(value)]), "before it has arrived it is not"
+                found.append(number)
+                assert taken.cu_seqlens is batches[number].cu_seqlens
+                assert taken.features is batches[number].features, "the leaf that gradients are read from"
+                del taken, value
+    gc.enable()
+    assert len(found) == STEP * chunks
+    assert transfers.fetched == STEP * size(batches[0]), "each is copied once, however many chunks take it"
+    assert transfers.peak <= (2 if chunks == 1 else 3) * size(batches[0])
+    assert transfers.bytes_here == 0
+
+
+def test_the_next_one_begins_when_one_is_handed_out() -> None:
+    transfers = Noted()
+    calls = []
+    taking = MicroBatches(
+        [batch(0), batch(1), batch(2)], transfers, chunks=1, meanwhile=lambda: calls.append(len(transfers.events))
+    ).for_a_chunk()
+    assert transfers.events == []
+    next(taking)
+    assert transfers.events == ["fetch", "arrived", "fetch"]
+    next(taking)
+    assert transfers.events == ["fetch", "arrived", "fetch", "arrived", "fetch"]
+    next(taking)
+    assert transfers.events == ["fetch", "arrived", "fetch", "arrived", "fetch", "arrived"]
+    assert calls == [0, 3, 5], "what runs meanwhile is queued before a chunk gets its micro-batch"
+
+
+def test_patches_travel_in_the_models_type_and_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned, devices = [], []
+
+    class Here:
+        def __init__(self, device: torch.device) -> None:
+            devices.append(device)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    empty = torch.empty
+
+    def allocate(*args, pin_memory: bool = False, **kwargs):
+        made = empty(*args, **kwargs)
+        if pin_memory:
+            pinned.append(made)
+        return made
+
+    monkeypatch.setattr(torch.cuda, "device", Here)
+    monkeypatch.setattr(torch, "empty", allocate)
+    plain = batch(1)
+    staged = Staging(torch.bfloat16, torch.device("cuda", 3))(plain)
+    assert devices == [torch.device("cuda", 3)], "not the first device, where a context would be opened"
+    travels = staged.travelling()
+    assert {id(value) for value in pinned} == {id(value) for value in travels.values()}
+    assert len(pinned) == len(travels) == 6
+    assert staged.patches is not None
+    assert plain.patches is not None
+    assert staged.patches.equal(plain.patches.bfloat16()), "what the first layer would have cast it to"
+    assert staged.positions.shape == (1, TOKENS)
+    assert size(staged) == size(plain) - PATCHES * PIXELS * 2, "pixels take half"
+    on_cpu = Staging(torch.bfloat16, torch.device("cpu"))(plain)
+    assert on_cpu.patches is not None
+    assert on_cpu.patches.equal(staged.patches)
+    assert on_cpu.tokens is plain.tokens
