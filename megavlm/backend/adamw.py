@@ -1,5 +1,6 @@
 """AdamW with the interface of the fused GPU optimizers, in plain torch.
 
+    g ← g / divisor, where there is one
     m ← β₁ m + (1−β₁) g          v ← β₂ v + (1−β₂) g²
     θ ← θ (1 − lr·λ) − lr · m̂ / (√v̂ + ε),   m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ)      (Loshchilov & Hutter 2019)
 
@@ -25,6 +26,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     step_beside = False
+    divisor: Tensor | None = None  # [] float32: what the next step divides gradients by, in place, as it reads them
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         moments = [self._moments(p) for p in params]
         values, gradients = [local(p) for p in params], [local(p.grad) for p in params]
-        self._fused(group, values, gradients, moments)
+        self._fused(group, values, gradients, moments, self.divisor)
 
     def _moments(self, p: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[p]
@@ -110,6 +112,7 @@ class AdamW(torch.optim.Optimizer):
         values: Sequence[Tensor],
         gradients: Sequence[Tensor],
         moments: Sequence[dict[str, Tensor]],
+        divisor: Tensor | None,
     ) -> None:
         beta1, beta2 = group["betas"]
         # One pass over memory. The same update as _foreach operations makes seven, and allocates a denominator.
@@ -128,6 +131,7 @@ class AdamW(torch.optim.Optimizer):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
+            grad_scale=divisor,
         )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -22,6 +22,7 @@ from megavlm.model.vlm import VLMChunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.gathers import wait_before_reading
 from megavlm.optim.host import HostAdamW
+from megavlm.optim.joined import JoinedOptimizer
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import module_of
@@ -64,7 +65,7 @@ def with_whole_gradients(config: Config) -> Config:
     return replace(config, parallel=replace(config.parallel, data_parallel_sharding="optimizer"))
 
 
-def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Any:
+def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> JoinedOptimizer:
     """AdamW over this rank's (shard of the) parameters, grouped by module and by whether weights decay."""
     options = config.optimizer
     dtype = DTYPES[config.train.precision]
@@ -76,8 +77,7 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> An
         adam_beta1=options.adam_beta1,
         adam_beta2=options.adam_beta2,
         adam_eps=options.adam_eps,
-        # The norm is reported in any case; megatron-core computes it only to clip.
-        clip_grad=options.clip_grad or float("inf"),
+        clip_grad=0.0,  # part of the update: `JoinedOptimizer`
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         initial_loss_scale=options.initial_loss_scale,
@@ -90,27 +90,25 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> An
         fp8_recipe=config.train.fp8_recipe if config.train.fp8_param_gather else None,
     )
     if shards_gradients(config):
-        optimizer = ChainedOptimizer([ShardedOptimizer(chunks, megatron_config, _overrides(config), groups)])
+        parts = [ShardedOptimizer(chunks, megatron_config, _overrides(config), groups)]
     else:
-        optimizer = get_megatron_optimizer(
+        parts = get_megatron_optimizer(
             megatron_config,
             list(chunks),
             config_overrides=_overrides(config),
             use_gloo_process_groups=False,
             pg_collection=groups.collection,
-        )
-    for part in optimizer.chained_optimizers:
+        ).chained_optimizers
+    for part in parts:
         if not part.is_stub_optimizer:
             _choose_update(part, on_host="optimizer" in config.parallel.offload)
-    return optimizer
+    return JoinedOptimizer(parts, clip=options.clip_grad)
 
 
 def _choose_update(part: Any, *, on_host: bool) -> None:
-    """Let one of megatron-core's optimizers, before it has state, update on the host, or by our Adam where it found no
-    fused one: it cannot resume a sharded run of torch's, which counts steps beside each parameter.
+    """Let one of megatron-core's optimizers, before it has state, update by our Adam, there or on the host. It divides
+    gradients as it reads them, which Transformer Engine's does not, and resumes a sharded run, which torch's does not.
     """
-    if not on_host and not isinstance(part.optimizer, torch.optim.Adam):
-        return
     part.optimizer = (HostAdamW if on_host else AdamW).in_place_of(part.optimizer)
     part.init_state_fn = lambda inner, config=None: inner.begin()
 
@@ -121,9 +119,10 @@ def loss_scale(optimizer: Any) -> float | None:
     return None if scaler is None else float(scaler.scale)
 
 
-def join_optimizers(*optimizers: Any) -> Any:
-    """One optimizer of several: the gradient norm, and clipping to it, is that of all their parameters together."""
-    return ChainedOptimizer([part for optimizer in optimizers for part in optimizer.chained_optimizers])
+def join_optimizers(first: JoinedOptimizer, *others: JoinedOptimizer) -> JoinedOptimizer:
+    """One optimizer of several."""
+    parts = [part for optimizer in (first, *others) for part in optimizer.chained_optimizers]
+    return JoinedOptimizer(parts, clip=first.clip)
 
 
 def _overrides(config: Config) -> dict[ParamKey, Any]:

@@ -96,9 +96,6 @@ class FullyShardedChunk(_BaseDataParallel):
                 for gradient, part in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
                     gradient.copy_(part.view_as(gradient))
 
-    def scale_gradients(self, scaling_factor: Any) -> None:
-        torch._foreach_mul_(self._gradients(), scaling_factor)
-
     def _gradients(self) -> list[Tensor]:
         return [param.main_grad for param in self.trained.values()]
 

@@ -35,13 +35,14 @@ class HostAdamW(AdamW):
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         parts = [part for p in params for part in _parts(local(p), local(p.grad), self._moments(p), self.piece)]
         pieces = [_Piece(each) for each in _together(parts, self.piece)]
+        divisor = None if self.divisor is None else _to_host(self.divisor)  # arrives before the first piece
         pieces[0].send()
         for piece, following in pairwise([*pieces, None]):
             assert piece is not None
             if following is not None:
                 following.send()
             piece.arrive()
-            self._fused(group, piece.values, piece.gradients, [part.moments for part in piece.parts])
+            self._fused(group, piece.values, piece.gradients, [part.moments for part in piece.parts], divisor)
             piece.send_back()
 
 

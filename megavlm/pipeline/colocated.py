@@ -92,8 +92,8 @@ class Colocated:
         self._window = _Window(exchange, leaves) if self._keeps() else None
         return text
 
-    def finish(self, tokens: Tensor) -> None:
-        """After the language model's backward: the encoder's, and its gradients summed and divided by `tokens`."""
+    def finish(self) -> None:
+        """After the language model's backward: the encoder's, and its gradients summed over the encoders."""
         if not self.encoder.trained:
             return
         if self._window is not None:
@@ -101,7 +101,7 @@ class Colocated:
             found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in window.leaves]
             gradients = torch.cat(found) if found else self.encoder.no_features()
             self.encoder.backward(self._send(gradients, window.exchange.gradients(self._groups.block_rank)))
-        self.encoder.reduce(tokens)
+        self.encoder.reduce()
 
     def _assigned(self, batches: Sequence[PackedBatch]) -> tuple[list[EncoderInput], tuple[int, ...]]:
         return assigned(batches, self._config.model, encoders=self._groups.block.size() // self._width)

@@ -176,10 +176,9 @@ class Encoder:
         if self.trained:
             self.module.zero_grad_buffer()
 
-    def reduce(self, tokens: Tensor) -> None:
-        """Sum gradients over all encoders and divide them by the trained tokens of the global batch."""
+    def reduce(self) -> None:
+        """Sum gradients over all encoders."""
         finalize_model_grads([self.module], pg_collection=self._groups.collection)
-        self.module.scale_gradients(1.0 / tokens.clamp(min=1))  # of none the gradients are zero
 
     def _again(self, one: _Pass) -> Tensor:
         tracker = get_cuda_rng_tracker()

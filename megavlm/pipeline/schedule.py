@@ -6,11 +6,12 @@ the first vision stage, tokens at the first language stage, labels at the last).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -88,8 +89,8 @@ class Schedule:
     def train(self, batches: Sequence[PackedBatch]) -> Tensor:
         """Forward and backward of one optimizer step's micro-batches.
 
-        Gradients end up in the parameters' `main_grad`, summed over the data-parallel ranks and divided by the
-        number of trained tokens of the global batch, so that no rank's or image's share is diluted.
+        Gradients end up in the parameters' `main_grad`, summed over the data-parallel ranks. The optimizer divides them
+        by the number of trained tokens of the global batch, so that no rank's or image's share is diluted.
 
         Returns:
             [2 + 2·num_sources] float64: sum of cross entropies and trained tokens of this data-parallel rank, then the
@@ -169,13 +170,19 @@ def finalize_gradients(
     *,
     groups: Groups,
     colocated: Colocated | None = None,
+    counted: Callable[[Tensor], None],
 ) -> None:
-    """What the schedule calls after the last backward: reduce over DP and TP, divide by tokens, join tied copies.
+    """What the schedule calls after the last backward: reduce over DP and TP, join tied copies; then a colocated
+    encoder's backward runs.
 
-    Then a colocated encoder's backward runs. `num_tokens` has by then become the global batch's on every rank.
+    megatron-core would divide gradients by `num_tokens`, which the last stage alone counts, and let the host wait for
+    it. Here `counted` hears the number of the global batch instead, on every rank.
     """
-    finalize_model_grads(chunks, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+    finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     sum_tied_gradients(chunks, groups)
     if colocated is not None:
-        assert num_tokens is not None
-        colocated.finish(num_tokens)
+        colocated.finish()
+    assert num_tokens is not None
+    dist.broadcast(num_tokens, group_src=groups.pp.size() - 1, group=groups.pp)
+    dist.all_reduce(num_tokens, group=groups.dp)
+    counted(num_tokens)

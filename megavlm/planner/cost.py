@@ -163,16 +163,16 @@ def gradient_seconds(trained: float, case: Case, hardware: Hardware, *, held: fl
 
 
 def optimizer_seconds(trained: float, case: Case, hardware: Hardware) -> float:
-    """AdamW's passes over memory: gradient, weights and two moments read, all but the gradient written.
+    """AdamW's passes over memory: gradient, weights and two moments read and written (the gradient divided by tokens).
 
-    Clearing and scaling gradients and their norm pass over all fp32 gradients that a rank has. With `--offload
+    Clearing passes over all fp32 gradients that a rank has, their norm over those that it updates with. With `--offload
     optimizer` the update is the host's, and 12 bytes of each number cross the bus.
     """
     own = trained / case.shards
     gradients = own if case.shards_gradients else trained
-    rest = gradients * 4 * FP32 / hardware.memory_bandwidth
+    rest = (gradients + own) * FP32 / hardware.memory_bandwidth
     if "optimizer" not in case.offload:
-        return own * 7 * FP32 / hardware.memory_bandwidth + rest
+        return own * 8 * FP32 / hardware.memory_bandwidth + rest
     return host_update_seconds(own, hardware) + rest
 
 

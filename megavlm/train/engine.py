@@ -33,6 +33,7 @@ from megavlm.optim.build import (
 )
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.gathers import gather_parameters
+from megavlm.optim.joined import JoinedOptimizer
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import Colocated
 from megavlm.pipeline.encoder import Encoder, encoder_config
@@ -94,7 +95,7 @@ class Engine:
         self.scheduler.step(increment=1)
         scale = loss_scale(self.optimizer)  # the step may change it
         with mark("optimizer"):
-            updated, grad_norm, _ = self.optimizer.step()
+            updated, norm_of_sums, _ = self.optimizer.step()
         totals = totals if self.groups.at.tp == 0 else torch.zeros_like(totals)
         totals = torch.cat([totals, torch.tensor(counters, dtype=totals.dtype).to(totals.device, non_blocking=True)])
         dist.all_reduce(totals)
@@ -104,7 +105,7 @@ class Engine:
         return StepResult(
             loss=loss_sum / max(tokens, 1.0),
             trained_tokens=int(tokens),
-            grad_norm=None if grad_norm is None else float(grad_norm),
+            grad_norm=None if norm_of_sums is None else norm_of_sums / max(tokens, 1.0),
             learning_rate=self.learning_rate(),
             updated=bool(updated),
             loss_scale=scale,
@@ -253,12 +254,19 @@ def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCa
 
 
 def _connect(
-    pipeline: Any, config: Config, chunks: Sequence[Any], optimizer: Any, groups: Groups, colocated: Colocated | None
+    pipeline: Any,
+    config: Config,
+    chunks: Sequence[Any],
+    optimizer: JoinedOptimizer,
+    groups: Groups,
+    colocated: Colocated | None,
 ) -> None:
     """The callbacks through which megatron-core's schedule scales, reduces and gathers."""
     single = len(chunks) == 1
     pipeline.grad_scale_func = optimizer.scale_loss
-    pipeline.finalize_model_grads_func = partial(finalize_gradients, groups=groups, colocated=colocated)
+    pipeline.finalize_model_grads_func = partial(
+        finalize_gradients, groups=groups, colocated=colocated, counted=optimizer.expect_sums
+    )
     if config.parallel.overlap_grad_reduce:
         pipeline.no_sync_func = chunks[0].no_sync if single else [chunk.no_sync for chunk in chunks]
     if config.parallel.overlap_param_gather and not single:  # with one chunk, each bucket begins the next one's gather

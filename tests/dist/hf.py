@@ -84,10 +84,11 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
             worst[f"logits {number}"] = _relative(ours, expected[str(number)])
     engine.optimizer.zero_grad()
     engine.schedule.train(batches)
+    tokens = plan.dims.dp * sum(float(batch.loss_mask.sum()) for batch in batches)
     gradients = Origin.of(reference.gradients, *ALL_PARTS)
     for chunk in engine.parts:
         for param in chunk.module.parameters():
-            param.data = param.main_grad  # so that each shard is a slice of the gradient
+            param.data = param.main_grad / tokens  # so that each shard is a slice of the gradient
         for shard in named_shards(chunk.module):
             real = real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocabulary)
             scale = gradients.read_slice(shard.key, real, tuple(slice(0, size) for size in real)).abs().max().item()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parents[2]
@@ -235,6 +236,7 @@ def pretend(library: str) -> None:
     torch.version.cuda = "12.9"
     _move_modules()
     _read_values()
+    _pin_in_threads()
 
 
 def _read_values() -> None:
@@ -251,6 +253,17 @@ def _read_values() -> None:
     torch.tensor = tensor
     FakeTensor.tolist = tolist
     torch.Tensor.record_stream = lambda self, stream: None
+
+
+def _pin_in_threads() -> None:
+    """The mode is one thread's: in others, which read data, page-locked memory of the host is memory of the host."""
+    make = torch.empty
+
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        watched = _get_current_dispatch_mode() is not None
+        return make(*args, pin_memory=pin_memory and watched, **kwargs)
+
+    torch.empty = empty
 
 
 def _as_numbers(data: Any) -> Any:

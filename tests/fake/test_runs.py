@@ -89,12 +89,10 @@ SLOW = {
     "answers": (0, 1, f"{DEMO} --precision bf16 --train-iters 1 --lr-warmup-iters 0 --eval-samples 1 --no-save"),
 }
 
-# What a step has to ask for: whether there are tokens to divide by (megatron-core, for each chunk of a rank), the
-# gradient norm (fp16: the scale, and whether all is finite), and its own numbers.
+# What a step has to ask for: the gradient norm (fp16: the scale, and whether all is finite), and its own numbers.
 MAY_WAIT = (
-    "schedule.py finalize_gradients > finalize_model_grads.py finalize_model_grads",
-    "engine.py train_step > clip_grads.py get_grad_norm_fp32",
-    "engine.py train_step > optimizer.py _unscale_main_grads_and_check_for_nan",
+    "joined.py step > clip_grads.py get_grad_norm_fp32",
+    "joined.py step > optimizer.py _unscale_main_grads_and_check_for_nan",
     "build.py loss_scale",
     "tolist at engine.py train_step",
     "feature_cache.py _raw",  # pixels are hashed on the host
@@ -150,7 +148,7 @@ def check(outcome: dict[str, Any]) -> None:
     assert outcome["waits"], "a step waits at least for its own numbers: nothing was watched"
     waits = {where: count for where, count in outcome["waits"].items() if not where.endswith(MAY_WAIT)}
     assert not waits, f"a step waits for the device: {waits}"
-    # Twice: two chunks of a rank ask for tokens each, and two micro-batches have images to cache.
+    # Twice: two micro-batches have images to cache, and some cases have two steps.
     assert max(outcome["waits"].values()) <= 2, outcome["waits"]
 
 

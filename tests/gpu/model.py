@@ -81,7 +81,7 @@ def results(
     engine.optimizer.zero_grad()
     total, tokens = engine.schedule.train(given).tolist()
     for name, param in engine.chunks[0].module.named_parameters():
-        found[f"gradient of {name}"] = param.main_grad.float().cpu().clone()
+        found[f"gradient of {name}"] = param.main_grad.float().cpu() / tokens
     found["loss"] = torch.tensor(total / tokens)
     engine.close()
     return found

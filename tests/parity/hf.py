@@ -145,9 +145,9 @@ def assert_same_logits_and_gradients(folder: Path, theirs: Any, single: Single, 
         for name, param in chunk.named_parameters():
             wanted = gradients.read_slice(name, shapes[name], tuple(slice(0, size) for size in shapes[name]))
             if wanted.abs().max() > 1e-7:
-                assert_same(param.main_grad, wanted, tolerance=GRADIENTS, what=f"gradient of {name}")
+                assert_same(param.main_grad / tokens, wanted, tolerance=GRADIENTS, what=f"gradient of {name}")
             else:
-                assert param.main_grad.abs().max() < 1e-6, f"gradient of {name} where Transformers has none"
+                assert (param.main_grad / tokens).abs().max() < 1e-6, f"gradient of {name} where Transformers has none"
 
 
 def save_gradients(theirs: Any, folder: Path) -> Path:

@@ -66,7 +66,7 @@ def test_gradients_are_pefts(dropout: float, single: Single, tmp_path: Path, mon
     loss_sum, tokens = engine.schedule.train([given]).tolist()
     assert loss_sum / tokens == pytest.approx(loss.item(), rel=1e-5)
 
-    gradients = grouped({name: param.main_grad for name, param in trained(engine).items()}, config.model)
+    gradients = grouped({name: param.main_grad / tokens for name, param in trained(engine).items()}, config.model)
     expected = {name: param.grad for name, param in theirs.named_parameters() if param.requires_grad}
     for key, adapters in gradients.items():
         for weight, pair in adapters.of_theirs(table[key]).items():

@@ -1,0 +1,104 @@
+"""Bytes that a step reads and writes of gradients, master weights and moments, counted; and what they are divided by."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.dist.pool import Pools
+from tests.dist.training import SMALL
+
+_WRITES_ONLY = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")  # of what they change
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what operations on some tensors' memory read and write, by operation; backward passes are left out."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._watched = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self.bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        schema = func._schema
+        views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+        if views or torch._C._current_graph_task_id() != -1 or not self._touches((args, kwargs)):
+            return result
+        name = schema.name.removeprefix("aten::")
+        given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+        moved = 0
+        for argument in schema.arguments:
+            size = sum(x.numel() * x.element_size() for x in tree_leaves(given.get(argument.name)) if _is(x))
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if name.startswith("_fused_adam") and argument.name == "grads":
+                written = given.get("grad_scale") is not None  # the kernels write divided gradients back, else nothing
+            moved += size * (written + (not written or name not in _WRITES_ONLY))
+        known = {id(x) for x in tree_leaves((args, kwargs))}
+        moved += sum(x.numel() * x.element_size() for x in tree_leaves(result) if _is(x) and id(x) not in known)
+        self.bytes[name] = self.bytes.get(name, 0) + moved
+        return result
+
+    def _touches(self, given: Any) -> bool:
+        return any(_is(x) and x.untyped_storage()._cdata in self._watched for x in tree_leaves(given))
+
+
+def _is(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
+def bytes_per_parameter(argv: list[str], run_dir: str) -> dict[str, float]:
+    """Of a step after the first, over the trained parameters of this rank; "total" is all of it."""
+    import torch.distributed as dist
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.config.rules import check
+    from megavlm.metrics.memory import standing_tensors
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
+
+    config = parse([*argv, "--run-dir", run_dir])
+    check(config, world=dist.get_world_size())
+    destroy_groups()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        run = build(config, backend.activate())
+    batches = run.feed.next_step().batches
+    run.engine.train_step(batches)
+    weights = {param.untyped_storage()._cdata for chunk in run.engine.parts for param in chunk.parameters()}
+    state = [tensor for tensor in standing_tensors(run.engine) if tensor.untyped_storage()._cdata not in weights]
+    traffic = Traffic(state)
+    with traffic:
+        run.engine.train_step(batches)
+    trained = sum(p.numel() for chunk in run.engine.parts for p in chunk.parameters() if p.requires_grad)
+    close(run)
+    found = {name: count / trained for name, count in traffic.bytes.items()}
+    return {name: value for name, value in found.items() if value > 0.05} | {"total": sum(found.values())}
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "most"),
+    [
+        (1, "", 46),  # cleared 4, norm 4, update 28 + 4 (divided gradients are written back), bf16 weights 6
+        (2, "", 4 + 42 / 2),
+        (2, "--placement colocated --pp 2", 46),
+    ],
+)
+def test_gradients_are_cleared_measured_and_used_and_not_scaled(
+    pools: Pools, tmp_path: Any, world: int, flags: str, most: float
+) -> None:
+    argv = [*SMALL, *"--precision bf16 --no-save".split(), *flags.split()]
+    for found in pools(world).run(bytes_per_parameter, argv, str(tmp_path)):
+        assert "_fused_adamw_" in found
+        assert "_foreach_mul_" not in found
+        assert "mul_" not in found
+        assert found["total"] == pytest.approx(most, rel=0.03), found
