@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.data.anyres import TileGroup
@@ -44,6 +45,9 @@ class PackedBatch:
     tile_groups: tuple[TileGroup, ...] = ()  # per tiled image: how many of `grids` it is; empty where none is tiled
     lengths: tuple[int, ...] = ()  # tokens of each sample, padding not counted
     sources: Tensor | None = None  # [B, S] int64: which data set a token is from; None where there is but one
+    # Ranks that all need `patches`, which the first of them alone holds: where a micro-batch arrives on the device the
+    # others get them. Until then theirs have a shape and no memory (device "meta").
+    seers: dist.ProcessGroup | None = None
     # Where a colocated encoder has already run: [F', 1 + DeepStack layers, Hl], those of the features that this rank
     # merges into its hidden states.
     features: Tensor | None = None
@@ -70,7 +74,9 @@ class PackedBatch:
         """By field, the tensors that layers read on the device and the data make on the host."""
         values: dict[str, Any] = {**vars(self), "positions": _rows_that_differ(self.positions)}
         return {
-            name: value for name, value in values.items() if isinstance(value, Tensor) and name not in _NEVER_TRAVELS
+            name: value
+            for name, value in values.items()
+            if isinstance(value, Tensor) and name not in _NEVER_TRAVELS and not value.is_meta
         }
 
 

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megavlm.data.batch import PackedBatch
 from megavlm.data.composer import Place
 from megavlm.data.loader import Loader, Step
+from megavlm.data.wire import lay_out, packed, room, size_of, unpacked
 from megavlm.errors import UserError
 
 # Of a step's micro-batches: the places of each rank's patches among all of them.
@@ -43,64 +45,89 @@ class Exchange:
     def reads(self) -> bool:
         return self.replica.rank() == 0
 
-    def share(self, read: Callable[[], Any]) -> Any:
-        """What the replica's first rank reads, on every rank of it; pixels where they are needed.
+    def share(self, read: Callable[[], Step]) -> Step:
+        """The step that the replica's first rank reads, on every rank of it, on the host. Pixels are there already
+        (`shares`), or go to the other seers when a micro-batch travels to the device.
 
         A UserError there is raised everywhere, so that none waits for data that never comes.
         """
-        told: list[Any] = [None]
-        result: Any = None
+        if self.replica.size() == 1:
+            return read()
+        step: Step | None = None
+        complaint = ""
         if self.reads:
             try:
-                result = read()
-                told = [_without_patches(result)]
+                step = read()
             except UserError as error:
-                told = [error]
+                complaint = str(error)
+        told = self._told(step, complaint)
+        if isinstance(told, UserError):
+            raise told
+        return self._with_pixels(told if step is None else step)
+
+    def share_place(self, place: Place | None) -> Place:
+        """The reader's place in the data, on every rank. Only for checkpoints: it pickles."""
+        told = [place]
         if self.replica.size() > 1:
             dist.broadcast_object_list(told, group=self.replica, group_src=0, device=self.device)
-        if isinstance(told[0], UserError):
-            raise told[0]
-        if not isinstance(told[0], Step):
-            return told[0]
-        step: Step = result or told[0]
-        if self.seers is None or self.seers.size() == 1:
-            return step
+        assert told[0] is not None
+        return told[0]
+
+    def _told(self, step: Step | None, complaint: str) -> Step | UserError:
+        """What the reader says, in two messages: how long it is, and itself. The host waits for both."""
+        description, tensors = packed(step) if step is not None else (complaint.encode(), [])
+        header = torch.tensor([step is not None, len(description), size_of(tensors)])
+        header = self._from_reader(header)
+        is_step, words, numbers = header.tolist()
+        start = room(words)
+        message = torch.empty(start + numbers, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        if self.reads:
+            message[:words] = torch.frombuffer(bytearray(description), dtype=torch.uint8)
+            lay_out(tensors, message[start:])
+        message = self._from_reader(message)
+        text = message[:words].numpy().tobytes()
+        return unpacked(text, message[start:]) if is_step else UserError(text.decode())
+
+    def _from_reader(self, values: Tensor) -> Tensor:
+        """The reader's numbers, in every rank's host memory."""
+        there = values.to(self.device, non_blocking=True)
+        dist.broadcast(there, group=self.replica, group_src=0)
+        return values if self.reads else values.copy_(there)
+
+    def _with_pixels(self, step: Step) -> Step:
+        if self.seers is None:
+            return replace(step, batches=[replace(batch, patches=None) for batch in step.batches])
         if self.shares is not None:
             return replace(step, batches=self._dealt(step.batches, self.shares(step.batches)))
-        return replace(step, batches=[self._seen(batch) for batch in step.batches])
-
-    def _seen(self, batch: PackedBatch) -> PackedBatch:
-        patches = batch.patches
-        if patches is None:
-            patches = torch.empty(batch.num_patches, self.patch_dim, device=self.device)
-        patches = patches.to(self.device).contiguous()
-        if patches.numel():
-            dist.broadcast(patches, group=self.seers, group_src=0)
-        return replace(batch, patches=patches)
+        if self.seers.size() == 1:
+            return step
+        return replace(step, batches=[replace(batch, seers=self.seers) for batch in step.batches])
 
     def _dealt(self, batches: Sequence[PackedBatch], shares: Sequence[NDArray[np.int64]]) -> list[PackedBatch]:
-        """Each rank's patches from the reader, which sends each as often as ranks need it."""
-        mine = shares[self.replica.rank()]
-        outgoing = torch.empty(0, self.patch_dim, device=self.device)
-        sent = [0] * len(shares)
-        if self.reads:
-            places = torch.from_numpy(np.concatenate(shares))
-            held = [batch.patches.to(self.device) for batch in batches if batch.patches is not None]
-            outgoing = torch.cat([outgoing, *held])[places.to(self.device)]
-            sent = [len(share) for share in shares]
-        received = [len(mine) if rank == 0 else 0 for rank in range(len(shares))]
-        patches = outgoing.new_empty(len(mine), self.patch_dim)
-        dist.all_to_all_single(patches, outgoing, received, sent, group=self.replica)
+        """Each rank's patches from the reader, which sends each as often as ranks need it, a micro-batch at a time."""
         ends = np.cumsum([batch.num_patches for batch in batches])
-        counts = np.diff(np.searchsorted(mine, ends), prepend=0)
-        parts = patches.split(counts.tolist())
-        return [replace(batch, patches=part) for batch, part in zip(batches, parts, strict=True)]
+        cuts = [np.searchsorted(share, ends[:-1]) for share in shares]
+        parts = [np.split(share, cut) for share, cut in zip(shares, cuts, strict=True)]
+        found = []
+        for index, batch in enumerate(batches):
+            places = [part[index] - (ends[index] - batch.num_patches) for part in parts]
+            found.append(replace(batch, patches=self._dealt_of(batch, places)))
+        return found
 
-
-def _without_patches(result: Any) -> Any:
-    if not isinstance(result, Step):
-        return result
-    return replace(result, batches=[replace(batch, patches=None) for batch in result.batches])
+    def _dealt_of(self, batch: PackedBatch, places: Sequence[NDArray[np.int64]]) -> Tensor:
+        """[P', D] this rank's patches of a micro-batch; `places` are every rank's."""
+        assert batch.patches is not None
+        mine = len(places[self.replica.rank()])
+        outgoing = torch.empty(0, self.patch_dim, dtype=batch.patches.dtype, device=self.device)
+        sent = [0] * len(places)
+        if self.reads:
+            order = torch.from_numpy(np.concatenate(places)).to(self.device, non_blocking=True)
+            outgoing = batch.patches.to(self.device, non_blocking=True).index_select(0, order)
+            sent = [len(each) for each in places]
+        received = [mine if rank == 0 else 0 for rank in range(len(places))]
+        patches = outgoing.new_empty(mine, self.patch_dim)
+        dist.all_to_all_single(patches, outgoing, received, sent, group=self.replica)
+        return patches
 
 
 class Feed:
@@ -114,12 +141,12 @@ class Feed:
         self._loader = loader
         self._exchange = exchange
         self._replicas = replicas
-        self._peeked: tuple[Place, Step] | None = None
+        self._peeked: tuple[Place | None, Step] | None = None
 
     def peek(self) -> Step:
         """What `next_step` will give; the place in the data stays where it is. Every rank of a replica calls it."""
         if self._peeked is None:
-            place = self.state_dict()
+            place = self._own_place()
             self._peeked = place, self._read()
         return self._peeked[1]
 
@@ -133,16 +160,15 @@ class Feed:
     def _read(self) -> Step:
         if self._exchange is None:
             return self._own.next_step()
-        step: Step = self._exchange.share(lambda: self._own.next_step())
-        return step
+        return self._exchange.share(lambda: self._own.next_step())
 
     def state_dict(self) -> Place:
         """Where the next step begins; every rank calls it."""
-        if self._peeked is not None:
-            return self._peeked[0]
-        if self._exchange is None:
-            return self._own.state_dict()
-        place: Place = self._exchange.share(lambda: self._own.state_dict())
+        own = self._own_place() if self._peeked is None else self._peeked[0]
+        if self._exchange is not None:
+            own = self._exchange.share_place(own)
+        assert own is not None
+        place: Place = own
         if self._replicas is None:
             return place
         places: list[Any] = [None] * self._replicas.size()
@@ -168,6 +194,10 @@ class Feed:
         """End what reads ahead."""
         if self._loader is not None:
             self._loader.close()
+
+    def _own_place(self) -> Place | None:
+        """Where the next step of this rank's loader begins; None on a rank that does not read."""
+        return None if self._loader is None else self._loader.state_dict()
 
     @property
     def _own(self) -> Loader:

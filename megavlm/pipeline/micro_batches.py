@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megavlm.backend.host import Transfers
 from megavlm.data.batch import PackedBatch
 
@@ -47,7 +50,7 @@ class MicroBatches:
             self._send(index)
             batch, ticket = self._on_the_way.pop(index)
             self._transfers.wait(ticket)
-            self._here[index] = batch
+            self._here[index] = _seen(batch)
             self._send(index + 1)
         self._awaited_by[index] -= 1
         return self._here[index] if self._awaited_by[index] else self._here.pop(index)
@@ -61,3 +64,15 @@ class MicroBatches:
         copies, ticket = self._transfers.fetch(values)
         copied: dict[str, Any] = dict(zip(names, copies, strict=True))
         self._on_the_way[index] = replace(batch, **copied), ticket
+
+
+def _seen(batch: PackedBatch) -> PackedBatch:
+    """A micro-batch on the device with its patches, which its first seer sends to the others. All call it alike."""
+    patches, seers = batch.patches, batch.seers
+    if patches is None or seers is None:
+        return batch
+    if patches.is_meta:
+        patches = torch.empty(patches.shape, dtype=patches.dtype, device=batch.tokens.device)
+    if patches.numel():
+        dist.broadcast(patches, group=seers, group_src=0)
+    return replace(batch, patches=patches, seers=None)

@@ -53,6 +53,92 @@ def test_any_layout_trains_on_the_same_samples(
             assert loss is expected_loss is None or loss == pytest.approx(expected_loss, rel=1e-5)
 
 
+def train_counting(argv: list[str], run_dir: str) -> list[dict[str, int]]:
+    """Of each step: messages and bytes that told this rank of it, and bytes of pixels it was sent; pickles are refused."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from megavlm.data.feed import Feed
+
+    steps: list[dict[str, int]] = []
+    read, broadcast, all_to_all = Feed._read, dist.broadcast, dist.all_to_all_single
+    telling = False
+
+    def reading(self):
+        nonlocal telling
+        telling = True
+        steps.append({"messages": 0, "told": 0, "pixels": 0})
+        with patch.object(dist, "broadcast_object_list", None), patch.object(dist, "all_gather_object", None):
+            found = read(self)
+        telling = False
+        return found
+
+    def broadcasting(tensor, *args, **kwargs):
+        if telling:
+            steps[-1]["messages"] += 1
+            steps[-1]["told"] += tensor.numel() * tensor.element_size()
+        elif tensor.dim() == 2 and tensor.shape[1] == 48:
+            steps[-1]["pixels"] += tensor.numel() * tensor.element_size()
+        return broadcast(tensor, *args, **kwargs)
+
+    def dealing(received, *args, **kwargs):
+        steps[-1]["pixels"] += received.numel() * received.element_size() * telling
+        return all_to_all(received, *args, **kwargs)
+
+    with (
+        patch.object(Feed, "_read", reading),
+        patch.object(dist, "broadcast", broadcasting),
+        patch.object(dist, "all_to_all_single", dealing),
+    ):
+        train(argv, run_dir)
+    return steps
+
+
+@pytest.mark.parametrize("layout", ["--tp 2", "--pp 2", "--tp 2 --placement colocated --freeze vision projector --encode-ahead"])
+def test_a_step_is_told_in_two_messages_without_pickles(
+    pools: Pools, folder: Path, tmp_path: Path, layout: str
+) -> None:
+    argv = [*FILES, *sources_of(folder), "--no-save", "--train-iters", "4", "--precision", "bf16", *layout.split()]
+    ranks = pools(2).run(train_counting, argv, str(tmp_path))
+    patches = [sum(step["pixels"] for step in steps) // (48 * 2) for steps in ranks]
+    for steps in ranks:
+        assert [step["messages"] for step in steps] == [2] * 4
+        text = 4 * (96 * (8 + 8 + 4 + 8 + 8))  # of each sequence: tokens, labels, mask, positions, sources
+        assert all(text < step["told"] < 1.6 * text + 4000 for step in steps), steps
+    if layout == "--tp 2":
+        assert patches[0] == patches[1] > 0, "both see all images, two bytes a number"
+    elif layout == "--pp 2":
+        assert patches == [0, 0], "the reader alone sees"
+    else:
+        assert patches[0] != 0 or patches[1] != 0
+        assert sum(patches) % 16 == 0, "each image goes to one encoder"
+
+
+def complaint() -> str:
+    """What this rank hears where the first one's data are at fault."""
+    import torch
+    import torch.distributed as dist
+
+    from megavlm.data.feed import Exchange
+    from megavlm.errors import UserError
+
+    def read():
+        assert dist.get_rank() == 0, "only one rank reads"
+        raise UserError("ein Bär fraß train.jsonl")
+
+    exchange = Exchange(dist.group.WORLD, seers=None, device=torch.device("cpu"), patch_dim=48)
+    try:
+        exchange.share(read)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_every_rank_hears_what_is_wrong_with_the_data(pools: Pools) -> None:
+    assert pools(2).run(complaint) == ["ein Bär fraß train.jsonl"] * 2
+
+
 def test_resume_is_exact_with_other_replicas_and_workers(
     pools: Pools, folder: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,8 @@ class Traffic(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         schema = func._schema
+        if schema.name.startswith("c10d"):
+            return result
         views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
         if views or torch._C._current_graph_task_id() != -1 or not self._touches((args, kwargs)):
             return result
@@ -86,19 +88,17 @@ def bytes_per_parameter(argv: list[str], run_dir: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("world", "flags", "most"),
-    [
-        (1, "", 46),  # cleared 4, norm 4, update 28 + 4 (divided gradients are written back), bf16 weights 6
-        (2, "", 4 + 42 / 2),
-        (2, "--placement colocated --pp 2", 46),
-    ],
+    ("world", "flags"), [(1, ""), (2, ""), (2, "--data-parallel-sharding none"), (2, "--placement colocated --freeze vision")]
 )
 def test_gradients_are_cleared_measured_and_used_and_not_scaled(
-    pools: Pools, tmp_path: Any, world: int, flags: str, most: float
+    pools: Pools, tmp_path: Any, world: int, flags: str
 ) -> None:
     argv = [*SMALL, *"--precision bf16 --no-save".split(), *flags.split()]
+    shares = 1 if "none" in flags else world
     for found in pools(world).run(bytes_per_parameter, argv, str(tmp_path)):
-        assert "_fused_adamw_" in found
-        assert "_foreach_mul_" not in found
-        assert "mul_" not in found
-        assert found["total"] == pytest.approx(most, rel=0.03), found
+        assert not {"mul_", "_foreach_mul_", "div_", "_foreach_div_", "mul", "div"} & found.keys()
+        assert found["zero_"] == pytest.approx(4, rel=0.03)
+        assert found["_foreach_norm"] == pytest.approx(4 / shares, rel=0.03)
+        assert found["_fused_adamw_"] == pytest.approx(32 / shares, rel=0.03), "28, and divided gradients written back"
+        if world == 1:
+            assert found["total"] == pytest.approx(46, rel=0.01), "the rest is weights copied to bf16"
