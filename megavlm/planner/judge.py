@@ -15,7 +15,7 @@ from megavlm.planner.case import Case, Offloaded, Sharding, case_of, times
 from megavlm.planner.cost import held_parameters, trained_parameters
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.host import node_complaint
-from megavlm.planner.memory import batch_bytes
+from megavlm.planner.memory import batch_bytes, batches_at_once
 from megavlm.planner.orders import peak_in_flight
 from megavlm.planner.partition import NoPartition, Partition, best_partition
 from megavlm.planner.plan import typical_workload
@@ -79,7 +79,7 @@ class Judge:
     def room(self, candidate: Candidate) -> float:
         """Bytes of a device that are left for its part of the pipeline."""
         case, encoder = self.tables(candidate).case, self.encoder(candidate)
-        data = case.micro_batches * batch_bytes(case, with_patches=encoder is None)
+        data = batches_at_once(case) * batch_bytes(case, with_patches=encoder is None)
         return self.hardware.memory - data - (encoder.memory.total if encoder else 0.0)
 
     def rule(self, candidate: Candidate) -> str | None:
