@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from theirs import OPTIMIZER, text_sizes
+from theirs import OPTIMIZER, llava_config, qwen_config
 from torch import Tensor
 
 from megavlm.checkpoint.hf.families.llava import inputs as llava_inputs
 from megavlm.checkpoint.hf.families.qwen_vl import inputs as qwen_inputs
-from megavlm.config.fields import with_values
+from megavlm.config.cli import parse
+from megavlm.config.load import to_yaml
+from megavlm.config.rules import check
 from megavlm.config.schema import Config, ModelConfig, TrainConfig
 from megavlm.data.batch import PackedBatch
 from megavlm.data.images import grid_of
@@ -26,6 +30,7 @@ from megavlm.planner.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, layer_
 from megavlm.planner.memory import Memory, rank_memory
 from megavlm.planner.models import llava_1_5_7b, qwen2_5_vl_7b
 
+LEAST_LAYERS = 3  # language layers below which the output layer is most of the language model
 _PAD, _RESERVED = 0, 8  # tokens at the end of the vocabulary that text leaves alone
 
 
@@ -53,25 +58,54 @@ class Shape:
         assert self.model.language.vocab_size is not None
         return self.model.language.vocab_size
 
+    @property
+    def num_layers(self) -> int:
+        """Of the language model."""
+        return self.model.language.num_layers
+
     def with_layers(self, count: int) -> Shape:
         return replace(self, model=replace(self.model, language=replace(self.model.language, num_layers=count)))
 
+    def without_image_token(self) -> Shape:
+        """For a tokenizer that has one of its own."""
+        return replace(self, model=replace(self.model, image_token=None))
 
-def shapes(*, small: bool) -> list[Shape]:
-    """LLaVA-1.5-7B on 336 × 336 pixels and Qwen2.5-VL-7B on photographs of four sizes; `small`: toys of their kind."""
+    def one_sample(self) -> Shape:
+        """The first sample alone."""
+        return replace(self, images=self.images[:1])
+
+
+def models(*, small: bool) -> list[tuple[Shape, ...]]:
+    """LLaVA-1.5-7B on 336 × 336 pixels and Qwen2.5-VL-7B on photographs; `small`: toys of their kind.
+
+    Of each the shapes to choose from, the largest first: `fitting` says which. Qwen2.5-VL's four photographs are 20,248
+    patches, which save more for the backward pass than 80 GB have room for; the two smaller are 6,740.
+    """
     llava, qwen = llava_1_5_7b(), qwen2_5_vl_7b()
     photographs = ((1288, 952), (1036, 1372), (756, 1008), (644, 868))
     if not small:
-        return [
-            _shape("LLaVA-1.5-7B", llava, ((336, 336),) * 8, 1024, llava_config, llava_inputs),
-            _shape("Qwen2.5-VL-7B", qwen, photographs, 2048, qwen_config, qwen_inputs),
+        llavas = [_shape("LLaVA-1.5-7B", llava, ((336, 336),) * 8, 1024, llava_config, llava_inputs)]
+        qwens = [
+            _shape(name, qwen, images, 2048, qwen_config, qwen_inputs)
+            for name, images in (("Qwen2.5-VL-7B", photographs), ("Qwen2.5-VL-7B, 2 images", photographs[2:]))
         ]
+        return [tuple(llavas), tuple(qwens)]
     toy_llava, toy_qwen = _toy(llava), _toy(qwen)
-    toy_llava = replace(toy_llava, vision=replace(toy_llava.vision, image_size=56))
     return [
-        _shape("LLaVA toy", toy_llava, ((56, 56),) * 3, 48, llava_config, llava_inputs),
-        _shape("Qwen2.5-VL toy", toy_qwen, ((168, 112), (112, 140), (56, 84)), 48, qwen_config, qwen_inputs),
+        (_shape("LLaVA toy", toy_llava, ((56, 56),) * 3, 48, llava_config, llava_inputs),),
+        (_shape("Qwen2.5-VL toy", toy_qwen, ((168, 112), (112, 140), (56, 84)), 48, qwen_config, qwen_inputs),),
     ]
+
+
+def shapes(*, small: bool) -> list[Shape]:
+    """Each model's largest."""
+    return [of_model[0] for of_model in models(small=small)]
+
+
+def shape_named(name: str, *, layers: int, small: bool) -> Shape:
+    """The shape that a task names, with so many language layers."""
+    found = next(shape for of_model in models(small=small) for shape in of_model if shape.name == name)
+    return found.with_layers(layers)
 
 
 def _shape(name: str, model: ModelConfig, images: Any, sample: int, theirs: Any, inputs: Any) -> Shape:
@@ -81,6 +115,7 @@ def _shape(name: str, model: ModelConfig, images: Any, sample: int, theirs: Any,
 
 def _toy(model: ModelConfig) -> ModelConfig:
     vision = replace(model.vision, num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4)
+    vision = replace(vision, image_size=56)
     language = replace(model.language, num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4)
     if vision.full_attention_layers:
         vision = replace(vision, full_attention_layers=(1,))
@@ -89,8 +124,8 @@ def _toy(model: ModelConfig) -> ModelConfig:
     return ModelConfig(vision=vision, projector=projector, language=replace(language, vocab_size=128))
 
 
-def run_config(shape: Shape, *, precision: str) -> Config:
-    """One packed sequence per step; `fp8`: bf16 with products in FP8."""
+def run_config(shape: Shape, *, precision: str, flags: str = "") -> Config:
+    """One packed sequence per step; `fp8`: bf16 with products in FP8. `flags` are pretrain_vlm.py's and come last."""
     train = TrainConfig(
         seq_length=shape.seq_length,
         micro_batch_size=1,
@@ -98,7 +133,17 @@ def run_config(shape: Shape, *, precision: str) -> Config:
         precision="bf16" if precision == "fp8" else precision,  # type: ignore[arg-type]
     )
     config = Config(model=shape.model, train=train, optimizer=OPTIMIZER)
-    return with_values(config, {("train", "fp8"): "hybrid"}) if precision == "fp8" else config
+    return with_flags(config, (["--fp8", "hybrid"] if precision == "fp8" else []) + flags.split())
+
+
+def with_flags(config: Config, flags: Sequence[str]) -> Config:
+    """What pretrain_vlm.py makes of flags beside this configuration as its `--config`. Raises UserError."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(to_yaml(config))
+        found = parse(["--config", str(file), *flags])
+    check(found, world=1)
+    return found
 
 
 def samples_of(shape: Shape) -> list[Sample]:
@@ -167,70 +212,26 @@ def language_flops(shape: Shape) -> float:
     return sum(3 * layer_cost(name, shape.model, work).forward_flops for name in names)
 
 
-def predicted_memory(shape: Shape, *, precision: str, on_gpu: bool) -> Memory:
+def predicted_memory(shape: Shape, *, precision: str, on_gpu: bool, flags: str = "") -> Memory:
     """What the planner says that a step takes at its peak."""
-    config = run_config(shape, precision="fp32" if precision == "fp32" else "bf16")
+    config = run_config(shape, precision="fp32" if precision == "fp32" else "bf16", flags=flags)
     case = replace(case_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=on_gpu), work=workload(shape))
-    return rank_memory(case, (0, len(case.names)), 0, recompute=("none",))
+    return rank_memory(case, (0, len(case.names)), 0, recompute=(config.train.recompute_granularity,))
 
 
 def layers_that_fit(shape: Shape, *, memory: float) -> int:
-    """As many language layers, at most the model's own, as full training in bf16 takes `memory` bytes with."""
-    for count in range(shape.model.language.num_layers, 0, -1):
+    """As many language layers, at most the model's own, as full training in bf16 takes `memory` bytes with, or 0."""
+    for count in range(shape.num_layers, 0, -1):
         if predicted_memory(shape.with_layers(count), precision="bf16", on_gpu=True).total <= memory:
             return count
-    raise SystemExit(f"{shape.name}: one layer needs more than {memory / 2**30:.0f} GiB")
+    return 0
 
 
-def llava_config(shape: Shape) -> Any:
-    """LlavaConfig of a shape."""
-    import transformers
-
-    vision, language = shape.model.vision, shape.model.language
-    tower = transformers.CLIPVisionConfig(
-        hidden_size=vision.hidden_size,
-        intermediate_size=vision.ffn_hidden_size,
-        num_hidden_layers=vision.num_layers,
-        num_attention_heads=vision.num_attention_heads,
-        image_size=vision.image_size,
-        patch_size=vision.patch_size,
-        layer_norm_eps=vision.norm_epsilon,
-        hidden_act="quick_gelu",
-    )
-    text = transformers.LlamaConfig(
-        **text_sizes(language, vocabulary=shape.vocabulary),
-        num_key_value_heads=language.num_attention_heads,
-        rope_parameters={"rope_type": "default", "rope_theta": language.rotary_base},
-    )
-    return transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=shape.vocabulary - 1)
-
-
-def qwen_config(shape: Shape) -> Any:
-    """Qwen2_5_VLConfig of a shape."""
-    import transformers
-
-    vision, language, end = shape.model.vision, shape.model.language, shape.vocabulary
-    assert vision.window_size is not None
-    tower = {
-        "depth": vision.num_layers,
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.ffn_hidden_size,
-        "num_heads": vision.num_attention_heads,
-        "patch_size": vision.patch_size,
-        "window_size": vision.window_size,
-        "fullatt_block_indexes": list(vision.full_attention_layers),
-        "out_hidden_size": language.hidden_size,
-    }
-    rope = {"rope_type": "default", "rope_theta": language.rotary_base, "mrope_section": list(language.mrope_section)}
-    text = {
-        **text_sizes(language, vocabulary=shape.vocabulary),
-        "num_key_value_heads": language.num_query_groups,
-        "rope_parameters": rope,
-    }
-    tokens = {
-        "image_token_id": end - 1,
-        "video_token_id": end - 2,
-        "vision_start_token_id": end - 4,
-        "vision_end_token_id": end - 3,
-    }
-    return transformers.Qwen2_5_VLConfig(vision_config=tower, text_config=text, tie_word_embeddings=False, **tokens)
+def fitting(shapes: Sequence[Shape], *, memory: float) -> Shape | None:
+    """The first shape that fits with `LEAST_LAYERS` language layers, else with any, cut to them; None if none does."""
+    cut = [(shape, layers_that_fit(shape, memory=memory)) for shape in shapes]
+    for least in (LEAST_LAYERS, 1):
+        for shape, layers in cut:
+            if layers >= least:
+                return shape.with_layers(layers)
+    return None

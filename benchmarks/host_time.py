@@ -148,17 +148,22 @@ class _Clock:
 
 def followed(side: str, shape: Any, device: str, enter: Callable[[str], None]) -> Callable[[], Any]:
     """A step of `gpu_vlm.py` whose stretches `enter` is told of."""
-    import gpu_worker
+    import gpu_sides
     import stretches
+    from gpu_side import Watch
 
-    watch = gpu_worker.Watch(device == "cuda")
-    task = {"precision": SIDES[side] if device == "cuda" else "fp32", "weights": None}
+    watch = Watch(device == "cuda")
+    task = {**gpu_sides.Side(side, SIDES[side] if device == "cuda" else "fp32").task, "weights": None}
     if side == "megavlm":
-        ours = gpu_worker._Ours(device)
+        from gpu_ours import Ours
+
+        ours = Ours(device)
         step = ours.build(shape, task, watch)
         stretches.follow_ours(ours.engine, enter)
         return step
-    theirs = gpu_worker._Theirs(device)
+    from gpu_theirs import Theirs
+
+    theirs = Theirs(device)
     step = theirs.build(shape, task, watch)
     stretches.follow_theirs(theirs.model, theirs.optimizer, enter)
     return stretches.their_step_without_values(theirs, shape) if device == "cuda" else step

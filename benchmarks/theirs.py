@@ -1,12 +1,15 @@
-"""What every benchmark asks of Transformers: the sizes of its language models, and the optimizer beside them."""
+"""What every benchmark asks of Transformers: the configurations of its models, and the optimizer beside them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megavlm.config.schema import LanguageConfig, OptimizerConfig
+
+if TYPE_CHECKING:
+    from gpu_model import Shape
 
 OPTIMIZER = OptimizerConfig(lr=1e-4, lr_decay_style="constant", weight_decay=0.01, clip_grad=1.0)  # of both sides
 
@@ -39,3 +42,57 @@ def their_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
         weight_decay=OPTIMIZER.weight_decay,
         fused=True,
     )
+
+
+def llava_config(shape: Shape) -> Any:
+    """LlavaConfig of a shape."""
+    import transformers
+
+    vision, language = shape.model.vision, shape.model.language
+    tower = transformers.CLIPVisionConfig(
+        hidden_size=vision.hidden_size,
+        intermediate_size=vision.ffn_hidden_size,
+        num_hidden_layers=vision.num_layers,
+        num_attention_heads=vision.num_attention_heads,
+        image_size=vision.image_size,
+        patch_size=vision.patch_size,
+        layer_norm_eps=vision.norm_epsilon,
+        hidden_act="quick_gelu",
+    )
+    text = transformers.LlamaConfig(
+        **text_sizes(language, vocabulary=shape.vocabulary),
+        num_key_value_heads=language.num_attention_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": language.rotary_base},
+    )
+    return transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=shape.vocabulary - 1)
+
+
+def qwen_config(shape: Shape) -> Any:
+    """Qwen2_5_VLConfig of a shape."""
+    import transformers
+
+    vision, language, end = shape.model.vision, shape.model.language, shape.vocabulary
+    assert vision.window_size is not None
+    tower = {
+        "depth": vision.num_layers,
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.ffn_hidden_size,
+        "num_heads": vision.num_attention_heads,
+        "patch_size": vision.patch_size,
+        "window_size": vision.window_size,
+        "fullatt_block_indexes": list(vision.full_attention_layers),
+        "out_hidden_size": language.hidden_size,
+    }
+    rope = {"rope_type": "default", "rope_theta": language.rotary_base, "mrope_section": list(language.mrope_section)}
+    text = {
+        **text_sizes(language, vocabulary=shape.vocabulary),
+        "num_key_value_heads": language.num_query_groups,
+        "rope_parameters": rope,
+    }
+    tokens = {
+        "image_token_id": end - 1,
+        "video_token_id": end - 2,
+        "vision_start_token_id": end - 4,
+        "vision_end_token_id": end - 3,
+    }
+    return transformers.Qwen2_5_VLConfig(vision_config=tower, text_config=text, tie_word_embeddings=False, **tokens)

@@ -1,16 +1,23 @@
-"""The table that `gpu_check.sh` prints last: `python tools/gpu_summary.py FOLDER` of what its parts wrote there."""
+"""The table that `gpu_check.sh` prints last: `python tools/gpu_summary.py FOLDER` of whatever its parts left there."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-_TIMED_OUT = (124, 137)
+_TIMED_OUT = ("124", "137")
+_REASON_UNKNOWN = "before the tests were ended"
+_WORD = "(?P<result>PASSED|FAILED|ERROR|SKIPPED)"
+_TEST = r"(?P<path>\S+\.py)::(?P<test>\S+)"
+_WITH_WORKERS = re.compile(rf"\[gw\d+\] \[ *\d+%\] {_WORD} {_TEST}")
+_ALONE = re.compile(rf"{_TEST}(?: {_WORD}.*| *)$")
 
 
 @dataclass(frozen=True)
@@ -22,8 +29,8 @@ class Row:
 
 
 def rows_of(folder: Path) -> list[Row]:
-    """All rows of one check."""
-    return [*_parts(folder), *_findings(folder), *_tests(folder), *_figures(folder)]
+    """All rows of what is there: a step may have ended early, or its part may not have run."""
+    return [*_steps(folder), *_findings(folder), *_tests(folder), *_figures(folder)]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -32,18 +39,28 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def _parts(folder: Path) -> Iterator[Row]:
-    for line in (folder / "parts.tsv").read_text().splitlines():
-        name, status, seconds, limit = line.split("\t")
-        failed = "FAILED: out of time" if int(status) in _TIMED_OUT else f"FAILED: status {status}"
-        yield Row(name, "ok" if status == "0" else failed, f"{seconds} s", f"< {limit} s")
+def _steps(folder: Path) -> Iterator[Row]:
+    """The last that is known of each step."""
+    file = folder / "steps.tsv"
+    lines = file.read_text().splitlines() if file.exists() else []
+    last = {line.split("\t")[0]: line.split("\t")[1:] for line in lines if line.count("\t") == 3}
+    results = {"0": "ok", "running": "FAILED: ended from outside", **dict.fromkeys(_TIMED_OUT, "FAILED: out of time")}
+    for name, (status, seconds, limit) in last.items():
+        yield Row(name, results.get(status, f"FAILED: status {status}"), f"{seconds} s", f"< {limit} s")
+
+
+def _json(file: Path) -> Any:
+    """What a file holds; None where it is not there, or was not written to its end."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _findings(folder: Path) -> Iterator[Row]:
-    file = folder / "doctor.json"
-    if not file.exists() or not file.read_text().strip():
+    found = _json(folder / "doctor.json")
+    if found is None:
         return
-    found = json.loads(file.read_text())
     names = Counter(device["name"] for device in found["facts"]["devices"])
     yield Row("device", "", ", ".join(f"{count} × {name}" for name, count in names.items()) or "none")
     for each in found["findings"]:
@@ -52,30 +69,60 @@ def _findings(folder: Path) -> Iterator[Row]:
 
 def _tests(folder: Path) -> Iterator[Row]:
     """One row per test; those skipped for one reason share a row."""
-    file = folder / "tests.xml"
-    if not file.exists():
-        return
     skipped: Counter[str] = Counter()
-    for case in ElementTree.parse(file).iter("testcase"):
-        name, seconds = f"test: {case.get('name')}", f"{float(case.get('time') or 0):.1f} s"
-        skip = case.find("skipped")
-        if skip is not None:
-            skipped[(skip.get("message") or "no reason given").splitlines()[0]] += 1
-        elif case.find("failure") is not None or case.find("error") is not None:
-            yield Row(name, "FAILED", seconds)
-        else:
-            yield Row(name, "ok", seconds)
+    for log in sorted(folder.glob("*.log")):
+        cases = _cases_of_xml(log.with_suffix(".xml"))
+        for row in _cases_of_log(log) if cases is None else cases:
+            if row.result == "skipped":
+                skipped[row.figure] += 1
+            else:
+                yield row
     for reason, count in skipped.items():
         yield Row(f"{count} test(s)", "skipped", reason)
 
 
+def _cases_of_xml(file: Path) -> list[Row] | None:
+    """What pytest wrote when it ended; None where it did not come to that."""
+    try:
+        cases = list(ElementTree.parse(file).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return None
+    rows = []
+    for case in cases:
+        name, seconds = f"test: {case.get('name')}", f"{float(case.get('time') or 0):.1f} s"
+        skip = case.find("skipped")
+        if skip is not None:
+            rows.append(Row(name, "skipped", (skip.get("message") or "no reason given").splitlines()[0]))
+        else:
+            failed = case.find("failure") is not None or case.find("error") is not None
+            rows.append(Row(name, "FAILED" if failed else "ok", seconds))
+    return rows
+
+
+def _cases_of_log(log: Path) -> Iterator[Row]:
+    """What `pytest -v` printed until it was ended: the test comes first, or after the result where workers share."""
+    results = {
+        "PASSED": "ok",
+        "FAILED": "FAILED",
+        "ERROR": "FAILED",
+        "SKIPPED": "skipped",
+        None: "FAILED: not finished",
+    }
+    found: dict[str, str] = {}
+    for line in log.read_text(errors="replace").splitlines():
+        if match := _WITH_WORKERS.match(line) or _ALONE.match(line):
+            known = found.get(match["test"])
+            found[match["test"]] = results[match["result"]] if match["result"] or known is None else known
+    for test, result in found.items():
+        yield Row(f"test: {test}", result, _REASON_UNKNOWN if result == "skipped" else "")
+
+
 def _figures(folder: Path) -> Iterator[Row]:
-    file = folder / "benchmark.json"
-    if not file.exists():
-        return
+    """The rows of each benchmark."""
     results = {None: "", True: "ok", False: "missed"}
-    for row in json.loads(file.read_text())["rows"]:
-        yield Row(row["what"], results[row["met"]], row["figure"], row["target"])
+    for file in sorted(folder.glob("*.json")):
+        for row in (_json(file) or {}).get("rows", []):
+            yield Row(row["what"], results[row["met"]], row["figure"], row["target"])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,12 +39,16 @@ assert float(values.sum()) == 1 << 20
 
 def collect(names: Iterable[str], *, folder: Path, measure: bool = True) -> Facts:
     """`names` are packages to look for; `folder` is where runs would be written. `measure` takes some seconds."""
+    known = [*names, *OTHERS]
+    with ThreadPoolExecutor() as threads:  # imports take seconds each, in processes of their own
+        apex = threads.submit(_answer, "import apex.multi_tensor_apply")
+        packages = dict(zip(known, threads.map(_package, known), strict=True))
     facts = Facts(
         python=sys.version_info[:3],
-        packages={name: package for name in (*names, *OTHERS) if (package := _package(name)) is not None},
+        packages={name: package for name, package in packages.items() if package is not None},
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
-        apex_is_nvidias=_answer("import apex.multi_tensor_apply") is None,
+        apex_is_nvidias=apex.result() is None,
         disk_free=shutil.disk_usage(folder).free,
         shared_memory=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None,
     )
@@ -109,13 +114,15 @@ def _with_torch(facts: Facts, *, measure: bool) -> Facts:
         device = torch.cuda.get_device_properties(index)
         found.append(Device(device.name, device.total_memory, total - free, (device.major, device.minor)))
     backends = ("nccl", "gloo") if there else ("gloo",)
+    with ThreadPoolExecutor() as threads:
+        communication = dict(zip(backends, threads.map(_loopback, backends), strict=True))
     return replace(
         facts,
         torch_cuda=torch.version.cuda,
         cudnn=None if cudnn is None else str(cudnn),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if there else None,
         devices=tuple(found),
-        communication={backend: _loopback(backend) for backend in backends},
+        communication=communication,
         rates=rates_of(found[0].name if found else "CPU", on_gpu=there) if measure else (),
     )
 

@@ -1,0 +1,135 @@
+"""megavlm's side of `gpu_vlm.py`."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpu_model
+import torch
+from gpu_files import flags_of
+from gpu_side import MODEL_FILE, Side, Watch, pinned
+from torch import Tensor
+
+from megavlm.config import overlapped
+from megavlm.config.device_defaults import with_device_defaults
+from megavlm.data.batch import PackedBatch
+
+
+class Ours(Side):
+    """Parts of a run as `train/build.py` puts them together, but for weights: those are drawn on the device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        from megavlm import backend
+
+        self.backend = backend.activate()
+        assert self.backend.is_cpu != self.on_gpu, "hide the GPUs with CUDA_VISIBLE_DEVICES= to measure on a CPU"
+        self.engine: Any = None
+        self.feed: Any = None
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def build(self, shape: gpu_model.Shape, task: dict[str, Any], watch: Watch) -> Callable[[], float]:
+        from megavlm.parallel.groups import build_groups, destroy_groups, start
+        from megavlm.planner.plan import dims_of, make_plan
+        from megavlm.precision.device import check_device, emulates_fp8
+        from megavlm.train.engine import build_engine
+
+        flags = task["flags"]
+        if task["files"]:
+            self.folder = tempfile.TemporaryDirectory()
+            flags += " " + flags_of(shape, Path(self.folder.name)) + f" --run-dir {self.folder.name}/run"
+            shape = shape.without_image_token()
+        config = gpu_model.run_config(shape, precision=task["precision"], flags=flags)
+        check_device(config)
+        if self.on_gpu and emulates_fp8(config):
+            raise RuntimeError("without Transformer Engine FP8 would be emulated")
+        start(self.backend, timeout_minutes=5)
+        destroy_groups()
+        dims = dims_of(config, world=1)
+        config = overlapped(with_device_defaults(config, on_gpu=self.on_gpu, dp=dims.dp), dp=dims.dp)
+        plan = make_plan(config, dims)
+        groups = build_groups(plan.dims, tied_owners=(), seed=1, timeout_minutes=5)
+        fill = _random if task["weights"] is None else _loading(config, shape, task["weights"])
+        self.engine = build_engine(config, plan, groups, vocab_size=shape.vocabulary, backend=self.backend, fill=fill)
+        first = self.engine.chunks[0].module.parts["language.layers.0"]
+        first.register_forward_pre_hook(watch.begin, with_kwargs=True)
+        self.attention = type(first.self_attention.core_attention).__name__
+        if task["files"]:
+            return self._on_files(config, groups)
+        batch = gpu_model.batch_of(shape, packed=not task["alone"])
+        given = PackedBatch(**pinned(vars(batch), pin=self.on_gpu))
+
+        def step() -> float:
+            loss: float = self.engine.train_step([given]).loss
+            self.tally.tokens += shape.seq_length
+            self.tally.places += shape.seq_length
+            return loss
+
+        return step
+
+    def _on_files(self, config: Any, groups: Any) -> Callable[[], float]:
+        """Steps on what the loader reads, as `train/loop.py` makes them."""
+        from megavlm.data.loader import stats
+        from megavlm.data.reading import build_feed, prepare_data
+        from megavlm.data.source import build_source
+
+        prepare_data(config)
+        source = build_source(config, run_dir=Path(config.train.run_dir), rank=0, barrier=lambda: None)
+        self.feed = build_feed(config, source, groups, device=self.backend.device, seers=groups.tp)
+
+        def step() -> float:
+            began = time.perf_counter()
+            read = self.feed.next_step()
+            self.tally.waited.append(time.perf_counter() - began)
+            counted = stats(read.batches)
+            self.tally.tokens += int(counted.tokens)
+            self.tally.places += int(counted.places)
+            loss: float = self.engine.train_step(read.batches).loss
+            return loss
+
+        return step
+
+    def parameters(self) -> int:
+        return sum(param.numel() for param in self.engine.chunks[0].parameters())
+
+    def standing(self) -> list[Tensor]:
+        from megavlm.metrics.memory import standing_tensors
+
+        return standing_tensors(self.engine)
+
+    def release(self) -> None:
+        feed, engine, folder = self.feed, self.engine, self.folder
+        self.feed = self.engine = self.folder = None
+        if feed is not None:
+            feed.close()
+        if engine is not None:
+            engine.close()
+        if folder is not None:
+            folder.cleanup()
+
+
+@torch.no_grad()
+def _random(chunks: Any) -> None:
+    """Weights as a new model has them, drawn on the device: drawing billions by name takes minutes."""
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            if name.endswith("bias"):
+                param.zero_()
+            elif param.dim() == 1:
+                param.fill_(1.0)
+            else:
+                param.normal_(0.0, 0.02)
+
+
+def _loading(config: Any, shape: gpu_model.Shape, folder: str) -> Callable[[Any], None]:
+    """The weights that the other side wrote."""
+    from megavlm.checkpoint.hf.load import load_weights
+    from megavlm.checkpoint.hf.source import ALL_PARTS, Origin
+
+    origin = Origin.of(Path(folder) / MODEL_FILE, *ALL_PARTS)
+    return partial(load_weights, origins=[origin], config=config, vocab_size=shape.vocabulary)

@@ -1,0 +1,67 @@
+"""Who takes turns in `gpu_vlm.py`: programs, precisions, flags, and where the data comes from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to train the model."""
+
+    program: str  # "megavlm" or "transformers"
+    precision: str
+    flags: str = ""  # of pretrain_vlm.py
+    files: bool = False  # JPEG files through the loader, not tensors that are there already
+    alone: bool = False  # one sample, in a row of its own, in place of all in one packed row
+    compiled: bool = False  # by torch.compile
+
+    @property
+    def name(self) -> str:
+        what = (self.flags, "of JPEG files" * self.files, "one sample" * self.alone, "compiled" * self.compiled)
+        return " ".join(filter(None, (self.program, self.precision, *what)))
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """What its process is told of it."""
+        return asdict(self)
+
+
+OURS, OURS_FP8 = Side("megavlm", "bf16"), Side("megavlm", "fp8")
+OURS_FILES = Side("megavlm", "bf16", files=True)
+AUTOCAST, PURE = Side("transformers", "autocast"), Side("transformers", "bf16")
+COMPILED = Side("transformers", "autocast", compiled=True)
+# What takes most memory goes first: where it does not fit, that is known at once.
+SIDES = (AUTOCAST, OURS, PURE, OURS_FP8, OURS_FILES)
+SINGLE = (Side("transformers", "fp32"), Side("megavlm", "fp32"))
+
+# What `--ablate` measures, beside a run without flags: one line for each set of flags.
+ABLATION = (
+    "--transformer-impl torch",
+    "--fp8 hybrid",
+    "--fp8 hybrid --fp8-recipe delayed",
+    "--fp8 hybrid --fp8-recipe blockwise",
+    "--fp8 hybrid --fp8-param-gather",
+    "--recompute-granularity selective",
+    "--recompute-granularity full",
+    "--offload activations",
+    "--offload optimizer",
+)
+# The same on one sample in a row of its own: layers so small that launching their kernels takes most of the time.
+ABLATION_ALONE = ("--transformer-impl torch", "--transformer-impl torch --cuda-graphs")
+
+
+def ablation() -> tuple[Side, ...]:
+    """Our sides with flags; each group's first is what the others are compared with."""
+    packed = (OURS, *(Side("megavlm", "bf16", flags) for flags in ABLATION))
+    return (*packed, *(Side("megavlm", "bf16", flags, alone=True) for flags in ABLATION_ALONE))
+
+
+def chosen(*, precision: str, ablate: bool, their_compile: bool) -> tuple[Side, ...]:
+    """The sides that options ask for."""
+    if ablate:
+        return ablation()
+    if precision == "fp32":
+        return SINGLE
+    return SIDES + (COMPILED,) * their_compile
