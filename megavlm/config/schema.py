@@ -220,6 +220,11 @@ class TrainConfig:
     transformer_impl: Literal["auto", "te", "torch"] = option(
         "auto", "What layers are made of: Transformer Engine, torch, or the former where it and a CUDA device are."
     )
+    gradient_accumulation_fusion: bool = option(
+        True,
+        "Transformer Engine's layers: products add weight gradients to their fp32 sums themselves, where these exist "
+        "(not with gradients sharded or activations offloaded).",
+    )
     fp8: Literal["none", "hybrid", "e4m3"] = option(
         "none", "Linear layers' products in FP8: e4m3 for all, or with output gradients in e5m2 (hybrid); needs bf16."
     )

@@ -1,7 +1,7 @@
 """What transformer layers are made of, chosen once: torch's parts, torch's with emulated FP8, or Transformer Engine's.
 
 A layer is megatron-core's in any case, and so are the names of its parameters in checkpoints. What Transformer Engine
-has no part for (norms over all heads, LayerScale, quick GELU, rotary positions) is ours everywhere.
+has no part for (norms over all heads, LayerScale) is ours everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from megavlm.config.lora import adapted_parts
 from megavlm.config.precision_rules import fp8_in, layer_precision
 from megavlm.config.schema import Config
+from megavlm.config.sharding_rules import shards_gradients
 from megavlm.model.activation import ACTIVATIONS
 from megavlm.model.attention import CoreAttention
 from megavlm.model.cross_entropy import CrossEntropy, vocab_parallel_cross_entropy
@@ -108,3 +109,20 @@ def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
         "fp8_amax_compute_algo": train.fp8_amax_compute_algo,
         "fp8_param": train.fp8_param_gather,
     }
+
+
+def accumulation_fields(config: Config, part: str) -> dict[str, Any]:
+    """What the config of a part's layers says of weight gradients that Transformer Engine adds to `main_grad` itself.
+
+    In a layer's first pass it overwrites `main_grad` (`is_first_microbatch`), for FP8's sake once a step, else once in
+    a run. That loses gradients where another pass's backward came before, as in a colocated encoder, whose passes go
+    backward in reverse. So layers without FP8 never hear of first passes. Those with FP8 do, which keep their rounded
+    weights through a step by it: they are in the pipeline, where the first pass is the first to go backward as well.
+
+    Sharded gradients have no `main_grad`; offloading hands the layer a weight in backward that lacks its marks.
+    """
+    train, parallel = config.train, config.parallel
+    sums_in_place = not shards_gradients(config) and "activations" not in parallel.offload
+    if implementation(config) != "te" or not train.gradient_accumulation_fusion or not sums_in_place:
+        return {}
+    return {"gradient_accumulation_fusion": True, "disable_parameter_transpose_cache": not fp8_in(part, config)}

@@ -34,7 +34,7 @@ from megavlm.model.graphs import LayerGraphs
 from megavlm.model.language import Embedding, Output
 from megavlm.model.lora import add_adapters
 from megavlm.model.marks import mark
-from megavlm.model.modules import cross_entropy_of, execution_of
+from megavlm.model.modules import accumulation_fields, cross_entropy_of, execution_of
 from megavlm.model.norm import Norm
 from megavlm.model.offload import Offload
 from megavlm.model.projector import Projector
@@ -312,14 +312,26 @@ class _Builder:
     def language(self) -> TransformerConfig:
         return specs.language_config(self.config, tp=self.groups.dims.tp)
 
+    # megatron-core's own linear layers (output, projector) would need Apex to add weight gradients up.
+
+    @cached_property
+    def vision_layers(self) -> TransformerConfig:
+        return replace(self.vision, **accumulation_fields(self.config, "vision"))
+
+    @cached_property
+    def language_layers(self) -> TransformerConfig:
+        return replace(self.language, **accumulation_fields(self.config, "language"))
+
     def __call__(self, name: str) -> nn.Module:
         model, groups = self.config.model, self.groups
         if name.startswith(VISION_LAYER):
+            number = int(name.removeprefix(VISION_LAYER))
             with building(name, self.vision, self.config):
-                return specs.vision_layer(self.config, self.vision, groups, int(name.removeprefix(VISION_LAYER)))
+                return specs.vision_layer(self.config, self.vision_layers, groups, number)
         if name.startswith(LANGUAGE_LAYER):
+            number = int(name.removeprefix(LANGUAGE_LAYER))
             with building(name, self.language, self.config):
-                return specs.language_layer(self.config, self.language, groups, int(name.removeprefix(LANGUAGE_LAYER)))
+                return specs.language_layer(self.config, self.language_layers, groups, number)
         if name == PATCH_EMBED:
             parallel = sequence_parallel(self.config)
             return PatchEmbed(model.vision, dtype=self.vision.params_dtype, groups=groups, sequence_parallel=parallel)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -39,10 +41,52 @@ class _Pickles:
         assert state is None, "extra state was written to a checkpoint"
 
 
+class _AddsToMainGrad(torch.autograd.Function):
+    """A weight in the product whose gradient Transformer Engine adds to `main_grad` (`te/pytorch/module/linear.py`)."""
+
+    added: ClassVar[Counter[str]] = Counter()
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, is_first_microbatch: bool | None) -> Tensor:
+        ctx.main_grad = lambda: weight.main_grad
+        ctx.is_first_microbatch = is_first_microbatch
+        ctx.save_for_backward(weight)
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, wgrad: Tensor) -> tuple[Tensor | None, None]:
+        (weight,) = ctx.saved_tensors
+        main_grad = weight.main_grad = ctx.main_grad()
+        if ctx.is_first_microbatch:
+            main_grad.copy_(wgrad)
+        else:
+            main_grad.add_(wgrad)
+        _AddsToMainGrad.added["overwritten" if ctx.is_first_microbatch else "added"] += 1
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None, None
+        weight.grad_added_to_main_grad = True
+        return torch.full_like(wgrad, math.nan), None  # memory that nobody filled
+
+
 class _Linear(_Pickles):
-    def __init__(self, *args: Any, bias: bool, skip_bias_add: bool, **kwargs: Any) -> None:
-        super().__init__(*args, bias=bias, skip_bias_add=skip_bias_add, **kwargs)
+    def __init__(self, *args: Any, config: Any, bias: bool, skip_bias_add: bool, **kwargs: Any) -> None:
+        without = replace(config, gradient_accumulation_fusion=False)
+        super().__init__(*args, config=without, bias=bias, skip_bias_add=skip_bias_add, **kwargs)
         self.te_return_bias = skip_bias_add and bias  # else the product adds it
+        self.is_first_microbatch = True
+        self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
+        self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
+
+    def forward(self, x: Tensor) -> Any:
+        output = super().forward(x)
+        self.is_first_microbatch = False
+        return output
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.fuse_wgrad_accumulation and weight.requires_grad:
+            first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
+            weight = _AddsToMainGrad.apply(weight, first)
+        return super()._forward_impl(input, weight, *args, **kwargs)
 
 
 class TEColumnParallelLinear(_Linear, ColumnParallelLinear):

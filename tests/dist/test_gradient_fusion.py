@@ -1,0 +1,77 @@
+"""Weight gradients that layers add to their sums themselves: stand-ins do to `main_grad`, its marks and the flag of a
+step's first micro-batch what Transformer Engine's linear layers do. Two replicas, several micro-batches each, have the
+curve of one process without any of it.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from tests.dist.pool import Pools
+from tests.dist.test_parity import MODELS
+from tests.dist.training import SMALL, assert_same_curve, metrics, train
+
+BIASES = "--vision-qk-norm head --language-add-qkv-bias --language-tie-embeddings"
+LORA = "--lora-rank 4 --lora-targets language --freeze projector"
+PASSES = "--placement colocated --encoder-chunk-patches 40"  # several a step; all but the last are recomputed
+CASES = {  # model, layout and whether gradients are added in place
+    "stages": (BIASES, "", True),
+    "recomputed": (BIASES, "--recompute-granularity full --overlap-grad-reduce", True),
+    "passes": (BIASES, PASSES, True),
+    "passes-kept": (BIASES, f"{PASSES} --encoder-keep-chunks 8", True),
+    "lora": (LORA, PASSES, True),  # of the vision tower alone
+    "frozen": (MODELS["frozen-vision"], "", True),
+    "unfused": (BIASES, "--no-gradient-accumulation-fusion", False),
+    "zero2": (BIASES, "--data-parallel-sharding optimizer_gradients", False),
+    "offloaded": (BIASES, "--offload activations --overlap-grad-reduce", False),
+}
+FAST = ("recomputed", "passes", "offloaded")
+
+
+def train_with_te(argv: list[str], run_dir: str) -> dict[str, int]:
+    """How often weight gradients were added in place, and how often they overwrote what was there."""
+    from tests.parity import stand_ins
+
+    added = stand_ins._AddsToMainGrad.added
+    added.clear()
+    with stand_ins.transformer_engine():
+        train(argv, run_dir)
+    return dict(added)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_no_gradient_is_lost_or_counted_twice(pools: Pools, tmp_path: Path, name: str) -> None:
+    model, layout, fused = CASES[name]
+    argv = [*SMALL, "--no-save", "--train-iters", "4", "--global-batch-size", "8", *model.split()]
+    pools(1).run(train, argv, str(tmp_path / "one"))
+    ranks = pools(2).run(train_with_te, [*argv, *layout.split()], str(tmp_path / "two"))
+    assert_same_curve(metrics(tmp_path / "two"), metrics(tmp_path / "one"))
+    for added in ranks:
+        assert added.keys() == ({"added"} if fused else set())
+
+
+def train_in_fp8(argv: list[str], run_dir: str) -> dict[str, int]:
+    """With layers that megatron-core tells of first micro-batches; FP8 itself is left out."""
+    from megavlm.model import te
+    from megavlm.train import build
+
+    with patch.object(te, "_fp8_region", lambda layer_config: nullcontext()), patch.object(build, "check_device"):
+        return train_with_te(argv, run_dir)
+
+
+def test_fp8_layers_overwrite_once_a_step(pools: Pools, tmp_path: Path) -> None:
+    """Steps of four micro-batches, of which the first stage's are forward before the first goes backward."""
+    argv = [*SMALL, "--no-save", *"--train-iters 4 --precision bf16 --fp8 hybrid --pp 2".split()]
+    apart = pools(2).run(train_in_fp8, [*argv, "--no-gradient-accumulation-fusion"], str(tmp_path / "apart"))
+    assert apart == [{}, {}]
+    first, last = pools(2).run(train_in_fp8, argv, str(tmp_path / "fused"))
+    assert_same_curve(metrics(tmp_path / "fused"), metrics(tmp_path / "apart"))
+    layers = (first["overwritten"] + last["overwritten"]) / (4 * 4)  # steps, linear layers of each
+    assert layers == 7  # the language model's
+    assert first["added"] + last["added"] == 4 * 4 * (7 * 3 + 5 * 4)
