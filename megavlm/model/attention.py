@@ -6,24 +6,24 @@ refuses packed sequences. Legend: S positions, B samples, N local query heads, G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megavlm.model import varlen
+from megavlm.model.packing import Packing, in_rows, in_sequence
 from megavlm.model.rotary import Heads, Rotary, Rotation
 
-Run = tuple[int, int, int]  # (start, sequences, length)
+# For packed sequences: cuDNN, which torch prefers on Hopper, plans anew for each number and length of sequences.
+ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Attention(SelfAttention):
@@ -68,29 +68,6 @@ class Attention(SelfAttention):
         return query, key, value
 
 
-@dataclass
-class Packing(PackedSeqParams):
-    """Sequences that lie one after the other, with their runs on the host: no layer has to ask the device for them."""
-
-    runs: tuple[Run, ...] = ()
-
-
-def packed(bounds: Sequence[int], device: torch.device) -> Packing:
-    """Sequences between `bounds`: 0, …, S. The layout stays [S, 1, heads, width] ("sbhd"): rotary angles come per
-    position.
-    """
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
-    longest = max(end - start for start, end in pairwise(bounds))
-    return Packing(
-        qkv_format="sbhd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        runs=_runs(bounds),
-    )
-
-
 class CoreAttention(nn.Module):
     """softmax(q·kᵀ/√D)·v per sequence."""
 
@@ -121,27 +98,33 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D].
 
-        Packed sequences lie along the flattened [B·S], row by row: none goes over the end of its row.
+        Packed sequences lie along the flattened [B·S], row by row: none goes over the end of its row. They are one call
+        where torch has one, else one for each run of equal lengths.
         """
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if packed_seq_params is None:
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal=causal)
             return out.permute(2, 0, 1, 3).flatten(2)
-        rows = query.shape[1]
-        if rows > 1:
-            query, key, value = (x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (query, key, value))
-        outputs = []
-        for start, count, length in packed_seq_params.runs:
-            span = slice(start, start + count * length)
-            outputs.append(self._attend_run(query[span], key[span], value[span], count=count, causal=causal))
-        out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return out if rows == 1 else out.view(rows, -1, out.shape[-1]).transpose(0, 1)
+        q, k, v = (in_sequence(packed_seq_params, x) for x in (query, key, value))
+        drops = self.dropout > 0 and self.training
+        if not drops and varlen.takes(q, k):
+            out = varlen.attend_in_all(q, k, v, packed_seq_params, causal=causal, scale=self.scale)
+        else:
+            with sdpa_kernel(ANY_SHAPE):
+                out = self._attend_run_by_run(q, k, v, packed_seq_params, causal=causal)
+        return in_rows(packed_seq_params, out, rows=query.shape[1])
 
-    def _attend_run(self, query: Tensor, key: Tensor, value: Tensor, *, count: int, causal: bool) -> Tensor:
-        """`count` sequences of equal length, one after the other: [count·L, 1, heads, D] → [count·L, 1, N·D]."""
-        batched = (x.view(count, -1, *x.shape[2:]).transpose(1, 2) for x in (query, key, value))
-        out = self._attend(*batched, causal=causal)
-        return out.transpose(1, 2).reshape(query.shape[0], 1, -1)
+    def _attend_run_by_run(
+        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, causal: bool
+    ) -> Tensor:
+        """[T, heads, D] each → [T, N·D], equally long sequences in one call."""
+        outputs = []
+        for start, count, length in packing.runs:
+            span = slice(start, start + count * length)
+            batched = (x[span].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
+            out = self._attend(*batched, causal=causal)
+            outputs.append(out.transpose(1, 2).reshape(count * length, -1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         """[B, heads, S, D] each → [B, N, S, D]."""
@@ -154,15 +137,3 @@ class CoreAttention(nn.Module):
             return F.scaled_dot_product_attention(query, key, value, **arguments)
         with get_cuda_rng_tracker().fork():
             return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, **arguments)
-
-
-def _runs(bounds: Sequence[int]) -> tuple[Run, ...]:
-    """Runs of equally long sequences, so that each is one batched call."""
-    lengths = [end - start for start, end in pairwise(bounds)]
-    runs, start = [], 0
-    for length, group in groupby(lengths):
-        count = len(list(group))
-        if length:
-            runs.append((start, count, length))
-        start += count * length
-    return tuple(runs)

@@ -6,12 +6,12 @@ CPU put other classes in the place of theirs, nothing here has run on a GPU yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityOp
@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from megavlm.config.precision_rules import layer_precision
 from megavlm.config.schema import Config
 from megavlm.model.activation import ACTIVATIONS, Activation, keeping_input
+from megavlm.model.packing import Packing, in_rows, in_sequence
 from megavlm.model.parts import Execution, Modules, with_bias_inside
 from megavlm.model.rotary import Heads, Rotary, Rotation
 from megavlm.parallel.groups import Groups
@@ -120,10 +121,10 @@ def _without_idle_generator(attention: type) -> type:
 
 @cache
 def flattened(attention: type) -> type:
-    """`TEDotProductAttention` for packed rows: it takes sequences as [T, heads, D] ("thd"), T over all rows.
+    """`TEDotProductAttention` for packed rows, which are laid one after the other: see `calls`.
 
-    Rows [S, B, …] are laid one after the other, as `cu_seqlens` counts them. megatron-core's attention would only do
-    so for one row, and takes "thd" for the rotary positions' layout too, which are ours.
+    megatron-core's attention would only do so for one row, and takes "thd" for the rotary positions' layout too, which
+    are ours.
     """
 
     class FlattenedAttention(attention, _without_idle_generator(attention)):  # type: ignore[misc, unused-ignore]
@@ -134,19 +135,42 @@ def flattened(attention: type) -> type:
             value: Tensor,
             attention_mask: Tensor | None,
             *args: Any,
-            packed_seq_params: PackedSeqParams | None = None,
+            packed_seq_params: Packing | None = None,
             **kwargs: Any,
         ) -> Tensor:
             """query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D]."""
             if packed_seq_params is None:
                 return super().forward(query, key, value, attention_mask, *args, **kwargs)
-            length, rows = query.shape[:2]
-            flat = (x.transpose(0, 1).reshape(rows * length, *x.shape[2:]) for x in (query, key, value))
-            packing = replace(packed_seq_params, qkv_format="thd")
-            out = super().forward(*flat, attention_mask, *args, packed_seq_params=packing, **kwargs)
-            return out.reshape(rows, length, -1).transpose(0, 1).contiguous()
+            packing = packed_seq_params
+            inputs = tuple(in_sequence(packing, x) for x in (query, key, value))
+            outputs = [
+                super(FlattenedAttention, self)
+                .forward(*given, attention_mask, *args, packed_seq_params=how, **kwargs)
+                .flatten(0, -2)
+                for given, how in calls(packing, inputs)
+            ]
+            return in_rows(packing, torch.cat(outputs) if len(outputs) > 1 else outputs[0], rows=query.shape[1])
 
     return FlattenedAttention
+
+
+def calls(packing: Packing, inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], PackedSeqParams]]:
+    """Tensors and layout of each call that attends in all sequences of query, key and value [T, heads, D].
+
+    Equal sequences at the beginning are a batch ("bshd"), the others lie between bounds ("thd"): cuDNN takes those of
+    "thd" for as long as all their tokens together, and hundreds of short ones for mostly nothing. Transformer Engine
+    takes contiguous tensors only where they begin their memory: what lies behind a batch is copied.
+    """
+    count, length = packing.batch
+    split, total = count * length, inputs[0].shape[0]
+    front, behind = inputs, inputs
+    if 0 < split < total:
+        front, behind = zip(*(x.split([split, total - split]) for x in inputs), strict=True)
+        behind = tuple(x.clone(memory_format=torch.contiguous_format) for x in behind)
+    if split:
+        yield tuple(x.unflatten(0, (count, length)) for x in front), PackedSeqParams(qkv_format="bshd")
+    if packing.rest is not None:
+        yield behind, packing.rest
 
 
 class Fp8Execution(Execution):

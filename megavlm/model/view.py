@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megavlm.config import sequence_parallel
 from megavlm.config.precision_rules import sequence_multiple
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, VisionConfig
 from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import PackedBatch
-from megavlm.model.attention import Packing, packed
 from megavlm.model.deepstack import add_features
 from megavlm.model.flops import window_patches
 from megavlm.model.language import rope
+from megavlm.model.packing import Packing, packed
 from megavlm.model.rotary import Rotation, rotation
 from megavlm.model.specs import DTYPES
 from megavlm.model.vision import VisionLayout, rope2d
@@ -49,11 +49,16 @@ class View:
 
     @cached_property
     def image_packing(self) -> Packing:
-        return packed(self.layout.bounds, self.device)
+        return packed(
+            self.layout.bounds,
+            self.device,
+            usual=_usual_length(self.config.model.vision),
+            order=self.layout.image_order(self.device),
+        )
 
     @cached_property
     def window_packing(self) -> Packing:
-        return packed(self.layout.window_bounds, self.device)
+        return packed(self.layout.window_bounds, self.device, usual=self.layout.window**2)
 
     @cached_property
     def language_packing(self) -> Packing | None:
@@ -132,6 +137,13 @@ class View:
             length=self.batch.tokens.shape[1],
             sequence_group=self.groups.tp if sequence_parallel(self.config) else None,
         )
+
+
+def _usual_length(vision: VisionConfig) -> int:
+    """Tokens of an image of the size that learned positions are made for; 0 for a tower of any sizes."""
+    if vision.position_embedding == "rope2d":
+        return 0
+    return (vision.image_size // vision.patch_size) ** 2 + vision.class_token
 
 
 def shard_of(places: Tensor, *, length: int, shards: int) -> Tensor:

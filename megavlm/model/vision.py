@@ -6,6 +6,7 @@ Legend: N images, C class tokens per image (0 or 1), V vision tokens = Σ (C + r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_
 from torch import Tensor, nn
 
 from megavlm.config.schema import VisionConfig
-from megavlm.model.windows import Grid, window_order
+from megavlm.model.windows import Grid, joint_window_order
 from megavlm.parallel.groups import Groups
 
 
@@ -25,8 +26,8 @@ class VisionLayout:
     A micro-batch without images still sends one empty image of `blank` patches through the tower: every rank then
     runs the same collectives and every parameter gets a (zero) gradient, so nothing hangs and nothing changes.
     The sequence is padded to a multiple of `multiple` (sequence parallelism) with a sequence of its own.
-    With windows of `window` × `window` patches (0: none) an image's patches lie window by window (`windows.py`);
-    without, and everywhere outside the tower, they are row-major.
+    With windows of `window` × `window` patches (0: none) patches lie window by window, those of equal size together
+    (`windows.py`); without, and everywhere outside the tower, they lie image by image, row-major.
     """
 
     grids: tuple[Grid, ...]
@@ -58,7 +59,7 @@ class VisionLayout:
     @property
     def window_bounds(self) -> list[int]:
         """The same of the windows of each image."""
-        return self._bounds([length for grid in self.grids for length in window_order(grid, self.window)[1]])
+        return self._bounds(list(self._windows[1]))
 
     def _bounds(self, lengths: list[int]) -> list[int]:
         return list(accumulate(lengths + [self.padding] * bool(self.padding), initial=0))
@@ -66,7 +67,7 @@ class VisionLayout:
     def patch_index(self, device: torch.device) -> Tensor:
         """[P] int64: which vision tokens are patches, in row-major patch order."""
         if self.window:
-            return self._window_order().argsort().to(device, non_blocking=True)
+            return self._windows[0].argsort().to(device, non_blocking=True)
         starts = [0, *accumulate(self.lengths)]
         spans = [torch.arange(start + self.class_tokens, end, device=device) for start, end in pairwise(starts)]
         return torch.cat(spans)
@@ -75,13 +76,21 @@ class VisionLayout:
         """Row-major patches of all images [P, …] in the order that the tower has them."""
         if not self.window:
             return patches
-        return patches.index_select(0, self._window_order().to(patches.device, non_blocking=True))
+        return patches.index_select(0, self._windows[0].to(patches.device, non_blocking=True))
 
-    def _window_order(self) -> Tensor:
-        """[P] int64: which row-major patch stands at each place of the tower's order."""
-        starts = list(accumulate(self.lengths, initial=0))[:-1]
-        orders = [window_order(grid, self.window)[0] for grid in self.grids]
-        return torch.cat([order + start for order, start in zip(orders, starts, strict=True)])
+    def image_order(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """In which order an image's tokens follow each other, and its inverse, [V] int64 each; None where they do so in
+        the tower. Attention over an image does not ask for the order of its tokens.
+        """
+        if not self.window or len(self.grids) == 1:
+            return None
+        inverse = torch.cat([self._windows[0], torch.arange(self.padding) + len(self._windows[0])])
+        return inverse.argsort().to(device, non_blocking=True), inverse.to(device, non_blocking=True)
+
+    @cached_property
+    def _windows(self) -> tuple[Tensor, tuple[int, ...]]:
+        """Which row-major patch stands at each place of the tower's order, [P] int64; the windows' lengths."""
+        return joint_window_order(self.grids, self.window)
 
     def coordinates(self, device: torch.device) -> Tensor:
         """[V, 2] (row, column) of each token; class tokens and padding stand at (0, 0)."""

@@ -1,13 +1,15 @@
 """Windows of a patch grid (Qwen2.5-VL): most vision layers attend inside a window only, a few over the whole image.
 
 Patches of a window follow each other inside the tower, so that a window is a sequence like any other. Windows of equal
-size follow each other too: attention then runs as one batched call per size, of which an image has at most four
-(inside, right edge, lower edge, corner). Attention does not depend on the order of its sequences, nor on the order
-within one, so any order that keeps windows together gives the same numbers.
+size follow each other too, over all images: attention then runs as one batched call per size, of which an image has at
+most four (inside, right edge, lower edge, corner). Attention does not depend on the order of its sequences, nor on the
+order within one, so any order that keeps windows together gives the same numbers. The few layers that attend over whole
+images take their tokens image by image.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -33,3 +35,18 @@ def window_order(grid: Grid, side: int) -> tuple[Tensor, tuple[int, ...]]:
     corners = sorted(tiles, key=lambda corner: tiles[corner], reverse=True)
     spans = [patches[r : r + tiles[r, c][0], c : c + tiles[r, c][1]].flatten() for r, c in corners]
     return torch.cat(spans), tuple(len(span) for span in spans)
+
+
+def joint_window_order(grids: Sequence[Grid], side: int) -> tuple[Tensor, tuple[int, ...]]:
+    """The same for images one after the other, windows of most patches first, those of equal number together."""
+    orders: list[Tensor] = []
+    lengths: list[int] = []
+    start = 0
+    for grid in grids:
+        order, of_windows = window_order(grid, side)
+        orders.append(order + start)
+        lengths += of_windows
+        start += len(order)
+    counts = torch.tensor(lengths)
+    place = counts.repeat_interleave(counts).argsort(descending=True, stable=True)
+    return torch.cat(orders)[place], tuple(sorted(lengths, reverse=True))

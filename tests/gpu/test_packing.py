@@ -33,7 +33,7 @@ def test_a_packed_row_trains_as_its_samples_do(layers: str, world: Any, request:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_thd_attention_equals_sdpa_block_by_block(causal: bool, transformer_engine: Any, world: Any) -> None:
-    """[tokens, heads, width] of sequences of unequal lengths, grouped queries: outputs and gradients."""
+    """[tokens, heads, width] of sequences of unequal lengths, some empty, grouped queries: outputs and gradients."""
     lengths, heads, groups, width = (100, 156, 256, 1, 63), 8, 2, 128
     device, total = world.device, sum(lengths)
     generator = torch.Generator(device).manual_seed(1)
@@ -42,7 +42,7 @@ def test_thd_attention_equals_sdpa_block_by_block(causal: bool, transformer_engi
         for count in (heads, groups, groups)
     ]
     direction = torch.randn(total, heads * width, generator=generator, device=device, dtype=torch.bfloat16)
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    bounds = torch.tensor([0, *accumulate(lengths), *[total] * (32 - len(lengths))], dtype=torch.int32, device=device)
     attention = transformer_engine.DotProductAttention(
         heads,
         width,

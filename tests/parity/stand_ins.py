@@ -26,7 +26,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
 from megavlm.model import modules
-from megavlm.model.attention import CoreAttention
 from megavlm.model.norm import Norm
 from tests.parity import te_kernels
 
@@ -126,7 +125,9 @@ class DotProductAttention(nn.Module):
 
 
 class TEDotProductAttention(DotProductAttention):
-    """Takes packed sequences as [T, heads, D] alone, with the longest one's length, and its masks by name."""
+    """Takes rows as [S, B, heads, D], equal sequences as [B, S, heads, D], others as [T, heads, D] with the longest
+    one's length, and its masks by name. What is contiguous must begin its memory.
+    """
 
     calls: ClassVar[list[str]] = []
 
@@ -139,7 +140,6 @@ class TEDotProductAttention(DotProductAttention):
             get_rng_state_tracker=get_cuda_rng_tracker if get_cuda_rng_tracker().is_initialized() else None,
         )
         assert {"tp", "cp"} <= set(vars(kwargs["pg_collection"]))
-        self.inside = CoreAttention(config, layer_number, attn_mask_type, attention_type)
 
     def forward(
         self,
@@ -151,16 +151,41 @@ class TEDotProductAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        packing = packed_seq_params
-        self.calls.append("sbhd" if packing is None else packing.qkv_format)
-        if packing is None:
-            return self.inside(query, key, value, attn_mask_type=attn_mask_type)
-        assert packing.qkv_format == "thd"
-        assert query.dim() == key.dim() == value.dim() == 3
-        assert packing.cu_seqlens_q[-1] == query.shape[0]
-        assert packing.max_seqlen_q == packing.max_seqlen_kv == int(packing.cu_seqlens_q.diff().max())
-        rows = (x.unsqueeze(1) for x in (query, key, value))
-        return self.inside(*rows, attn_mask_type=attn_mask_type, packed_seq_params=packing)[:, 0]
+        packing = packed_seq_params or PackedSeqParams(qkv_format="sbhd")
+        format, inputs = packing.qkv_format, (query, key, value)
+        self.calls.append(format)
+        assert all(x.stride(-1) == 1 and (x.storage_offset() == 0 or not x.is_contiguous()) for x in inputs)
+        causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        if format == "thd":
+            return _between_bounds(inputs, packing, causal=causal)
+        assert packing.cu_seqlens_q is None
+        assert packing.max_seqlen_q is None
+        assert all(x.dim() == 4 for x in inputs)
+        if format == "bshd":
+            return _attend(inputs, causal=causal)
+        assert format == "sbhd"
+        return _attend(tuple(x.transpose(0, 1) for x in inputs), causal=causal).transpose(0, 1)
+
+
+def _between_bounds(inputs: tuple[Tensor, ...], packing: PackedSeqParams, *, causal: bool) -> Tensor:
+    assert all(x.dim() == 3 for x in inputs)
+    bounds = packing.cu_seqlens_q
+    assert bounds is packing.cu_seqlens_kv
+    assert bounds.dtype == torch.int32
+    assert bounds[0] == 0
+    assert bounds[-1] == inputs[0].shape[0]
+    assert packing.max_seqlen_q == packing.max_seqlen_kv == int(bounds.diff().max())
+    parts = zip(*(x.split(bounds.diff().tolist()) for x in inputs), strict=True)
+    return torch.cat([_attend(tuple(x[None] for x in part), causal=causal)[0] for part in parts])
+
+
+def _attend(inputs: tuple[Tensor, ...], *, causal: bool) -> Tensor:
+    """[B, S, heads, D] each → [B, S, N·D]; of an empty sequence nothing."""
+    query, key, value = (x.transpose(1, 2) for x in inputs)
+    if not query.numel():
+        return query.transpose(1, 2).flatten(2)
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2).flatten(2)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -39,8 +39,19 @@ KERNELS = {
     "plain": MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
     "rich": MLPS | {"qgelu": 2, "dqgelu": 2, "split: joined": 4, "rope": 4, "rope backward": 4},
     "adapted": MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
+    "windowed": MLPS | {"qkv rope": 4, "qkv rope backward": 4},
 }
-CONFIGS = {"plain": base(), "rich": RICH, "adapted": ADAPTED}
+WINDOWED = replace(
+    base(),
+    model=replace(
+        base().model,
+        vision=replace(
+            base().model.vision, position_embedding="rope2d", window_size=16, full_attention_layers=(1,), image_size=24
+        ),
+    ),
+    data=replace(base().data, image_sizes=(24, 40, 16)),
+)
+CONFIGS = {"plain": base(), "rich": RICH, "adapted": ADAPTED, "windowed": WINDOWED}
 
 
 @pytest.fixture
@@ -76,12 +87,15 @@ def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single
     alone = batch_of(source, [samples[0]], seq_length=144, with_patches=True)
     packed = batch_of_rows(source, rows, seq_length=288, with_patches=True)
     for batch, format in ((alone, "sbhd"), (packed, "thd")):
+        # Images of the tower's own size, or full windows, are a batch, where they come first; what follows has bounds.
+        whole = ["bshd"] if batch is alone else ["bshd", "thd"]
+        vision = ["bshd", "thd", "thd"] if name == "windowed" else whole * 2
         loss, gradients = trained(ours, [batch])
         TEDotProductAttention.calls.clear()
         te_kernels.calls.clear()
         found, found_gradients = trained(theirs, [batch])
-        assert TEDotProductAttention.calls == ["thd"] * 2 + [format] * 2  # images are packed anyhow
         assert te_kernels.calls == KERNELS[name]
+        assert TEDotProductAttention.calls == vision + [format] * 2
         assert found == pytest.approx(loss, rel=1e-6)
         named = {global_name(local): gradient for local, gradient in found_gradients.items()}
         assert named.keys() == gradients.keys()

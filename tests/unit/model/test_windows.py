@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from hypothesis import given
@@ -39,3 +39,16 @@ def test_patches_leave_the_tower_as_they_came(grids: list[tuple[int, int]], wind
     assert torch.equal(inside[layout.patch_index(device)], row_major)
     if window:
         assert layout.window_bounds[-1] == layout.bounds[-1]
+        bounds, starts = layout.window_bounds, layout.bounds
+        lengths = [end - start for start, end in pairwise(bounds[: -1 if layout.padding else None])]
+        assert len(list(groupby(lengths))) == len(set(lengths))  # equal ones are together, over all images
+        image = torch.repeat_interleave(torch.arange(len(layout.lengths)), torch.tensor(layout.lengths))
+        in_tower = layout.in_tower_order(image)
+        assert all(len(set(in_tower[a:b].tolist())) == 1 for a, b in pairwise(bounds) if b <= len(image))
+        order = layout.image_order(device)
+        if order is not None:
+            tokens = torch.cat([in_tower, torch.full((layout.padding,), -1)])
+            assert torch.equal(tokens[order[0]][: len(image)], image)
+            assert torch.equal(tokens[order[0]][order[1]], tokens)
+        assert (order is None) == (len(layout.grids) == 1)
+        assert starts[-1] == len(image) + layout.padding

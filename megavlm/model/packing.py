@@ -1,0 +1,114 @@
+"""Sequences of tokens one after another: where each begins, which follow each other at one length, in which order.
+
+Kernels are planned for shapes. cuDNN builds a plan for each number of sequences it has not seen, which takes longer
+than a step's attention; so numbers of sequences are rounded, and a batch of equal ones is of few sizes.
+Legend: S positions, B rows, T tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+Run = tuple[int, int, int]  # (start, sequences, length)
+Order = tuple[Tensor, Tensor]  # [T] int64 each: which token comes at a place, and at which place a token comes
+
+ROUNDED = 32  # a larger batch of equal sequences has a multiple of these
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """Sequences that lie one after the other, with their runs on the host: no layer has to ask the device for them."""
+
+    runs: tuple[Run, ...] = ()
+    order: Order | None = None  # in which layers take tokens for attention, where it is not the one they lie in
+    batch: tuple[int, int] = (0, 0)  # (sequences, length) of equal ones at the beginning, for one call without bounds
+    rest: PackedSeqParams | None = None  # of the sequences after them, where there are any
+
+
+def packed(bounds: Sequence[int], device: torch.device, *, usual: int = 0, order: Order | None = None) -> Packing:
+    """Sequences between `bounds`: 0, …, T. The layout stays [S, B, heads, width] ("sbhd"): rotary angles come per
+    position. `usual` is the length that the model gives most sequences, 0 where there is none such.
+    """
+    runs = runs_of(bounds)
+    count = equal_sequences(runs, usual)
+    rest = None
+    if count < len(bounds) - 1:
+        behind = [bound - bounds[count] for bound in bounds[count:]]
+        rest = PackedSeqParams(qkv_format="thd", **_bounds(behind, device))
+    return Packing(
+        qkv_format="sbhd", **_bounds(bounds, device), runs=runs, order=order, batch=(count, usual), rest=rest
+    )
+
+
+def _bounds(bounds: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """megatron-core's fields, with empty sequences at the end up to a rounded number."""
+    longest = max(end - start for start, end in pairwise(bounds))
+    empty = [bounds[-1]] * (rounded_count(len(bounds) - 1) - len(bounds) + 1)
+    cu_seqlens = torch.tensor([*bounds, *empty], dtype=torch.int32).to(device, non_blocking=True)
+    return {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_kv": cu_seqlens,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+
+
+def rounded_count(sequences: int) -> int:
+    """Powers of two from 32 to 512, and multiples of 512 beyond.
+
+    Transformer Engine 2.11 rounds so itself (`get_max_batch_size` in its fused attention), but not beyond 512.
+    """
+    return max(ROUNDED, 1 << (sequences - 1).bit_length()) if sequences <= 512 else -(-sequences // 512) * 512
+
+
+def equal_sequences(runs: Sequence[Run], usual: int) -> int:
+    """How many sequences at the beginning, all of the usual length, make a batch: up to 31, or a multiple of 32."""
+    _, count, length = runs[0]
+    if length != usual:
+        return 0
+    return count if count < ROUNDED else count // ROUNDED * ROUNDED
+
+
+def runs_of(bounds: Sequence[int]) -> tuple[Run, ...]:
+    """Runs of equally long sequences; empty ones are left out."""
+    lengths = [end - start for start, end in pairwise(bounds)]
+    runs, start = [], 0
+    for length, group in groupby(lengths):
+        count = len(list(group))
+        if length:
+            runs.append((start, count, length))
+        start += count * length
+    return tuple(runs)
+
+
+def in_sequence(packing: Packing, x: Tensor) -> Tensor:
+    """[S, B, heads, D] → [T, heads, D]: rows one after the other, then in the packing's order."""
+    flat = x[:, 0] if x.shape[1] == 1 else x.transpose(0, 1).flatten(0, 1)
+    return flat if packing.order is None else _Reordered.apply(flat, *packing.order)
+
+
+def in_rows(packing: Packing, out: Tensor, rows: int) -> Tensor:
+    """[T, N·D] in the packing's order → [S, B, N·D]."""
+    if packing.order is not None:
+        out = _Reordered.apply(out, *reversed(packing.order))
+    return out.view(rows, -1, out.shape[-1]).transpose(0, 1).contiguous()
+
+
+class _Reordered(torch.autograd.Function):
+    """x[order]. The gradient is read in the inverse order, where autograd's own would add it up row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.index_select(0, ctx.inverse), None, None

@@ -1,0 +1,227 @@
+"""Packed sequences in few calls of few shapes: the same numbers from Transformer Engine's layouts, torch's kernel for
+all sequences at once, and one call per run of equal lengths.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megavlm.model import attention, varlen
+from megavlm.model.attention import CoreAttention
+from megavlm.model.packing import Packing, equal_sequences, packed, rounded_count, runs_of
+from megavlm.model.te import flattened
+from megavlm.model.vision import VisionLayout
+from tests.parity.stand_ins import TEDotProductAttention
+
+CPU = torch.device("cpu")
+HEADS, GROUPS, WIDTH = 4, 2, 8
+USUAL = 3
+LENGTHS = {
+    "one batch": [3] * 7,
+    "batch and rest": [3, 3, 2, 5, 2],
+    "more than a batch": [3] * 37 + [2],
+    "many": [2] * 600,
+    "nothing usual": [4, 1],
+    "usual ones come late": [4, 3, 3],
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_te_layouts_give_the_numbers_of_runs(name: str, causal: bool) -> None:
+    bounds = [0, *accumulate(LENGTHS[name])]
+    order = torch.randperm(bounds[-1], generator=torch.Generator().manual_seed(2))
+    for permuted in (None, (order, order.argsort())):
+        packing = packed(bounds, CPU, usual=USUAL, order=permuted)
+        TEDotProductAttention.calls.clear()
+        found = attended(te_attention(causal), packing, causal=causal)
+        assert_alike(found, attended(core_attention(), packing, causal=causal))
+        expected = {"one batch": ["bshd"], "batch and rest": ["bshd", "thd"], "more than a batch": ["bshd", "thd"]}
+        assert TEDotProductAttention.calls == expected.get(name, ["thd"])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_one_call_attends_in_all_sequences_where_torch_has_it(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, calls = count_calls(monkeypatch)
+    packing = packed([0, *accumulate(LENGTHS["batch and rest"])], CPU)
+    expected = attended(core_attention(), packing, causal=causal, dtype=torch.bfloat16)
+    assert (len(runs), len(calls)) == (4, 0)
+    monkeypatch.setattr(varlen, "kernel", lambda: calls_of_varlen(calls))
+    found = attended(core_attention(), packing, causal=causal, dtype=torch.bfloat16)
+    assert (len(runs), len(calls)) == (4, 1)
+    assert_alike(found, expected, tolerance=2**-7)
+
+
+def test_the_kernel_takes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_groups(query: Tensor, scale: float, window_size: tuple[int, int]) -> None: ...
+
+    def before(query: Tensor, is_causal: bool) -> None: ...
+
+    def qkv(dtype: torch.dtype = torch.bfloat16, groups: int = GROUPS, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+        return torch.empty(5, HEADS, width, dtype=dtype), torch.empty(5, groups, width, dtype=dtype)
+
+    assert not varlen.takes(*qkv())  # a CPU
+    monkeypatch.setattr(varlen, "kernel", lambda: calls_of_varlen([]))
+    assert varlen.takes(*qkv())
+    for refused in (qkv(torch.float32), qkv(width=12), qkv(width=264)):
+        assert not varlen.takes(*refused)
+    monkeypatch.setattr(varlen, "kernel", lambda: without_groups)
+    assert not varlen.takes(*qkv())
+    assert varlen.takes(*qkv(groups=HEADS))
+    monkeypatch.setattr(varlen, "kernel", lambda: before)
+    assert not varlen.takes(*qkv(groups=HEADS))
+
+
+def test_torch_has_the_kernel_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in's arguments are those of the installed torch."""
+    monkeypatch.setattr(varlen, "device_at_hand", lambda: SimpleNamespace(capability=(9, 0)))
+    varlen.kernel.cache_clear()
+    found = varlen.kernel()
+    varlen.kernel.cache_clear()
+    if found is None:
+        pytest.skip("torch before 2.10")
+    assert varlen.takes(torch.empty(5, 4, 8, dtype=torch.bfloat16), torch.empty(5, 4, 8, dtype=torch.bfloat16))
+
+
+def test_a_stream_of_images_needs_few_cudnn_plans() -> None:
+    """200 micro-batches of Qwen2.5-VL, up to 65k patches: 8 × 8 windows, and whole images."""
+    draw = random.Random(1)
+    before: set[Any] = set()
+    after: set[Any] = set()
+    for _ in range(200):
+        grids = tuple((2 * draw.randint(8, 45), 2 * draw.randint(8, 45)) for _ in range(draw.randint(1, 16)))
+        layout = VisionLayout.of(grids, class_token=False, multiple=16, blank=(2, 2), window=8)
+        for bounds, usual in ((layout.window_bounds, 64), (layout.bounds, 0)):
+            before.add(cudnn_plan("thd", len(bounds) - 1, bounds[-1]))
+            packing = packed(bounds, CPU, usual=usual)
+            if packing.batch[0]:
+                after.add(cudnn_plan("bshd", *packing.batch))
+            if packing.rest is not None:
+                cu_seqlens: Any = packing.rest.cu_seqlens_q
+                after.add(cudnn_plan("thd", len(cu_seqlens) - 1, int(cu_seqlens[-1])))
+    print(len(before), len(after))
+    assert len(before) > 80
+    assert len(after) < 50
+
+
+@pytest.mark.parametrize(("sequences", "rounded"), [(1, 32), (32, 32), (33, 64), (512, 512), (513, 1024), (1025, 1536)])
+def test_numbers_of_sequences_are_rounded_up(sequences: int, rounded: int) -> None:
+    assert rounded_count(sequences) == rounded
+    bounds: Any = packed(range(sequences + 1), CPU).cu_seqlens_q
+    assert len(bounds) == rounded + 1
+    assert bounds.tolist() == [*range(sequences + 1), *[sequences] * (rounded - sequences)]
+
+
+@pytest.mark.parametrize(("count", "batch"), [(0, 0), (5, 5), (31, 31), (32, 32), (95, 64)])
+def test_a_batch_is_small_or_a_multiple(count: int, batch: int) -> None:
+    assert equal_sequences(runs_of([0, *accumulate([USUAL] * count + [1])]), USUAL) == batch
+
+
+def cudnn_plan(layout: str, sequences: int, size: int) -> tuple[Any, ...]:
+    """What Transformer Engine 2.11 has cuDNN plan for (`fused_attn_f16_arbitrary_seqlen.cu`, `utils.cu`): exact numbers
+    of "bshd"; of "thd", rounded sequences up to 512 and exact ones beyond, and all tokens, rounded.
+    """
+    if layout == "bshd":
+        return layout, sequences, size
+    if size > 2**15:
+        size = -(-size // 2**15) * 2**15
+    else:
+        size = max(1024, 1 << (size - 1).bit_length())
+    return layout, rounded_count(sequences) if sequences <= 512 else sequences, size
+
+
+def core_attention() -> CoreAttention:
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS, attention_dropout=0.0)
+    return CoreAttention(config, 1, AttnMaskType.causal, "self")
+
+
+def te_attention(causal: bool) -> Any:
+    collection = SimpleNamespace(tp=None, cp=None)
+    kind = AttnMaskType.causal if causal else AttnMaskType.no_mask
+    config = SimpleNamespace(attention_dropout=0.0, sequence_parallel=False)
+    return flattened(TEDotProductAttention)(config, 1, kind, "self", pg_collection=collection)
+
+
+def attended(module: Any, packing: Packing, *, causal: bool, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The output and the gradients of query, key and value, which lie in one tensor as a projection writes them."""
+    total = packing.runs[-1][0] + packing.runs[-1][1] * packing.runs[-1][2]
+    generator = torch.Generator().manual_seed(1)
+    heads = [HEADS, GROUPS, GROUPS]
+    mixed = torch.randn(total, 1, sum(heads), WIDTH, generator=generator).to(dtype).requires_grad_()
+    query, key, value = mixed.split(heads, dim=2)
+    kind = AttnMaskType.causal if causal else AttnMaskType.no_mask
+    out = module(query * 1, key * 1, value, None, attn_mask_type=kind, packed_seq_params=packing)
+    assert out.shape == (total, 1, HEADS * WIDTH)
+    out.backward(torch.randn(out.shape, generator=generator).to(dtype))
+    assert mixed.grad is not None
+    return [out.detach(), mixed.grad]
+
+
+def assert_alike(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-6) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    runs: list[str] = []
+    attend = F.scaled_dot_product_attention
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        runs.append("run")
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counted)
+    return runs, []
+
+
+def calls_of_varlen(calls: list[str]) -> Callable[..., Tensor]:
+    """`varlen_attn` of torch 2.13: FlashAttention's demands, one sequence after the other."""
+
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        calls.append("all")
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert cu_seq_q[-1] == cu_seq_k[-1] == len(query)
+        assert max_q == max_k == int(cu_seq_q.diff().max())
+        assert all(x.dim() == 3 and x.stride(-1) == 1 and x.dtype == torch.bfloat16 for x in (query, key, value))
+        assert enable_gqa or query.shape[1] == key.shape[1]
+        assert window_size in ((-1, -1), (-1, 0))
+        outputs = [_alone(query[a:b], key[a:b], value[a:b], scale, window_size) for a, b in _spans(cu_seq_q)]
+        return torch.cat(outputs)
+
+    return varlen_attn
+
+
+def _spans(bounds: Tensor) -> Sequence[tuple[int, int]]:
+    return [(a, b) for a, b in pairwise(bounds.tolist()) if b > a]
+
+
+def _alone(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: tuple[int, int]) -> Tensor:
+    scores = torch.einsum("qnd,knd->nqk", query, key.repeat_interleave(HEADS // GROUPS, dim=1)).float()
+    scores = scores * (scale or WIDTH**-0.5)
+    if window[1] == 0:
+        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
+    out = torch.einsum("nqk,knd->qnd", scores.softmax(-1), value.repeat_interleave(HEADS // GROUPS, dim=1).float())
+    return out.to(query.dtype)
