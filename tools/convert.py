@@ -17,6 +17,7 @@ from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.lora import adapted_parts
 from megavlm.config.rules import check
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, TrainConfig
+from megavlm.data.anyres import TileGroup, Tiling, features_of_group
 from megavlm.errors import UserError
 from megavlm.planner.plan import dims_of, make_plan
 
@@ -174,7 +175,7 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     if options.checkpoint is not None and has_adapters(options.checkpoint):
         raise UserError(f"{options.checkpoint} has adapters: fold them in with merge-lora and compare the result")
-    length = options.seq_length or length_for(config.model)
+    length = options.seq_length or length_for(config.model, origin.tiling)
     config = replace(config, train=TrainConfig(seq_length=length))
     found = compare(origin, options.checkpoint, config, chosen, samples=options.samples)
     print(
@@ -187,12 +188,14 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def length_for(model: ModelConfig) -> int:
-    """Tokens of one image and some text, in a number that any TP divides."""
+def length_for(model: ModelConfig, tiling: Tiling | None = None) -> int:
+    """Tokens of one image of the tower's size and some text, in a number that any TP divides."""
     side = model.vision.image_size // (model.vision.patch_size * model.projector.pixel_shuffle)
     features = side**2
-    if model.projector.anyres_max_tiles is not None:  # the base tile, then one that shows the same, row by row
-        features += side * (side + 1)
+    if model.projector.anyres_max_tiles is not None:
+        size = (model.vision.image_size, model.vision.image_size)
+        group = TileGroup((1, 1) if tiling is None else tiling(size), size)
+        features = features_of_group(group, side, max_tiles=model.projector.anyres_max_tiles)
     return 64 * -(-(features + 32) // 64)
 
 

@@ -10,11 +10,14 @@ out in `megavlm/model/tiles.py`; both as in Transformers' LlavaOnevision.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megavlm.data.images import features_of
 from megavlm.errors import UserError
+
+# (height, width) of an image in pixels → (rows, columns) of the tiles of its grid.
+Tiling = Callable[[tuple[int, int]], tuple[int, int]]
 
 # Maps whose sides would shrink by no more than this are left as they are.
 _TOLERATED = 1.1

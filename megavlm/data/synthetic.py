@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.config.schema import Config
-from megavlm.data.anyres import TileGroup, features_of_images
+from megavlm.data.anyres import TileGroup, Tiling, features_of_images
 from megavlm.data.images import grid_of
 from megavlm.data.numbered import Numbered
 from megavlm.data.randomness import generator
@@ -52,8 +52,11 @@ class SyntheticSource(Numbered):
 
     pad_token = 0
 
-    def __init__(self, config: Config) -> None:
-        """Raises UserError when the sizes do not fit one another."""
+    def __init__(self, config: Config, *, tiling: Tiling | None = None) -> None:
+        """`tiling` says how a model divides an image into tiles; without it, into as many as it has the size of.
+
+        Raises UserError when the sizes do not fit one another.
+        """
         vision, data = config.model.vision, config.data
         self.vocab_size = config.model.language.vocab_size or 256
         self.pixel_shuffle = config.model.projector.pixel_shuffle
@@ -71,6 +74,7 @@ class SyntheticSource(Numbered):
         self._images_before = (0, *accumulate(self._counts))
         self.anyres_max_tiles = config.model.projector.anyres_max_tiles
         self._tile_side = vision.image_size
+        self._tiling = tiling or (lambda size: (size[0] // vision.image_size, size[1] // vision.image_size))
         if self.vocab_size < 3:
             raise UserError(f"--language-vocab-size {self.vocab_size} leaves no room for text: use at least 3")
         if not 0 < self.image_token < self.vocab_size:
@@ -127,8 +131,8 @@ class SyntheticSource(Numbered):
         """Sides of what the tower sees of a sample's images, and which of that are one image."""
         if self.anyres_max_tiles is None:
             return sides, ()
-        counts = [side // self._tile_side if len(sides) == 1 else 0 for side in sides]
-        groups = tuple(TileGroup((count, count), (side, side)) for count, side in zip(counts, sides, strict=True))
+        alone = len(sides) == 1  # images of a sample with several are their base tiles
+        groups = tuple(TileGroup(self._tiling((side, side)) if alone else (0, 0), (side, side)) for side in sides)
         return (self._tile_side,) * sum(group.tiles for group in groups), groups
 
     def _features(self, sides: tuple[int, ...]) -> list[int]:

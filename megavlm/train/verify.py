@@ -13,6 +13,7 @@ from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.source import Origin
 from megavlm.config.schema import Config
+from megavlm.data.anyres import Tiling
 from megavlm.data.batch import PackedBatch
 from megavlm.data.source import batch_of
 from megavlm.data.synthetic import SyntheticSource
@@ -31,7 +32,10 @@ class Difference:
 
 @torch.no_grad()
 def compare(origin: Origin, checkpoint: Path | None, config: Config, backend: Backend, *, samples: int) -> Difference:
-    """Run both models in fp32 on CPU or GPU; without `checkpoint`, ours is read from the folder itself."""
+    """Run both models in fp32 on CPU or GPU; without `checkpoint`, ours is read from the folder itself.
+
+    Raises UserError where Transformers' model does not take the same images and text.
+    """
     groups = groups_of_one(backend)
     chunk = whole_model(config, groups, backend)
     if checkpoint is None:
@@ -42,12 +46,23 @@ def compare(origin: Origin, checkpoint: Path | None, config: Config, backend: Ba
     theirs = _transformers_model(origin).to(backend.device)
     worst = scale = 0.0
     same: list[float] = []
-    for batch in _batches(config, samples):
+    for batch in _batches(config, samples, origin.tiling):
         moved = batch.to(backend.device)
         ours = chunk(moved, logits=True).float()
         assert origin.family.inputs is not None
         given = origin.family.inputs(moved, config.model)
-        expected = theirs(**given, use_cache=False).logits[:, : ours.shape[1]].float()
+        try:
+            expected = theirs(**given, use_cache=False).logits[:, : ours.shape[1]].float()
+        except (RuntimeError, ValueError, IndexError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(
+                f"Transformers' {origin.family.name} does not take images of {_grids(batch)} patches: {reason}"
+            ) from error
+        if expected.shape != ours.shape:
+            raise UserError(
+                f"logits have shape {tuple(ours.shape)} here and {tuple(expected.shape)} in Transformers: is "
+                f"vocab_size of {origin.folder.path / 'config.json'} that of its weights?"
+            )
         worst = max(worst, (ours - expected).abs().max().item())
         scale = max(scale, expected.abs().max().item())
         same.append((ours.argmax(-1) == expected.argmax(-1)).float().mean().item())
@@ -59,8 +74,12 @@ def has_adapters(checkpoint: Path) -> bool:
     return bool(state.read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"))
 
 
-def _batches(config: Config, samples: int) -> list[PackedBatch]:
-    source = SyntheticSource(config)
+def _grids(batch: PackedBatch) -> str:
+    return ", ".join(f"{rows}×{columns}" for rows, columns in batch.grids) or "no"
+
+
+def _batches(config: Config, samples: int, tiling: Tiling | None) -> list[PackedBatch]:
+    source = SyntheticSource(config, tiling=tiling)
     return [
         batch_of(source, [source.sample(index)], seq_length=config.train.seq_length, with_patches=True)
         for index in range(samples)

@@ -17,12 +17,14 @@ from transformers.image_processing_utils import select_best_resolution
 
 from megavlm.checkpoint.hf.families.llava_onevision import LLAVA_ONEVISION
 from megavlm.checkpoint.hf.settings import Settings
+from megavlm.checkpoint.hf.source import Origin
 from megavlm.data.anyres import TileGroup, features_of_group
 from megavlm.errors import UserError
 from megavlm.model.tiles import lay_out
 from tests.parity import hf
 from tests.parity.harness import Single
 from tests.parity.test_hf_llava import TEXT
+from tools import convert
 
 # (height, width) of each sample's images. Tiles are 3 × 3 features, an image has at most about 2 tiles' worth: 36 × 36
 # is reduced, 20 × 33 and 40 × 14 lose padding, 12 × 12 is one tile; images that are not alone are their base tiles.
@@ -70,6 +72,32 @@ def test_round_trip_and_generation(tmp_path: Path) -> None:
     pixels = torch.randn(2, 3, 12, 12)
     sizes = torch.tensor([[12, 12]])
     hf.assert_same_generation(folder, tmp_path, input_ids=tokens, pixel_values=pixels, image_sizes=sizes)
+
+
+def test_verify_tiles_images_as_the_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Transformers' model looks for the best of its own resolutions: here none of one tile, which an image as large as
+    the tower would be.
+    """
+    side = VISION["image_size"]
+    model = onevision()
+    model.config.image_grid_pinpoints = [[side, 2 * side], [2 * side, side], [2 * side, 2 * side], [3 * side, side]]
+    folder = hf.save(model, tmp_path / "hf")
+    assert convert.main(["verify", str(folder)]) == 0
+    assert "largest logit difference" in capsys.readouterr().out
+    assert LLAVA_ONEVISION.tiling is not None
+    assert LLAVA_ONEVISION.tiling(Settings({"vision_config": {}}, "config.json"))((378, 378)) == (1, 1)
+
+
+def test_verify_says_what_transformers_does_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Images divided otherwise than the model divides them."""
+    folder = hf.save(onevision(), tmp_path / "hf")
+    monkeypatch.setattr(Origin, "tiling", lambda size: (1, 2))
+    assert convert.main(["verify", str(folder)]) == 2
+    message = capsys.readouterr().err
+    assert "Transformers' llava_onevision does not take images of 3×3, 3×3, 3×3 patches" in message
+    assert len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

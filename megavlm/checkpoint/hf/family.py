@@ -10,6 +10,7 @@ from torch import Tensor
 from megavlm.checkpoint.hf.settings import Settings
 from megavlm.checkpoint.hf.table import Table
 from megavlm.config.schema import ModelConfig
+from megavlm.data.anyres import Tiling
 from megavlm.data.batch import PackedBatch
 
 
@@ -36,6 +37,7 @@ class Family:
         unused: patterns (regular expressions, full match) of weights that the features do not depend on. They are not
             trained here, and an export returns them as they came.
         inputs: a micro-batch as keyword arguments of the Transformers model.
+        tiling: config.json → how the model divides an image into tiles, if it does.
     """
 
     name: str
@@ -46,3 +48,4 @@ class Family:
     parts: tuple[str, ...] = ("vision", "projector", "language")
     unused: tuple[str, ...] = ()
     inputs: Callable[[PackedBatch, ModelConfig], dict[str, Tensor]] | None = None
+    tiling: Callable[[Settings], Tiling] | None = None

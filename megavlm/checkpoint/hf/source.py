@@ -17,6 +17,7 @@ from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.table import Shape, Table, fits, pieces
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
+from megavlm.data.anyres import Tiling
 from megavlm.errors import UserError
 from megavlm.planner.layers import EMBEDDING, module_of
 
@@ -33,6 +34,11 @@ class Origin:
     parts: tuple[str, ...]  # of the model, that are taken from here
     spelling: int  # which of the family's spellings the files use
     table: Table  # of all parts that the folder has
+
+    @property
+    def tiling(self) -> Tiling | None:
+        """How the model divides an image into tiles; None where it has none."""
+        return self.family.tiling(self.folder.settings) if self.family.tiling else None
 
     @classmethod
     def of(cls, path: Path, *parts: str, feature_layer: int | None = None) -> Origin:

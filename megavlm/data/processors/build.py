@@ -26,7 +26,8 @@ _CLIP: Json = {
 }
 _HALF: Json = {"resample": 3, "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 _SQUARE_224: Json = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
-_SIDES = range(384, 2305, 384)
+# Of LLaVA-OneVision's resolutions, where a folder names none.
+DEFAULT_SIDES = range(384, 2305, 384)
 _DEFAULTS: Mapping[str, Json] = {
     "CLIP": {**_CLIP, **_SQUARE_224, "do_center_crop": True},
     "Llava": {**_CLIP, **_SQUARE_224, "do_center_crop": True, "do_pad": False},
@@ -34,7 +35,7 @@ _DEFAULTS: Mapping[str, Json] = {
     "LlavaOnevision": {
         **_CLIP,
         "size": {"height": 384, "width": 384},
-        "image_grid_pinpoints": [[height, width] for height in _SIDES for width in _SIDES],
+        "image_grid_pinpoints": [[height, width] for height in DEFAULT_SIDES for width in DEFAULT_SIDES],
     },
     "GotOcr2": {**_CLIP, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12},
     "Qwen2VL": {**_CLIP, "size": {"shortest_edge": 56**2, "longest_edge": 28**2 * 1280}},

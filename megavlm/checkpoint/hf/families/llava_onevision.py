@@ -14,8 +14,10 @@ from megavlm.checkpoint.hf.family import Family, Spelling
 from megavlm.checkpoint.hf.settings import Settings, refuse
 from megavlm.checkpoint.hf.table import Same, Table, linear
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.data.anyres import features_of_images
+from megavlm.data.anyres import Tiling, features_of_images
 from megavlm.data.batch import PackedBatch
+from megavlm.data.processors.build import DEFAULT_SIDES
+from megavlm.data.processors.sizes import best_resolution
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -47,6 +49,22 @@ def _max_tiles(settings: Settings) -> int:
     if found is None:
         refuse(settings, "vision_aspect_ratio", "only anyres_max_N is known here")
     return int(found[1])
+
+
+def tiling(settings: Settings) -> Tiling:
+    """Return how the model divides an image into tiles: Transformers' looks itself for the resolution that fits best,
+    among `image_grid_pinpoints`.
+    """
+    side = settings.section("vision_config").get("image_size", DEFAULT_SIDES[0])
+    pinpoints = settings.get(
+        "image_grid_pinpoints", [(height, width) for height in DEFAULT_SIDES for width in DEFAULT_SIDES]
+    )
+
+    def of(size: tuple[int, int]) -> tuple[int, int]:
+        height, width = best_resolution(size, [(height, width) for height, width in pinpoints])
+        return height // side, width // side
+
+    return of
 
 
 def table(model: ModelConfig, spelling: Spelling) -> Table:
@@ -85,6 +103,7 @@ LLAVA_ONEVISION = Family(
     config=config,
     table=table,
     inputs=inputs,
+    tiling=tiling,
     spellings=(
         Spelling("vision_tower.", "", "language_model.model.", _LEGACY_HEAD),
         Spelling("vision_tower.vision_model.", "", "language_model.model.", _LEGACY_HEAD),
