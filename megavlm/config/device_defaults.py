@@ -23,7 +23,14 @@ class DeviceDefault:
     why: str
 
 
-DEVICE_DEFAULTS: tuple[DeviceDefault, ...] = ()
+DEVICE_DEFAULTS: tuple[DeviceDefault, ...] = (
+    DeviceDefault(
+        option="parallel.encoder_chunk_patches",
+        cpu=lambda config, dp: 4096,
+        gpu=lambda config, dp: 16384,
+        why="a GPU computes a layer of 4,096 patches in less time than the host takes to launch it",
+    ),
+)
 
 
 def with_device_defaults(config: Config, *, on_gpu: bool, dp: int) -> Config:
@@ -34,3 +41,10 @@ def with_device_defaults(config: Config, *, on_gpu: bool, dp: int) -> Config:
             value = (default.gpu if on_gpu else default.cpu)(config, dp)
             config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
     return config
+
+
+def chunk_patches(config: Config, *, on_gpu: bool) -> int:
+    """Patches of a colocated encoder's pass, for a run and for the planner, which plans for other devices."""
+    found = with_device_defaults(config, on_gpu=on_gpu, dp=1).parallel.encoder_chunk_patches
+    assert found is not None, "the table has it"
+    return found

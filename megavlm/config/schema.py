@@ -157,8 +157,10 @@ class ParallelConfig:
         "for one; the replica's encoders share the images.",
         "--vision-tp",
     )
-    encoder_chunk_patches: int = option(
-        4096, "Colocated: patches that the encoder takes in one pass (one image at least), which bounds its memory."
+    encoder_chunk_patches: int | None = option(
+        None,
+        "Colocated: patches that the encoder takes in one pass (one image at least), which bounds its memory; default: "
+        "16384 on a GPU, 4096 on a CPU.",
     )
     encoder_keep_chunks: int = option(
         1, "Colocated: passes of a step whose activations wait for the backward pass; others are computed again."

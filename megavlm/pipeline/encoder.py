@@ -21,6 +21,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
+from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.schema import Config
 from megavlm.data.batch import PackedBatch
 from megavlm.model.deepstack import unpack
@@ -80,13 +81,13 @@ class Encoder:
         self.trained = bool(trained)
         self._model = config.model
         self._deepstack = len(config.model.vision.deepstack_layers)
-        self._chunk_patches = config.parallel.encoder_chunk_patches
         tower_trained = any(module_of(name) == "vision" for name in trained)
         self._keep = config.parallel.encoder_keep_chunks if tower_trained else None
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         self._dropout = dropout > 0 or (self.trained and config.lora.dropout > 0)
         self._passes: list[_Pass] = []
         self.device = next(iter(module.parameters())).device
+        self._chunk_patches = chunk_patches(config, on_gpu=self.device.type == "cuda")
         self._dtype = next(iter(module.parameters())).dtype
 
     def forward(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> Passes:

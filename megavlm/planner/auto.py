@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
+from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
@@ -64,7 +65,7 @@ def _encoder(config: Config, case: Case, hardware: Hardware) -> Encoder:
         case,
         hardware,
         images=max(1, round(sum(counts) / max(1, len(counts)))) * config.train.micro_batch_size,
-        chunk_patches=config.parallel.encoder_chunk_patches,
+        chunk_patches=chunk_patches(config, on_gpu=hardware.on_gpu),
         kept=config.parallel.encoder_keep_chunks,
         vision_tp=config.parallel.vision_tensor_model_parallel_size,
     )

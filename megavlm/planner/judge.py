@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.config.schema import Config
 from megavlm.model.flops import step_flops
@@ -232,7 +233,7 @@ class Judge:
             self.case(dims, micro_batch, sharding, offload),
             self.hardware,
             images=self.images * micro_batch,
-            chunk_patches=self.config.parallel.encoder_chunk_patches,
+            chunk_patches=chunk_patches(self.config, on_gpu=self.hardware.on_gpu),
             kept=self.config.parallel.encoder_keep_chunks,
             vision_tp=vision_tp,
         )

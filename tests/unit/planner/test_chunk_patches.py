@@ -1,0 +1,31 @@
+"""An encoder's passes are as long as the device wants them, in the plan as in the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megavlm.config.cli import parse
+from megavlm.planner.auto import predict
+from megavlm.planner.hardware import PROFILES
+from megavlm.planner.plan import dims_of
+
+# 32 images of 1,024 patches in a step: passes of 4 images on a CPU, of 16 on a GPU.
+FLAGS = (
+    "--placement colocated --vision-image-size 64 --vision-patch-size 2 --image-sizes 64 --images-per-sample 1 "
+    "--seq-length 1536 --gbs 32 --mbs 1 --vision-num-layers 4 --vision-hidden-size 64 --vision-ffn-hidden-size 128 "
+    "--vision-num-attention-heads 4 --language-num-layers 1 --language-hidden-size 32"
+)
+COLOCATED = parse(FLAGS.split())
+
+
+def test_memory_follows_the_default_of_the_device_that_is_planned_for() -> None:
+    found = {}
+    for name, own in (("cpu", 4096), ("h100", 16384)):
+        for patches in (None, 4096, 16384):
+            parallel = replace(COLOCATED.parallel, encoder_chunk_patches=patches)
+            config = replace(COLOCATED, parallel=parallel)
+            found[patches] = predict(config, dims_of(config, world=1), PROFILES[name])
+        assert found[None].memory == found[own].memory
+        assert found[None].encoder == found[own].encoder
+        kept = [found[patches].memory[0].activations for patches in (4096, 16384)]
+        assert kept[1] > 2 * kept[0], "a pass's activations wait for its backward"
