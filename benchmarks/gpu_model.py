@@ -133,7 +133,8 @@ def run_config(shape: Shape, *, precision: str, flags: str = "") -> Config:
         precision="bf16" if precision == "fp8" else precision,  # type: ignore[arg-type]
     )
     config = Config(model=shape.model, train=train, optimizer=OPTIMIZER)
-    return with_flags(config, (["--fp8", "hybrid"] if precision == "fp8" else []) + flags.split())
+    words = (["--fp8", "hybrid"] if precision == "fp8" else []) + flags.split()
+    return with_flags(config, words) if words else config
 
 
 def with_flags(config: Config, flags: Sequence[str]) -> Config:
