@@ -4,9 +4,8 @@
     m ← β₁ m + (1−β₁) g          v ← β₂ v + (1−β₂) g²
     θ ← θ (1 − lr·λ) − lr · m̂ / (√v̂ + ε),   m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ)      (Loshchilov & Hutter 2019)
 
-`step` lives in the parameter group (an int), not beside each tensor: megatron-core saves and reshards group
-entries, and a run that resumes counts on from the same t. Where megatron-core has no fused optimizer it takes torch's,
-and asks its state dict for a `step` beside each parameter's moments; with `step_beside` ours answers.
+`step` lives in the parameter group (an int), not beside each tensor: checkpoints keep it there, and a run that resumes
+counts on from the same t.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class AdamW(torch.optim.Optimizer):
     Of a parameter that is sharded (a DTensor) each rank updates its part.
     """
 
-    step_beside = False
     divisor: Tensor | None = None  # [] float32: what the next step divides gradients by, in place, as it reads them
 
     def __init__(
@@ -49,7 +47,6 @@ class AdamW(torch.optim.Optimizer):
         """
         ours = cls([torch.empty(0)])
         ours.param_groups = optimizer.param_groups
-        ours.step_beside = isinstance(optimizer, torch.optim.Adam)
         for group in ours.param_groups:
             for name in optimizer.defaults.keys() - ours.defaults.keys():
                 group.pop(name, None)
@@ -72,15 +69,6 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 self._moments(p)
-
-    def state_dict(self) -> dict[str, Any]:
-        found = super().state_dict()
-        if self.step_beside:
-            for group in found["param_groups"]:
-                step = torch.tensor(float(group.get("step", 0)))
-                for index in group["params"] or [-1]:  # a rank whose share is padding alone is asked too
-                    found["state"][index] = {**found["state"].get(index, {}), "step": step}
-        return found
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

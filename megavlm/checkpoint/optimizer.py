@@ -1,67 +1,97 @@
-"""An optimizer's state in a checkpoint: the same keys however many optimizers a run's parameters are divided among.
+"""An optimizer's state in a checkpoint: the same tensors however ranks share it, and however many optimizers there are.
 
-A colocated encoder has an optimizer of its own, sharded over the world; in stages one optimizer has all parameters.
-Moments are named after their parameters, and parameter groups after what sets them apart, so either reads the other's.
+Where data-parallel ranks share it, each rank writes and reads what it holds of master weights and moments as parts of
+global tensors under the parameters' names (`optim/shards.py`); nothing is gathered. A colocated encoder has an
+optimizer of its own, in stages one has all parameters: names make no difference between them. State that every rank
+has whole (`--data-parallel-sharding none`) is saved as megatron-core does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
+from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from megavlm.backend.adamw import AdamW
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
+from megavlm.optim.shards import Held, layout_of
+
+_KINDS = ("param", "exp_avg", "exp_avg_sq")  # master weights and moments, as checkpoints name them
+
+
+def held_state(optimizer: Any, entries: Mapping[str, Any]) -> list[Held]:
+    """This rank's part of each parameter whose state ranks share, sharded as `entries` say; else nothing."""
+    parts = _parts(optimizer)
+    _begin_state(parts)
+    of = {id(entry.data): entry for entry in entries.values()}
+    held: list[Held] = []
+    for part in parts:
+        if isinstance(part, ShardedOptimizer):
+            held += part.held()
+        elif isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+            for param in part.model_param_gbuf_map:
+                run, replica = part._get_model_param_range_map(param)["param"], part.distributed_optimizer_instance_id
+                layout = layout_of(of[id(param)], run.start, run.end, replica=replica)
+                held.append(Held(param, layout, part._get_main_param_and_optimizer_states(param)))
+    return held
 
 
 def sharded_optimizer_state(
-    optimizer: Any, parameters: Mapping[str, Any], *, loading: bool, metadata: Mapping[str, Any]
+    optimizer: Any, entries: Mapping[str, Any], held: Sequence[Held], *, loading: bool, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What megatron-core saves, or fills when loading, for an optimizer of parameters sharded as `parameters` say."""
-    _begin_state(optimizer, loading=loading)
-    with _whole_buckets(optimizer):
-        states = [
-            part.sharded_state_dict(dict(parameters), is_loading=loading, metadata=dict(metadata))
-            for part in _parts(optimizer)
-        ]
-    if len(states) == 1:
-        return states[0]
-    if not _is_sharded(optimizer):  # parameter groups list their parameters by number: each part keeps its own
-        return {"parts": dict(enumerate(states))}
-    groups = {_identity(group): group for state in states for group in state["optimizer"]["param_groups"]}
-    return {
-        **states[0],
-        "optimizer": {**states[0]["optimizer"], "param_groups": list(groups.values())},
-        "param_state": {index: state["param_state"] for index, state in enumerate(states)},
-    }
+    """What is saved, or filled in place when loading, where this rank holds `held` of shared state."""
+    parts = _parts(optimizer)
+    if not _is_shared(parts):  # parameter groups list their parameters by number: each part keeps its own
+        states = [part.sharded_state_dict(dict(entries), is_loading=loading, metadata=dict(metadata)) for part in parts]
+        return states[0] if len(states) == 1 else {"parts": dict(enumerate(states))}
+    tensors = [
+        tensor
+        for each in held
+        for kind in _KINDS
+        for tensor in each.layout.parts(each.state[kind], prefix=f"optimizer.state.{kind}.")
+    ]
+    return {"optimizer": {"param_groups": _groups(parts)}, "param_state": dict(enumerate(tensors))}
 
 
 def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
     """Take over what was loaded into the form that `sharded_optimizer_state` gave."""
     parts = _parts(optimizer)
-    if len(parts) == 1:
-        parts[0].load_state_dict(dict(loaded))
+    if _is_shared(parts):  # tensors are in their places
+        step = max(int(group.get("step", 0)) for group in loaded["optimizer"]["param_groups"])
+        for group in (group for part in parts for group in part.param_groups):
+            group["step"] = step
         return
     for index, part in enumerate(parts):
-        if _is_sharded(optimizer):
-            part.load_state_dict({**loaded, "param_state": loaded["param_state"][index]})
-        else:
-            part.load_state_dict(loaded["parts"][index])
+        part.load_state_dict(dict(loaded) if len(parts) == 1 else loaded["parts"][index])
 
 
-def _begin_state(optimizer: Any, *, loading: bool) -> None:
-    """Give an optimizer that never stepped (every step so far overflowed) the zeros that it would have begun with.
+def _groups(parts: list[Any]) -> list[dict[str, Any]]:
+    """The options of all parameter groups, and how many steps were made: rank 0 writes them for all.
+
+    A fused optimizer counts no steps in groups of which its rank holds nothing: some rank has counted them.
+    """
+    groups = [group for part in parts for group in part.param_groups]
+    steps: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(steps, max((int(group["step"]) for group in groups), default=0))
+    options = {tuple(group[key] for key in param_group_identifier_keys): group for group in groups}
+    return [
+        {**{name: value for name, value in group.items() if name != "params"}, "step": max(steps)}
+        for group in options.values()
+    ]
+
+
+def _begin_state(parts: list[Any]) -> None:
+    """Give an optimizer that never stepped (it is new, or every step overflowed) the zeros that it begins with.
 
     For loading megatron-core does so itself, but on the device, where moments that belong to the host may not fit.
     """
-    for part in _parts(optimizer):
-        if part.is_stub_optimizer or (loading and not isinstance(part.optimizer, AdamW)):
-            continue
-        part.init_state_fn(part.optimizer, part.config)
-        for group in part.optimizer.param_groups:
-            group.setdefault("step", 0)
+    for part in parts:
+        if not part.is_stub_optimizer:
+            part.init_state_fn(part.optimizer, part.config)
+            for group in part.optimizer.param_groups:
+                group.setdefault("step", 0)
 
 
 def loss_scale_state(optimizer: Any) -> dict[str, Any] | None:
@@ -86,33 +116,5 @@ def _parts(optimizer: Any) -> list[Any]:
     return [part for part in parts if not part.is_stub_optimizer] or parts[:1]
 
 
-def _is_sharded(optimizer: Any) -> bool:
-    return bool(_buffers(optimizer)) or any(isinstance(p, ShardedOptimizer) for p in optimizer.chained_optimizers)
-
-
-def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(group[key] for key in param_group_identifier_keys)
-
-
-@contextmanager
-def _whole_buckets(optimizer: Any) -> Iterator[None]:
-    """Let megatron-core gather moments with the padding of its buckets left in.
-
-    It joins the buckets of a gradient buffer without their padding, but then cuts parameters out by their offsets in
-    the padded buffer: from the second bucket on (tied embeddings, overlapped reduction) every parameter would be
-    saved with its neighbour's numbers. Told that nothing is padding, both sides count alike.
-    """
-    padded = [part for buffer in _buffers(optimizer) for part in (buffer, *buffer.buckets)]
-    true_sizes = [part.numel_unpadded for part in padded]
-    try:
-        for part in padded:
-            part.numel_unpadded = part.numel if hasattr(part, "buckets") else part.grad_data.numel()
-        yield
-    finally:
-        for part, size in zip(padded, true_sizes, strict=True):
-            part.numel_unpadded = size
-
-
-def _buffers(optimizer: Any) -> list[Any]:
-    """Gradient buffers that a distributed optimizer shards; none for other optimizers."""
-    return [buffer for part in optimizer.chained_optimizers for buffer in getattr(part, "buffers", [])]
+def _is_shared(parts: list[Any]) -> bool:
+    return any(isinstance(part, (DistributedOptimizer, ShardedOptimizer)) for part in parts)

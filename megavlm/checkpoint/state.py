@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megavlm.checkpoint import folders, safety
 from megavlm.checkpoint.optimizer import (
+    held_state,
     load_loss_scale,
     load_optimizer_state,
     loss_scale_state,
     sharded_optimizer_state,
 )
+from megavlm.checkpoint.writing import write
 from megavlm.config.lora import is_adapter
 from megavlm.config.precision_rules import fp8_in, layer_precision
 from megavlm.config.schema import Config, LoraConfig
@@ -36,7 +38,7 @@ from megavlm.model.vlm import VLMChunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.groups import Groups
 from megavlm.planner.plan import Plan
-from megavlm.precision.fp8_weights import replace_weights, true_weights
+from megavlm.precision.fp8_weights import entries_to_load, entries_to_save
 from megavlm.precision.history import history_of, prepare, restore, sharded_histories
 
 FORMAT = 1
@@ -75,7 +77,7 @@ def save(trained: Trained, position: Position, *, config: Config, plan: Plan, ro
     state["loss_scale"] = loss_scale_state(trained.optimizer)
     state["fp8"] = _sharded_histories(trained) if history_of(config) else {}
     with _quiet():
-        dist_checkpointing.save(state, str(temporary), content_metadata=dict(_METADATA))
+        write(state, temporary, group=trained.groups.dp, metadata=dict(_METADATA))
     if dist.get_rank() == 0:
         summary = _summary(config, plan, position)
         (temporary / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
@@ -222,11 +224,22 @@ def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
     chunks = {
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(trained.chunks)
     }
-    parameters = {key: value for chunk in chunks.values() for key, value in chunk.items()}
-    optimizer = sharded_optimizer_state(trained.optimizer, parameters, loading=loading, metadata=metadata)
-    # The optimizer's state has been found by the parameters themselves: now they may become plain tensors.
-    replace_weights(parameters.values(), true_weights(trained.optimizer, trained.groups.shard))
+    parameters = {key: entry for chunk in chunks.values() for key, entry in chunk.items()}
+    held = held_state(trained.optimizer, parameters)
+    optimizer = sharded_optimizer_state(trained.optimizer, parameters, held, loading=loading, metadata=metadata)
+    for name, chunk in chunks.items():
+        chunks[name] = _filled_in_place(entries_to_load(chunk)) if loading else entries_to_save(chunk, held)
     return {**chunks, "optimizer": optimizer, "random": _random_state()}
+
+
+def _filled_in_place(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries whose slices of one tensor are not joined anew when they are loaded: they are views of it."""
+    return {
+        key: replace(entry, merge_fn=lambda _, whole=entry.data: whole)
+        if isinstance(entry, ShardedTensorFactory)
+        else entry
+        for key, entry in entries.items()
+    }
 
 
 def _sharded_histories(trained: Trained) -> dict[str, Any]:

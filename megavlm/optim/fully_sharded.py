@@ -23,7 +23,7 @@ from megavlm.backend.adamw import local
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
-from megavlm.optim.shards import Layout, layout_of
+from megavlm.optim.shards import Layout, layout_of, rows_of
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, VISION_LAYER
 
@@ -112,8 +112,10 @@ class FullyShardedChunk(_BaseDataParallel):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Frozen parameters. Of trained ones the optimizer's state has the fp32 rows, which are the parameters here."""
         self.reshard()
-        for name, param in self.module.named_parameters():
+        frozen = ((name, param) for name, param in self.module.named_parameters() if name not in self.trained)
+        for name, param in frozen:
             for index, part in enumerate(self.layouts[name].parts(local(param))):
                 assert part.data is not None
                 part.data.copy_(state_dict[f"{name}/{index}"])
@@ -123,8 +125,9 @@ def _layouts(chunk: VLMChunk, groups: Groups) -> dict[str, Layout]:
     """Of each parameter of a chunk, while it is whole."""
     entries = {id(entry.data): entry for entry in chunk.sharded_state_dict().values()}
     replica = groups.replicas.rank() if groups.replicas is not None else 0
+    rank, ranks = groups.shard.rank(), groups.shard.size()
     return {
-        name: layout_of(entries[id(param)], rank=groups.shard.rank(), ranks=groups.shard.size(), replica=replica)
+        name: layout_of(entries[id(param)], *rows_of(param.shape, rank=rank, ranks=ranks), replica=replica)
         for name, param in chunk.named_parameters()
     }
 

@@ -1,15 +1,17 @@
-"""Which rows of which named tensors a data-parallel rank holds, where ranks share a parameter's rows.
+"""Which part of which named tensors a data-parallel rank holds, where ranks share a parameter.
 
 A parameter of one tensor-parallel rank is one or more slices of tensors under global names, as the model's
-`sharded_state_dict` says; the first layer of a gated MLP is two. Ranks that share it hold rows of it. Both together say
-where in a global tensor a rank's rows lie, which is all that a checkpoint needs: nothing is gathered for it.
+`sharded_state_dict` says; the first layer of a gated MLP is two. Ranks that share it hold a run of its numbers each:
+whole rows (ZeRO-2 and 3), or wherever a bucket was cut (ZeRO-1). A run is a few boxes of the tensor, and where these
+lie in the global tensor is all that a checkpoint needs: nothing is gathered for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
+from operator import add
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -17,61 +19,107 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Box:
+    """A part of a tensor: where it begins and how long it is, along each axis."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
+    """Cut the numbers `start` … `end − 1` of a tensor, counted along its rows, into boxes, in this order.
+
+    There are at most 2·d − 1 for d axes: the end of a row, whole rows, and the beginning of a row, and again in both.
+    """
+    if start >= end:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = shape[1:]
+    row = prod(inner)
+    first, last = -(-start // row), end // row  # whole rows are first … last − 1
+    if first > last:
+        yield from _in_row(last, inner, start - last * row, end - last * row)
+        return
+    yield from _in_row(first - 1, inner, start - (first - 1) * row, row)
+    if first < last:
+        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
+    yield from _in_row(last, inner, 0, end - last * row)
+
+
+def _in_row(number: int, inner: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
+    for box in boxes(inner, start, end):
+        yield Box((number, *box.offset), (1, *box.size))
+
+
+@dataclass(frozen=True)
 class Slice:
-    """Rows `first` … `first + rows − 1` of a parameter, and the part of a global tensor that they are."""
+    """The numbers of a parameter from number `first` on, and the part of a global tensor that they are."""
 
     first: int
-    rows: int
     part: ShardedTensor  # without data
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One parameter: its slices, and the rows `start` … `end − 1` that this rank holds."""
+    """One parameter: its slices, and the numbers `start` … `end − 1` that this rank holds."""
 
     slices: tuple[Slice, ...]
     start: int
     end: int
-    replica: int  # which of the ranks that hold the same rows this is: the first writes them
+    replica: int  # which of the ranks that hold the same numbers this is: the first writes them
 
-    def parts(self, rows: Tensor, *, prefix: str = "") -> Iterator[ShardedTensor]:
-        """This rank's rows as parts of global tensors, whose names get a prefix; their data are views of `rows`."""
+    def parts(self, held: Tensor, *, prefix: str = "") -> Iterator[ShardedTensor]:
+        """What this rank holds as parts of global tensors, whose names get a prefix; their data are views of `held`."""
+        numbers = held.detach().view(-1)
         for each in self.slices:
-            start, end = max(self.start, each.first), min(self.end, each.first + each.rows)
-            if start >= end:
-                continue
-            data, part = rows[start - self.start : end - self.start], each.part
-            first, *others = part.global_offset
-            yield replace(
-                part,
-                key=prefix + part.key,
-                data=data,
-                dtype=data.dtype,
-                local_shape=tuple(data.shape),
-                global_offset=(first + start - each.first, *others),
-                axis_fragmentations=None,  # not a grid: ranks may hold different numbers of rows
-                replica_id=(*part.replica_id[:2], self.replica),
-            )
+            shape, part = each.part.local_shape, each.part
+            start, end = max(self.start, each.first), min(self.end, each.first + prod(shape))
+            at = start - self.start
+            for box in boxes(shape, start - each.first, end - each.first):
+                data = numbers[at : at + prod(box.size)].view(box.size)
+                at += data.numel()
+                yield replace(
+                    part,
+                    key=prefix + part.key,
+                    data=data,
+                    dtype=data.dtype,
+                    local_shape=box.size,
+                    global_offset=tuple(map(add, part.global_offset, box.offset)),
+                    axis_fragmentations=None,  # not a grid: boxes differ in size
+                    replica_id=(*part.replica_id[:2], self.replica),
+                )
 
 
-def layout_of(entry: Any, *, rank: int, ranks: int, replica: int) -> Layout:
-    """Where rows lie of a parameter (its entry in a sharded state dict) whose rows `ranks` ranks share as torch does:
-    all take ⌈rows / ranks⌉, the last ones fewer or none.
-    """
-    count = entry.data.shape[0]
-    each = -(-count // ranks)
-    start, end = min(rank * each, count), min((rank + 1) * each, count)
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of a trained parameter: where it lies, and fp32 weights (`param`) and moments themselves."""
+
+    param: Tensor
+    layout: Layout
+    state: Mapping[str, Tensor]
+
+
+def layout_of(entry: ShardedTensor | ShardedTensorFactory, start: int, end: int, *, replica: int) -> Layout:
+    """Where the numbers `start` … `end − 1` of a parameter lie, by the parameter's entry in a sharded state dict."""
     return Layout(tuple(_slices(entry)), start, end, replica)
 
 
+def rows_of(shape: torch.Size, *, rank: int, ranks: int) -> tuple[int, int]:
+    """The run of numbers that a rank holds where torch shares rows: all take ⌈rows / ranks⌉, the last ones fewer."""
+    count, *others = shape
+    each = -(-count // ranks)
+    return min(rank * each, count) * prod(others), min((rank + 1) * each, count) * prod(others)
+
+
 def _slices(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Slice]:
-    count, *others = entry.data.shape
     if isinstance(entry, ShardedTensor):
-        yield Slice(0, count, entry.without_data())
+        yield Slice(0, entry.without_data())
         return
     # Whatever a factory does with a parameter, it does with the numbers of its rows.
+    count, *others = entry.data.shape
     numbers = torch.arange(count).view(-1, *(1 for _ in others)).expand(count, *others)
     for part in replace(entry, data=numbers).build():
-        first = int(part.data.flatten()[0])
         assert part.data.shape[1:] == numbers.shape[1:], "factories cut rows only"
-        yield Slice(first, part.data.shape[0], part.without_data())
+        yield Slice(int(part.data.flatten()[0]) * prod(others), part.without_data())

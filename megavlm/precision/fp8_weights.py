@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import fp8_utils
 from torch import Tensor, nn
 
 from megavlm.config.schema import Config
+from megavlm.optim.shards import Held
 from megavlm.planner.layers import keeps_fp8
 
 
@@ -66,27 +67,24 @@ def _begin_with(param: Any, plain: Tensor) -> None:
     param.clear_high_precision_init_val = kept.clear  # several may call it
 
 
-def true_weights(optimizer: Any, group: dist.ProcessGroup) -> dict[Tensor, Tensor]:
-    """Plain tensors for the parameters in FP8, from the master weights that the ranks of `group` share.
-
-    Every rank of the group calls it. A rank adds the part that it has to zeros.
-    """
-    found = {}
-    for part in optimizer.chained_optimizers:
-        for param in (param for buffer in getattr(part, "buffers", ()) for param in buffer.params):
-            if not fp8_utils.is_float8tensor(param):
-                continue
-            whole = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-            if getattr(param, "main_param", None) is not None:
-                at = part._get_model_param_range_map(param)["param"]
-                whole.view(-1)[at.start : at.end] = param.main_param
-            dist.all_reduce(whole, group=group)
-            found[param] = whole
-    return found
+def entries_to_save(entries: Mapping[str, Any], held: Iterable[Held]) -> dict[str, Any]:
+    """A chunk's entries in a checkpoint, in place of parameters in FP8 what this rank holds of their master weights."""
+    in_fp8 = {id(entry.data): key for key, entry in entries.items() if fp8_utils.is_float8tensor(entry.data)}
+    plain = {key: entry for key, entry in entries.items() if id(entry.data) not in in_fp8}
+    masters = {
+        f"{in_fp8[id(each.param)]}/{number}": part
+        for each in held
+        if id(each.param) in in_fp8
+        for number, part in enumerate(each.layout.parts(each.state["param"].to(each.param.dtype)))
+    }
+    return plain | masters
 
 
-def replace_weights(entries: Iterable[Any], weights: Mapping[Tensor, Tensor]) -> None:
-    """Let sharded tensors of a checkpoint hold plain tensors where they held parameters in FP8."""
-    for entry in entries:
-        if fp8_utils.is_float8tensor(entry.data):
-            entry.data = weights[entry.data]
+def entries_to_load(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A chunk's entries to be filled from a checkpoint, plain tensors in place of parameters in FP8."""
+    return {
+        key: replace(entry, data=torch.empty(entry.data.shape, dtype=entry.data.dtype, device=entry.data.device))
+        if fp8_utils.is_float8tensor(entry.data)
+        else entry
+        for key, entry in entries.items()
+    }

@@ -111,6 +111,34 @@ def test_load_starts_from_another_run(pools: Pools, half_of_tp2_pp2: Path, whole
     assert_same_curve(metrics(tmp_path), metrics(whole_on_one)[4:])
 
 
+def train_with_lazy_counts(argv: list[str], run_dir: str) -> None:
+    """As `train`, with an optimizer that counts steps as Transformer Engine's: in groups of which this rank holds any."""
+    from unittest.mock import patch
+
+    from megavlm.backend.adamw import AdamW
+
+    step = AdamW.step
+
+    def lazily(self: AdamW) -> None:
+        every = self.param_groups
+        self.param_groups = [group for group in every if group["params"]]
+        step(self)
+        self.param_groups = every
+
+    with patch.object(AdamW, "step", lazily):
+        train(argv, run_dir)
+
+
+def test_steps_are_known_where_rank_0_trains_nothing(pools: Pools, tmp_path: Path):
+    """An adapter in the last stage alone."""
+    lora = "--pp 2 --lora-rank 4 --lora-targets language.layers.5.q_proj --freeze vision projector"
+    argv = [*SMALL, *lora.split()]
+    pools(2).run(train, argv, str(tmp_path / "whole"))
+    pools(2).run(train_with_lazy_counts, [*argv, *HALF], str(tmp_path / "halves"))
+    pools(2).run(train_with_lazy_counts, argv, str(tmp_path / "halves"))
+    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+
+
 def start_program(run_dir: Path) -> subprocess.Popen[bytes]:
     argv = [*SMALL, *"--train-iters 12 --save-interval 2 --keep-checkpoints 0 --vision-num-layers 1 --language-num-layers 1".split()]
     return subprocess.Popen(
