@@ -253,6 +253,9 @@ class TrainConfig:
     cuda_graphs: bool = option(
         False, "GPU: launch each language layer as one CUDA graph; for sequences of one length and small layers."
     )
+    compile_small_ops: bool = option(
+        False, "torch's layers: compile activation and rotation into one kernel each; needs a compiler (GPU: Triton)."
+    )
     run_dir: str = option("runs/latest", "Everything the run writes; starting again on it resumes.")
     dry_run: bool = option(False, "Print the plan for this layout and stop (no torchrun needed).")
 

@@ -58,6 +58,8 @@ def swiglu(x: Tensor) -> Tensor:
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     """[grad·up·silu′(gate), grad·silu(gate)], written into one tensor."""
     gate, up = x.chunk(2, dim=-1)
+    if torch.compiler.is_compiling():  # inductor joins without a copy, and fails at writing to parts of other lengths
+        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], dim=-1)
     out = torch.empty_like(x)
     of_gate, of_up = out.chunk(2, dim=-1)
     torch.mul(grad, F.silu(gate), out=of_up)
@@ -75,9 +77,14 @@ def quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(grad, 1.702 * x)
 
 
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": gelu,
-    "gelu_tanh": gelu_tanh,
-    "quick_gelu": keeping_input(quick_gelu, quick_gelu_backward),
-    "swiglu": keeping_input(swiglu, swiglu_backward),
-}
+def activations(compiled: Callable[[Any], Any] = lambda function: function) -> dict[str, Activation]:
+    """The activations by their names in the configuration; `compiled` makes one kernel of what is several."""
+    return {
+        "gelu": gelu,
+        "gelu_tanh": gelu_tanh,
+        "quick_gelu": keeping_input(compiled(quick_gelu), compiled(quick_gelu_backward)),
+        "swiglu": keeping_input(compiled(swiglu), compiled(swiglu_backward)),
+    }
+
+
+ACTIVATIONS = activations()

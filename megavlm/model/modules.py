@@ -7,9 +7,10 @@ has no part for (norms over all heads, LayerScale) is ours everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -19,11 +20,12 @@ from megavlm.config.lora import adapted_parts
 from megavlm.config.precision_rules import fp8_in, layer_precision
 from megavlm.config.schema import Config
 from megavlm.config.sharding_rules import shards_gradients
-from megavlm.model.activation import ACTIVATIONS
+from megavlm.model.activation import ACTIVATIONS, Activation, activations
 from megavlm.model.attention import CoreAttention
 from megavlm.model.cross_entropy import CrossEntropy, vocab_parallel_cross_entropy
 from megavlm.model.norm import Norm
 from megavlm.model.parts import Execution, Modules, with_bias_inside
+from megavlm.model.rotary import Rotary
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import module_of
 from megavlm.precision.device import implementation
@@ -47,19 +49,37 @@ def modules_of(name: str, config: Config, groups: Groups) -> Modules:
 
         # Adapters read what the linear layer reads, which a norm inside it would keep to itself.
         return te_modules(transformer_engine, fused_norm=module_of(name) not in adapted_parts(config))
-    return torch_modules(_operands(config, groups) if layer_precision(name, config) == "fp8" else None)
+    fp8 = _operands(config, groups) if layer_precision(name, config) == "fp8" else None
+    return torch_modules(fp8, compiled=config.train.compile_small_ops)
 
 
-def torch_modules(fp8: Callable[[], Operands] | None = None) -> Modules:
-    """Ours and megatron-core's own, which run anywhere; linear layers emulate FP8 with operands that `fp8` makes."""
+def torch_modules(fp8: Callable[[], Operands] | None = None, *, compiled: bool = False) -> Modules:
+    """Ours and megatron-core's own, which run anywhere; linear layers emulate FP8 with operands that `fp8` makes.
+    Where `compiled`, activation and rotation are a kernel each.
+    """
     column: Any = with_bias_inside(ColumnParallelLinear)
     row: Any = with_bias_inside(RowParallelLinear)
     if fp8 is not None:
         column = ModuleSpec(module=with_bias_inside(EmulatedColumnParallelLinear), params={"operands": fp8})
         row = ModuleSpec(module=with_bias_inside(EmulatedRowParallelLinear), params={"operands": fp8})
     return Modules(
-        norm=Norm, column_linear=column, row_linear=row, core_attention=CoreAttention, activations=ACTIVATIONS
+        norm=Norm,
+        column_linear=column,
+        row_linear=row,
+        core_attention=CoreAttention,
+        activations=_compiled_activations() if compiled else ACTIVATIONS,
+        rotary=_compiled_rotary() if compiled else Rotary(),
     )
+
+
+@cache
+def _compiled_activations() -> dict[str, Activation]:
+    return activations(torch.compile)
+
+
+@cache
+def _compiled_rotary() -> Rotary:
+    return Rotary(torch.compile)
 
 
 def cross_entropy_of(config: Config) -> CrossEntropy:

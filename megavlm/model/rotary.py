@@ -6,7 +6,7 @@ Legend: S positions, B rows, G local key/value heads with R query heads each, N 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,10 @@ def rotation(angles: Tensor, dtype: torch.dtype) -> Rotation:
 
 
 class Rotary:
-    """With torch: three kernels for queries, three for keys, one that copies values."""
+    """With torch: three kernels for queries, three for keys, one that copies values, unless they are compiled."""
+
+    def __init__(self, compiled: Callable[[Any], Any] = lambda function: function) -> None:
+        self._turned, self._split, self._joined = compiled(turned), compiled(split_and_turned), compiled(joined)
 
     def split(self, mixed: Tensor, sizes: Sequence[int]) -> Heads:
         query, key, value = mixed.split(sizes, dim=-1)
@@ -36,12 +39,12 @@ class Rotary:
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Heads [S, B, heads, D], turned by the angles."""
-        turned: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin)
-        return turned
+        found: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin, self._turned)
+        return found
 
     def split_and_rotate(self, mixed: Tensor, sizes: Sequence[int], rotation: Rotation) -> Heads:
         """`split` with queries and keys turned. Nothing of `mixed` lives on: values are copied."""
-        heads: Heads = _SplitAndRotate.apply(mixed, sizes[1], rotation.cos, rotation.sin)
+        heads: Heads = _SplitAndRotate.apply(mixed, sizes[1], rotation.cos, rotation.sin, self._split, self._joined)
         return heads
 
 
@@ -49,37 +52,53 @@ class _Rotate(torch.autograd.Function):
     """Backward turns by −θ."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turn: Any) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        ctx.turn = turn
+        found: Tensor = turn(x, cos, sin, 1)
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return rotate(grad, *ctx.saved_tensors, out=torch.empty_like(grad), sense=-1), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.turn(grad, *ctx.saved_tensors, -1), None, None, None
 
 
 class _SplitAndRotate(torch.autograd.Function):
     """Backward writes the gradient of `mixed` in its place, where autograd would join three tensors afterwards."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, width: int, cos: Tensor, sin: Tensor) -> Heads:
+    def forward(ctx: Any, mixed: Tensor, width: int, cos: Tensor, sin: Tensor, split: Any, join: Any) -> Heads:
         ctx.save_for_backward(cos, sin)
-        parts = mixed.unflatten(-1, (-1, width))
-        queries, keys, values = parts[..., :-2, :], parts[..., -2, :], parts[..., -1, :]
-        query = rotate(queries, cos[:, :, None], sin[:, :, None], out=mixed.new_empty(queries.shape))
-        key = rotate(keys, cos, sin, out=mixed.new_empty(keys.shape))
-        return query.flatten(2, 3), key, values.contiguous()
+        ctx.join = join
+        heads: Heads = split(mixed, width, cos, sin)
+        return heads
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        query, key, value = grads
-        queries = query.unflatten(2, (key.shape[2], -1))  # [S, B, G, R, D]
-        mixed = key.new_empty(*key.shape[:3], queries.shape[3] + 2, key.shape[3])
-        rotate(queries, cos[:, :, None], sin[:, :, None], out=mixed[..., :-2, :], sense=-1)
-        rotate(key, cos, sin, out=mixed[..., -2, :], sense=-1)
-        mixed[..., -1, :].copy_(value)
-        return mixed.flatten(-2), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return ctx.join(*grads, *ctx.saved_tensors), None, None, None, None, None
+
+
+def split_and_turned(mixed: Tensor, width: int, cos: Tensor, sin: Tensor) -> Heads:
+    """Queries and keys turned by θ, and a copy of the values."""
+    parts = mixed.unflatten(-1, (-1, width))
+    queries, keys, values = parts[..., :-2, :], parts[..., -2, :], parts[..., -1, :]
+    query = rotate(queries, cos[:, :, None], sin[:, :, None], out=mixed.new_empty(queries.shape))
+    key = rotate(keys, cos, sin, out=mixed.new_empty(keys.shape))
+    return query.flatten(2, 3), key, values.contiguous()
+
+
+def joined(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The way back: queries and keys turned by −θ, in one tensor with the values."""
+    queries = query.unflatten(2, (key.shape[2], -1))  # [S, B, G, R, D]
+    mixed = key.new_empty(*key.shape[:3], queries.shape[3] + 2, key.shape[3])
+    rotate(queries, cos[:, :, None], sin[:, :, None], out=mixed[..., :-2, :], sense=-1)
+    rotate(key, cos, sin, out=mixed[..., -2, :], sense=-1)
+    mixed[..., -1, :].copy_(value)
+    return mixed.flatten(-2)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, sense: int) -> Tensor:
+    return rotate(x, cos, sin, out=x.new_empty(x.shape), sense=sense)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, sense: int = 1) -> Tensor:

@@ -41,6 +41,11 @@ def check_device(config: Config) -> None:
                 "--fp8-param-gather needs Transformer Engine: torch's layers keep their weights in bf16 and would only "
                 "pretend, so leave it out"
             )
+    if config.train.compile_small_ops and chosen == "te":
+        raise UserError(
+            "--compile-small-ops compiles torch's layers, Transformer Engine's are fused: leave it out, or add "
+            "--transformer-impl torch"
+        )
     if config.train.cuda_graphs:
         if device_at_hand().capability is None:
             raise UserError("--cuda-graphs needs a CUDA device, and there is none here: leave it out")
