@@ -54,7 +54,6 @@ class Predicted:
 
     shape: gpu_model.Shape
     gpu: str
-    fits: bool
     steps: dict[str, Explained]
 
     def language_tflops(self, program: str) -> float:
@@ -65,19 +64,22 @@ class Predicted:
 
 
 def predictions() -> list[Predicted]:
-    return [predicted(shape, gpu) for shape in gpu_model.shapes(small=False) for gpu in GPUS]
+    """Of each model the shape that fits each GPU, cut to the layers that fit."""
+    found = []
+    for of_model in gpu_model.models(small=False):
+        for gpu in GPUS:
+            shape = gpu_model.fitting(of_model, memory=SHARE * GPUS[gpu] * 2**30)
+            assert shape is not None, f"{of_model[0].name} does not fit {gpu}"
+            found.append(predicted(shape, gpu))
+    return found
 
 
 def predicted(shape: gpu_model.Shape, gpu: str) -> Predicted:
-    hardware, memory, fits = profile(gpu), SHARE * GPUS[gpu] * 2**30, True
-    try:
-        shape = shape.with_layers(gpu_model.layers_that_fit(shape, memory=memory))
-    except SystemExit:  # not even one
-        shape, fits = shape.with_layers(1), False
+    hardware = profile(gpu)
     programs: dict[str, Passes] = {"before": BEFORE, "now": NOW, "possible": POSSIBLE}
     steps = {name: explained(case(shape), hardware, passes, OURS) for name, passes in programs.items()}
     fp8 = {f"{name}, FP8": explained(case(shape, "fp8"), hardware, p, OURS) for name, p in programs.items()}
-    return Predicted(shape, gpu, fits, {**steps, **fp8, "Transformers": transformers(shape, hardware)})
+    return Predicted(shape, gpu, {**steps, **fp8, "Transformers": transformers(shape, hardware)})
 
 
 def case(shape: gpu_model.Shape, precision: str = "bf16") -> Case:
@@ -142,8 +144,7 @@ def summary(found: Sequence[Predicted]) -> list[str]:
     ]
     programs = ("before", "now", "possible")
     for each in found:
-        layers = f"{each.shape.model.language.num_layers}" + " (does not fit)" * (not each.fits)
-        cells = [each.shape.name, each.gpu.upper(), layers]
+        cells = [each.shape.name, each.gpu.upper(), str(each.shape.num_layers)]
         cells += [f"{1e3 * each.steps[name].seconds:.0f}" for name in (*programs, "Transformers")]
         cells += [f"{each.ratio(name):.2f} ×" for name in (*programs, "possible, FP8")]
         lines.append(f"| {' | '.join(cells)} |")

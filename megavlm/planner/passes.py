@@ -42,6 +42,7 @@ class Passes:
     residual: Pair = (3, 3)  # hidden, two a layer: two read and one written, each way
     rotation: Pair = (5, 5)  # queries and keys: x·cos, then a multiply-add on each half. Fused: 2
     qkv_split: Pair = (0, 2)  # queries, keys, values: their gradients are written into one tensor. Fused: 0
+    rotation_splits: bool = False  # one function splits and turns: nothing is joined, values are copied, not queries
     slices: Pair = (0, 0)  # the same: attention that cuts samples out of a row fills and writes whole gradients
     query_copy: Pair = (2, 0)  # queries, where several share a key: megatron-core makes them contiguous
     value_copy: Pair = (0, 0)  # values: what an attention kernel wants contiguous, and its gradient
@@ -50,6 +51,7 @@ class Passes:
     gelu: Pair = (2, 3)  # the same
     bias: Pair = (2, 1)  # each output with a bias: added; its gradient summed. Inside the product: 0
     weight_gradient: float = 10  # bytes a trained number: fp32 sum read and written, bf16 gradient read. Fused: 0
+    output_weight_gradient: float = 10  # the same of the output layer, whose product is megatron-core's
     cross_entropy: Pair = (42, 26)  # bytes a logit, forward and backward
     fp8_cast: Pair = (4, 4)  # bytes of a product's input, and of its output's gradient: bf16 read, two copies written
     update: Update = Update()
@@ -62,7 +64,7 @@ class Passes:
 # torch's layers, as `benchmarks/host_time.py` counts them: at f4fb872, and today. Attention cuts samples out of a row;
 # activations keep their input alone and compute the rest anew.
 TORCH_BEFORE = Passes(slices=(0, 2))
-TORCH = replace(TORCH_BEFORE, swiglu=(5, 11), quick_gelu=(7, 5))
+TORCH = replace(TORCH_BEFORE, swiglu=(5, 11), quick_gelu=(7, 5), rotation_splits=True)
 # Transformer Engine's layers at f4fb872: norms inside linear layers, biases of queries, keys and values too, the rest
 # as torch's. Launches: products, norms, cuDNN's attention with its two helpers, and what is not fused.
 BEFORE = replace(
@@ -74,28 +76,26 @@ BEFORE = replace(
     windows_batched=False,
 )
 # What main has of it today. The loss is Transformer Engine's kernel: logits read twice, their gradient written once and
-# multiplied by what comes from above. So are activations, one kernel each way; biases are inside products.
+# multiplied by what comes from above. So are activations, and the rotation with its split, one kernel each way; biases
+# and sums of weight gradients are inside products, dividing and clipping inside the update.
 NOW = replace(
     BEFORE,
+    rotation=(2, 2),
+    rotation_splits=True,
+    qkv_split=(0, 0),
     cross_entropy=(6, 4),
     swiglu=(3, 5),
     quick_gelu=(2, 3),
     bias=(0, 0),
-    launches_language=(27, 41),
-    launches_vision=(19, 33),
-    launches_output=(16, 8),
-)
-# With everything fused that this model knows of.
-POSSIBLE = replace(
-    NOW,
-    rotation=(2, 2),
-    qkv_split=(0, 0),
     weight_gradient=0,
-    update=Update(over_tokens=0, clip=0, copy=2),
-    launches_language=(15, 24),
-    launches_vision=(14, 22),
+    update=Update(over_tokens=0, clip=0, adam=32),  # divided gradients are written back
+    launches_language=(13, 21),
+    launches_vision=(13, 26),
+    launches_output=(16, 8),
     windows_batched=True,
 )
+# With everything fused that this model knows of.
+POSSIBLE = replace(NOW, output_weight_gradient=0, update=Update(over_tokens=0, clip=0, copy=2))
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ def moved(name: str, case: Case, passes: Passes, *, te: bool) -> Moved:
     """What a transformer layer, a lone norm or the output moves beside its products, on one rank without TP."""
     language, e = case.model.language, case.bytes_each
     weights = local_parameters(name, case.model, case.dims.tp)
-    added: dict[str, Pair] = {"weight gradients": (0.0, passes.weight_gradient * weights * case.trains(name))}
+    each = passes.output_weight_gradient if name == OUTPUT else passes.weight_gradient
+    added: dict[str, Pair] = {"weight gradients": (0.0, each * weights * case.trains(name))}
     if name == OUTPUT:
         logits = case.work.tokens * vocabulary_shard(case.model, case.dims.tp) / language.hidden_size
         return Moved({"cross entropy": _times(passes.cross_entropy, logits), **added})
@@ -138,14 +139,15 @@ def moved(name: str, case: Case, passes: Passes, *, te: bool) -> Moved:
         keys = (language.num_query_groups or language.num_attention_heads) * width
         ffn, activation, rotated = language.ffn_hidden_size, "swiglu", True
         biased = (queries + 2 * keys) * language.add_qkv_bias * (not te)
+    together = rotated and passes.rotation_splits
     terms = {
         "norms": _times(passes.norm, 2 * hidden),
         "residuals": _times(passes.residual, 2 * hidden),
         "rotation": _times(passes.rotation, (queries + keys) * rotated),
-        "QKV split": _times(passes.qkv_split, queries + 2 * keys),
+        "QKV split": _times(passes.qkv_split, (queries + 2 * keys) * (not together)),
         "slices of samples": _times(passes.slices, queries + 2 * keys),
-        "copies of queries": _times(passes.query_copy, queries * (keys < queries)),
-        "copies of values": _times(passes.value_copy, keys),
+        "copies of queries": _times(passes.query_copy, queries * (keys < queries) * (not together)),
+        "copies of values": _times((2, 2) if together else passes.value_copy, keys),
         "activation": _times(_activation(passes, activation), ffn),
         "biases": _times(passes.bias, biased),
     }

@@ -20,7 +20,16 @@ from tests.fake.device import NoDevice
 
 _aten = torch.ops.aten
 # Neither launch anything: memory, questions, marks. A scalar that is read is a wait, which `NoDevice` counts.
-_NO_KERNEL = ("empty", "detach", "lift_fresh", "_unsafe_view", "_local_scalar_dense", "_reshape_alias", "alias")
+_NO_KERNEL = (
+    "empty",
+    "new_empty",
+    "detach",
+    "lift_fresh",
+    "_unsafe_view",
+    "_local_scalar_dense",
+    "_reshape_alias",
+    "alias",
+)
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 _HOST_CODE = ("/megavlm/", "/megatron/", "/transformers/", "/torch/nn/", "/torch/autograd/", "/benchmarks/")
 
@@ -73,7 +82,7 @@ class Counting(NoDevice):
         if not (read or written) or func.is_view or func.namespace == "prim" or name.startswith(_NO_KERNEL):
             return
         self._now.operations[name] += 1
-        if func.namespace != "c10d" and name not in _PRODUCTS and "attention" not in name:
+        if func.namespace != "c10d" and name not in _PRODUCTS and "attention" not in name and "attn" not in name:
             overwritten = {id(args[0])} if name in ("copy_", "fill_", "zero_") else set()
             self._now.moved_bytes += sum(size for key, size in read.items() if key not in overwritten)
             self._now.moved_bytes += sum((written or {0: 0}).values()) if written else _size(args[0])
