@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megavlm.config.effects import idle
 from megavlm.config.schema import Config
 
 
@@ -34,17 +35,20 @@ DEVICE_DEFAULTS: tuple[DeviceDefault, ...] = (
 
 
 def with_device_defaults(config: Config, *, on_gpu: bool, dp: int) -> Config:
-    """Return the configuration with every option of the table set: as asked, or as its device wants it."""
+    """Return the configuration with the options of the table that have an effect as asked, or as the device wants."""
     for default in DEVICE_DEFAULTS:
         section, field = default.option.split(".")
         if getattr(getattr(config, section), field) is None:
             value = (default.gpu if on_gpu else default.cpu)(config, dp)
-            config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
+            decided = replace(config, **{section: replace(getattr(config, section), **{field: value})})
+            if all(option.key != default.option for option, _ in idle(decided)):
+                config = decided
     return config
 
 
 def chunk_patches(config: Config, *, on_gpu: bool) -> int:
     """Patches of a colocated encoder's pass, for a run and for the planner, which plans for other devices."""
-    found = with_device_defaults(config, on_gpu=on_gpu, dp=1).parallel.encoder_chunk_patches
+    colocated = replace(config, parallel=replace(config.parallel, placement="colocated"))
+    found = with_device_defaults(colocated, on_gpu=on_gpu, dp=1).parallel.encoder_chunk_patches
     assert found is not None, "the table has it"
     return found
