@@ -94,9 +94,7 @@ def _work(rank: int, world: int, port: int, end: Connection) -> None:
 
     torch.set_num_threads(1)
     chosen = backend.activate()
-    dist.init_process_group(
-        chosen.communication, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
-    )
+    dist.init_process_group(chosen.communication, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     while True:
         try:
             function, args = end.recv()

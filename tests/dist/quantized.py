@@ -1,4 +1,4 @@
-"""What Transformer Engine's FP8 tensors are to megatron-core, in plain torch: for tests of weights that are kept in FP8.
+"""What Transformer Engine's FP8 tensors are to megatron-core, in plain torch: for tests of weights kept in FP8.
 
 One scale per tensor from its present values, as `--fp8-recipe tensorwise`; layers multiply in bf16.
 """
@@ -128,7 +128,11 @@ def transformer_engine() -> Iterator[None]:
             # other, at once; who asked for a handle gets one.
             (param_and_grad_buffer, "_coalescing_manager", lambda group, async_ops: nullcontext(_Done())),
             (param_and_grad_buffer, "dist_all_gather_func", at_once(param_and_grad_buffer.dist_all_gather_func)),
-            (param_and_grad_buffer, "dist_reduce_scatter_func", at_once(param_and_grad_buffer.dist_reduce_scatter_func)),
+            (
+                param_and_grad_buffer,
+                "dist_reduce_scatter_func",
+                at_once(param_and_grad_buffer.dist_reduce_scatter_func),
+            ),
             (fp8_utils, "is_te_min_version", lambda version: True),
             (fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True),
             (fp8_utils, "FP8_TENSOR_CLASS", Quantized),

@@ -24,7 +24,8 @@ def measured(run_dir: str) -> Any:
 
 def test_layers_are_timed_and_fitted(pools: Pools, tmp_path: Path) -> None:
     for forward, backward, optimizer_rate, link in pools(2).run(measured, str(tmp_path / "run")):
-        assert len(forward) == 10  # patch_embed, 2 vision layers, norm, projector, embedding, 2 language layers, norm, output
+        # patch_embed, 2 vision layers, norm, projector, embedding, 2 language layers, norm, output
+        assert len(forward) == 10
         assert len(backward) == 9  # the embedding's is a scatter, which no rate describes
         assert sum(sample.products > 0 for sample in forward) == 7
         assert optimizer_rate > 0

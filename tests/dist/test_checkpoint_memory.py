@@ -93,7 +93,9 @@ def test_a_save_takes_a_ranks_share_and_a_load_one_tensor(pools: Pools, tmp_path
     ranks = [
         rank
         for layers in ("1", "4")
-        for rank in pools(4).run(bytes_taken, [*MODEL, *flags.split(), "--language-num-layers", layers], str(tmp_path / layers))
+        for rank in pools(4).run(
+            bytes_taken, [*MODEL, *flags.split(), "--language-num-layers", layers], str(tmp_path / layers)
+        )
     ]
     (largest,) = {rank["largest"] for rank in ranks}
     for rank in ranks:
@@ -157,7 +159,11 @@ def test_saved_at_another_layout_a_checkpoint_is_the_same(
     argv = [*SMALL, *PADDED.split(), *"--precision bf16 --train-iters 3".split()]
     pools(4).run(train, [*argv, *first.split()], str(tmp_path / "0"))
     (expected,) = pools(1).run(tensors, str(tmp_path / "0/checkpoints/iter_0000003"))
-    assert {key.split(".")[2] for key in expected if key.startswith("optimizer.state")} == {"param", "exp_avg", "exp_avg_sq"}
+    assert {key.split(".")[2] for key in expected if key.startswith("optimizer.state")} == {
+        "param",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     for number, (world, flags) in enumerate(layouts):
         before, after = tmp_path / str(number), tmp_path / str(number + 1)
         pools(world).run(saved_again, [*argv, *flags.split()], str(before), str(after / "checkpoints"))

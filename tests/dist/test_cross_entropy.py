@@ -58,9 +58,7 @@ def compared(impl: str, precision: str, vocabulary: int, sequence_parallel: bool
         return te_cross_entropy(te_parallel_cross_entropy, logits, labels, group)
 
     def run(loss_function: Any) -> tuple[torch.Tensor, ...]:
-        output = Output(
-            vocabulary, layer_config=config, groups=groups, own_weight=True, cross_entropy=loss_function
-        )
+        output = Output(vocabulary, layer_config=config, groups=groups, own_weight=True, cross_entropy=loss_function)
         output.linear.weight.data.copy_(weight)
         given = hidden.clone().requires_grad_()
         logits = output.logits(given)

@@ -1,4 +1,4 @@
-"""The user's own data: any layout, worker count and interruption trains on the same samples, and bad ones are skipped."""
+"""The user's own data: any layout, worker count and interruption trains on the same samples; bad ones are skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from tests.dist.training import SMALL, assert_same_curve, metrics, train, withou
 from tools import prepare_data
 
 # Packing on: about four samples a sequence. The images of the records are resized to the tower's 16 pixels.
-FILES = [*SMALL, *"--images-per-sample 1 --image-sizes --train-iters 12 --seq-length 96 --packing-window 16 --num-workers 0 --lr-decay-iters 20".split()]
+FILES = [
+    *SMALL,
+    *"--images-per-sample 1 --image-sizes --train-iters 12 --seq-length 96".split(),
+    *"--packing-window 16 --num-workers 0 --lr-decay-iters 20".split(),
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
         (2, "--pp 2 --vpp 2 --mbs 2"),
         pytest.param(4, "--tp 2 --pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
         (2, "--tp 2 --placement colocated"),
-    ]
+    ],
 )
 def test_any_layout_trains_on_the_same_samples(
     pools: Pools, folder: Path, whole: Path, tmp_path: Path, world: int, layout: str
@@ -54,7 +58,7 @@ def test_any_layout_trains_on_the_same_samples(
 
 
 def train_counting(argv: list[str], run_dir: str) -> list[dict[str, int]]:
-    """Of each step: messages and bytes that told this rank of it, and bytes of pixels it was sent; pickles are refused."""
+    """Of each step: messages and bytes that told this rank of it, bytes of pixels it was sent; pickles are refused."""
     from unittest.mock import patch
 
     import torch.distributed as dist
@@ -95,7 +99,9 @@ def train_counting(argv: list[str], run_dir: str) -> list[dict[str, int]]:
     return steps
 
 
-@pytest.mark.parametrize("layout", ["--tp 2", "--pp 2", "--tp 2 --placement colocated --freeze vision projector --encode-ahead"])
+@pytest.mark.parametrize(
+    "layout", ["--tp 2", "--pp 2", "--tp 2 --placement colocated --freeze vision projector --encode-ahead"]
+)
 def test_a_step_is_told_in_two_messages_without_pickles(
     pools: Pools, folder: Path, tmp_path: Path, layout: str
 ) -> None:
@@ -191,7 +197,7 @@ def test_streams_resume_exactly_on_as_many_replicas(pools: Pools, folder: Path, 
     whole = metrics(tmp_path / "whole")
     assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(whole)
     assert {name for record in whole for name, loss in record["loss_by_source"].items() if loss} == {"wds", "book"}
-    with pytest.raises(AssertionError, match="as many|number of replicas"):
+    with pytest.raises(AssertionError, match=r"as many|number of replicas"):
         pools(1).run(train, argv, str(tmp_path / "other"))
 
 
@@ -201,7 +207,7 @@ def test_too_many_bad_samples_end_the_run_with_a_checkpoint(pools: Pools, folder
     lines = (damaged / "train.jsonl").read_bytes().splitlines()
     (damaged / "train.jsonl").write_bytes(b"\n".join(lines[:20] + [b"{"] * 40) + b"\n")
     argv = [*FILES, *sources_of(damaged), "--packing-window", "64"]
-    with pytest.raises(AssertionError, match="--max-bad-sample-rate 0.05"):
+    with pytest.raises(AssertionError, match=r"--max-bad-sample-rate 0\.05"):
         pools(1).run(train, argv, str(tmp_path / "run"))
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["iter_0000001"]
     pools(1).run(train, [*argv, "--max-bad-sample-rate", "0.9"], str(tmp_path / "run"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_overflow_skips_steps_and_resume_keeps_the_scale(pools: Pools, tmp_path:
     assert records[0] in skipped
     assert 2 <= len(skipped) <= 10
     good = 0
-    for before, after in zip(records, records[1:], strict=False):
+    for before, after in pairwise(records):
         good = 0 if not before["updated"] else good + 1
         factor = 0.5 if not before["updated"] else 2 if good == 4 else 1
         good %= 4
@@ -37,7 +38,8 @@ def test_overflow_skips_steps_and_resume_keeps_the_scale(pools: Pools, tmp_path:
     assert all((record["grad_norm"] is None) == (not record["updated"]) for record in records)
     assert records[-1]["loss"] < records[0]["loss"]
 
-    pools(world).run(train, [*argv, *"--train-iters 3".split()], str(tmp_path / "halves"))  # while the scale is still being halved
+    # The first run stops while the scale is still being halved.
+    pools(world).run(train, [*argv, "--train-iters", "3"], str(tmp_path / "halves"))
     pools(world).run(train, argv, str(tmp_path / "halves"))
     assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(records)
 

@@ -5,7 +5,6 @@ a run in it learns as one in bf16 does.
 from __future__ import annotations
 
 from functools import partial
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest

@@ -18,7 +18,6 @@ SAVING = [
 ]
 
 
-
 @pytest.fixture(scope="module")
 def delayed(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps of four micro-batches with delayed scaling, which keeps a checkpoint."""
@@ -48,8 +47,6 @@ def test_pipelines_scale_as_one_process(pools: Pools, delayed: Path, tmp_path: P
 
 def _resumed_histories(argv: Sequence[str], run_dir: str) -> dict[str, Tensor]:
     """The histories of a run that has resumed, before it goes on."""
-    import torch.distributed as dist
-
     from megavlm import backend
     from megavlm.config.cli import parse
     from megavlm.parallel.groups import destroy_groups

@@ -1,5 +1,5 @@
-"""Weights that are kept in FP8 (`--fp8-param-gather`), with stand-ins for Transformer Engine's tensors and layers: what the
-optimizer gathers, what checkpoints hold, and who reads it.
+"""Weights that are kept in FP8 (`--fp8-param-gather`), with stand-ins for Transformer Engine's tensors and layers: what
+the optimizer gathers, what checkpoints hold, and who reads it.
 """
 
 from __future__ import annotations

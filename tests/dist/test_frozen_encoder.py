@@ -48,7 +48,7 @@ def test_features_come_from_disk_once_they_are_there(pools: Pools, plain: Path, 
 
 
 class _Fp8:
-    """Transformer Engine's switch (`FP8GlobalStateManager.FP8_ENABLED`) is an attribute of a class, so of the process."""
+    """Transformer Engine's switch (`FP8GlobalStateManager.FP8_ENABLED`) is a class's attribute, so of the process."""
 
     enabled = False
 

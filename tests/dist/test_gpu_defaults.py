@@ -1,8 +1,8 @@
-"""What a GPU runs by default, run on gloo: every default of `config/device_defaults.py` at its GPU value, both overlaps of
-communication with buckets of a few layers, and layers of Transformer Engine's parts (stand-ins).
+"""What a GPU runs by default, run on gloo: every default of `config/device_defaults.py` at its GPU value, both overlaps
+of communication with buckets of a few layers, and layers of Transformer Engine's parts (stand-ins).
 
-Six steps at a learning rate of 1e-2 without warm-up: a replica that trains on numbers of the step before is off by 1e-3 at
-step 2.
+Six steps at a learning rate of 1e-2 without warm-up: a replica that trains on numbers of the step before is off by 1e-3
+at step 2.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def at_once(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: " ".join(map(str, case[:3]))
+    "case",
+    [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda case: " ".join(map(str, case[:3])),
 )
 def test_replicas_train_on_the_numbers_of_the_last_step(pools: Pools, at_once: Any, tmp_path: Path, case: Case) -> None:
     argv = [*SMALL, *HOT, "--no-save", *MODELS_HERE[case.model].split(), *case.flags.split(), *buckets(case)]
@@ -159,8 +161,9 @@ def stale(folder: str) -> int:
 
 def test_evaluation_sees_the_weights_of_the_last_step(pools: Pools, tmp_path: Path) -> None:
     """Answers between steps, and the steps after them, are those of a run that gathers at once."""
-    argv = "--recipe demo --train-iters 4 --lr 1e-2 --lr-warmup-iters 0 --lr-decay-style constant --lr-wsd-decay-iters none"
-    argv += " --eval-interval 1 --eval-samples 6 --global-batch-size 16 --micro-batch-size 8 --no-save --no-tensorboard"
+    argv = "--recipe demo --train-iters 4 --lr 1e-2 --lr-warmup-iters 0 --lr-decay-style constant"
+    argv += " --lr-wsd-decay-iters none --eval-interval 1 --eval-samples 6 --global-batch-size 16 --micro-batch-size 8"
+    argv += " --no-save --no-tensorboard"
     pools(2).run(train_as_on_gpu, [*argv.split(), *BUCKETS], str(tmp_path / "late"))
     pools(2).run(train, [*argv.split(), "--no-overlap-param-gather"], str(tmp_path / "at-once"))
     late, at_once = metrics(tmp_path / "late"), metrics(tmp_path / "at-once")

@@ -138,9 +138,13 @@ def train_with_peft(theirs: Any, argv: list[str], *, steps: int) -> list[float]:
     return losses
 
 
-def test_what_adapters_do_not_hold_is_not_lost(pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_adapters_do_not_hold_is_not_lost(
+    pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = hf.save(transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), tmp_path / "hf")
-    argv = f"--init-from {folder} --lora-rank 2 --seq-length {hf.LENGTH} --train-iters 1 --no-tensorboard --freeze vision"
+    argv = (
+        f"--init-from {folder} --lora-rank 2 --seq-length {hf.LENGTH} --train-iters 1 --no-tensorboard --freeze vision"
+    )
     pools(1).run(train_composed, argv.split(), str(tmp_path / "run"))
     assert convert.main(["export-lora", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "has trained the projector as well" in capsys.readouterr().err

@@ -56,13 +56,17 @@ CASES = {
     "pp2-colocated": (2, "--pp 2 --placement colocated"),
     "pp2-colocated-passes": (2, "--pp 2 --placement colocated --encoder-chunk-patches 128"),
     "pp2-colocated-recomputed": (
-        2, "--pp 2 --placement colocated --encoder-chunk-patches 128 --encoder-keep-chunks 1 --recompute-granularity full"
+        2,
+        "--pp 2 --placement colocated --encoder-chunk-patches 128 --encoder-keep-chunks 1 --recompute-granularity full",
     ),
     "tp2-vision-tp2": (2, "--tp 2 --placement colocated --vision-tp 2"),
     "dp2-colocated-zero3": (2, "--placement colocated --data-parallel-sharding full --precision bf16"),
     "pp2-colocated-frozen": (2, "--pp 2 --placement colocated --freeze vision"),
     "pp2-colocated-offload": (2, "--pp 2 --placement colocated --offload optimizer activations"),
-    "dp2-zero3-frozen": (2, "--precision bf16 --data-parallel-sharding full --freeze vision --recompute-granularity full"),
+    "dp2-zero3-frozen": (
+        2,
+        "--precision bf16 --data-parallel-sharding full --freeze vision --recompute-granularity full",
+    ),
 }
 
 
@@ -77,9 +81,7 @@ def offloaded_apart(counter: Any) -> Iterator[None]:
         yield
 
 
-def measured_and_predicted(
-    argv: list[str], run_dir: str
-) -> tuple[tuple[int, int], tuple[float, float], int, int]:
+def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, int], tuple[float, float], int, int]:
     """(measured peaks of device and host, predicted memory of both, parameters there are, and counted) of this rank."""
     import torch.distributed as dist
 
@@ -131,4 +133,6 @@ def test_predicted_peak_is_within_a_tenth(pools: Pools, name: str, tmp_path) -> 
             print(name, rank, place, peak, memory, memory / max(1, peak))
     for rank, (peaks, memories, _, _) in enumerate(ranks):
         for place, peak, memory in zip(("device", "host"), peaks, memories, strict=True):
-            assert memory == pytest.approx(peak, rel=0.1), f"rank {rank}, {place}: {memory / max(1, peak):.3f} of {peak}"
+            assert memory == pytest.approx(peak, rel=0.1), (
+                f"rank {rank}, {place}: {memory / max(1, peak):.3f} of {peak}"
+            )

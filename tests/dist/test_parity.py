@@ -129,7 +129,12 @@ FAST = [
 ]
 SLOW = [
     *[("tp2-pp2-vpp2", model, "vision-tp2-passes") for model in MODELS],
-    *[(layout, model, "vision-tp2") for layout in LAYOUTS if layout != "dp2" for model in ("qwen3-vl", "one-image-rank")],
+    *[
+        (layout, model, "vision-tp2")
+        for layout in LAYOUTS
+        if layout != "dp2"
+        for model in ("qwen3-vl", "one-image-rank")
+    ],
     *[(layout, "padded-heads", "vision-tp4") for layout in ("tp4", "pp4-vpp2", "tp2-pp2", "tp2-pp2-dp2")],
     *[(layout, model, "colocated") for layout in LAYOUTS for model in MODELS],
     *[(layout, model, "") for layout in LAYOUTS for model in MODELS],

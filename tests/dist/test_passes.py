@@ -1,4 +1,4 @@
-"""Bytes that a step reads and writes of gradients, master weights and moments, counted; and what they are divided by."""
+"""Bytes that a step reads and writes of gradients, master weights and moments, counted; what they are divided by."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def bytes_per_parameter(argv: list[str], run_dir: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("world", "flags"), [(1, ""), (2, ""), (2, "--data-parallel-sharding none"), (2, "--placement colocated --freeze vision")]
+    ("world", "flags"),
+    [(1, ""), (2, ""), (2, "--data-parallel-sharding none"), (2, "--placement colocated --freeze vision")],
 )
 def test_gradients_are_cleared_measured_and_used_and_not_scaled(
     pools: Pools, tmp_path: Any, world: int, flags: str

@@ -112,7 +112,7 @@ def test_load_starts_from_another_run(pools: Pools, half_of_tp2_pp2: Path, whole
 
 
 def train_with_lazy_counts(argv: list[str], run_dir: str) -> None:
-    """As `train`, with an optimizer that counts steps as Transformer Engine's: in groups of which this rank holds any."""
+    """As `train`, with an optimizer that counts steps as Transformer Engine's: in groups that this rank has any of."""
     from unittest.mock import patch
 
     from megavlm.backend.adamw import AdamW
@@ -140,7 +140,11 @@ def test_steps_are_known_where_rank_0_trains_nothing(pools: Pools, tmp_path: Pat
 
 
 def start_program(run_dir: Path) -> subprocess.Popen[bytes]:
-    argv = [*SMALL, *"--train-iters 12 --save-interval 2 --keep-checkpoints 0 --vision-num-layers 1 --language-num-layers 1".split()]
+    argv = [
+        *SMALL,
+        *"--train-iters 12 --save-interval 2 --keep-checkpoints 0".split(),
+        *"--vision-num-layers 1 --language-num-layers 1".split(),
+    ]
     return subprocess.Popen(
         [sys.executable, "pretrain_vlm.py", *argv, "--run-dir", str(run_dir)],
         cwd=ROOT,

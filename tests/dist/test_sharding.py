@@ -18,7 +18,7 @@ __all__ = ["one_process"]  # a fixture
 
 GRADIENTS, FULL = "--data-parallel-sharding optimizer_gradients", "--data-parallel-sharding full"
 
-# (processes, model, flags): every sharding with TP, PP, frozen parts, tied copies, text-only micro-batches and clipping.
+# (processes, model, flags): every sharding with TP, PP, frozen parts, tied copies, micro-batches of text, and clipping.
 FAST = [
     (2, "one-image-rank", FULL),
     (4, "rich", f"--tp 2 {FULL}"),

@@ -23,9 +23,9 @@ SMALL = (
 
 LONG = "--train-iters 20".split()  # what `make test-all` makes of every layout
 
-# 200 steps in which the loss falls from ln 95 = 4.55 to a few hundredths above the entropy of the text, 1.68. Where a loss goes
-# towards zero (the demo's), two runs in bf16 that differ in the order of their sums are 10 % apart on the way, and a hundredth says
-# nothing.
+# 200 steps in which the loss falls from ln 95 = 4.55 to a few hundredths above the entropy of the text, 1.68. Where a
+# loss goes towards zero (the demo's), two runs in bf16 that differ in the order of their sums are 10 % apart on the
+# way, and a hundredth says nothing.
 TEXT_TO_LEARN = [
     *SMALL,
     *"--precision bf16 --no-save --train-iters 200 --lr-decay-iters 200 --lr-warmup-iters 10 --lr 3e-3".split(),
@@ -33,12 +33,7 @@ TEXT_TO_LEARN = [
     *"--micro-batch-size 4 --seq-length 64 --answer-share 0.6".split(),
 ]
 
-WALL_TIME = {
-    "step_time_s",
-    "data_time_s",
-    "tokens_per_second",
-    "images_per_second",
-    "model_tflops_per_device", "mfu"}
+WALL_TIME = {"step_time_s", "data_time_s", "tokens_per_second", "images_per_second", "model_tflops_per_device", "mfu"}
 
 
 def train(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lambda config: config) -> None:
