@@ -14,7 +14,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download
 # Several processes share the cores, so each gets one thread unless the caller knows better.
 export OMP_NUM_THREADS ?= 1
 
-CHECKED := $(wildcard megavlm tools launch pretrain_vlm.py)
+CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all lint format clean

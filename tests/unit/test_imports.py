@@ -6,6 +6,7 @@ Imports inside functions and under TYPE_CHECKING count too: they are dependencie
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,29 +18,48 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Import direction: a module imports from its own row and the rows before. A name stands for the module and, where no
-# longer name matches, for everything in it. A package's own __init__ belongs to the first row that names something in
-# the package, because importing that runs the __init__ first.
+# Import direction: a module imports from its own row and the rows before; docs/architecture.md draws the same order. A
+# name stands for the module and, where no longer name matches, for everything in it. A package's own __init__ belongs
+# to the first row that names something in the package, because importing that runs the __init__ first.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("megavlm.errors", "megavlm.config", "megavlm.recipes"),
+    ("megavlm.errors",),
+    ("megavlm.config", "megavlm.recipes"),  # `config.cli` lists the recipes, and these are configurations
     ("megavlm.parallel.dims",),
-    ("megavlm.planner.layers", "megavlm.model.flops"),
-    ("megavlm.planner", "megavlm.pipeline.timeline"),
-    (
-        "megavlm.backend",
-        "megavlm.data",
-        "megavlm.model",
-        "megavlm.optim",
-        "megavlm.parallel",
-        "megavlm.pipeline",
-        "megavlm.precision",
-    ),
-    ("megavlm.checkpoint", "megavlm.doctor", "megavlm.metrics", "megavlm.preview", "megavlm.resilience"),
+    ("megavlm.planner.layers",),
+    ("megavlm.model.flops",),
+    ("megavlm.planner",),
+    ("megavlm.backend",),
+    ("megavlm.parallel",),
+    ("megavlm.optim.shards",),
+    ("megavlm.precision",),
+    ("megavlm.data",),
+    ("megavlm.model",),
+    ("megavlm.optim",),
+    ("megavlm.pipeline",),
+    ("megavlm.checkpoint",),
+    ("megavlm.metrics",),
+    ("megavlm.resilience",),
     ("megavlm.train",),
-    ("pretrain_vlm", "launch", "tools", "benchmarks"),
+    ("megavlm.doctor",),
+    ("megavlm.preview",),
+    ("pretrain_vlm", "tools", "benchmarks"),
 )
-TORCH_FREE = (*RANKS[0], *RANKS[1], *RANKS[2], "megavlm.planner")
-DEVICE_FREE = ("megavlm.pipeline.timeline",)  # may compute with torch, but neither communicate nor touch a GPU
+TORCH_FREE = tuple(name for row in RANKS[: RANKS.index(("megavlm.planner",)) + 1] for name in row)
+# They may compute with torch, but neither communicate nor touch a GPU.
+DEVICE_FREE = (
+    "megavlm.data.balance",
+    "megavlm.data.composer",
+    "megavlm.data.packing",
+    "megavlm.data.sample",
+    "megavlm.model.merge",
+    "megavlm.model.packing",
+    "megavlm.model.rotary",
+    "megavlm.model.tiles",
+    "megavlm.model.windows",
+    "megavlm.optim.shards",
+    "megavlm.pipeline.images",
+    "megavlm.pipeline.routes",
+)
 PARALLEL_STATE = ("megatron.core.parallel_state", "megatron.core.mpu")
 GROUPS = "megavlm.parallel.groups"  # the only module that touches megatron-core's parallel_state
 BACKEND = "megavlm.backend"  # the only package that assigns into torch or megatron-core …
@@ -234,7 +254,7 @@ def modules_in(*places: str) -> list[Module]:
     ]
 
 
-SHIPPED = modules_in("megavlm", "pretrain_vlm.py", "launch", "tools", "benchmarks")
+SHIPPED = modules_in("megavlm", "pretrain_vlm.py", "tools", "benchmarks")
 
 
 def test_the_shipped_code_keeps_the_rules() -> None:
@@ -250,6 +270,26 @@ def test_the_tests_keep_the_rules_that_hold_everywhere() -> None:
 
 def test_every_module_has_a_rank() -> None:
     assert [module.name for module in SHIPPED if rank_of(module.name) is None] == []
+
+
+def test_every_name_of_a_rule_is_a_module() -> None:
+    """A rule about a module that was renamed or removed would never fire."""
+    modules = {module.name for module in SHIPPED}
+    named = {name for row in RANKS for name in row}.union(
+        TORCH_FREE, DEVICE_FREE, (GROUPS, BACKEND, CPU_BACKEND, SAFETY)
+    )
+    folders = {"tools", "benchmarks"}  # without an __init__
+    assert sorted(named - modules - folders) == []
+    assert all(any(within(module, folder) for module in modules) for folder in folders)
+
+
+def test_the_documentation_draws_the_same_order() -> None:
+    """The list under "Which part may import which" names the rows, first to last."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Which part may import which\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^ *\d+\. (.+?):", section, re.MULTILINE)
+    drawn = [tuple(re.findall(r"`([^`]+)`", row)) for row in rows]
+    assert drawn == [tuple(name.removeprefix("megavlm.") for name in row) for row in RANKS]
 
 
 def test_the_pure_modules_load_without_torch() -> None:
@@ -277,12 +317,14 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone(modul
         ("megavlm.data.loader", "from ..train.loop import fit", "later in RANKS"),
         ("megavlm.config.rules", "from megavlm.parallel.dims import Dims", "later in RANKS"),
         ("megavlm.parallel.dims", "from megavlm.parallel import groups", "later in RANKS"),
+        ("megavlm.data.costs", "from megavlm.model.view import View", "later in RANKS"),
+        ("megavlm.precision.scaling", "from megavlm.optim.build import build", "later in RANKS"),
         ("megavlm.train.build", "import importlib\nimportlib.import_module('tools.plan')", "later in RANKS"),
         ("megavlm.planner.plan", "import torch", "pure Python"),
         ("megavlm.model.flops", "from torch import nn", "pure Python"),
-        ("megavlm.pipeline.timeline", "import torch\ntorch.cuda.Event()", "pure calculation"),
-        ("megavlm.pipeline.timeline", "import torch.distributed as dist", "pure calculation"),
-        ("megavlm.pipeline.timeline", "from torch import cuda", "pure calculation"),
+        ("megavlm.pipeline.images", "import torch\ntorch.cuda.Event()", "pure calculation"),
+        ("megavlm.pipeline.images", "import torch.distributed as dist", "pure calculation"),
+        ("megavlm.pipeline.images", "from torch import cuda", "pure calculation"),
         ("megavlm.model.vlm", "from megatron.training import get_args", "megatron.training"),
         ("megavlm.model.vlm", "from megatron.core import parallel_state as ps", "only megavlm.parallel.groups"),
         ("megavlm.model.vlm", "from megatron.core.parallel_state import get_x", "only megavlm.parallel.groups"),
@@ -315,13 +357,14 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
         ("megavlm.train.build", "from megavlm.data.loader import Loader\nimport megavlm.errors"),
         ("megavlm.model.vlm", "from megavlm.parallel.groups import Groups\nfrom . import flops"),
         ("megavlm.planner.plan", "from megavlm.model.flops import layer_cost"),
+        ("megavlm.precision.fp8_weights", "from megavlm.optim.shards import Held"),
         (GROUPS, "from megatron.core import parallel_state\nparallel_state.initialize_model_parallel()"),
         (BACKEND, "def f():\n    from megavlm.backend import cpu"),
         (CPU_BACKEND, "import torch\ntorch.cuda.current_device = f"),
         ("megavlm.model.vlm", "import torch\ntorch.backends.cuda.matmul.allow_tf32 = False"),
         ("megavlm.model.vlm", "import torch\nx = torch.zeros(2)\nx[0] = 1\nself.torch = x"),
         ("megavlm.model.vlm", "import torch\ntorch.load(f, weights_only=True)"),
-        ("megavlm.pipeline.timeline", "import torch\ntorch.tensor(1)"),
+        ("megavlm.pipeline.images", "import torch\ntorch.tensor(1)"),
     ],
 )
 def test_the_checker_lets_pass(name: str, source: str) -> None:
