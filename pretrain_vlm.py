@@ -47,13 +47,15 @@ def with_plan(config: Config, *, world: int) -> Config:
     """The configuration with the planner's layout, if it asks for one (`--plan auto`); every rank finds the same."""
     if config.parallel.plan != "auto":
         return config
+    from megavlm.data.vocabulary import with_vocabulary
     from megavlm.planner.auto import planned
 
-    return planned(config, world)
+    return planned(with_vocabulary(config), world)
 
 
 def dry_run(config: Config, *, world: int) -> None:
     """Print the plan for this layout, for at least as many processes as it needs; touches no device."""
+    from megavlm.data.vocabulary import with_vocabulary
     from megavlm.planner.auto import memory_of, offload_line
     from megavlm.planner.memory import table as memory_table
     from megavlm.planner.plan import dims_of, make_plan, table
@@ -61,6 +63,7 @@ def dry_run(config: Config, *, world: int) -> None:
     parallel = config.parallel
     world = max(world, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     check(config, world=world)
+    config = with_vocabulary(config)
     dims = dims_of(config, world=world)
     print(table(make_plan(config, dims), config))
     on_gpu = config.train.precision != "fp32"

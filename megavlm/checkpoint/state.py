@@ -155,7 +155,7 @@ def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
         pairs = fields.items() if isinstance(fields, dict) else [(section, fields)]
         for name, value in pairs:
             before = saved.get(name) if isinstance(fields, dict) and isinstance(saved, dict) else saved
-            if before != value and name not in _MAY_CHANGE:
+            if before != value and name not in _MAY_CHANGE and (before is not None or name != "vocab_size"):
                 option = f"{section}.{name}" if isinstance(fields, dict) else name
                 raise UserError(
                     f"checkpoint {folder} was made with model.{option} = {before}, but this run has {value}: "

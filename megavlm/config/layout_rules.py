@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megavlm.config.data_source import data_source
+from megavlm.config.derived import query_groups
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.sharding_rules import SHARDING_RULES, shards_gradients
@@ -58,7 +59,7 @@ def heads_divide_over_tp(config: Config) -> str | None:
 def adapters_find_whole_heads(config: Config) -> str | None:
     """Where tensor-parallel ranks share a key/value head, no rank holds whole rows of q_proj, k_proj and v_proj."""
     tp, language = config.parallel.tensor_model_parallel_size, config.model.language
-    groups = language.num_query_groups or language.num_attention_heads
+    groups = query_groups(language)
     if groups % tp and "language" in adapted_parts(config):
         return (
             f"--tp {tp} with {groups} key/value heads cannot be adapted (--lora-rank {config.lora.rank}): use a --tp "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from megavlm.config.derived import query_groups
 from megavlm.config.layout_rules import sequence_parallel
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
@@ -158,7 +159,7 @@ def fp8_fits_the_heads(config: Config) -> str | None:
     width = model.language.kv_channels or model.language.hidden_size // heads
     parts = {
         "vision": (vision_heads, vision_heads, model.vision.hidden_size // model.vision.num_attention_heads),
-        "language": (heads, model.language.num_query_groups or heads, width),
+        "language": (heads, query_groups(model.language), width),
     }
     for part, (queries, groups, width) in parts.items():
         if not fp8_in(part, config):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megavlm.config.derived import vocab_size, with_vocab_size
 from megavlm.config.schema import Config
 from megavlm.data.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
 from megavlm.data.images import features_of, grid_of
@@ -18,7 +19,7 @@ from megavlm.data.sample import Image, Sample
 from megavlm.data.tokenizers.training import Tokenizer, ensure_tokenizer
 from megavlm.errors import UserError
 
-_VOCABULARY = 160  # enough for every word of the captions to be one piece
+VOCABULARY = 160  # enough for every word of the captions to be one piece
 _TOKENIZER_TEXTS = 500
 
 
@@ -44,7 +45,7 @@ class DigitsSource(Numbered):
         vision = config.model.vision
         self.image_token = tokenizer.image
         self.pad_token = tokenizer.pad
-        self.vocab_size = config.model.language.vocab_size or tokenizer.vocab_size
+        self.vocab_size = vocab_size(with_vocab_size(config, tokenizer.vocab_size).model.language)
         self.pixel_shuffle = config.model.projector.pixel_shuffle
         self.patch_dim = vision.in_channels * vision.patch_size**2
         self.anyres_max_tiles = None  # the configuration rules refuse models of tiled images
@@ -79,7 +80,7 @@ class DigitsSource(Numbered):
         canvases = Canvases(seed=config.train.seed, width=config.model.vision.image_size)
         captions = (" ".join(canvases.dialogue(canvases.training_scene(index))) for index in range(_TOKENIZER_TEXTS))
         path = run_dir / "tokenizer.model"
-        tokenizer = ensure_tokenizer(captions, path, vocab_size=_VOCABULARY, rank=rank, barrier=barrier)
+        tokenizer = ensure_tokenizer(captions, path, vocab_size=VOCABULARY, rank=rank, barrier=barrier)
         return cls(config, canvases, tokenizer)
 
     def sample(self, index: int) -> Sample:

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from megavlm.config.derived import vocab_size, with_vocab_size
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup
 from megavlm.data.bad import BadSample, Reason
@@ -48,9 +49,9 @@ class FilesSource:
 
     def __init__(self, config: Config) -> None:
         """Raises UserError where tokenizer, chat template or image processor are missing or do not fit the model."""
-        self._config = config
         self.processor: Processor = processor_for(config)
         self.tokenizer = tokenizer_for(config, image_text=self.processor.image_token)
+        self._config = config = with_vocab_size(config, self.tokenizer.vocab_size)
         self.chat = ChatFormat.of(
             self.tokenizer,
             template=config.data.chat_template,
@@ -59,7 +60,7 @@ class FilesSource:
             model_type=model_type(tokenizer_path(config)),
         )
         self.names = tuple(name_of(source) for source in config.data.sources)
-        self.vocab_size = config.model.language.vocab_size or self.tokenizer.vocab_size
+        self.vocab_size = vocab_size(config.model.language)
         self.image_token = self.tokenizer.image
         self.pad_token = self.tokenizer.pad
         self.pixel_shuffle = config.model.projector.pixel_shuffle

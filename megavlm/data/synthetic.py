@@ -12,6 +12,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from megavlm.config.derived import vocab_size, with_vocab_size
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup, Tiling, features_of_images
 from megavlm.data.images import grid_of
@@ -19,6 +20,8 @@ from megavlm.data.numbered import Numbered
 from megavlm.data.randomness import generator
 from megavlm.data.sample import Image, Sample
 from megavlm.errors import UserError
+
+VOCABULARY = 256  # tokens, unless the configuration says how many
 
 # Streams of a sample's randomness: whether it has images, its text, then one per image.
 _IMAGELESS, _TEXT, _FIRST_IMAGE = 0, 1, 2
@@ -58,7 +61,7 @@ class SyntheticSource(Numbered):
         Raises UserError when the sizes do not fit one another.
         """
         vision, data = config.model.vision, config.data
-        self.vocab_size = config.model.language.vocab_size or 256
+        self.vocab_size = vocab_size(with_vocab_size(config, VOCABULARY).model.language)
         self.pixel_shuffle = config.model.projector.pixel_shuffle
         self.patch_dim = vision.in_channels * vision.patch_size**2
         self.image_token = self.vocab_size - 1 if config.model.image_token is None else config.model.image_token

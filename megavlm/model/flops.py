@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megavlm.config.derived import projector_width, query_groups, vocab_size
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, VisionConfig
 from megavlm.planner.layers import (
     DEEPSTACK,
@@ -65,7 +66,7 @@ def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
     if name == PROJECTOR or name.startswith(DEEPSTACK):
         params = _projector_matrices(model)
         return LayerCost(params, 2.0 * params * work.patches / model.projector.pixel_shuffle**2)
-    vocab = (language.vocab_size or 256) * language.hidden_size
+    vocab = vocab_size(language) * language.hidden_size
     if name == EMBEDDING:
         return LayerCost(vocab, 0.0)
     if name == OUTPUT:
@@ -118,7 +119,7 @@ def _vision_layer_matrices(vision: VisionConfig) -> int:
 
 
 def _language_layer_matrices(language: LanguageConfig) -> int:
-    groups = language.num_query_groups or language.num_attention_heads
+    groups = query_groups(language)
     heads = 2 * language.num_attention_heads + 2 * groups
     return language.hidden_size * (heads * head_width(language) + 3 * language.ffn_hidden_size)
 
@@ -128,5 +129,5 @@ def _projector_matrices(model: ModelConfig) -> int:
     outputs = model.language.hidden_size
     if model.projector.kind == "linear":
         return inputs * outputs
-    hidden = model.projector.hidden_size or outputs
+    hidden = projector_width(model)
     return inputs * hidden + hidden * outputs

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megavlm.config.derived import projector_width
 from megavlm.config.schema import ModelConfig
 from megavlm.data.anyres import TileGroup
 from megavlm.model.merge import pixel_shuffle
@@ -42,7 +43,7 @@ class Projector(MegatronModule):
         self.tp_group = collection.tp
         inputs = model.vision.hidden_size * self.pixel_shuffle**2
         outputs = model.language.hidden_size
-        hidden = model.projector.hidden_size or outputs
+        hidden = projector_width(model)
         dtype = layer_config.params_dtype
         self.norm: nn.Module = nn.Identity()
         if norm_epsilon is not None:

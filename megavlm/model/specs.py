@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from megavlm.config import sequence_parallel
+from megavlm.config.derived import query_groups
 from megavlm.config.schema import Config
 from megavlm.model.attention import Attention
 from megavlm.model.flops import head_width
@@ -110,7 +111,7 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
         hidden_size=language.hidden_size,
         ffn_hidden_size=language.ffn_hidden_size,
         num_attention_heads=language.num_attention_heads,
-        num_query_groups=language.num_query_groups or language.num_attention_heads,
+        num_query_groups=query_groups(language),
         kv_channels=head_width(language),
         normalization="RMSNorm",
         layernorm_epsilon=language.norm_epsilon,

@@ -6,6 +6,7 @@ rank between TP regions (sharded under sequence parallelism), T tokens inside th
 
 from __future__ import annotations
 
+from megavlm.config.derived import projector_width, query_groups, vocab_size
 from megavlm.config.schema import LanguageConfig, VisionConfig
 from megavlm.model.flops import head_width
 from megavlm.planner.case import Case, Recompute
@@ -46,7 +47,7 @@ def saved_bytes(name: str, case: Case, recompute: Recompute = "none") -> float:
     if name == PROJECTOR or name.startswith(DEEPSTACK):
         merged = case.work.patches * vision.hidden_size * e
         normed = name != PROJECTOR or case.model.projector.input_norm
-        hidden = case.model.projector.hidden_size or language.hidden_size
+        hidden = projector_width(case.model)
         inner = 0 if case.model.projector.kind == "linear" else 2 * case.features * hidden / case.dims.tp * e
         return merged * (trained + normed) + inner + case.work.patches * 8
     if name == EMBEDDING:
@@ -70,7 +71,7 @@ def hidden_bytes(name: str, case: Case) -> float:
 
 def columns(case: Case) -> int:
     """Of the logits that a tensor-parallel rank holds."""
-    return -(-(case.model.language.vocab_size or 256) // case.dims.tp)
+    return -(-vocab_size(case.model.language) // case.dims.tp)
 
 
 def _norm_bytes(case: Case, tokens: float, width: int, kind: str) -> float:
@@ -116,6 +117,6 @@ class _LanguageLayer(_VisionLayer):
         tp, heads = case.dims.tp, language.num_attention_heads
         self.case, self.tokens, self.hidden = case, case.work.tokens, language.hidden_size
         self.heads, self.width = heads // tp, head_width(language)
-        self.groups = max(1, (language.num_query_groups or heads) // tp)
+        self.groups = max(1, query_groups(language) // tp)
         self.ffn, self.inner = language.ffn_hidden_size / tp, 2
         self.norm, self.rotated, self.qk_norm, self.scaled = "RMSNorm", True, language.qk_norm, False

@@ -28,10 +28,6 @@ def planned(config: Config, world: int) -> Config:
     """
     if config.parallel.plan != "auto":
         return config
-    if config.model.language.vocab_size is None:
-        raise UserError(
-            "--plan auto needs --language-vocab-size: the tokenizer's size is not known before the run begins"
-        )
     hardware = profile(config.parallel.hardware)
     outcome = search(config, world, hardware, space=Space(offload=()), top=1)
     if not outcome.best:

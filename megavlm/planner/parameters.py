@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from megavlm.config.derived import projector_width, query_groups, vocab_size
 from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
 from megavlm.model.flops import head_width
 from megavlm.planner.layers import (
@@ -44,7 +45,7 @@ def local_parameters(name: str, model: ModelConfig, tp: int) -> int:
 
 def vocabulary_shard(model: ModelConfig, tp: int) -> int:
     """One rank's rows of the embedding, whose number is rounded up to a multiple of TP."""
-    return -(-(model.language.vocab_size or 256) // tp) * model.language.hidden_size
+    return -(-vocab_size(model.language) // tp) * model.language.hidden_size
 
 
 def _norm(vision: VisionConfig) -> int:
@@ -64,7 +65,7 @@ def _vision_layer(vision: VisionConfig, tp: int) -> int:
 
 def _language_layer(language: LanguageConfig, tp: int) -> int:
     hidden, width, heads = language.hidden_size, head_width(language), language.num_attention_heads
-    qkv = (heads + 2 * (language.num_query_groups or heads)) * width // tp
+    qkv = (heads + 2 * query_groups(language)) * width // tp
     weights = (qkv + heads * width // tp + 3 * language.ffn_hidden_size // tp) * hidden
     return weights + qkv * language.add_qkv_bias + 2 * width * language.qk_norm + 2 * hidden
 
@@ -83,5 +84,5 @@ def _projector(model: ModelConfig, tp: int, *, normed: bool) -> int:
     count = 2 * inputs * normed + outputs * (projector.anyres_max_tiles is not None)
     if projector.kind == "linear":
         return count + (inputs + projector.bias) * outputs // tp
-    hidden = projector.hidden_size or outputs
+    hidden = projector_width(model)
     return count + (inputs + projector.bias + outputs) * hidden // tp + outputs * projector.bias

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megavlm.config.derived import query_groups
 from megavlm.model.flops import head_width
 from megavlm.planner.case import Case
 from megavlm.planner.layers import LANGUAGE_LAYER, OUTPUT, VISION_LAYER
@@ -136,7 +137,7 @@ def moved(name: str, case: Case, passes: Passes, *, te: bool) -> Moved:
     else:
         tokens, hidden, width = case.work.tokens, language.hidden_size, head_width(language)
         queries = language.num_attention_heads * width
-        keys = (language.num_query_groups or language.num_attention_heads) * width
+        keys = query_groups(language) * width
         ffn, activation, rotated = language.ffn_hidden_size, "swiglu", True
         biased = (queries + 2 * keys) * language.add_qkv_bias * (not te)
     together = rotated and passes.rotation_splits

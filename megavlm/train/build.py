@@ -23,6 +23,7 @@ from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, write_sidecar
 from megavlm.checkpoint.hf.source import ALL_PARTS, origins_of
 from megavlm.config import overlapped
+from megavlm.config.derived import with_vocab_size
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
@@ -73,6 +74,9 @@ def build(config: Config, backend: Backend) -> Run:
     check_device(config)
     rank, run_dir = dist.get_rank(), Path(config.train.run_dir)
     dims = dims_of(config, world=dist.get_world_size())
+    on_rank_0(partial(_make_run_dir, run_dir))
+    source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
+    config = with_vocab_size(config, source.vocab_size)
     config = overlapped(with_device_defaults(config, on_gpu=not backend.is_cpu, dp=dims.dp), dp=dims.dp)
     plan = make_plan(config, dims)
     tied_owners = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
@@ -93,7 +97,6 @@ def build(config: Config, backend: Backend) -> Run:
             print(hint, flush=True)
 
     on_rank_0(partial(prepare_data, config))
-    source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
     feed = build_feed(
         config,
         source,
@@ -212,10 +215,16 @@ def _outputs(config: Config, run_dir: Path, first_iteration: int) -> tuple[Progr
     return progress, sinks
 
 
+def _make_run_dir(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
+
+
 def _write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend) -> None:
     """`config.yaml`, `plan.json` and `environment.json`: what ran, readable without us."""
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(to_yaml(config))
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error

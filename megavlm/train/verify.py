@@ -12,6 +12,7 @@ from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.source import Origin
+from megavlm.config.derived import vocab_size
 from megavlm.config.schema import Config
 from megavlm.data.anyres import Tiling
 from megavlm.data.batch import PackedBatch
@@ -39,7 +40,7 @@ def compare(origin: Origin, checkpoint: Path | None, config: Config, backend: Ba
     groups = groups_of_one(backend)
     chunk = whole_model(config, groups, backend)
     if checkpoint is None:
-        load_weights([chunk], [origin], config, vocab_size=config.model.language.vocab_size or 0)
+        load_weights([chunk], [origin], config, vocab_size=vocab_size(config.model.language))
     else:
         state.load_weights([chunk], folder=folders.resolve(checkpoint), config=config)
     chunk.to(backend.device).eval()

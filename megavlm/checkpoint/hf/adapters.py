@@ -20,6 +20,7 @@ from torch import Tensor
 from megavlm.checkpoint.hf.family import Family
 from megavlm.checkpoint.hf.records import Records
 from megavlm.checkpoint.hf.table import FusedQKV, Rule, Table
+from megavlm.config.derived import vocab_size
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
@@ -75,7 +76,7 @@ def _in_order(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor
 
 
 def _real(key: str, values: Mapping[str, Tensor], model: ModelConfig) -> Tensor:
-    shape = real_shape(key, tuple(values[key].shape), model, vocab_size=model.language.vocab_size or 0)
+    shape = real_shape(key, tuple(values[key].shape), model, vocab_size=vocab_size(model.language))
     return values[key][tuple(slice(size) for size in shape)].float()
 
 

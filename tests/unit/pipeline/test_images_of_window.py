@@ -4,12 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import PackedBatch
 from megavlm.pipeline.images import as_held, assigned, encoder_flops, encoder_inputs, in_passes, patches_by_rank
 
-MODEL = ModelConfig(vision=VisionConfig(patch_size=4), projector=ProjectorConfig(pixel_shuffle=2))
+MODEL = ModelConfig(
+    vision=VisionConfig(patch_size=4),
+    projector=ProjectorConfig(pixel_shuffle=2),
+    language=LanguageConfig(vocab_size=256),
+)
 
 
 def batch(grids, tile_groups=()):

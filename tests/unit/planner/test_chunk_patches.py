@@ -15,7 +15,7 @@ FLAGS = (
     "--seq-length 1536 --gbs 32 --mbs 1 --vision-num-layers 4 --vision-hidden-size 64 --vision-ffn-hidden-size 128 "
     "--vision-num-attention-heads 4 --language-num-layers 1 --language-hidden-size 32"
 )
-COLOCATED = parse(FLAGS.split())
+COLOCATED = parse([*FLAGS.split(), "--language-vocab-size", "256"])
 
 
 def test_memory_follows_the_default_of_the_device_that_is_planned_for() -> None:

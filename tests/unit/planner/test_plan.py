@@ -15,6 +15,8 @@ from megavlm.parallel.dims import Dims, dims_for
 from megavlm.planner.layers import layer_names, module_of, trained_below, trained_layers, trains_weights
 from megavlm.planner.plan import even_cuts, make_plan, table, typical_workload
 
+WORDS = ("--language-vocab-size", "256")
+
 
 def largest(costs, cuts):
     bounds = (0, *cuts, len(costs))
@@ -59,11 +61,11 @@ def test_encoders_are_neighbours_of_one_replica(tp, pp, dp, data):
 
 
 def test_a_shared_encoder_is_part_of_the_plan():
-    config = parse(["--placement", "colocated", "--pp", "2", "--vision-tp", "2"])
+    config = parse([*WORDS, "--placement", "colocated", "--pp", "2", "--vision-tp", "2"])
     plan = make_plan(config, Dims(tp=1, pp=2, vpp=1, dp=1))
     assert plan.to_json()["vision_tp"] == 2
     assert "all / 2" in table(plan, config)
-    whole = make_plan(parse(["--placement", "colocated", "--pp", "2"]), Dims(tp=1, pp=2, vpp=1, dp=1))
+    whole = make_plan(parse([*WORDS, "--placement", "colocated", "--pp", "2"]), Dims(tp=1, pp=2, vpp=1, dp=1))
     assert "vision_tp" not in whole.to_json()  # as checkpoints have it that know no other
 
 
@@ -74,7 +76,7 @@ def test_world_that_does_not_fit_names_the_options():
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
 def test_chunks_are_the_layer_list_in_order(pp, vpp):
-    config = Config()
+    config = parse(WORDS)
     plan = make_plan(config, Dims(tp=1, pp=pp, vpp=vpp, dp=1))
     assert tuple(name for chunk in plan.chunks for name in chunk) == layer_names(config.model)
     assert len(plan.chunks) == pp * vpp
@@ -144,7 +146,7 @@ def test_windows_cost_what_they_hold():
 
 def test_trained_before_knows_what_is_frozen():
     # patch_embed, layer 0 | layers 1-3, norm | projector, embedding, language 0-1 | the rest
-    config = replace(Config(), parallel=ParallelConfig(pipeline_cuts=(2, 6, 10)))
+    config = replace(parse(WORDS), parallel=ParallelConfig(pipeline_cuts=(2, 6, 10)))
     plan = make_plan(config, Dims(tp=1, pp=4, vpp=1, dp=1))
 
     def before(chunk, *freeze):
@@ -159,14 +161,14 @@ def test_trained_before_knows_what_is_frozen():
 
 def test_adapters_train_the_layers_that_have_them():
     argv = "--lora-rank 2 --freeze vision projector --pipeline-cuts 2 6 10 --pp 4 --lora-targets"
-    config = parse([*argv.split(), "language.layers.3.q_proj"])
+    config = parse([*WORDS, *argv.split(), "language.layers.3.q_proj"])
     assert trained_layers(config) == {"language.layers.3"}
     plan = make_plan(config, Dims(tp=1, pp=4, vpp=1, dp=1))
     assert not plan.trained_before(3, trained_layers(config))  # layer 3 is in the last chunk
     names = layer_names(config.model)
     below = [name for place, name in enumerate(names) if trained_below(name, names[:place], trained_layers(config))]
     assert below == list(names[names.index("language.layers.3") + 1 :])
-    both = parse(["--lora-rank", "2", "--lora-targets", "vision.layers.1", "language.layers.0.down_proj"])
+    both = parse([*WORDS, "--lora-rank", "2", "--lora-targets", "vision.layers.1", "language.layers.0.down_proj"])
     assert trained_layers(both) == {"vision.layers.1", "projector", "language.layers.0"}
     assert not any(map(trains_weights, names, [config] * len(names)))
     assert [name for name in names if trains_weights(name, both)] == ["projector"]
@@ -175,14 +177,14 @@ def test_adapters_train_the_layers_that_have_them():
 def test_flops_of_adapters_count_backward_from_the_first_of_them():
     work = Workload(patches=10, patch_squares=0, window_squares=0, tokens=20, token_squares=0)
     argv = ["--lora-rank", "2", "--freeze", "vision", "projector", "--lora-targets"]
-    late = parse([*argv, "language.layers.2"])
+    late = parse([*WORDS, *argv, "language.layers.2"])
 
     def forward(*stems):
         names = [name for name in layer_names(late.model) if name.startswith(stems)]
         return sum(layer_cost(name, late.model, work).forward_flops for name in names)
 
     assert step_flops(late, work) == forward("") + forward("language.layers.3", "output")
-    assert step_flops(parse([*argv, "language"]), work) == step_flops(late, work) + forward(
+    assert step_flops(parse([*WORDS, *argv, "language"]), work) == step_flops(late, work) + forward(
         "language.layers.1", "language.layers.2"
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from megavlm.checkpoint.hf.settings import Settings, refuse
 from megavlm.checkpoint.hf.table import QKV, Same, Stack, Table, linear
+from megavlm.config.derived import query_groups
 from megavlm.config.schema import LanguageConfig
 from megavlm.model.flops import head_width
 from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
@@ -97,7 +98,7 @@ def _rope(settings: Settings, kind: str) -> dict[str, Any]:
 def language_table(language: LanguageConfig, prefix: str, *, head: str) -> Table:
     """LlamaModel and its kin below `prefix`, with the output layer's name where it has a weight of its own."""
     table: Table = {f"{EMBEDDING}.word_embeddings.weight": Same(f"{prefix}embed_tokens.weight")}
-    groups, width = language.num_query_groups or language.num_attention_heads, head_width(language)
+    groups, width = query_groups(language), head_width(language)
     for number in range(language.num_layers):
         ours, theirs = f"{LANGUAGE_LAYER}{number}.", f"{prefix}layers.{number}."
         table |= linear(f"{ours}input_layernorm", f"{theirs}input_layernorm", bias=False)

@@ -34,8 +34,19 @@ def test_noise(old: tuple[int, int], new: tuple[int, int], resample: Resampling,
     noise = np.random.default_rng(seed).integers(0, 256, (*old, 3), dtype=np.uint8)
     found = difference(noise, *new, resample)
     assert found.max() <= 2
-    assert (found > 1).sum() <= 1 + 1e-4 * found.size
     assert difference(noise, *new, resample, fast=False).max() == 0
+
+
+def test_few_values_of_noise_are_two_levels_off() -> None:
+    """Some 20 of a million where noise is enlarged: counted over many images, since one has a few thousand values."""
+    drawn = np.random.default_rng(0)
+    off = size = 0
+    for _ in range(150):
+        old, new = drawn.integers(4, 60, 2), drawn.integers(30, 90, 2)
+        found = difference(drawn.integers(0, 256, (*old, 3), dtype=np.uint8), *map(int, new), Resampling.BICUBIC)
+        off, size = off + int((found > 1).sum()), size + found.size
+    assert size > 1_000_000
+    assert off / size < 1e-4
 
 
 @settings(max_examples=100, deadline=None)

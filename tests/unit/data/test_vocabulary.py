@@ -1,0 +1,57 @@
+"""The vocabulary's size is known before anything is planned, and is the one that the data are written with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megavlm.config.cli import parse
+from megavlm.data.digits import DigitsSource
+from megavlm.data.files import FilesSource
+from megavlm.data.synthetic import SyntheticSource
+from megavlm.data.vocabulary import with_vocabulary
+from megavlm.errors import UserError
+from megavlm.model.flops import step_flops
+from megavlm.parallel.dims import Dims
+from megavlm.planner.plan import make_plan, typical_workload
+from tests.data_files import write_tokenizer
+
+FILES = ["--tokenizer", "tokenizer", "--sources", "a.json", "--chat-template", "chatml", "--seq-length", "64"]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    write_tokenizer(tmp_path / "tokenizer")
+    monkeypatch.chdir(tmp_path)
+    return FILES
+
+
+def test_it_is_that_of_the_source(files: list[str], tmp_path: Path) -> None:
+    demo, given, unset = parse(["--recipe", "demo"]), parse(["--language-vocab-size", "97"]), parse([])
+    digits = DigitsSource.build(demo, run_dir=tmp_path, rank=0, barrier=lambda: None)
+    for config, source in (
+        (demo, digits),
+        (given, SyntheticSource(given)),
+        (unset, SyntheticSource(unset)),
+        (parse(files), FilesSource(parse(files))),
+    ):
+        assert with_vocabulary(config).model.language.vocab_size == source.vocab_size
+    with pytest.raises(UserError, match="need a tokenizer"):
+        with_vocabulary(parse(["--sources", "a.json"]))
+
+
+def test_a_tokenizers_size_is_planned_and_counted(files: list[str]) -> None:
+    """As if the option had said it: counted as 256 tokens, the last stage had too many layers."""
+    dims = Dims(tp=1, pp=4, vpp=1, dp=1)
+    known = with_vocabulary(parse(files))
+    size = known.model.language.vocab_size
+    said = parse([*files, "--language-vocab-size", str(size)])
+    assert make_plan(known, dims) == make_plan(said, dims)
+    assert size is not None
+    assert size != 256
+    work = typical_workload(known)
+    fewer = step_flops(parse([*files, "--language-vocab-size", str(size - 1)]), work)
+    assert step_flops(known, work) - fewer == 6 * work.tokens * known.model.language.hidden_size
+    with pytest.raises(AssertionError, match="with_vocab_size"):
+        make_plan(parse(files), dims)
