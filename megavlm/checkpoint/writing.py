@@ -34,4 +34,7 @@ def _without_copies(state: Any) -> Any:
 
 
 def _is_copy(value: Any) -> bool:
-    return isinstance(value, (ShardedTensor, ShardedTensorFactory)) and value.replica_id[0] != 0
+    """Replicas of layers are numbered by (copy, tensor-parallel rank, data-parallel rank)."""
+    if not isinstance(value, (ShardedTensor, ShardedTensorFactory)) or isinstance(value.replica_id, int):
+        return False
+    return value.replica_id[0] != 0
