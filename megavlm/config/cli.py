@@ -1,38 +1,39 @@
-"""The command line: one flag per field of the schema, over a recipe or a YAML file.
+"""The command line: one flag per field of the schema; flags override a recipe or a YAML file.
 
-argparse only splits the words; what they mean is `Kind.from_words`'s to say, so that every mistake is a UserError of
-one line that the entry point prints once. (tyro was considered: its boxed messages, once per rank, are unreadable.)
+argparse splits the command line into flags and words. `Kind.from_words` converts the words, so that every mistake is
+a UserError of one line, which the entry point prints once. (tyro prints boxed messages once per rank instead.)
 """
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from megavlm.config.effects import without_idle
 from megavlm.config.fields import Kind, Option, options, with_values
-from megavlm.config.load import from_yaml_file, to_yaml
 from megavlm.config.run_length import run_of
-from megavlm.config.schema import Config
+from megavlm.config.schema import COMMON_GROUPS, Config
 from megavlm.config.words import did_you_mean, plain, renamed
 from megavlm.errors import UserError
 from megavlm.recipes import RECIPES, recipe
 
 # Flags that are no field of the configuration.
-RUN_FLAGS = ("--help", "--recipe", "--config", "--print-config")
+RUN_FLAGS = ("--help", "--help-all", "--recipe", "--config", "--print-config")
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """The configuration that a command line asks for.
+    """Return the configuration that a command line describes.
 
-    A recipe, a YAML file or the defaults come first and each flag given overrides them; of a flag given twice, the
-    last counts. What a recipe says of schedules and of options without effect gives way to the flags. Raises UserError
-    for anything wrong. `--help` and `--print-config` print and exit with 0.
+    Flags override a recipe or a YAML file, which overrides the defaults; the last value of a repeated flag wins. A
+    recipe's schedules are scaled to the flags, and its options without effect return to their defaults. Raises
+    UserError for every mistake. `--help`, `--help-all` and `--print-config` print and exit with status 0.
     """
-    parser = _parser()
+    parser = _parser(all_options=True)
     try:
         given, rest = parser.parse_known_args(_with_joined_negatives(argv))
     except argparse.ArgumentError as error:
@@ -40,28 +41,58 @@ def parse(argv: Sequence[str]) -> Config:
     if rest:
         raise UserError(_unexpected(rest))
     if given.recipe is not None and given.config is not None:
-        raise UserError("--recipe and --config exclude each other: keep one of them, flags override either")
+        raise UserError("--recipe and --config cannot be combined: keep one of them; flags override either")
     given_values = vars(given)
     values = {option.path: given_values[option.key] for option in options() if option.key in given_values}
     if given.recipe is not None:
         config = without_idle(run_of(recipe(given.recipe), values), values)
     else:
-        config = with_values(from_yaml_file(given.config) if given.config is not None else Config(), values)
+        config = with_values(_from_file(given.config) if given.config is not None else Config(), values)
     if given.print_config:
+        from megavlm.config.load import to_yaml  # here and below: YAML is imported only where it is used
+
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config
 
 
+def _from_file(path: str) -> Config:
+    from megavlm.config.load import from_yaml_file
+
+    return from_yaml_file(path)
+
+
 class _Parser(argparse.ArgumentParser):
-    """argparse, but a mistake raises instead of printing the usage and exiting."""
+    """An ArgumentParser that raises UserError for a mistake instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.removeprefix("argument ").split()))
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Prints the metavar of an option once, after its last flag, on all Python versions."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        flags = ", ".join(action.option_strings)
+        return flags if action.nargs == 0 else f"{flags} {self._format_args(action, str(action.metavar))}"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+class _Help(argparse.Action):
+    """Prints the common options (`--help`) or all options (`--help-all`) and exits."""
+
+    def __call__(self, *_: Any) -> NoReturn:
+        _parser(all_options=self.const).print_help()
+        raise SystemExit(0)
+
+
 class _Store(argparse.Action):
-    """Converts the words after a flag, whatever their number, and keeps the value under the option's key."""
+    """Converts the words after a flag and stores the value under the option's key."""
 
     def __init__(self, *, option: Option, **settings: Any) -> None:
         super().__init__(**settings)
@@ -85,32 +116,38 @@ class _Store(argparse.Action):
             return name not in self._option.negations
         if values == "none":
             return None
-        raise UserError(f"{name} takes no value but none, got {plain(values)}: write {name} or --no-{name[2:]}")
+        raise UserError(f"{name} takes no value except none, got {plain(values)}: write {name} or --no-{name[2:]}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, all_options: bool) -> argparse.ArgumentParser:
+    """Return the parser of all options, by section, or of the common ones, by task (for `--help` alone)."""
     parser = _Parser(
         usage="%(prog)s [--recipe NAME | --config FILE.yaml] [--FLAG [VALUE ...]] ...",
-        description="Train a vision-language model. Flags override the recipe or file, which overrides the defaults.",
-        epilog=f"recipes: {', '.join(RECIPES)}. Of a flag given twice the last counts.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
+        description="Train a vision-language model. Flags override the recipe or file, which overrides the defaults; "
+        f"the last value of a repeated flag wins. Recipes: {', '.join(RECIPES)}.",
+        formatter_class=_Formatter,
         allow_abbrev=False,
         exit_on_error=False,
+        add_help=False,
     )
     run = parser.add_argument_group("run")
-    run.add_argument("--recipe", metavar="NAME", help=f"Begin with a named run: {', '.join(RECIPES)}.")
-    run.add_argument("--config", metavar="FILE.yaml", help="Begin with a file, as --print-config writes it.")
-    run.add_argument("--print-config", action="store_true", help="Print the resolved configuration as YAML and stop.")
-    groups: dict[str, Any] = {}
+    run.add_argument("-h", "--help", action=_Help, nargs=0, const=False, help="Print the common options and exit.")
+    run.add_argument("--help-all", action=_Help, nargs=0, const=True, help="Print all options and exit.")
+    run.add_argument("--recipe", metavar="NAME", help="Start from a predefined configuration.")
+    run.add_argument("--config", metavar="FILE.yaml", help="Start from a configuration that --print-config wrote.")
+    run.add_argument("--print-config", action="store_true", help="Print the configuration as YAML and exit.")
+    titles = dict.fromkeys(option.section for option in options()) if all_options else COMMON_GROUPS
+    groups = {title: parser.add_argument_group(title) for title in titles}
     for option in options():
-        if option.section not in groups:
-            groups[option.section] = parser.add_argument_group(option.section)
-        _add(groups[option.section], option)
+        if all_options:
+            _add(groups[option.section], option)
+        elif option.common is not None:
+            _add_briefly(groups[option.common], option)
     return parser
 
 
 def _add(group: Any, option: Option) -> None:
-    """Declare an option's flags; only those that were given show up in what argparse returns."""
+    """Add an option's flags to a group of the parser; flags that are not given leave no value in the namespace."""
     kind = option.kind
     settings = {"action": _Store, "option": option, "dest": option.key, "default": argparse.SUPPRESS}
     help = f"{option.help}{_default(option)}".replace("%", "%%")
@@ -119,9 +156,19 @@ def _add(group: Any, option: Option) -> None:
         group.add_argument(*option.flags, nargs=nargs, metavar=_metavar(kind), help=help, **settings)
     elif kind.optional:
         group.add_argument(*option.flags, nargs="?", metavar="none", help=help, **settings)
-        group.add_argument(*option.negations, nargs=0, help="The opposite.", **settings)
+        group.add_argument(*option.negations, nargs=0, help=f"Opposite of {option.flag}.", **settings)
     else:
         group.add_argument(*option.flags, *option.negations, nargs=0, help=help, **settings)
+
+
+def _add_briefly(group: Any, option: Option) -> None:
+    """Add an option to a group of `--help`, under its shortest flag."""
+    flag, help = min(option.flags, key=len), f"{option.help}{_default(option)}".replace("%", "%%")
+    kind = replace(option.kind, optional=False)
+    if kind.scalar is bool:
+        group.add_argument(flag, action="store_true", help=help)
+    else:
+        group.add_argument(flag, nargs="*" if kind.many else None, metavar=_metavar(kind), help=help)
 
 
 def _metavar(kind: Kind) -> str:
@@ -130,9 +177,9 @@ def _metavar(kind: Kind) -> str:
 
 
 def _default(option: Option) -> str:
-    """A default as one would type it; none at all where the help line already says what `none` stands for."""
+    """Return the default as a user would type it; empty if the help line already explains a missing value."""
     value = option.default
-    if value is None and "default:" in option.help:
+    if value in (None, ()) and "default:" in option.help.lower():
         return ""
     if isinstance(value, bool):
         text = "on" if value else "off"
@@ -144,7 +191,7 @@ def _default(option: Option) -> str:
 
 
 def _with_joined_negatives(argv: Sequence[str]) -> list[str]:
-    """`--lr -1e-4` as `--lr=-1e-4`: argparse knows -1 and -0.5 for numbers, but takes other spellings for flags."""
+    """Return the words with `--lr -1e-4` as `--lr=-1e-4`: argparse takes negative numbers in that form for flags."""
     words: list[str] = []
     for word in argv:
         if words and words[-1].startswith("--") and "=" not in words[-1] and _is_odd_negative(word):
@@ -165,7 +212,7 @@ def _is_odd_negative(word: str) -> bool:
 
 
 def _described(error: argparse.ArgumentError) -> str:
-    """argparse's complaint about one flag, which is that it has too few values or too many, in our words."""
+    """Return the message for a flag with too few or too many values."""
     names = (error.argument_name or "").split("/")
     for option in options():
         if option.flag in names and option.kind.scalar is bool:
@@ -176,10 +223,12 @@ def _described(error: argparse.ArgumentError) -> str:
 
 
 def _unexpected(rest: Sequence[str]) -> str:
-    """The message for words that belong to no flag."""
+    """Return the message for words that belong to no flag."""
     flags = [word for word in rest if word.lstrip("-")[:1].isalpha() and word.startswith("-")]
     if not flags:
         return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
     word = flags[0].partition("=")[0]
     known = [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations))]
-    return f"unknown option {plain(word)}{renamed(word) or did_you_mean(word, known) or ': --help lists them all'}"
+    return (
+        f"unknown option {plain(word)}{renamed(word) or did_you_mean(word, known) or ': --help-all lists all options'}"
+    )

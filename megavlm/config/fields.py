@@ -150,6 +150,7 @@ class Option:
     default: Any
     help: str
     aliases: tuple[str, ...]
+    common: str | None  # its group in `--help`; None: only `--help-all` lists it
 
     @property
     def key(self) -> str:
@@ -192,8 +193,8 @@ def _options(section: Any, path: tuple[str, ...]) -> Iterable[Option]:
             continue
         assert field.default is not MISSING, f"{section.__name__}.{field.name} must be made with option()"
         kind = _kind(hints[field.name])
-        help, aliases = field.metadata["help"], field.metadata["aliases"]
-        yield Option(path=(*path, field.name), kind=kind, default=field.default, help=help, aliases=aliases)
+        # The metadata's keys are `option`'s arguments: help, aliases, common.
+        yield Option(path=(*path, field.name), kind=kind, default=field.default, **field.metadata)
     for name in nested:
         yield from _options(hints[name], (*path, name))
 

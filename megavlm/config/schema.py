@@ -1,8 +1,9 @@
 """Every option of a run, as frozen dataclasses: the single source of flags, YAML keys, defaults and help.
 
-A field made with `option(default, help, *aliases)` becomes `--kebab-case-name` (fields of the vision,
-projector and language sections carry that prefix) and the YAML key `section.name`. Names are Megatron's.
-Rules that relate fields to one another live in `rules.py`; nothing here computes anything but sums of fields.
+A field made with `option(default, help, *aliases)` becomes the flag `--kebab-case-name` (fields of the vision,
+projector, language and lora sections carry that prefix) and the YAML key `section.name`. Names are Megatron's.
+`common=` names the group in which `--help` lists the option; `--help-all` lists every option. Rules that relate
+fields to one another live in `rules.py`.
 """
 
 from __future__ import annotations
@@ -10,102 +11,152 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# Groups of `--help`, in its order.
+MODEL = "model and weights"
+DATA = "data"
+LAYOUT = "layout"
+TRAINING = "training"
+PRECISION = "precision and memory"
+FILES = "checkpoints and logging"
+COMMON_GROUPS = (MODEL, DATA, LAYOUT, TRAINING, PRECISION, FILES)
 
-def option(default: Any, help: str, *aliases: str) -> Any:
-    """Declare a dataclass field with its help line and its short flag aliases (`"--tp"`)."""
-    return field(default=default, metadata={"help": help, "aliases": aliases})
+
+def option(default: Any, help: str, *aliases: str, common: str | None = None) -> Any:
+    """Return a dataclass field with its help line, short flag aliases (`"--tp"`) and group in `--help`, if any."""
+    return field(default=default, metadata={"help": help, "aliases": aliases, "common": common})
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """A pre-norm ViT: expresses CLIP, SigLIP, InternViT and the towers of Qwen2.5-VL and Qwen3-VL."""
+    """A pre-norm ViT; covers CLIP, SigLIP, InternViT and the encoders of Qwen2.5-VL and Qwen3-VL."""
 
-    num_layers: int = option(4, "Transformer layers of the vision tower.")
-    hidden_size: int = option(128, "Width of the vision tower.")
-    ffn_hidden_size: int = option(256, "Width inside the vision MLP.")
-    num_attention_heads: int = option(4, "Attention heads; padded with exact zeros when TP does not divide them.")
-    image_size: int = option(32, "Side in pixels of the images the learned positions are made for.")
-    patch_size: int = option(8, "Side in pixels of a patch.")
-    in_channels: int = option(3, "Colour channels of an image.")
-    temporal_patch_size: int = option(1, "Frames that a patch spans; a still image fills all of them (Qwen: 2).")
-    class_token: bool = option(False, "Prepend a learned class token to each image (dropped before the projector).")
+    num_layers: int = option(4, "Number of transformer layers of the vision encoder.")
+    hidden_size: int = option(128, "Hidden size of the vision encoder.")
+    ffn_hidden_size: int = option(256, "Inner width of the vision MLP.")
+    num_attention_heads: int = option(
+        4, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP."
+    )
+    image_size: int = option(32, "Side in pixels of the images that the table of learned positions is for.")
+    patch_size: int = option(8, "Side of a patch in pixels.")
+    in_channels: int = option(3, "Number of colour channels of an image.")
+    temporal_patch_size: int = option(
+        1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2)."
+    )
+    class_token: bool = option(False, "Prepend a learned class token to each image; the projector does not receive it.")
     position_embedding: Literal["learned", "rope2d", "learned_rope2d"] = option(
-        "learned", "Learned table (interpolated for other sizes), 2-D rotary positions, or both (Qwen3-VL)."
+        "learned", "Position encoding of patches: a learned table, 2-D rotary embedding, or both (Qwen3-VL)."
     )
     position_interpolation: Literal["bicubic", "bilinear", "bucket"] = option(
         "bicubic",
-        "The learned table for other sizes: resized bicubically, bilinearly with aligned corners (Qwen3-VL), or looked "
-        "up at the entry that each patch falls on (SmolVLM).",
+        "Method that adapts the learned position table to other image sizes: bicubic, bilinear with aligned "
+        "corners (Qwen3-VL), or bucket, which takes the table entry that contains the patch (SmolVLM).",
     )
-    rotary_base: float = option(10000.0, "Base of the 2-D rotary positions.")
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Norm of the vision tower.")
-    norm_epsilon: float = option(1e-5, "Epsilon of the vision norms.")
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = option("gelu", "MLP activation.")
-    add_bias_linear: bool = option(True, "Biases in the attention output and the MLP.")
-    add_qkv_bias: bool = option(True, "Biases of query, key and value.")
+    rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.")
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
+    norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.")
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = option(
+        "gelu", "Activation function of the vision MLP."
+    )
+    add_bias_linear: bool = option(True, "Add biases to the attention output projection and the MLP.")
+    add_qkv_bias: bool = option(True, "Add biases to the query, key and value projections.")
     qk_norm: Literal["none", "head", "full"] = option(
-        "none", "RMS-normalise queries and keys: per head, or over all heads at once (InternViT-6B)."
+        "none", "RMS normalization of queries and keys: none, per head, or full (over all heads at once, InternViT-6B)."
     )
-    layer_scale: bool = option(False, "A learned per-channel scale on each residual branch (InternViT).")
-    patch_bias: bool = option(True, "Bias of the patch embedding (CLIP has none).")
-    pre_norm: bool = option(False, "A norm right after the patch embedding (CLIP).")
-    post_norm: bool = option(True, "A norm after the last layer; only applied when that layer's output is used.")
-    feature_layer: int = option(-1, "Which layer's output feeds the projector: -1 the last, -2 the one before, …")
-    window_size: int | None = option(None, "Side in pixels of the windows that layers attend in; default: the image.")
-    full_attention_layers: tuple[int, ...] = option((), "Layers (from 0) that attend over the image, windows or not.")
+    layer_scale: bool = option(
+        False, "Multiply the output of each residual branch by a learned per-channel scale (InternViT)."
+    )
+    patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP has none).")
+    pre_norm: bool = option(False, "Add a norm layer directly after the patch embedding (CLIP).")
+    post_norm: bool = option(
+        True, "Add a norm layer after the last layer; it has no effect if --vision-feature-layer is not -1."
+    )
+    feature_layer: int = option(
+        -1,
+        "Layer whose output the projector receives, counted from the end: -1 is the last layer, -2 the one before it.",
+    )
+    window_size: int | None = option(
+        None, "Side in pixels of the windows for windowed attention; default: each layer attends to the whole image."
+    )
+    full_attention_layers: tuple[int, ...] = option(
+        (), "Indices (from 0) of layers that attend to the whole image despite --vision-window-size; default: no layer."
+    )
     deepstack_layers: tuple[int, ...] = option(
-        (), "Layers (from 0) whose features are also added after the first language layers (Qwen3-VL's DeepStack)."
+        (),
+        "Indices (from 0) of vision layers whose projected features are added after the first language layers "
+        "(Qwen3-VL's DeepStack); default: no layer.",
     )
 
 
 @dataclass(frozen=True)
 class ProjectorConfig:
-    """From vision features to language embeddings."""
+    """The projector, which maps vision features to language embeddings."""
 
-    kind: Literal["linear", "mlp"] = option("mlp", "One linear layer, or linear - GELU - linear.")
-    hidden_size: int | None = option(None, "Width inside the MLP; default: the language width.")
-    pixel_shuffle: int = option(1, "Merge N×N neighbouring patches into one feature before projecting.")
-    input_norm: bool = option(False, "LayerNorm before the first linear layer (InternVL).")
-    bias: bool = option(True, "Biases of the projector.")
+    kind: Literal["linear", "mlp"] = option(
+        "mlp", "Type of the projector: one linear layer, or an MLP (linear, GELU, linear)."
+    )
+    hidden_size: int | None = option(None, "Inner width of the MLP projector; default: --language-hidden-size.")
+    pixel_shuffle: int = option(
+        1, "Concatenate each N×N block of neighbouring patches into one feature before the projector."
+    )
+    input_norm: bool = option(False, "Apply LayerNorm before the first linear layer of the projector (InternVL).")
+    bias: bool = option(True, "Add biases to the projector's linear layers.")
     anyres_max_tiles: int | None = option(
         None,
-        "Take images as tiles, their features as one map that is reduced to this many tiles' worth, with a learned "
-        "newline after each row (LLaVA-OneVision's anyres_max_N); default: images are not tiled.",
+        "Split images into tiles, join the tiles' features into one map with a learned newline after each row, "
+        "and downsample the map to at most this many tiles' features (LLaVA-OneVision's anyres_max_N); default: "
+        "images are not split.",
     )
 
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """A decoder-only transformer: expresses Llama, Qwen2, Qwen3 and the language models of their VLMs."""
+    """A decoder-only transformer; covers Llama, Qwen2, Qwen3 and the language models of their VLMs."""
 
-    num_layers: int = option(4, "Transformer layers of the language model.")
-    hidden_size: int = option(128, "Width of the language model.")
-    ffn_hidden_size: int = option(256, "Width inside the language MLP.")
-    num_attention_heads: int = option(4, "Query heads.")
-    num_query_groups: int | None = option(None, "Key/value heads (GQA); default: as many as query heads.")
-    kv_channels: int | None = option(None, "Width of a head; default: hidden size / heads.")
+    num_layers: int = option(4, "Number of transformer layers of the language model.")
+    hidden_size: int = option(128, "Hidden size of the language model.")
+    ffn_hidden_size: int = option(256, "Inner width of the language MLP.")
+    num_attention_heads: int = option(4, "Number of query heads of the language model.")
+    num_query_groups: int | None = option(
+        None, "Number of key/value heads (grouped-query attention); default: the number of query heads."
+    )
+    kv_channels: int | None = option(None, "Width of an attention head; default: hidden size / attention heads.")
     vocab_size: int | None = option(
-        None, "Vocabulary; default: the tokenizer's. Padded for TP without changing results."
+        None, "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results."
     )
-    rotary_base: float = option(10000.0, "Base of the rotary positions.")
+    rotary_base: float = option(10000.0, "Base of the rotary position embedding.")
     rope_scaling: Literal["none", "linear", "llama3"] = option(
-        "none", "Slower rotation for longer texts: all frequencies alike, or low ones alone (Llama 3.1)."
+        "none",
+        "Scaling of the rotary frequencies for longer contexts: linear divides all by the factor, llama3 only low "
+        "ones.",
     )
-    rope_scaling_factor: float = option(1.0, "How many times slower.")
-    rope_low_freq_factor: float = option(1.0, "Llama 3.1: waves longer than ORIGINAL/this turn slower.")
-    rope_high_freq_factor: float = option(4.0, "Llama 3.1: waves shorter than ORIGINAL/this turn as before.")
-    rope_original_positions: int = option(8192, "Llama 3.1: ORIGINAL, the sequence length before scaling.")
-    max_positions: int | None = option(None, "Longest sequence the model is made for; default: any.")
+    rope_scaling_factor: float = option(1.0, "Divisor of the scaled rotary frequencies.")
+    rope_low_freq_factor: float = option(
+        1.0, "llama3 scaling: divide frequencies with a wavelength above original positions / this."
+    )
+    rope_high_freq_factor: float = option(
+        4.0,
+        "llama3 scaling: keep frequencies with a wavelength below original positions / this; interpolate between "
+        "the two bounds.",
+    )
+    rope_original_positions: int = option(
+        8192, "llama3 scaling: context length in tokens before scaling (original positions)."
+    )
+    max_positions: int | None = option(
+        None, "Maximum --seq-length that the model supports, in tokens; default: no limit."
+    )
     mrope_section: tuple[int, ...] = option(
-        (), "M-RoPE: channel pairs that turn with time, height and width (Qwen-VL); default: one axis for all."
+        (),
+        "M-RoPE: numbers of channel pairs that rotate with time, height and width (Qwen-VL); default: all pairs "
+        "rotate with the token position.",
     )
     mrope_interleaved: bool = option(
-        False, "M-RoPE: axes alternate over the pairs instead of dividing them (Qwen3-VL)."
+        False,
+        "M-RoPE: interleave time, height and width over the channel pairs (Qwen3-VL); off: one block of pairs each.",
     )
-    norm_epsilon: float = option(1e-6, "Epsilon of the RMS norms.")
-    add_qkv_bias: bool = option(False, "Biases of query, key and value (Qwen2).")
-    qk_norm: bool = option(False, "RMS-normalise queries and keys per head (Qwen3).")
-    tie_embeddings: bool = option(False, "Share the input embedding with the output layer.")
+    norm_epsilon: float = option(1e-6, "Epsilon of the language model's RMSNorm layers.")
+    add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
+    qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
+    tie_embeddings: bool = option(False, "Share one weight between the input embedding and the output layer.")
 
 
 @dataclass(frozen=True)
@@ -113,250 +164,368 @@ class ModelConfig:
     vision: VisionConfig = field(default_factory=VisionConfig)
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)
-    image_token: int | None = option(None, "Token whose places image features take; default: the tokenizer's.")
-    init_method_std: float = option(0.02, "Standard deviation of the initial weights.")
-    attention_dropout: float = option(0.0, "Dropout on attention probabilities.")
-    hidden_dropout: float = option(0.0, "Dropout on each residual branch.")
-    freeze: tuple[Literal["vision", "projector", "language"], ...] = option((), "Parts that are not trained.")
+    image_token: int | None = option(
+        None, "Token id whose positions receive the image features; default: the tokenizer's image token."
+    )
+    init_method_std: float = option(0.02, "Standard deviation of the normal distribution of initial weights.")
+    attention_dropout: float = option(0.0, "Dropout probability of attention probabilities.")
+    hidden_dropout: float = option(0.0, "Dropout probability of the output of each residual branch.")
+    freeze: tuple[Literal["vision", "projector", "language"], ...] = option(
+        (), "Parts of the model that are not trained; default: none.", common=MODEL
+    )
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021), as PEFT defines them; the parts that have some are otherwise frozen."""
+    """Low-rank adapters (Hu et al. 2021) as in PEFT; all other weights of a part with adapters are frozen."""
 
-    rank: int = option(0, "Rank of the adapters; 0: none.")
-    alpha: float = option(16.0, "Adapters are scaled by alpha / rank.")
-    dropout: float = option(0.0, "Dropout before an adapter.")
+    rank: int = option(0, "Rank of the LoRA adapters; 0: no adapters.", common=MODEL)
+    alpha: float = option(16.0, "LoRA alpha: the output of adapters is multiplied by alpha / rank.")
+    dropout: float = option(0.0, "Dropout probability of the input of adapters.")
     targets: tuple[str, ...] = option(
-        ("language",), "Adapted layers: a part (language, vision), a linear (q_proj), or names with * and ?."
+        ("language",),
+        "Layers with LoRA adapters: a part (language, vision), a linear layer (q_proj), or a pattern with * and ?.",
     )
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is laid out over processes."""
+    """How ranks split the model, the batch and the optimizer state."""
 
-    tensor_model_parallel_size: int = option(1, "Processes that share each layer.", "--tp")
-    pipeline_model_parallel_size: int = option(1, "Pipeline stages.", "--pp")
+    tensor_model_parallel_size: int = option(1, "Number of ranks that split each layer.", "--tp", common=LAYOUT)
+    pipeline_model_parallel_size: int = option(1, "Number of pipeline stages.", "--pp", common=LAYOUT)
     virtual_pipeline_model_parallel_size: int = option(
-        1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp"
+        1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp", common=LAYOUT
     )
-    context_parallel_size: int = option(1, "Processes that share each sequence (only 1 so far).", "--cp")
-    expert_model_parallel_size: int = option(1, "Processes that share the experts (only 1 so far).", "--ep")
+    context_parallel_size: int = option(1, "Number of ranks that split each sequence; only 1 is supported.", "--cp")
+    expert_model_parallel_size: int = option(1, "Number of ranks that split the experts; only 1 is supported.", "--ep")
     sequence_parallel: bool | None = option(
-        None, "Shard activations between TP regions; default: on where TP > 1.", "--sp"
+        None,
+        "Shard activations outside attention and MLP along the sequence over TP ranks; default: on if TP > 1.",
+        "--sp",
     )
     placement: Literal["stages", "colocated"] = option(
         "stages",
-        "The vision encoder: layers of the pipeline like any other, or whole on every process, each of which encodes a "
-        "share of the images before the language model's pipeline runs.",
+        "Run the vision encoder as pipeline stages, or colocated: a copy on every rank encodes a share of the "
+        "images before the language pipeline starts.",
+        common=LAYOUT,
     )
     vision_tensor_model_parallel_size: int = option(
         1,
-        "Colocated: neighbouring processes of a replica (of TP × PP) that hold an encoder together, if it is too big "
-        "for one; the replica's encoders share the images.",
+        "Colocated encoder: number of ranks that split an encoder too large for one GPU; must divide TP × PP.",
         "--vision-tp",
     )
     encoder_chunk_patches: int | None = option(
         None,
-        "Colocated: patches that the encoder takes in one pass (one image at least), which bounds its memory; default: "
-        "16384 on a GPU, 4096 on a CPU.",
+        "Colocated encoder: maximum number of patches per encoder pass (at least one image), which bounds "
+        "activation memory; default: 16384 on a GPU, 4096 on a CPU.",
     )
     encoder_keep_chunks: int = option(
-        1, "Colocated: passes of a step whose activations wait for the backward pass; others are computed again."
+        1,
+        "Colocated encoder: number of encoder chunks per step whose activations are kept for the backward pass; "
+        "the rest are recomputed.",
     )
     encode_ahead: bool = option(
         False,
-        "Colocated, frozen encoder: encode the next step's images beside this step (on GPUs, on a stream of its own).",
+        "Colocated, frozen encoder: encode the images of the next step during this step (on a GPU: on a side stream).",
     )
     vision_cache: str | None = option(
-        None, "Colocated, frozen encoder: folder for features of images, shared by runs with the same encoder."
+        None,
+        "Colocated, frozen encoder: folder of cached image features, which runs with the same encoder can share; "
+        "default: no cache.",
     )
-    vision_cache_size: float = option(10.0, "Most GiB that --vision-cache keeps; what was not used for longest goes.")
+    vision_cache_size: float = option(
+        10.0, "Size limit of --vision-cache in GiB; least recently used entries are evicted."
+    )
     plan: Literal["manual", "auto"] = option(
-        "manual", "Layout and micro-batch as given, or what the planner finds fastest for this many processes."
+        "manual",
+        "Use the given layout and micro-batch size, or those that the planner predicts to be fastest (auto).",
+        common=LAYOUT,
     )
     hardware: str = option(
-        "cpu", "What --plan auto plans for: a100, h100, h200, b200, cpu, or a JSON file of tools/calibrate.py."
+        "cpu",
+        "Device for --plan auto: a100, h100, h200, b200, cpu, or a JSON file from tools/calibrate.py.",
+        common=LAYOUT,
     )
     pipeline_cuts: tuple[int, ...] | None = option(
-        None, "Layer-list indices where chunks begin, PP·VPP−1 of them (--dry-run prints the list); default: even."
+        None,
+        "Layer indices at which model chunks after the first begin (PP × VPP − 1 numbers; --dry-run lists the "
+        "layers); default: chunks of equal FLOPs.",
     )
     data_parallel_sharding: Literal["none", "optimizer", "optimizer_gradients", "full"] = option(
         "optimizer",
-        "What data-parallel ranks share instead of each holding it whole: optimizer state (ZeRO-1), gradients as well "
-        "(ZeRO-2), parameters as well (ZeRO-3).",
+        "Shard nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2), or also parameters (full, ZeRO-3) over "
+        "data-parallel ranks.",
+        common=LAYOUT,
     )
     hybrid_shard_size: int | None = option(
-        None, "Data-parallel ranks that share (HSDP); groups of them are replicas. Default: all of them share."
+        None,
+        "Number of data-parallel ranks per shard group; groups replicate one another (HSDP). Default: one group "
+        "of all ranks.",
     )
     offload: tuple[Literal["optimizer", "activations"], ...] = option(
-        (), "Keep in host memory: Adam's moments, which are updated there; what layers save for their backward pass."
+        (),
+        "Keep Adam's moments (then updated by the CPU) or saved activations in host memory; default: neither.",
+        common=PRECISION,
     )
     overlap_grad_reduce: bool | None = option(
-        None, "Reduce gradients while the backward pass still runs; default: where DP > 1."
+        None, "Overlap gradient reduction with the backward pass; default: on if DP > 1."
     )
     overlap_param_gather: bool | None = option(
         None,
-        "Gather parameters while the forward pass already runs; default: where DP > 1 ranks share optimizer state.",
+        "Overlap the all-gather of parameters with the forward pass; default: on if DP > 1 and optimizer state is "
+        "sharded.",
     )
     ddp_bucket_size: int | None = option(
-        None, "Parameters whose gradients are reduced in one message; default: 40 million, or 1 million per replica."
+        None,
+        "Number of parameters per gradient bucket, which is reduced in one collective; default: the larger of 40 "
+        "million and 1 million × DP.",
     )
     tp_comm_overlap: bool = option(
-        False, "GPUs with Transformer Engine: exchange sequences between TP ranks while language layers compute."
+        False,
+        "Overlap tensor-parallel communication of language layers with their matrix products; needs GPUs with "
+        "Transformer Engine.",
     )
-    distributed_timeout_minutes: float = option(10.0, "Collectives that take longer end the run.")
+    distributed_timeout_minutes: float = option(
+        10.0, "Timeout of collectives in minutes; a collective that exceeds it ends the run."
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    train_iters: int = option(100, "Optimizer steps in all.")
-    micro_batch_size: int = option(1, "Samples per rank and pipeline micro-batch.", "--mbs")
-    global_batch_size: int = option(8, "Samples per optimizer step over all ranks.", "--gbs")
-    seq_length: int = option(64, "Tokens of a sample, image tokens included.")
-    seed: int = option(1234, "Seed of weights, data order and dropout.")
+    train_iters: int = option(100, "Number of optimizer steps of the whole run.", common=TRAINING)
+    micro_batch_size: int = option(1, "Sequences per micro-batch of a data-parallel rank.", "--mbs", common=TRAINING)
+    global_batch_size: int = option(8, "Sequences per optimizer step over all ranks.", "--gbs", common=TRAINING)
+    seq_length: int = option(64, "Sequence length in tokens, image tokens included.", common=DATA)
+    seed: int = option(1234, "Random seed of weights, data order and dropout.", common=TRAINING)
     precision: Literal["fp32", "bf16", "fp16"] = option(
-        "fp32", "Arithmetic of the model; master weights, moments and summed gradients stay fp32."
+        "fp32",
+        "Type of parameters and activations; main weights, Adam's moments and gradient sums are fp32.",
+        common=PRECISION,
     )
     transformer_impl: Literal["auto", "te", "torch"] = option(
-        "auto", "What layers are made of: Transformer Engine, torch, or the former where it and a CUDA device are."
+        "auto",
+        "Implementation of transformer layers: Transformer Engine, PyTorch, or auto (Transformer Engine if it and "
+        "a GPU are available).",
     )
     gradient_accumulation_fusion: bool = option(
         True,
-        "Transformer Engine's layers: products add weight gradients to their fp32 sums themselves, where these exist "
-        "(not with gradients sharded or activations offloaded).",
+        "Transformer Engine layers: add weight gradients to the fp32 gradient buffer inside the matrix product; "
+        "off with sharded gradients or offloaded activations.",
     )
     fp8: Literal["none", "hybrid", "e4m3"] = option(
-        "none", "Linear layers' products in FP8: e4m3 for all, or with output gradients in e5m2 (hybrid); needs bf16."
+        "none",
+        "FP8 format of linear layers: e4m3, or hybrid with e5m2 for output gradients. Needs --precision bf16.",
+        common=PRECISION,
     )
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = option(
-        "tensorwise", "FP8: scales of whole tensors by past or present values, of blocks, or of 32 values (Blackwell)."
+        "tensorwise",
+        "FP8 scaling: delayed (per tensor, amax history), tensorwise (per tensor, current amax), blockwise, or "
+        "mxfp8 (32-element blocks, Blackwell GPUs).",
     )
     fp8_parts: tuple[Literal["vision", "language"], ...] = option(
-        ("language",), "FP8: the parts of the model whose transformer layers run in it."
+        ("language",), "FP8: parts of the model whose transformer layers use FP8."
     )
-    first_last_layers_bf16: bool = option(False, "FP8: keep the first and last layers of these parts in bf16.")
-    num_layers_at_start_in_bf16: int = option(1, "FP8: how many are the first, with --first-last-layers-bf16.")
-    num_layers_at_end_in_bf16: int = option(1, "FP8: how many are the last, with --first-last-layers-bf16.")
-    fp8_margin: int = option(0, "FP8, delayed: scales leave this many powers of two unused.")
-    fp8_amax_history_len: int = option(1024, "FP8, delayed: passes whose largest values are remembered.")
+    first_last_layers_bf16: bool = option(False, "FP8: keep the first and the last layers of each part in bf16.")
+    num_layers_at_start_in_bf16: int = option(
+        1, "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16."
+    )
+    num_layers_at_end_in_bf16: int = option(
+        1, "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16."
+    )
+    fp8_margin: int = option(
+        0, "FP8 delayed scaling: divide scales by 2 to the power of this margin, as headroom against overflow."
+    )
+    fp8_amax_history_len: int = option(1024, "FP8 delayed scaling: length of the amax history in passes.")
     fp8_amax_compute_algo: Literal["max", "most_recent"] = option(
-        "max", "FP8, delayed: which of the remembered values the scale follows."
+        "max",
+        "FP8 delayed scaling: compute the scale from the maximum of the amax history or from its most recent entry.",
     )
     fp8_param_gather: bool = option(
-        False, "FP8: keep trained weights in FP8 alone, and gather them so; with Transformer Engine."
+        False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine."
     )
     recompute_granularity: Literal["none", "selective", "full"] = option(
-        "none", "Recompute in backward: nothing, attention only, or whole layers."
+        "none",
+        "Recompute nothing, attention (selective), or whole layers (full) in the backward pass.",
+        common=PRECISION,
     )
     cuda_graphs: bool = option(
-        False, "GPU: launch each language layer as one CUDA graph; for sequences of one length and small layers."
+        False,
+        "GPU: capture each language layer in a CUDA graph, which saves launch time of small layers; needs "
+        "sequences of one length.",
     )
     compile_small_ops: bool = option(
-        False, "torch's layers: compile activation and rotation into one kernel each; needs a compiler (GPU: Triton)."
+        False,
+        "PyTorch layers: compile the activation function and the rotary embedding to one kernel each; needs a "
+        "compiler (GPU: Triton).",
     )
-    run_dir: str = option("runs/latest", "Everything the run writes; starting again on it resumes.")
-    dry_run: bool = option(False, "Print the plan for this layout and stop (no torchrun needed).")
+    run_dir: str = option(
+        "runs/latest",
+        "Output folder; its latest checkpoint resumes.",
+        common=FILES,
+    )
+    dry_run: bool = option(
+        False,
+        "Print the plan and memory estimate and exit.",
+        common=FILES,
+    )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    lr: float = option(1e-3, "Peak learning rate.")
+    lr: float = option(1e-3, "Peak learning rate.", common=TRAINING)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.")
-    vision_lr: float | None = option(None, "Peak learning rate of the vision tower; default: --lr.")
+    vision_lr: float | None = option(None, "Peak learning rate of the vision encoder; default: --lr.")
     projector_lr: float | None = option(None, "Peak learning rate of the projector; default: --lr.")
     language_lr: float | None = option(None, "Peak learning rate of the language model; default: --lr.")
-    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option("cosine", "Shape of the decay.")
-    lr_warmup_iters: int = option(0, "Iterations of linear warm-up.")
-    lr_decay_iters: int | None = option(None, "Iteration at which the decay ends; default: --train-iters.")
-    lr_wsd_decay_iters: int | None = option(None, "Length of the final decay of WSD; default: a tenth of the run.")
-    weight_decay: float = option(0.01, "Decoupled weight decay; norms and biases have none.")
-    adam_beta1: float = option(0.9, "First-moment decay.")
-    adam_beta2: float = option(0.95, "Second-moment decay.")
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option(
+        "cosine", "Shape of the decay after the warm-up.", common=TRAINING
+    )
+    lr_warmup_iters: int = option(0, "Steps of linear learning-rate warm-up.", common=TRAINING)
+    lr_decay_iters: int | None = option(None, "Step at which the learning-rate decay ends; default: --train-iters.")
+    lr_wsd_decay_iters: int | None = option(
+        None, "WSD: number of steps of the final decay; default: a tenth of the steps before the decay ends."
+    )
+    weight_decay: float = option(0.01, "Decoupled weight decay (AdamW); not applied to norms and biases.")
+    adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.")
+    adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.")
     adam_eps: float = option(1e-8, "Epsilon of AdamW.")
-    clip_grad: float = option(1.0, "Largest global gradient norm; 0: no clipping.")
-    initial_loss_scale: float = option(4096.0, "fp16: factor of the loss at first, so that small gradients survive.")
-    min_loss_scale: float = option(1.0, "fp16: the loss scale is never halved below.")
-    loss_scale_window: int = option(1000, "fp16: steps without overflow after which the loss scale doubles.")
-    hysteresis: int = option(2, "fp16: overflows before the loss scale is halved; each of them skips its step.")
+    clip_grad: float = option(
+        1.0, "Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."
+    )
+    initial_loss_scale: float = option(4096.0, "fp16: initial loss scale, which keeps small gradients above underflow.")
+    min_loss_scale: float = option(1.0, "fp16: lower bound of the loss scale.")
+    loss_scale_window: int = option(1000, "fp16: number of steps without overflow after which the loss scale doubles.")
+    hysteresis: int = option(
+        2, "fp16: number of overflows before the loss scale is halved; each overflow skips its step."
+    )
 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One of the user's data sets (`data.sources`, or `--sources PATH,weight=2,image_root=DIR …`)."""
+    """One data set of the user (`data.sources`, or `--sources PATH,weight=2,image_root=DIR …`)."""
 
-    path: str = option("", "File of records, or for webdataset the folder or meta-dataset file.")
+    path: str = option("", "File of records, or for webdataset the folder of tars or its meta-dataset file.")
     kind: Literal["auto", "llava", "messages", "text", "webdataset"] = option(
-        "auto", "LLaVA JSON or JSONL, messages JSONL or parquet, plain text, WebDataset tars; default: by looking."
+        "auto",
+        "Format: LLaVA JSON or JSONL, messages JSONL or parquet, plain text, or WebDataset tars; auto detects it.",
     )
-    weight: float = option(1.0, "Share of the samples drawn, relative to the other sources.")
-    image_root: str | None = option(None, "Folder that image paths are relative to and must stay in; default: path's.")
-    name: str | None = option(None, "Name in metrics; default: the file's.")
+    weight: float = option(1.0, "Sampling weight relative to the other data sets.")
+    image_root: str | None = option(
+        None, "Folder that contains all image files; image paths are relative to it. Default: the folder of the path."
+    )
+    name: str | None = option(None, "Name in metrics; default: the file name.")
 
 
 @dataclass(frozen=True)
 class DataConfig:
     source: Literal["synthetic", "digits", "files"] | None = option(
-        None, "Where samples come from; default: files where --sources are given, else synthetic.", "--data"
+        None,
+        "Kind of data: your files (--sources), synthetic, or digits (demo); default: files if --sources is given, "
+        "else synthetic.",
+        "--data",
+        common=DATA,
     )
     sources: tuple[SourceConfig, ...] = option(
-        (), "Files: your data sets, PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME] …"
+        (),
+        "Data sets of --data files, as PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME]; default: none.",
+        common=DATA,
     )
     tokenizer: str | None = option(
-        None, "Files: folder of a Hugging Face tokenizer, or a SentencePiece model; default: the model's own folder."
+        None,
+        "Hugging Face tokenizer folder or SentencePiece file; default: that of --init-from or --language-from.",
+        common=DATA,
     )
     chat_template: str = option(
-        "auto", "Files: auto (the tokenizer's own, else the model's), a template's name, or a .jinja file."
+        "auto",
+        "Files: name of a built-in chat template, a .jinja file, or auto (the tokenizer's, else the model family's).",
     )
     train_on: Literal["assistant", "last", "all"] = option(
-        "assistant", "Files: train on what the assistant says, on its last turn only, or on the whole text."
+        "assistant", "Files: tokens with a loss: all assistant turns, the last assistant turn, or all tokens."
     )
     image_processor: str | None = option(
-        None, "Files: folder of preprocessor_config.json; default: the model's own, else resizing to the tower's size."
+        None,
+        "Files: folder with preprocessor_config.json; default: the Hugging Face model's, else images are resized "
+        "to --vision-image-size.",
     )
-    fast_image_resize: bool = option(False, "Files: resize images faster, off by up to 3 grey levels in rare pixels.")
-    max_image_pixels: int = option(2**26, "Files: larger images are skipped before they are decoded.")
-    shuffle: bool = option(True, "Files: a new order for each epoch; off: the files' own.")
-    packing: bool = option(True, "Files: several samples per sequence, none of which sees another.")
-    packing_window: int = option(2048, "Files: samples that are packed together; more fill sequences better.")
-    balance: bool = option(True, "Files: assign sequences to ranks and micro-batches by their measured cost.")
-    num_workers: int = option(2, "Files: processes per model replica that read and decode; 0: a thread.")
-    max_bad_sample_rate: float = option(0.05, "Files: share of skipped samples that ends the run, once 20 are.")
-    images_per_sample: tuple[int, ...] = option((1,), "Synthetic: image counts, cycled over samples.")
+    fast_image_resize: bool = option(
+        False, "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels."
+    )
+    max_image_pixels: int = option(
+        2**26, "Files: skip samples with an image of more pixels than this, before the image is decoded."
+    )
+    shuffle: bool = option(True, "Files: shuffle samples anew in each epoch; off: use the order of the files.")
+    packing: bool = option(
+        True, "Files: pack several samples into each sequence; samples do not attend to one another."
+    )
+    packing_window: int = option(
+        2048, "Files: number of samples that are packed together; a larger window leaves less padding."
+    )
+    balance: bool = option(
+        True, "Files: assign sequences to ranks and micro-batches so that their compute cost is even."
+    )
+    num_workers: int = option(
+        2,
+        "Files: number of processes per model replica that read and decode samples; 0: one thread of the training "
+        "process.",
+    )
+    max_bad_sample_rate: float = option(
+        0.05, "Files: fraction of skipped samples above which the run ends, once 20 samples were skipped."
+    )
+    images_per_sample: tuple[int, ...] = option(
+        (1,), "Synthetic: numbers of images per sample; samples cycle through the list."
+    )
     image_sizes: tuple[int, ...] = option(
-        (), "Synthetic: image sides in pixels, cycled over images; default: the model's."
+        (), "Synthetic: image sides in pixels; images cycle through the list. Default: --vision-image-size."
     )
-    imageless_share: float = option(0.0, "Synthetic: share of samples without any image.")
-    imageless_samples: tuple[int, ...] = option((), "Synthetic: places in each global batch that have no image.")
-    answer_share: float = option(0.5, "Synthetic: share of a sample's text that is trained on.")
+    imageless_share: float = option(0.0, "Synthetic: fraction of samples without images.")
+    imageless_samples: tuple[int, ...] = option(
+        (), "Synthetic: indices (from 0) of samples in each global batch that have no images; default: no index."
+    )
+    answer_share: float = option(0.5, "Synthetic: fraction of a sample's text tokens that have a loss.")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save_interval: int = option(0, "Iterations between checkpoints; 0: one at the end.")
-    keep_checkpoints: int = option(2, "How many checkpoints to keep; 0: all.")
-    save: bool = option(True, "Write checkpoints.")
-    load: str | None = option(None, "Start from this run's or checkpoint's state (any layout) when RUN_DIR has none.")
-    init_from: str | None = option(None, "Hugging Face folder whose model and weights a new run starts from.")
-    vision_from: str | None = option(None, "Hugging Face folder for the vision tower alone; the projector is new.")
-    language_from: str | None = option(None, "Hugging Face folder for the language model alone.")
+    save_interval: int = option(0, "Steps between checkpoints; 0: one at the end.", common=FILES)
+    keep_checkpoints: int = option(2, "Number of latest checkpoints to keep; 0: keep all.")
+    save: bool = option(True, "Write checkpoints; --save-interval sets how often.")
+    load: str | None = option(
+        None,
+        "Run or checkpoint that a new run starts from; default: none.",
+        common=FILES,
+    )
+    init_from: str | None = option(
+        None,
+        "Hugging Face folder with the model's configuration and initial weights; default: random weights.",
+        common=MODEL,
+    )
+    vision_from: str | None = option(
+        None,
+        "Hugging Face folder of the vision encoder; the projector starts random. Default: none.",
+        common=MODEL,
+    )
+    language_from: str | None = option(None, "Hugging Face folder of the language model; default: none.", common=MODEL)
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    eval_interval: int = option(0, "Iterations between evaluations; 0: only at the end, where the source has one.")
-    eval_samples: int = option(96, "Questions of each kind in an evaluation.")
+    eval_interval: int = option(
+        0, "Number of steps between evaluations; 0: only one at the end. Only --data digits has an evaluation."
+    )
+    eval_samples: int = option(96, "Number of questions of each kind in an evaluation.")
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    log_interval: int = option(1, "Iterations between progress lines; metrics.jsonl has every iteration.")
-    tensorboard: bool = option(True, "Write RUN_DIR/tensorboard.")
-    profile: bool = option(False, "Trace some iterations: RUN_DIR/profile/rank-N.json.gz and the costliest kernels.")
-    profile_step_start: int = option(10, "Profile: iterations that pass before the trace begins.")
-    profile_step_end: int = option(12, "Profile: the last iteration of the trace.")
-    profile_ranks: tuple[int, ...] = option((0,), "Profile: ranks that trace.")
+    log_interval: int = option(1, "Steps between progress lines; metrics.jsonl records every step.")
+    tensorboard: bool = option(True, "Write TensorBoard files to RUN_DIR/tensorboard.")
+    profile: bool = option(
+        False, "Profile steps with torch.profiler: write RUN_DIR/profile/rank-N.json.gz and the most expensive kernels."
+    )
+    profile_step_start: int = option(10, "Profiler: number of steps that run before the trace starts.")
+    profile_step_end: int = option(12, "Profiler: last step of the trace.")
+    profile_ranks: tuple[int, ...] = option((0,), "Profiler: ranks that write a trace.")
 
 
 @dataclass(frozen=True)

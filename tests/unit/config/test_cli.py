@@ -1,7 +1,8 @@
-"""Flags: every option has one, they override recipes and files, and --help and --print-config answer and stop."""
+"""Flags: every option has one, they override recipes and files, and --help and --print-config print and exit."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +17,7 @@ from megavlm.config.cli import RUN_FLAGS, parse
 from megavlm.config.fields import options, value_at
 from megavlm.config.load import from_dict
 from megavlm.config.rules import check
-from megavlm.config.schema import Config, TrainConfig
+from megavlm.config.schema import COMMON_GROUPS, Config, TrainConfig
 from megavlm.errors import UserError
 from megavlm.recipes import RECIPES
 
@@ -150,26 +151,46 @@ def test_negative_numbers_in_any_spelling_are_values(word: str) -> None:
     assert parse(["--min-lr", word]).optimizer.min_lr == float(word)
 
 
-def test_help_lists_everything_with_defaults(
+def help_text(flag: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as stop:
+        parse([flag])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_all_lists_everything_with_defaults(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")  # nothing wraps
-    with pytest.raises(SystemExit) as stop:
-        parse(["--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
+    text = help_text("--help-all", 1000, capsys, monkeypatch)  # nothing wraps
     for option in options():
         assert all(flag in text for flag in (*option.flags, *option.negations)), option.key
         assert option.help in text
         assert f"\n{option.section}:\n" in text
     for name in RECIPES:
-        assert name in text.split("recipes:")[1]
+        assert name in text.split("Recipes:")[1]
     assert "Peak learning rate. (default: 0.001)" in text
-    assert "Write checkpoints. (default: on)" in text
-    assert "Parts that are not trained. (default: empty)" in text
-    assert "--tensor-model-parallel-size N, --tp N\n" in text
+    assert "how often. (default: on)" in text
+    assert "Parts of the model that are not trained; default: none.\n" in text
+    assert "--tensor-model-parallel-size, --tp N\n" in text
     assert "--language-vocab-size N|none " in text
     assert "--precision {fp32,bf16,fp16} " in text
+
+
+def test_help_lists_the_common_options_by_task_on_less_than_80_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = help_text("--help", 100, capsys, monkeypatch)
+    assert len(text.splitlines()) < 80
+    listed = set(re.findall(r"^  (--[a-z0-9-]+)", text, flags=re.MULTILINE)) - set(RUN_FLAGS)
+    assert listed == {min(option.flags, key=len) for option in options() if option.common}
+    assert [line[:-1] for line in text.splitlines() if re.fullmatch(r"[a-z ]+:", line)] == ["run", *COMMON_GROUPS]
+
+
+def test_every_help_line_is_a_sentence_that_explains_a_missing_default() -> None:
+    for option in options():
+        assert option.help.endswith("."), option.key
+        assert option.default not in (None, ()) or "default:" in option.help.lower(), option.key
 
 
 def test_print_config_prints_what_config_reads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -194,7 +215,8 @@ def test_a_mistake_prints_nothing_and_never_exits(capsys: pytest.CaptureFixture[
 def test_parsing_imports_neither_torch_nor_megatron() -> None:
     code = (
         "import sys; from megavlm.config.cli import parse; from megavlm.config.rules import check; "
-        "check(parse([]), world=1); print([m for m in ('torch', 'megatron', 'numpy', 'sklearn') if m in sys.modules])"
+        "check(parse([]), world=1); heavy = ('torch', 'megatron', 'numpy', 'sklearn', 'yaml'); "
+        "print([m for m in heavy if m in sys.modules])"
     )
     root = Path(__file__).parents[3]
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)

@@ -42,7 +42,7 @@ SPELLING = (
     Mistake("--tensor-model 2", "unknown option --tensor-model:", "did you mean --tensor-model-parallel-size?"),
     Mistake("--no-tensorbord", "--no-tensorbord", "did you mean --no-tensorboard?"),
     Mistake("--no-use-distributed-optimizer", "--no-use-distributed-optimizer", "now --data-parallel-sharding none"),
-    Mistake("--qqqq", "--qqqq", "--help lists them all"),
+    Mistake("--qqqq", "--qqqq", "--help-all lists all options"),
     Mistake("--print-confg", "--print-confg", "did you mean --print-config?"),
     Mistake("train", "unexpected argument train", "right after their --flag"),
     Mistake("--tp 2 3", "unexpected argument 3", "right after their --flag"),

@@ -112,7 +112,7 @@ def test_flags_override_a_file(below: dict[Option, Any], above: dict[Option, Any
     above = {option: value for option, value in above.items() if not is_none_as_text(value) or option.kind.choices}
     argv = [word for option, value in above.items() for word in words_for(option, value)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megavlm.config.cli.from_yaml_file", lambda path: config_of(below))
+        patch.setattr("megavlm.config.load.from_yaml_file", lambda path: config_of(below))
         config = parse(["--config", "a.yaml", *argv])
     assert config == config_of({**below, **above})
 
