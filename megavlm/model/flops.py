@@ -80,12 +80,19 @@ def step_flops(config: Config, work: Workload) -> float:
     Left out are the adapters' own products (LoRA), a share of about rank / width, and what gradients cost between the
     matrices of the first trained layer.
     """
-    total = 0.0
+    return sum(layer_flops(config, work).values())
+
+
+def layer_flops(config: Config, work: Workload) -> dict[str, float]:
+    """Return each layer's FLOPs of one training step over a workload: of its forward pass, once more where its own
+    weights are trained, and once more where anything before it is.
+    """
     names, trained = layer_names(config.model), trained_layers(config)
-    for place, name in enumerate(names):
-        passes = 1 + trains_weights(name, config) + trained_below(name, names[:place], trained)
-        total += passes * layer_cost(name, config.model, work).forward_flops
-    return total
+    return {
+        name: (1 + trains_weights(name, config) + trained_below(name, names[:place], trained))
+        * layer_cost(name, config.model, work).forward_flops
+        for place, name in enumerate(names)
+    }
 
 
 def window_patches(model: ModelConfig) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.model.flops import Workload, layer_cost, window_patches, window_squares
+from megavlm.model.flops import Workload, layer_cost, layer_flops, window_patches, window_squares
 from megavlm.parallel.dims import Dims, dims_for
 from megavlm.planner.layers import EMBEDDING, OUTPUT, encoder_names, layer_names
 
@@ -69,7 +69,10 @@ def dims_of(config: Config, *, world: int) -> Dims:
 
 
 def make_plan(config: Config, dims: Dims) -> Plan:
-    """Cut the layer list into PP × VPP chunks: by hand (`--pipeline-cuts`), or evenly by forward FLOPs."""
+    """Cut the layer list into PP × VPP chunks: by hand (`--pipeline-cuts`), or evenly by the FLOPs of a training step.
+
+    A frozen tower has no backward pass, and takes a third of the time of a trained one.
+    """
     placement = config.parallel.placement
     encoder = encoder_names(config.model) if placement == "colocated" else ()
     names = layer_names(config.model)[len(encoder) :]
@@ -80,8 +83,8 @@ def make_plan(config: Config, dims: Dims) -> Plan:
         )
     cuts = config.parallel.pipeline_cuts
     if cuts is None:
-        work = typical_workload(config)
-        cuts = even_cuts([layer_cost(name, config.model, work).forward_flops for name in names], dims.chunks)
+        flops = layer_flops(config, typical_workload(config))
+        cuts = even_cuts([flops[name] for name in names], dims.chunks)
     else:
         _check_cuts(cuts, count=len(names), chunks=dims.chunks)
     bounds = (0, *cuts, len(names))
@@ -158,16 +161,16 @@ def table(plan: Plan, config: Config) -> str:
     A colocated encoder comes first: every rank holds it, or so many ranks together as "all" is divided by.
     """
     work = typical_workload(config)
-    names = layer_names(config.model)
-    total = sum(layer_cost(name, config.model, work).forward_flops for name in names) or 1.0
-    rows = [("chunk", "rank", "layers", "parameters", "forward")]
+    flops = layer_flops(config, work)
+    total = sum(flops.values()) or 1.0
+    rows = [("chunk", "rank", "layers", "parameters", "FLOPs")]
     start = 0
     placed = [(str(index), str(plan.dims.owner_of(index)), chunk) for index, chunk in enumerate(plan.chunks)]
     if plan.encoder:
         placed.insert(0, ("encoder", "all" if plan.vision_tp == 1 else f"all / {plan.vision_tp}", plan.encoder))
     for index, owner, chunk in placed:
         costs = [layer_cost(name, config.model, work) for name in chunk]
-        share = sum(cost.forward_flops for cost in costs) / total
+        share = sum(flops[name] for name in chunk) / total
         span = _summary(chunk)
         if chunk is not plan.encoder:
             span = f"[{start}-{start + len(chunk) - 1}] {span}"

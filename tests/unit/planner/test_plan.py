@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megavlm.config.cli import parse
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ParallelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
-from megavlm.model.flops import Workload, layer_cost, step_flops, window_patches, window_squares
+from megavlm.model.flops import Workload, layer_cost, layer_flops, step_flops, window_patches, window_squares
 from megavlm.parallel.dims import Dims, dims_for
 from megavlm.planner.layers import layer_names, module_of, trained_below, trained_layers, trains_weights
 from megavlm.planner.plan import even_cuts, make_plan, table, typical_workload
@@ -142,6 +142,19 @@ def test_windows_cost_what_they_hold():
     )
     windowed, full = (layer_cost(f"vision.layers.{number}", model, work).forward_flops for number in (0, 1))
     assert full - windowed == 4.0 * (91**2 - window_squares((7, 13), 6)) * model.vision.hidden_size
+
+
+def test_a_frozen_tower_weighs_a_third():
+    """Both stages of a step take as long: the frozen tower's has more layers."""
+    argv = [*WORDS, *"--pp 2 --vision-num-layers 12 --vision-image-size 64 --projector-pixel-shuffle 2".split()]
+    dims = Dims(tp=1, pp=2, vpp=1, dp=1)
+    for frozen, most in ((), 0.55), (("vision",), 0.55), (("vision", "projector"), 0.55):
+        config = parse([*argv, "--freeze", *frozen])
+        flops = layer_flops(config, typical_workload(config))
+        shares = [sum(flops[name] for name in chunk) / sum(flops.values()) for chunk in make_plan(config, dims).chunks]
+        assert max(shares) < most
+    trained, frozen_tower = (make_plan(parse([*argv, *more]), dims) for more in ([], ["--freeze", "vision"]))
+    assert len(frozen_tower.chunks[0]) > len(trained.chunks[0])
 
 
 def test_trained_before_knows_what_is_frozen():
