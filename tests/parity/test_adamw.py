@@ -69,19 +69,18 @@ def test_updates_on_the_host_are_the_same(tmp_path: Path, piece: int) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
-def test_in_place_of_torchs_it_answers_for_the_step() -> None:
-    """megatron-core asks a state dict of torch's Adam for a step beside each parameter; also where a rank has none."""
+def test_in_place_of_torchs_it_counts_steps_in_the_group() -> None:
+    """Not beside each parameter, of which a rank may have none in a group; a count that was read as a float goes on."""
     parameter = torch.nn.Parameter(torch.ones(3))
     ours = AdamW.in_place_of(torch.optim.AdamW([{"params": [parameter]}, {"params": [], "lr": 1.0}], **OPTIONS))
     assert ours.param_groups[0].keys() == AdamW([parameter], **OPTIONS).param_groups[0].keys()
-    assert [state["step"] for state in ours.state_dict()["state"].values()] == [0, 0]
     for _ in range(3):
         parameter.grad = torch.ones(3)
         ours.step()
     found = ours.state_dict()
-    assert [state["step"] for state in found["state"].values()] == [3, 3]
+    assert [group["step"] for group in found["param_groups"]] == [3, 3]
     assert "step" not in ours.state[parameter]
-    found["param_groups"][0]["step"] = 3.0  # as megatron-core writes what it read beside a parameter
+    found["param_groups"][0]["step"] = 3.0
     again = AdamW.in_place_of(torch.optim.AdamW([{"params": [parameter]}, {"params": []}], **OPTIONS))
     again.load_state_dict(found)
     assert again.param_groups[0]["step"] == 3
