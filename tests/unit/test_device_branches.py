@@ -1,0 +1,50 @@
+"""Every file that asks which device it is on, and what runs the GPU's side of it without a GPU.
+
+What only a GPU does, no CPU run tests. A new file that asks fails here until its line says how its answer is tested.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "megavlm"
+QUESTION = re.compile(
+    r"\bis_cpu\b|\bis_cuda\b|cuda\.is_available\(|device_at_hand\(|\bon_gpu=|loading_error\("
+    r"|\.type [!=]= \"(?:cuda|cpu)\"|implementation\(config\)"
+)
+
+# The doctor and the planner only report; tests/fake runs all of a step on a device that is not there.
+ASKED = {
+    "backend/__init__.py": "chooses the backend: tests/unit/backend/test_everywhere.py, tests/fake",
+    "backend/host.py": "pins memory, copies on streams: tests/unit/backend/test_host.py with stand-ins",
+    "backend/streams.py": "a second stream: tests/unit/backend/test_streams.py with stand-ins",
+    "backend/transformer_engine.py": "loads it or hides it: tests/unit/backend/test_everywhere.py",
+    "checkpoint/state.py": "saves the GPU's random state beside the CPU's: tests/fake (saved)",
+    "config/device_defaults.py": "the table of defaults: tests/dist/test_gpu_defaults.py",
+    "data/batch.py": "asks the host's tensors alone: tests/fake counts what a step waits for",
+    "data/feed.py": "pins memory: tests/fake",
+    "data/staging.py": "copies ahead of use: tests/unit/pipeline/test_micro_batches.py with stand-ins",
+    "model/modules.py": "Transformer Engine's parts: tests/parity/test_transformer_engine.py, test_gpu_defaults.py",
+    "model/varlen.py": "one call for all sequences: tests/unit/model/test_packing.py with a stand-in",
+    "optim/host.py": "waits for a copy: tests/unit/model/test_offload.py, tests/parity/test_adamw.py",
+    "parallel/user_buffers.py": "refuses a CPU: tests/unit/parallel/test_user_buffers.py",
+    "pipeline/encoder.py": "the size of a pass: tests/dist/test_gpu_defaults.py",
+    "pipeline/schedule.py": "gloo sends a copy of what is freed: tests/dist/test_parity.py, without it tests/fake",
+    "precision/device.py": "what a device can do: tests/unit/precision/test_capability.py",
+    "train/build.py": "the table of defaults, and what a user is told",
+    "train/measure.py": "tools/calibrate.py: tests/dist/test_calibrate.py runs the CPU's side alone",
+    "train/trace.py": "what a profiler records: tests/gpu",
+}
+
+
+def test_every_named_test_is_there() -> None:
+    for reason in ASKED.values():
+        for name in re.findall(r"tests/[\w/.]+", reason):
+            assert (ROOT.parent / name).exists(), name
+
+
+def test_every_question_about_the_device_is_accounted_for() -> None:
+    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.rglob("*.py")}
+    asking = {name for name, text in files.items() if QUESTION.search(text)}
+    assert {name for name in asking if not name.startswith(("doctor/", "planner/"))} == set(ASKED)
