@@ -221,11 +221,15 @@ def documented(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/performance-model.md")
-    if parser.parse_args().write:
+    if _parser().parse_args().write:
         DOCUMENT.write_text(documented(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
     print("\n".join(tables()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="Write the tables to docs/performance-model.md, too.")
+    return parser
 
 
 if __name__ == "__main__":

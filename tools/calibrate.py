@@ -1,8 +1,8 @@
 """Measure this machine for the planner: `torchrun --nproc-per-node 2 tools/calibrate.py --out mine.json`.
 
-Times the layers of small models of several widths and lengths (as many processes at once as will train at once), the
-optimizer and an all-gather, and fits the rates of `megavlm/planner/cost.py` to them. Then:
-`python tools/plan.py … --profile mine.json`, or `pretrain_vlm.py --plan auto --hardware mine.json`.
+Start as many processes as a training run will have. Each times the layers of small models of several widths and
+lengths, the optimizer and an all-gather; the rates of `megavlm/planner/cost.py` are fitted to these times. Use the
+result with `python tools/plan.py … --profile mine.json` or `pretrain_vlm.py --plan auto --hardware mine.json`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,8 @@ SIZES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Measure this machine's rates and write them as a hardware profile.")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each size in a round")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="over all sizes: a machine's speed drifts")
-    options = parser.parse_args(argv)
+    """Return the exit status: 0 done, 2 an argument is wrong (reported in one line)."""
+    options = _parser().parse_args(argv)
     try:
         calibrate(options)
     except UserError as error:
@@ -57,8 +53,27 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Measure this machine's rates and write them as a hardware profile.")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="Write the profile to this file.")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="Data type of the measured layers; default: fp32."
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="Measurements of each size per round; default: 5."
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="Rounds over all sizes; medians over rounds cancel slow drifts of speed. Default: 3.",
+    )
+    return parser
+
+
 def config_of(size: tuple[int, int, int, int, int], precision: str, run_dir: str, *, processes: int) -> Config:
-    """A model of two layers each with the mix of layers that a VLM has."""
+    """Return a VLM with two vision and two language layers of the given size."""
     width, heads, tokens, patches, vocabulary = size
     return Config(
         model=ModelConfig(
@@ -135,18 +150,18 @@ def calibrate(options: argparse.Namespace) -> None:
 
 
 def medians(rounds: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Each layer's median time over the rounds, which list the same layers."""
+    """Return each layer's median time over the rounds, which list the same layers."""
     return [replace(same[0], seconds=statistics.median(s.seconds for s in same)) for same in zip(*rounds, strict=True)]
 
 
 def _similar(name: str) -> Hardware:
-    """The profile that a device's name speaks of: its peak and its network are not measured."""
+    """Return the built-in profile whose name is in the device's name, for the peak and network (not measured)."""
     known = next((key for key in PROFILES if key in name.lower()), "h100")
     return profile(known)
 
 
 def _memory(*, on_cpu: bool) -> float:
-    """Bytes that one process's tensors may take: nine tenths of a GPU, or its share of four fifths of the memory."""
+    """Return the bytes available to one process's tensors: 90 % of a GPU, or an equal share of 80 % of host memory."""
     if on_cpu:
         import psutil
 
@@ -161,8 +176,8 @@ def _summary(hardware: Hardware, forward: Sequence[Sample], backward: Sequence[S
     for side, rates, samples in (("forward", hardware.forward, forward), ("backward", hardware.backward, backward)):
         errors = [abs(predicted(sample, rates) / sample.seconds - 1) for sample in samples]
         lines.append(
-            f"{side:9} products {rates.matmul / 1e9:8.1f} GFLOP/s, attention {rates.attention / 1e9:8.1f} GFLOP/s, "
-            f"memory {rates.bandwidth / 1e9:6.2f} GB/s, {rates.overhead * 1e6:4.0f} µs a call; "
+            f"{side:9} matmul {rates.matmul / 1e9:8.1f} GFLOP/s, attention {rates.attention / 1e9:8.1f} GFLOP/s, "
+            f"memory {rates.bandwidth / 1e9:6.2f} GB/s, {rates.overhead * 1e6:4.0f} µs per call; "
             f"median error {statistics.median(errors):.0%} over {len(errors)} layers"
         )
     lines.append(

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out: `python tools/convert.py import HF_DIR OUT_DIR`, `export`, `verify`."""
+"""Convert between Hugging Face folders and checkpoints: `python tools/convert.py import HF_DIR OUT_DIR`, `export`, …"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megavlm.planner.plan import dims_of, make_plan
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 done, 1 verify found a difference, 2 something given is wrong (said in one line)."""
+    """Return the exit status: 0 done, 1 verify found a difference, 2 an argument is wrong (reported in one line)."""
     options, rest = _parser().parse_known_args(argv)
     try:
         status: int = options.run(options, rest)
@@ -36,35 +36,35 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Convert between Hugging Face folders and megavlm checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    into = commands.add_parser("import", help="Hugging Face → a checkpoint that --load takes, for any layout")
+    into = commands.add_parser("import", help="Convert a Hugging Face folder to a checkpoint for --load (any layout).")
     into.add_argument("source", metavar="HF_DIR", type=Path)
     into.add_argument("out", metavar="OUT_DIR", type=Path)
     into.set_defaults(run=import_)
-    out = commands.add_parser("export", help="run or checkpoint → Hugging Face")
+    out = commands.add_parser("export", help="Convert a run or checkpoint to a Hugging Face folder.")
     out.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
     out.add_argument("out", metavar="HF_OUT_DIR", type=Path)
     out.set_defaults(run=export, merge=False)
-    merge = commands.add_parser("merge-lora", help="run with adapters → Hugging Face, the adapters folded in")
+    merge = commands.add_parser("merge-lora", help="Export a run with its LoRA adapters merged.")
     merge.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
     merge.add_argument("out", metavar="HF_OUT_DIR", type=Path)
     merge.set_defaults(run=export, merge=True)
-    adapters = commands.add_parser("export-lora", help="run with adapters → a PEFT folder")
+    adapters = commands.add_parser("export-lora", help="Export the LoRA adapters of a run as a PEFT folder.")
     adapters.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
     adapters.add_argument("out", metavar="PEFT_OUT_DIR", type=Path)
-    adapters.add_argument("--base", help="name or folder of the model that the adapters belong to")
+    adapters.add_argument("--base", help="Name or folder of the base model, for PEFT's config.")
     adapters.set_defaults(run=export_lora)
-    compare = commands.add_parser("verify", help="compare logits of both; exit status 1 past the tolerance")
+    compare = commands.add_parser("verify", help="Compare logits with Transformers; exit status 1 if they differ.")
     compare.add_argument("folder", metavar="HF_DIR", type=Path)
     compare.add_argument("checkpoint", metavar="CHECKPOINT_OR_RUN", type=Path, nargs="?")
-    compare.add_argument("--tolerance", type=float, default=1e-4, help="largest allowed difference of a logit")
-    compare.add_argument("--samples", type=int, default=2)
-    compare.add_argument("--seq-length", type=int, default=None)
+    compare.add_argument("--tolerance", type=float, default=1e-4, help="Maximum logit difference; default: 1e-4.")
+    compare.add_argument("--samples", type=int, default=2, help="Number of random samples; default: 2.")
+    compare.add_argument("--seq-length", type=int, default=None, help="Tokens per sample; default: fits one image.")
     compare.set_defaults(run=verify)
     return parser
 
 
 def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Other flags are those of a run (--tp 2 …): its layout is checked and stored for `--config`."""
+    """Import a Hugging Face folder; flags of a run (--tp 2 …) are checked and stored in config.yaml."""
     config = with_model_of_origins(parse([*rest, "--init-from", str(options.source)]))
     if config.train.seq_length == TrainConfig().seq_length:  # a default that is too short for most models' images
         config = replace(config, train=replace(config.train, seq_length=length_for(config.model)))
@@ -84,7 +84,7 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     single = replace(config, parallel=type(parallel)(), train=replace(config.train, micro_batch_size=1))
     shapes = real_shapes(whole_model(single, groups_of_one(chosen), chosen), single)
     found = [*origin.problems(), *sorted(origin.wrong_shapes(shapes))]
-    refuse(found, f"{options.source} does not hold the model that its config.json says")
+    refuse(found, f"{options.source} does not contain the model that its config.json describes")
     start = time.perf_counter()
     plan = make_plan(single, ONE)
     folder = import_checkpoint(origin, shapes, config, plan, root=options.out / "checkpoints")
@@ -100,7 +100,7 @@ def _loading(config: Config, out: Path) -> Config:
 
 
 def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Any checkpoint of a run that began with a Hugging Face folder; `merge-lora` folds its adapters in."""
+    """Export a checkpoint of a run that started from a Hugging Face folder; `merge-lora` merges its adapters."""
     _nothing_left(rest)
 
     from megavlm import backend
@@ -118,7 +118,7 @@ def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """The adapters of a run, as PEFT keeps them."""
+    """Export the adapters of a run in PEFT's format."""
     _nothing_left(rest)
 
     from megavlm import backend
@@ -135,7 +135,7 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise UserError(f"{options.source} has no adapters: train with --lora-rank, or use export")
     if left := sorted({"vision", "projector", "language"} - {*saved.model.freeze, *adapted_parts(saved)}):
         raise UserError(
-            f"{options.source} has trained the {' and the '.join(left)} as well, which adapters do not hold: use "
+            f"{options.source} has also trained the {' and the '.join(left)}, which adapters do not contain: use "
             f"merge-lora, or train with --freeze {' '.join(sorted({*saved.model.freeze, *left}))}"
         )
     table = table_in_memory(family_at(sidecar), saved.model)
@@ -145,7 +145,7 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _trained(source: Path) -> tuple[Path, Any, Config]:
-    """A checkpoint, what its run kept of Hugging Face, and the model and adapters that it holds."""
+    """Return a checkpoint's folder, its Hugging Face sidecar, and the configuration of its model and adapters."""
     from megavlm.checkpoint import folders, safety, state
     from megavlm.checkpoint.hf.sidecar import read_sidecar
 
@@ -154,7 +154,7 @@ def _trained(source: Path) -> tuple[Path, Any, Config]:
     sidecar = read_sidecar(checkpoint)
     if sidecar is None:
         raise UserError(
-            f"{source} did not begin with a Hugging Face folder, so there is no config.json to give it: only "
+            f"{source} did not start from a Hugging Face folder, so it has no config.json to export: only "
             "runs that started with --init-from or an imported checkpoint can be exported"
         )
     summary = state.read_summary(checkpoint)
@@ -162,7 +162,7 @@ def _trained(source: Path) -> tuple[Path, Any, Config]:
 
 
 def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Both models in fp32 on the same random images and text."""
+    """Compare both models' logits in fp32 on the same random images and text."""
     _nothing_left(rest)
     config = with_model_of_origins(Config(checkpoint=CheckpointConfig(init_from=str(options.folder))))
     origin = Origin.of(options.folder, *ALL_PARTS)
@@ -174,7 +174,7 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from megavlm.train.verify import compare, has_adapters
 
     if options.checkpoint is not None and has_adapters(options.checkpoint):
-        raise UserError(f"{options.checkpoint} has adapters: fold them in with merge-lora and compare the result")
+        raise UserError(f"{options.checkpoint} has adapters: merge them with merge-lora and verify the result")
     length = options.seq_length or length_for(config.model, origin.tiling)
     config = replace(config, train=TrainConfig(seq_length=length))
     found = compare(origin, options.checkpoint, config, chosen, samples=options.samples)
@@ -189,7 +189,7 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def length_for(model: ModelConfig, tiling: Tiling | None = None) -> int:
-    """Tokens of one image of the tower's size and some text, in a number that any TP divides."""
+    """Return the tokens of one image and some text, rounded up to a multiple of 64 so that any TP divides it."""
     side = model.vision.image_size // (model.vision.patch_size * model.projector.pixel_shuffle)
     features = side**2
     if model.projector.anyres_max_tiles is not None:

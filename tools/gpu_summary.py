@@ -1,4 +1,4 @@
-"""The table that `gpu_check.sh` prints last: `python tools/gpu_summary.py FOLDER` of whatever its parts left there."""
+"""Print the results that `gpu_check.sh` wrote as one table: `python tools/gpu_summary.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ALONE = re.compile(rf"{_TEST}(?: {_WORD}.*| *)$")
 @dataclass(frozen=True)
 class Row:
     what: str
-    result: str  # ok, FAILED, missed, skipped, or empty for a figure that nothing is asked of
+    result: str  # ok, FAILED, missed, skipped, or empty for a figure without a target
     figure: str = ""
     target: str = ""
 
 
 def rows_of(folder: Path) -> list[Row]:
-    """All rows of what is there: a step may have ended early, or its part may not have run."""
+    """Return the rows of all results in the folder; steps that ended early or did not run may be missing."""
     return [*_steps(folder), *_findings(folder), *_tests(folder), *_figures(folder)]
 
 
@@ -40,7 +40,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _steps(folder: Path) -> Iterator[Row]:
-    """The last that is known of each step."""
+    """Yield the last recorded state of each step."""
     file = folder / "steps.tsv"
     lines = file.read_text().splitlines() if file.exists() else []
     last = {line.split("\t")[0]: line.split("\t")[1:] for line in lines if line.count("\t") == 3}
@@ -50,7 +50,7 @@ def _steps(folder: Path) -> Iterator[Row]:
 
 
 def _json(file: Path) -> Any:
-    """What a file holds; None where it is not there, or was not written to its end."""
+    """Return the contents of a JSON file; None if the file is missing or incomplete."""
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError):
@@ -68,7 +68,7 @@ def _findings(folder: Path) -> Iterator[Row]:
 
 
 def _tests(folder: Path) -> Iterator[Row]:
-    """One row per test; those skipped for one reason share a row."""
+    """Yield one row per test; tests skipped for the same reason share a row."""
     skipped: Counter[str] = Counter()
     for log in sorted(folder.glob("*.log")):
         cases = _cases_of_xml(log.with_suffix(".xml"))
@@ -82,7 +82,7 @@ def _tests(folder: Path) -> Iterator[Row]:
 
 
 def _cases_of_xml(file: Path) -> list[Row] | None:
-    """What pytest wrote when it ended; None where it did not come to that."""
+    """Return the rows of pytest's XML report; None if pytest did not finish."""
     try:
         cases = list(ElementTree.parse(file).iter("testcase"))
     except (OSError, ElementTree.ParseError):
@@ -100,7 +100,7 @@ def _cases_of_xml(file: Path) -> list[Row] | None:
 
 
 def _cases_of_log(log: Path) -> Iterator[Row]:
-    """What `pytest -v` printed until it was ended: the test comes first, or after the result where workers share."""
+    """Yield the rows of an unfinished `pytest -v` log; with workers, the result precedes the test's name."""
     results = {
         "PASSED": "ok",
         "FAILED": "FAILED",
@@ -118,7 +118,7 @@ def _cases_of_log(log: Path) -> Iterator[Row]:
 
 
 def _figures(folder: Path) -> Iterator[Row]:
-    """The rows of each benchmark."""
+    """Yield the rows of each benchmark."""
     results = {None: "", True: "ok", False: "missed"}
     for file in sorted(folder.glob("*.json")):
         for row in (_json(file) or {}).get("rows", []):

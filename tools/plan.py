@@ -23,7 +23,7 @@ from megavlm.planner.search import Outcome, search, timeline_of
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 found, 1 no layout can run, 2 something given is wrong (said in one line)."""
+    """Return the exit status: 0 done, 1 no layout fits, 2 an argument is wrong (reported in one line)."""
     options = _parser().parse_args(argv)
     try:
         return plan(options)
@@ -35,23 +35,31 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Rank the layouts of a model on a number of devices.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", help=f"a published model: {', '.join(MODELS)}")
-    what.add_argument("--config", metavar="FILE.yaml", help="a run's configuration")
-    what.add_argument("--hf", metavar="DIR", help="a Hugging Face folder; only its config.json is read")
-    parser.add_argument("--gpus", type=int, required=True, metavar="N")
-    parser.add_argument("--gpu", "--profile", dest="gpu", default="h100", help=f"{', '.join(PROFILES)}, or a JSON file")
-    parser.add_argument("--seq-length", type=int, metavar="N")
-    parser.add_argument("--images", metavar="COUNTxSIDE", help="images per sample and their side in pixels, as 6x1024")
-    parser.add_argument("--global-batch-size", "--gbs", type=int, metavar="N", help="default: 8 samples per device")
-    parser.add_argument("--precision", choices=("bf16", "fp32"))
-    parser.add_argument("--freeze", nargs="*", choices=("vision", "projector", "language"))
-    parser.add_argument("--placement", choices=("stages", "colocated"), help="only this one")
-    parser.add_argument("--vision-tp", type=int, metavar="N", help="colocated: ranks that share an encoder")
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="only this mode")
-    parser.add_argument("--no-offload", action="store_true", help="leave out what would fit with --offload alone")
-    parser.add_argument("--top", type=int, default=10, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="write the best layout's configuration")
-    parser.add_argument("--gantt", type=Path, metavar="FILE", help="draw its timeline: .html or .png")
+    what.add_argument("--model", help=f"Plan for a published model: {', '.join(MODELS)}.")
+    what.add_argument("--config", metavar="FILE.yaml", help="Plan for the configuration of a run.")
+    what.add_argument("--hf", metavar="DIR", help="Plan for a Hugging Face folder; only config.json is read.")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="Number of GPUs.")
+    parser.add_argument(
+        "--gpu",
+        "--profile",
+        dest="gpu",
+        default="h100",
+        help=f"Device: {', '.join(PROFILES)}, or a JSON file from tools/calibrate.py; default: h100.",
+    )
+    parser.add_argument("--seq-length", type=int, metavar="N", help="Sequence length in tokens; default: 4096.")
+    parser.add_argument("--images", metavar="COUNTxSIDE", help="Images per sample and their side in pixels: 6x1024.")
+    parser.add_argument(
+        "--global-batch-size", "--gbs", type=int, metavar="N", help="Samples per step; default: 8 per GPU."
+    )
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="Data type; default: bf16.")
+    parser.add_argument("--freeze", nargs="*", choices=("vision", "projector", "language"), help="Frozen parts.")
+    parser.add_argument("--placement", choices=("stages", "colocated"), help="Search only this placement.")
+    parser.add_argument("--vision-tp", type=int, metavar="N", help="Colocated encoder: ranks that split it.")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="Search only this recomputation.")
+    parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="Number of layouts to list; default: 10.")
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
+    parser.add_argument("--gantt", type=Path, metavar="FILE", help="Draw the best layout's timeline (.html, .png).")
     return parser
 
 
@@ -77,7 +85,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def configuration(options: argparse.Namespace) -> Config:
-    """The run to plan for: a file's, or a model's with synthetic data as large as asked."""
+    """Return the run to plan for: that of --config, or the model on synthetic data of the given size."""
     if options.gpus < 1:
         raise UserError(f"--gpus {options.gpus} must be at least 1")
     if options.config is not None:
@@ -116,7 +124,7 @@ def configuration(options: argparse.Namespace) -> Config:
 
 
 def _images(text: str, multiple: int) -> tuple[int, int]:
-    """`6x1024` → (6, 1022): sides are cut to whole features."""
+    """Return (6, 1022) for `6x1024`: the side is rounded down to whole features."""
     count, _, side = text.partition("x")
     if not (count.isdigit() and side.isdigit() and int(side) >= multiple):
         raise UserError(f"--images {plain(text)} is not COUNTxSIDE with a side of {multiple} pixels or more, as 6x1024")
@@ -124,7 +132,7 @@ def _images(text: str, multiple: int) -> tuple[int, int]:
 
 
 def draw(outcome: Outcome, config: Config, *, hardware_name: str, path: Path) -> None:
-    """The best layout's timeline, as a page or a picture by the file's ending."""
+    """Draw the timeline of the best layout as HTML or PNG, according to the file's suffix."""
     candidate = outcome.best[0].candidate
     timeline = timeline_of(outcome.best[0], config, profile(hardware_name))
     chunks = make_plan(outcome.config(config), candidate.dims).chunks

@@ -1,6 +1,6 @@
-"""A data set as WebDataset tars: `python tools/prepare_data.py SOURCE OUT_DIR [--image-root DIR]`.
+"""Convert a data set to WebDataset tars: `python tools/prepare_data.py SOURCE OUT_DIR [--image-root DIR]`.
 
-Reading tars is one long read where files of images are many short ones, which network file systems serve slowly.
+A tar is read sequentially; single image files need many small reads, which are slow on network file systems.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megavlm.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 done, 2 something given is wrong (said in one line)."""
+    """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
     options = _parser().parse_args(argv)
     try:
         prepare(options)
@@ -32,12 +32,21 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Write records and their images as WebDataset tars.")
-    parser.add_argument("source", metavar="SOURCE", help="file of records, or a folder of files of one kind")
-    parser.add_argument("out", metavar="OUT_DIR", type=Path, help="new folder; the same command again goes on in it")
-    parser.add_argument("--image-root", help="folder that image paths are relative to; default: the source's")
-    parser.add_argument("--kind", default="auto", choices=["auto", "llava", "messages", "text"])
-    parser.add_argument("--shard-mib", type=int, default=256, help="size of a tar (default: 256)")
-    parser.add_argument("--shuffle", type=int, metavar="SEED", help="write in random order; default: the source's")
+    parser.add_argument("source", metavar="SOURCE", help="File of records, or a folder of files of one kind.")
+    parser.add_argument(
+        "out", metavar="OUT_DIR", type=Path, help="New folder; the same command resumes an interrupted run."
+    )
+    parser.add_argument("--image-root", help="Folder that image paths are relative to; default: SOURCE's.")
+    parser.add_argument(
+        "--kind",
+        default="auto",
+        choices=["auto", "llava", "messages", "text"],
+        help="Format of SOURCE; auto detects it.",
+    )
+    parser.add_argument("--shard-mib", type=int, default=256, help="Maximum size of a tar in MiB; default: 256.")
+    parser.add_argument(
+        "--shuffle", type=int, metavar="SEED", help="Shuffle records with this seed; default: keep SOURCE's order."
+    )
     return parser
 
 
@@ -46,7 +55,9 @@ def prepare(options: argparse.Namespace) -> None:
     if options.shard_mib < 1:
         raise UserError(f"--shard-mib {options.shard_mib} is less than 1: use 64 or more")
     if is_stream(source):
-        raise UserError(f"{options.source} holds tars, which training reads as they are: --sources {options.source}")
+        raise UserError(
+            f"{options.source} contains tars, which training reads directly: use --sources {options.source}"
+        )
     records = open_records(source)
     count = len(records)
     order = np.arange(count) if options.shuffle is None else np.random.default_rng(options.shuffle).permutation(count)
@@ -77,7 +88,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def _progress(total: int) -> Callable[[int, Notes], None]:
-    """A line on stderr, at most every two seconds."""
+    """Return a callback that prints progress to stderr at most every two seconds."""
     last = time.monotonic()
 
     def show(done: int, notes: Notes) -> None:

@@ -1,7 +1,7 @@
-"""Look at the data before training on it: `python tools/preview_data.py CONFIG.yaml`, or with the flags of a run.
+"""Preview the training data: `python tools/preview_data.py CONFIG.yaml`, or with the flags of a run.
 
-Writes one HTML page that needs nothing else: images as the model sees them, the text with what is trained on marked,
-how samples are packed, lengths, the sources' shares, and what is skipped and why.
+Write one self-contained HTML page: images as the model receives them, the text with its trained tokens highlighted,
+the packing of samples into sequences, lengths, the sampling share of each source, and skipped samples with reasons.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megavlm.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 written, 2 something given is wrong (said in one line)."""
+    """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
     options, rest = _parser().parse_known_args(argv)
     if rest and not rest[0].startswith("-"):
         rest = ["--config", *rest]
@@ -35,17 +35,17 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Write a page that shows what a run would train on.",
-        epilog="Other flags are those of pretrain_vlm.py; a first argument that is none is its --config.",
+        description="Write an HTML page that shows the training data of a run.",
+        epilog="All flags of pretrain_vlm.py are accepted as well. A leading argument without -- is taken as --config.",
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE")
-    parser.add_argument("--samples", type=int, default=24, help="how many are shown in full (default: 24)")
+    parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="Write the page here.")
+    parser.add_argument("--samples", type=int, default=24, help="Number of samples shown in full; default: 24.")
     return parser
 
 
 def _config(argv: Sequence[str]) -> Config:
-    """The run's configuration, checked as for one process: a preview has no layout."""
+    """Return the configuration of the run, checked for one process, since a preview does not depend on the layout."""
     config = parse(argv)
     options = config.checkpoint
     if options.init_from or options.vision_from or options.language_from:
@@ -57,7 +57,7 @@ def _config(argv: Sequence[str]) -> Config:
 
 
 def write(config: Config, out: Path, *, shown: int) -> Path:
-    """The page, written in one step."""
+    """Write the page atomically and return its path."""
     from megavlm.preview.collect import look
     from megavlm.preview.page import page
 

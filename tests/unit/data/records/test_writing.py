@@ -153,7 +153,7 @@ def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys: pytest.Capt
         ((source, tmp_path / "full"), "holds something else already"),
         ((source, tmp_path / "out", "--shuffle", "1"), "holds something else already"),
         ((source, tmp_path / "new", "--shard-mib", "0"), "--shard-mib 0"),
-        ((tmp_path / "out", tmp_path / "new"), "holds tars"),
+        ((tmp_path / "out", tmp_path / "new"), "contains tars"),
         ((tmp_path / "nowhere", tmp_path / "new"), "is not a file"),
         ((tmp_path / "bad.jsonl", tmp_path / "new"), "no record can be used"),
     ]:
