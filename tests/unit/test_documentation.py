@@ -1,0 +1,134 @@
+"""Documents name only files, `make` targets and flags that exist; the programs' own parsers say which flags do."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megavlm.config import cli
+
+ROOT = Path(__file__).parents[2]
+# `docs/lab-notes.md` is a diary: it tells of files and flags of its day.
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "lab-notes.md"),
+]
+TOOLS = ("calibrate", "convert", "doctor", "plan", "prepare_data", "preview_data")
+TAKES_RUN_FLAGS = ("convert", "preview_data")
+# Flags of other programs: torchrun, pip, docker.
+FOREIGN_FLAGS = {"--nproc-per-node", "--no-build-isolation", "--shm-size"}
+SUFFIXES = (".py", ".md", ".sh", ".toml", ".cpp")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the flags of a parser and of its subcommands."""
+    found = {flag for action in parser._actions for flag in action.option_strings}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= set().union(*(flags_of(each) for each in action.choices.values()))
+    return found
+
+
+@cache
+def programs() -> dict[str, set[str]]:
+    """Return the flags of each program, by its path."""
+    run = flags_of(cli._parser(all_options=True))
+    found = {"pretrain_vlm.py": run}
+    for name in TOOLS:
+        own = flags_of(importlib.import_module(f"tools.{name}")._parser())
+        found[f"tools/{name}.py"] = own | run if name in TAKES_RUN_FLAGS else own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        found["benchmarks/predict_gpu.py"] = flags_of(importlib.import_module("predict_gpu")._parser())
+    # The branch of a shell script's `case` that takes options is its parser.
+    (options,) = re.findall(r"^ +(--[a-z |-]+)\)", (ROOT / "tools/gpu_check.sh").read_text(), flags=re.MULTILINE)
+    return {**found, "tools/gpu_check.sh": set(options.split(" | "))}
+
+
+@cache
+def files() -> set[str]:
+    """Return the files of the repository and their folders, relative to its root."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return {*listed, *(str(parent) for path in listed for parent in Path(path).parents)}
+
+
+def code_of(text: str) -> Iterator[str]:
+    """Yield the code spans and the lines of code blocks of a document, continued lines joined."""
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"^    .*$", text, flags=re.MULTILINE)
+    for block in (*fenced, *indented):
+        yield from block.replace("\\\n", " ").splitlines()
+    yield from re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def unknown_flags(text: str) -> Iterator[str]:
+    """Yield flags that no program has, and flags of commands whose program does not have them."""
+    known = set().union(*programs().values(), FOREIGN_FLAGS)
+    for flag in FLAG.findall(text):
+        # `--projector-…` names all flags that begin so.
+        if flag not in known and not (flag.endswith("-") and any(each.startswith(flag) for each in known)):
+            yield flag
+    for code in code_of(text):
+        for program, own in programs().items():
+            _, found, arguments = code.partition(f"{program} ")
+            for flag in FLAG.findall(arguments.partition("#")[0]) if found else ():
+                if flag not in own | FOREIGN_FLAGS:
+                    yield f"{flag} of {program}"
+
+
+def missing_files(text: str, folder: Path) -> Iterator[str]:
+    """Yield paths in code spans and targets of links that name no file of the repository."""
+    for code in code_of(text):
+        for word in re.findall(r"(?<![\w./:*-])[\w./*-]+", code):
+            path = word.rstrip(".").removesuffix("/")
+            ours = path.split("/")[0] in ("docs", "tests", "tools", "benchmarks", "megavlm") and "/" in path
+            if (ours or path.endswith(SUFFIXES)) and not exists(path):
+                yield path
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        if not (folder / target).exists():
+            yield target
+
+
+def exists(path: str) -> bool:
+    """Whether a path, from the root or from any folder below it, is one of the repository's."""
+    pattern = re.compile(rf"(.*/)?{re.escape(path).replace(chr(92) + '*', '[^/]*')}")
+    return any(pattern.fullmatch(each) for each in files())
+
+
+def missing_targets(text: str) -> Iterator[str]:
+    """Yield targets of `make` in code spans that the Makefile does not have."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for code in code_of(text):
+        yield from (target for target in re.findall(r"\bmake ([a-z-]+)", code) if target not in targets)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_document_names_what_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert list(unknown_flags(text)) == []
+    assert list(missing_files(text, document.parent)) == []
+    assert list(missing_targets(text)) == []
+
+
+def test_what_does_not_exist_is_found() -> None:
+    text = (
+        "Run `make tset` or `python tools/plan.py --lora-rank 4 --gpus 8`, `--projector-…`, `--projektor-…`, `--nope`;"
+        " see `megavlm/data/nothing.py`, `nothing.py`, `data/order.py`, `tests/nowhere/`, [there](docs/nothing.md)."
+    )
+    assert set(unknown_flags(text)) == {"--projektor-", "--nope", "--lora-rank of tools/plan.py"}
+    assert set(missing_files(text, ROOT)) == {
+        "megavlm/data/nothing.py",
+        "nothing.py",
+        "tests/nowhere",
+        "docs/nothing.md",
+    }
+    assert list(missing_targets(text)) == ["tset"]
