@@ -77,7 +77,7 @@ def save(trained: Trained, position: Position, *, config: Config, plan: Plan, ro
     state["loss_scale"] = loss_scale_state(trained.optimizer)
     state["fp8"] = _sharded_histories(trained) if history_of(config) else {}
     with _quiet():
-        write(state, temporary, group=trained.groups.dp, metadata=dict(_METADATA))
+        write(state, temporary, group=trained.groups.dp_cp, metadata=dict(_METADATA))
     if dist.get_rank() == 0:
         summary = _summary(config, plan, position)
         (temporary / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
@@ -220,7 +220,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
-    metadata = {**_METADATA, "dp_cp_group": trained.groups.dp}
+    metadata = {**_METADATA, "dp_cp_group": trained.groups.dp_cp}
     chunks = {
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(trained.chunks)
     }

@@ -233,7 +233,7 @@ class VLMChunk(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """Parameters by global name, with how each is sharded: read by checkpoints and initialisation."""
-        metadata = {**(metadata or {}), "dp_cp_group": self.groups.dp}
+        metadata = {**(metadata or {}), "dp_cp_group": self.groups.dp_cp}
         state: dict[str, Any] = {}
         for name, part in self.parts.items():
             state |= sharded_state_dict_default(part, f"{prefix}{name}.", (), metadata, tp_group=self.groups.tp)
@@ -250,7 +250,7 @@ class VLMChunk(MegatronModule):
                 replica_id=(1, 0, self.groups.at.dp),
                 allow_shape_mismatch=True,
                 tp_group=self.groups.tp,
-                dp_cp_group=self.groups.dp,
+                dp_cp_group=self.groups.dp_cp,
             )
         return state
 

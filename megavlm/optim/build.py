@@ -41,7 +41,7 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         align_param_gather=bool(parallel.overlap_param_gather) and len(chunks) > 1,
         bucket_size=parallel.ddp_bucket_size,
         use_distributed_optimizer=parallel.data_parallel_sharding != "none",
-        num_distributed_optimizer_instances=groups.dp.size() // groups.shard.size(),
+        num_distributed_optimizer_instances=groups.dp_cp.size() // groups.shard.size(),
         average_in_collective=False,
         fp8_param_gather=config.train.fp8_param_gather,
     )

@@ -41,6 +41,14 @@ class Groups:
 
     @property
     def dp(self) -> dist.ProcessGroup:
+        """The ranks at this rank's place of each model replica: they train on different samples."""
+        return self.collection.dp
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup:
+        """The ranks that hold the same parameters and add up their gradients: of each replica all that share a
+        sequence.
+        """
         return self.collection.dp_cp
 
     @property
@@ -51,7 +59,7 @@ class Groups:
     @property
     def replicas(self) -> dist.ProcessGroup | None:
         """HSDP: the ranks at this rank's place in the other groups that share; they hold the same. Else None."""
-        return self.collection.inter_dist_opt if self.shard.size() < self.dp.size() else None
+        return self.collection.inter_dist_opt if self.shard.size() < self.dp_cp.size() else None
 
     @property
     def block(self) -> dist.ProcessGroup:
@@ -63,9 +71,14 @@ class Groups:
         return self.at.tp + self.dims.tp * self.at.pp
 
     @property
-    def is_first_of_replica(self) -> bool:
-        """One rank per data-parallel replica and pipeline stage: speaks for its tensor-parallel group."""
+    def is_first_tp(self) -> bool:
+        """Whether this rank speaks for the tensor-parallel ranks of its stage, which know the same."""
         return self.at.tp == 0
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether this rank reads its replica's samples, and writes down what was skipped."""
+        return self.is_first_tp and self.at.pp == 0
 
 
 def start(backend: Backend, *, timeout_minutes: float) -> None:

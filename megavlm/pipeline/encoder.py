@@ -137,7 +137,7 @@ class Encoder:
             parts = self._run(one, graph=False).split([image.features for image in group])
             for features in parts:
                 index = missing.pop(0)
-                if self._groups.at.tp == 0:
+                if self._groups.is_first_tp:
                     cache.put(keys[index], features)
                 found[index] = features
             yield

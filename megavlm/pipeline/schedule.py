@@ -184,5 +184,5 @@ def finalize_gradients(
         colocated.finish()
     assert num_tokens is not None
     dist.broadcast(num_tokens, group_src=groups.pp.size() - 1, group=groups.pp)
-    dist.all_reduce(num_tokens, group=groups.dp)
+    dist.all_reduce(num_tokens, group=groups.dp_cp)
     counted(num_tokens)

@@ -119,7 +119,6 @@ def build(config: Config, backend: Backend) -> Run:
     )
     position = _restore(engine, feed, config, plan, folder)
     progress, sinks = _outputs(config, run_dir, position.iteration) if rank == 0 else (None, [])
-    reads = groups.at.tp == 0 and groups.at.pp == 0
     return Run(
         config=config,
         plan=plan,
@@ -131,7 +130,7 @@ def build(config: Config, backend: Backend) -> Run:
         run_dir=run_dir,
         progress=progress,
         sinks=sinks,
-        skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.at.dp:05d}.jsonl" if reads else None),
+        skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.at.dp:05d}.jsonl" if groups.is_reader else None),
     )
 
 

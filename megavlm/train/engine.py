@@ -96,7 +96,7 @@ class Engine:
         scale = loss_scale(self.optimizer)  # the step may change it
         with mark("optimizer"):
             updated, norm_of_sums, _ = self.optimizer.step()
-        totals = totals if self.groups.at.tp == 0 else torch.zeros_like(totals)
+        totals = totals if self.groups.is_first_tp else torch.zeros_like(totals)
         totals = torch.cat([totals, torch.tensor(counters, dtype=totals.dtype).to(totals.device, non_blocking=True)])
         dist.all_reduce(totals)
         sources = self.schedule.num_sources
