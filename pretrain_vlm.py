@@ -16,7 +16,7 @@ from megavlm.errors import UserError
 
 
 def main(argv: Sequence[str]) -> None:
-    """Parse → check → build → fit. Nothing heavy is imported before the configuration is known to be right."""
+    """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     config = with_plan(with_model(parse(argv)), world=world)
     if config.train.dry_run:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def with_model(config: Config) -> Config:
-    """The configuration with the model of the Hugging Face folders that it names, if it names any."""
+    """Return the configuration with the model of its Hugging Face folders, if it names any."""
     options = config.checkpoint
     if options.init_from is None and options.vision_from is None and options.language_from is None:
         return config
@@ -44,7 +44,7 @@ def with_model(config: Config) -> Config:
 
 
 def with_plan(config: Config, *, world: int) -> Config:
-    """The configuration with the planner's layout, if it asks for one (`--plan auto`); every rank finds the same."""
+    """Return the configuration with the planner's layout if `--plan auto`; all ranks compute the same."""
     if config.parallel.plan != "auto":
         return config
     from megavlm.data.vocabulary import with_vocabulary
@@ -54,7 +54,7 @@ def with_plan(config: Config, *, world: int) -> Config:
 
 
 def dry_run(config: Config, *, world: int) -> None:
-    """Print the plan for this layout, for at least as many processes as it needs; touches no device."""
+    """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
     from megavlm.data.vocabulary import with_vocabulary
     from megavlm.planner.auto import memory_of, offload_line
     from megavlm.planner.memory import table as memory_table
@@ -77,7 +77,7 @@ def dry_run(config: Config, *, world: int) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Exit status: 0 done, 2 the user's configuration or data is wrong (said once, in one line)."""
+    """Run the program; return the exit status: 0 done, 2 configuration or data are wrong (reported in one line)."""
     try:
         main(argv)
     except UserError as error:
@@ -85,15 +85,15 @@ def run(argv: Sequence[str]) -> int:
         if _speaks():
             print(f"pretrain_vlm.py: {error}", file=sys.stderr, flush=True)
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # torchrun ends the other ranks as soon as one has failed: let those that started later get here as well,
-            # so that the one that speaks is heard and each leaves with its own status.
+            # torchrun kills the other ranks as soon as one fails: wait until slower ranks get here, so that the rank
+            # that prints the message does so and each rank exits with its own status.
             time.sleep(4)
         return 2
     return 0
 
 
 def _speaks() -> bool:
-    """Whether this rank says what is wrong: rank 0, or whoever asks the run's store first once there is one."""
+    """Return whether this rank prints the error: rank 0, or the first rank to reach the run's store if it exists."""
     if "torch" in sys.modules:
         import torch.distributed as dist
 
@@ -107,5 +107,5 @@ if __name__ == "__main__":
     status = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: gloo's threads now and then abort the interpreter's teardown, which would change the status.
+    # Not sys.exit: gloo's threads sometimes abort during interpreter shutdown, which would change the status.
     os._exit(status)

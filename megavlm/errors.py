@@ -1,7 +1,8 @@
-"""The one exception that a user is meant to read."""
+"""The exception whose message is shown to the user."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """The user's configuration or data is wrong: one line that names the option and what to change (exit status 2)."""
+    """A mistake in the configuration or data. The message is one line that names the option and the remedy; the exit
+    status is 2."""

@@ -174,7 +174,7 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from megavlm.train.verify import compare, has_adapters
 
     if options.checkpoint is not None and has_adapters(options.checkpoint):
-        raise UserError(f"{options.checkpoint} has adapters: merge them with merge-lora and verify the result")
+        raise UserError(f"{options.checkpoint} has adapters: fold them in with merge-lora and verify the result")
     length = options.seq_length or length_for(config.model, origin.tiling)
     config = replace(config, train=TrainConfig(seq_length=length))
     found = compare(origin, options.checkpoint, config, chosen, samples=options.samples)

@@ -1,4 +1,4 @@
-"""What a run is: `schema` declares it, `cli.parse` and `load` read it, `rules.check` refuses what cannot work."""
+"""The configuration: `schema` declares it, `cli.parse` and `load` read it, `rules.check` validates it."""
 
 from megavlm.config.layout_rules import launches_in_order, overlapped, sequence_parallel
 

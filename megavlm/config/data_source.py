@@ -1,4 +1,4 @@
-"""Which kind of data a run reads."""
+"""The kind of data that a run reads."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from megavlm.config.schema import Config
 
 
 def data_source(config: Config) -> str:
-    """`--data`, or what it stands for where it is left out: files where there are sources, else synthetic."""
+    """Return `--data`; its default is files if `--sources` is given, else synthetic."""
     return config.data.source or ("files" if config.data.sources else "synthetic")

@@ -1,4 +1,4 @@
-"""Sizes that follow from the options of a model where they are not given: each rule once."""
+"""Sizes of a model that are computed from other options if they are not given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def with_vocab_size(config: Config, vocab_size: int) -> Config:
 
 
 def vocab_size(language: LanguageConfig) -> int:
-    """Return the number of tokens that the model knows; whoever counts with it fills it in first."""
+    """Return the vocabulary size; the caller must have filled in the tokenizer's size if it was not given."""
     assert language.vocab_size is not None, "the vocabulary's size is known once the tokenizer is: with_vocab_size"
     return language.vocab_size
 

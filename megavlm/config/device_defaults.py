@@ -1,7 +1,7 @@
-"""Every option whose default depends on the device, in one table.
+"""The options whose default depends on the device, in one table.
 
-Tests on a CPU do not see what only a GPU does by default. So whatever can be the same on both devices is, and each
-entry has a case that runs on gloo with the value of a GPU (`tests/dist/test_gpu_defaults.py` fails where one lacks).
+A test on a CPU does not run what is the default on a GPU alone. So defaults are the same on both devices if possible,
+and each entry here has a gloo test with the GPU's value (`tests/dist/test_gpu_defaults.py` fails if one is missing).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megavlm.config.schema import Config
 
 @dataclass(frozen=True)
 class DeviceDefault:
-    """An option that is None until the device is known; `cpu` and `gpu` take the configuration and the replicas."""
+    """An option that is None until the device is known; `cpu` and `gpu` take the configuration and the DP size."""
 
     option: str  # "section.field"
     cpu: Callable[[Config, int], Any]
@@ -35,7 +35,7 @@ DEVICE_DEFAULTS: tuple[DeviceDefault, ...] = (
 
 
 def with_device_defaults(config: Config, *, on_gpu: bool, dp: int) -> Config:
-    """Return the configuration with the options of the table that have an effect as asked, or as the device wants."""
+    """Return the configuration with the device's value for each unset option of the table that has an effect."""
     for default in DEVICE_DEFAULTS:
         section, field = default.option.split(".")
         if getattr(getattr(config, section), field) is None:
@@ -47,7 +47,7 @@ def with_device_defaults(config: Config, *, on_gpu: bool, dp: int) -> Config:
 
 
 def chunk_patches(config: Config, *, on_gpu: bool) -> int:
-    """Patches of a colocated encoder's pass, for a run and for the planner, which plans for other devices."""
+    """Return the maximum number of patches per pass of a colocated encoder on a CPU or a GPU."""
     colocated = replace(config, parallel=replace(config.parallel, placement="colocated"))
     found = with_device_defaults(colocated, on_gpu=on_gpu, dp=1).parallel.encoder_chunk_patches
     assert found is not None, "the table has it"

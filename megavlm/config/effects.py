@@ -1,7 +1,7 @@
-"""Options that have an effect only where another option is set, in one table.
+"""Options that have an effect only if another option is set, in one table.
 
-An option that would silently do nothing is refused, with what it lacks; one that a recipe brought along, and nobody
-asked for, gives way instead.
+An option that the user sets without effect is an error that names the missing option. An option that only a recipe sets
+returns to its default instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megavlm.config.schema import Config
 
 @dataclass(frozen=True)
 class Effect:
-    """`options` of `section` have an effect where `there` holds of the configuration."""
+    """The `options` of `section` have an effect if `there(config)` is true."""
 
     section: str
     options: tuple[str, ...]
@@ -48,7 +48,7 @@ EFFECTS = (
         "data",
         ("images_per_sample", "image_sizes", "imageless_share", "imageless_samples", "answer_share"),
         _data("synthetic"),
-        "but on synthetic data",
+        "except on synthetic data",
         "use --data synthetic",
     ),
     Effect(
@@ -66,7 +66,7 @@ EFFECTS = (
         "parallel",
         ("vision_tensor_model_parallel_size", "encoder_chunk_patches", "encoder_keep_chunks"),
         lambda config: config.parallel.placement == "colocated",
-        "but for an encoder outside the pipeline",
+        "without a colocated encoder",
         "add --placement colocated",
     ),
     Effect(
@@ -105,7 +105,7 @@ EFFECTS = (
         "train",
         _DELAYED,
         lambda config: config.train.fp8_recipe == "delayed",
-        "but on delayed scaling",
+        "without delayed scaling",
         "use --fp8-recipe delayed",
     ),
     Effect(
@@ -133,7 +133,7 @@ EFFECTS = (
 
 
 def idle(config: Config) -> Iterator[tuple[Option, Effect]]:
-    """Yield the options that differ from their defaults and have no effect in this configuration."""
+    """Yield the options that differ from their defaults but have no effect in this configuration."""
     known = {option.key: option for option in options()}
     for effect in EFFECTS:
         if effect.there(config):
@@ -152,6 +152,6 @@ def options_have_an_effect(config: Config) -> str | None:
 
 
 def without_idle(config: Config, given: Collection[tuple[str, ...]]) -> Config:
-    """Return the configuration with defaults in place of idle options, but for those whose paths are `given`."""
+    """Return the configuration with idle options at their defaults, except those whose paths are `given`."""
     unasked = {option.path: option.default for option, _ in idle(config) if option.path not in given}
     return with_values(config, unasked)

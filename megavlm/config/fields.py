@@ -1,7 +1,7 @@
-"""What the schema's fields accept: one table, read from the dataclasses, behind flags, YAML keys and messages.
+"""The options of `Config` and their types, read from the dataclasses; flags, YAML and messages use this table.
 
-`options()` lists every field of `Config` as an `Option`; its `Kind` turns a YAML value or the words after a flag
-into the field's value, or raises a UserError of one line that names the option, the value and what is expected.
+`options()` returns each field of `Config` as an `Option`. Its `Kind` converts a YAML value or the words after a flag
+to the field's value, or raises a UserError of one line that names the option, the value and what is expected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megavlm.config.schema import Config
 from megavlm.config.words import did_you_mean, plain, shown
 from megavlm.errors import UserError
 
-# Sections whose fields would collide with one another as bare flags: theirs carry the section's name.
+# The flags of these sections start with the section's name, since their fields have equal names.
 PREFIXED_SECTIONS = ("vision", "projector", "language", "lora")
 
 _SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
@@ -26,9 +26,9 @@ _PLURALS = {int: "integers", str: "texts"}
 
 @dataclass(frozen=True)
 class Kind:
-    """The values of a field: a scalar or one of `choices`, `many` of them, or nothing at all when `optional`.
+    """The type of a field: a scalar or one of `choices`, a tuple of them if `many`, or also None if `optional`.
 
-    A dataclass as the scalar is a mapping in YAML, and `FIRST_FIELD,field=value,…` after a flag.
+    If the scalar is a dataclass, YAML has a mapping and a flag takes `FIRST_FIELD,field=value,…`.
     """
 
     scalar: type
@@ -38,7 +38,7 @@ class Kind:
 
     @property
     def expected(self) -> str:
-        """What to write, in words."""
+        """Return a description of valid values."""
         if self.choices:
             return f"{'a list of any of' if self.many else 'one of'} {', '.join(self.choices)}"
         if self.is_record:
@@ -50,7 +50,7 @@ class Kind:
         return is_dataclass(self.scalar)
 
     def from_yaml(self, value: object, *, name: str) -> Any:
-        """The field's value for what YAML holds; types are strict. Raises UserError naming `name`."""
+        """Return the field's value for a YAML value; types are strict. Raises UserError naming `name`."""
         expected = f"{self.expected} or null" if self.optional else self.expected
         if value is None and self.optional:
             return None
@@ -61,7 +61,7 @@ class Kind:
         return tuple(self._scalar(item, name=name, expected=expected) for item in value)
 
     def from_words(self, words: Sequence[str], *, name: str) -> Any:
-        """The field's value for the words after a flag. Raises UserError naming `name`."""
+        """Return the field's value for the words after a flag. Raises UserError naming `name`."""
         expected = f"{self.expected} or none" if self.optional else self.expected
         if self.optional and [word.lower() for word in words] == ["none"]:
             return None
@@ -73,7 +73,7 @@ class Kind:
         return values if self.many else values[0]
 
     def _parsed(self, word: str) -> object:
-        """A word as YAML would have given it; one that does not parse stays text, for `_scalar` to refuse."""
+        """Return a word as a YAML value; a word that is no integer stays text, which `_scalar` rejects."""
         if self.scalar is int:
             try:
                 return int(word)
@@ -90,7 +90,7 @@ class Kind:
         if self.choices:
             if value in self.choices:
                 return value
-            # `vision,projector` is several choices, not one misspelt.
+            # `vision,projector` is a list in the wrong syntax: a suggestion for one misspelt choice would mislead.
             raise UserError(wrong if "," in str(value) else wrong + did_you_mean(str(value), self.choices))
         # bool is an int to Python, but `micro_batch_size: true` is a mistake.
         if isinstance(value, bool) and self.scalar is not bool:
@@ -110,7 +110,7 @@ def _kinds(record: Any) -> dict[str, Kind]:
 
 
 def _record(record: Any, values: Mapping[Any, object], *, name: str) -> Any:
-    """An instance of a dataclass from a mapping. Raises UserError for an unknown key or a wrong value."""
+    """Return a dataclass instance for a mapping. Raises UserError for an unknown key or a wrong value."""
     kinds = _kinds(record)
     for key in values:
         if key not in kinds:
@@ -121,17 +121,17 @@ def _record(record: Any, values: Mapping[Any, object], *, name: str) -> Any:
 
 
 def _record_of_word(record: Any, word: str, *, name: str) -> Any:
-    """`FIRST_FIELD,field=value,…` as an instance of a dataclass."""
+    """Return a dataclass instance for `FIRST_FIELD,field=value,…`."""
     first, *rest = word.split(",")
     pairs = [part.partition("=") for part in rest]
     for key, equals, _ in pairs:
         if not equals:
-            raise UserError(f"{name} {plain(word)}: {plain(key)} is no key=value: write {name} PATH,key=value,…")
+            raise UserError(f"{name} {plain(word)}: {plain(key)} is not key=value: write {name} PATH,key=value,…")
     return _record(record, {next(iter(_kinds(record))): first, **{key: value for key, _, value in pairs}}, name=name)
 
 
 def _finite(value: int | float | str, *, wrong: str) -> float:
-    """A number as float. Text is tried too, because YAML 1.1 reads 1e-4 (no dot) as text."""
+    """Return a number as a finite float. Text is converted too, because YAML 1.1 reads 1e-4 (no dot) as text."""
     try:
         number = float(value)
     except (ValueError, OverflowError):
@@ -143,7 +143,7 @@ def _finite(value: int | float | str, *, wrong: str) -> float:
 
 @dataclass(frozen=True)
 class Option:
-    """A field of `Config`. `path` leads to it from the root, as in ("model", "vision", "num_layers")."""
+    """A field of `Config` at `path`, for example ("model", "vision", "num_layers")."""
 
     path: tuple[str, ...]
     kind: Kind
@@ -180,7 +180,7 @@ class Option:
 
 @cache
 def options() -> tuple[Option, ...]:
-    """Every field of `Config` in the schema's order, the section of each kept together."""
+    """Return all fields of `Config` in the order of the schema, section by section."""
     return tuple(_options(Config, ()))
 
 
@@ -215,7 +215,7 @@ def _kind(annotation: Any) -> Kind:
 
 
 def with_values(config: Config, values: Mapping[tuple[str, ...], Any]) -> Config:
-    """A copy of `config` with the values at some paths replaced."""
+    """Return a copy of `config` with the values at the given paths replaced."""
     return _replaced(config, values)
 
 
@@ -228,7 +228,7 @@ def _replaced(section: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
 
 
 def value_at(config: Config, path: Sequence[str]) -> Any:
-    """The value of the field that `path` leads to."""
+    """Return the value of the field at `path`."""
     value: Any = config
     for name in path:
         value = getattr(value, name)

@@ -1,4 +1,4 @@
-"""Rules about the layout: what tensor and pipeline parallelism ask of the model, and of the number of processes."""
+"""Rules about the layout: constraints of tensor and pipeline parallelism on the model and the number of processes."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from megavlm.config.words import divisors, nearest, shown
 
 
 def sequence_parallel(config: Config) -> bool:
-    """Whether activations between TP regions are sharded: as asked, or wherever TP > 1."""
+    """Return whether sequence parallelism is on: --sequence-parallel, or its default (on if TP > 1)."""
     asked = config.parallel.sequence_parallel
     return config.parallel.tensor_model_parallel_size > 1 if asked is None else asked
 
 
 def launches_in_order(config: Config) -> bool:
-    """Return whether kernels of all streams should begin in the order of their launch, on GPUs before Blackwell.
+    """Return whether kernels of all streams should start in the order of their launch, on GPUs before Blackwell.
 
-    Then tensor-parallel communication begins beside the products that it should hide behind. FSDP2's transfers and an
-    encoder that runs ahead need the opposite: to overtake what was launched before.
+    In that order tensor-parallel communication starts together with the matrix products that it overlaps. FSDP2's
+    transfers and --encode-ahead need the opposite: their kernels must be able to start before earlier launches.
     """
     parallel = config.parallel
     return parallel.tensor_model_parallel_size > 1 and not (shards_gradients(config) or parallel.encode_ahead)
 
 
 def overlapped(config: Config, *, dp: int) -> Config:
-    """Return the configuration with each overlap of communication decided: as asked, or on wherever there are replicas.
+    """Return the configuration with unset overlap options at their defaults: on if there are several replicas.
 
-    The same on every device: a CPU hides nothing by it and loses nothing, and its tests run what a GPU runs.
+    The defaults are the same on every device. A CPU gains and loses nothing, and its tests run what a GPU runs.
     """
     parallel = config.parallel
-    pays = dp > 1 and not shards_gradients(config)  # those overlap by themselves
+    pays = dp > 1 and not shards_gradients(config)  # FSDP2 overlaps on its own
     reduce, gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
     if reduce is None:
         reduce = pays or bool(gather)
@@ -46,7 +46,7 @@ def overlapped(config: Config, *, dp: int) -> Config:
 
 
 def heads_divide_over_tp(config: Config) -> str | None:
-    """Vision heads that TP does not divide are padded; query heads of the language model are not."""
+    """TP must divide the query heads of the language model; vision heads are padded instead."""
     tp, heads = config.parallel.tensor_model_parallel_size, config.model.language.num_attention_heads
     if heads % tp:
         return (
@@ -57,19 +57,19 @@ def heads_divide_over_tp(config: Config) -> str | None:
 
 
 def adapters_find_whole_heads(config: Config) -> str | None:
-    """Where tensor-parallel ranks share a key/value head, no rank holds whole rows of q_proj, k_proj and v_proj."""
+    """LoRA needs TP to divide the key/value heads: ranks that share a head hold no complete rows of q, k and v."""
     tp, language = config.parallel.tensor_model_parallel_size, config.model.language
     groups = query_groups(language)
     if groups % tp and "language" in adapted_parts(config):
         return (
-            f"--tp {tp} with {groups} key/value heads cannot be adapted (--lora-rank {config.lora.rank}): use a --tp "
-            f"that divides {groups}, or adapt vision alone (--lora-targets vision)"
+            f"--tp {tp} with {groups} key/value heads cannot have adapters (--lora-rank {config.lora.rank}): use a "
+            f"--tp that divides {groups}, or adapt vision only (--lora-targets vision)"
         )
     return None
 
 
 def query_groups_divide_over_tp(config: Config) -> str | None:
-    """Ranks hold whole key/value heads, or as many ranks share each."""
+    """TP divides the key/value heads, or the heads divide TP, so that equally many ranks share each."""
     tp, groups = config.parallel.tensor_model_parallel_size, config.model.language.num_query_groups
     if groups is not None and groups % tp and tp % groups:
         return (
@@ -94,7 +94,7 @@ def mlps_divide_over_tp(config: Config) -> str | None:
 
 
 def _vision_tp(config: Config) -> tuple[str, int]:
-    """The tensor parallelism of vision tower and projector, and the option that says so."""
+    """Return the option that sets the tensor parallelism of vision tower and projector, and its value."""
     parallel = config.parallel
     if parallel.placement == "stages":
         return "--tensor-model-parallel-size", parallel.tensor_model_parallel_size
@@ -102,15 +102,15 @@ def _vision_tp(config: Config) -> tuple[str, int]:
 
 
 def encoders_divide_replica(config: Config) -> str | None:
-    """Encoders with a tensor parallelism of their own share out a replica's ranks evenly, and talk as they run."""
+    """--vision-tp must divide the ranks of a replica; such encoders communicate, so --encode-ahead is excluded."""
     parallel = config.parallel
     shared = parallel.vision_tensor_model_parallel_size
     if shared == 1:
         return None
     if parallel.placement != "colocated":
         return (
-            f"--vision-tp {shared} is for an encoder outside the pipeline: add --placement colocated, or leave it out "
-            "(in stages the encoder has --tp's)"
+            f"--vision-tp {shared} needs a colocated encoder: add --placement colocated, or leave it out "
+            "(in pipeline stages the encoder uses --tp)"
         )
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     if ranks % shared:
@@ -120,8 +120,8 @@ def encoders_divide_replica(config: Config) -> str | None:
         )
     if parallel.encode_ahead:
         return (
-            f"--encode-ahead runs an encoder beside other communication, but --vision-tp {shared} makes encoders "
-            "communicate: leave one of them out"
+            f"--encode-ahead runs the encoder concurrently with other communication, but with --vision-tp "
+            f"{shared} the encoder communicates itself: leave one of them out"
         )
     return None
 
@@ -162,23 +162,23 @@ def interleaving_has_stages(config: Config) -> str | None:
 
 
 def features_can_be_reused(config: Config) -> str | None:
-    """Features that are made before their step, or were made by another run, must not depend on when."""
+    """Features computed before their step or by another run must not depend on the time of computation."""
     model, parallel = config.model, config.parallel
     asked = {"--encode-ahead": parallel.encode_ahead, "--vision-cache": parallel.vision_cache is not None}
     for option in (name for name, given in asked.items() if given):
         if parallel.placement != "colocated":
-            return f"{option} is for an encoder outside the pipeline: add --placement colocated, or leave it out"
+            return f"{option} needs a colocated encoder: add --placement colocated, or leave it out"
         if not {"vision", "projector"} <= set(model.freeze):
-            return f"{option} needs an encoder that does not change: add --freeze vision projector, or leave it out"
+            return f"{option} needs a frozen encoder: add --freeze vision projector, or leave it out"
         if model.hidden_dropout or model.attention_dropout:
             return f"{option} needs features without dropout: set --hidden-dropout and --attention-dropout to 0"
     if parallel.vision_cache == "" or (parallel.vision_cache or "").startswith("~"):
-        return f"--vision-cache {shown(parallel.vision_cache or '')} is no path: write out the folder"
+        return f"--vision-cache {shown(parallel.vision_cache or '')} is not a path: write the full folder name"
     return None
 
 
 def tp_overlap_has_sequences(config: Config) -> str | None:
-    """What overlaps is the exchange of parts of the sequence, which only sequence parallelism has."""
+    """The overlap splits the sequence exchange of tensor parallelism, which exists only with sequence parallelism."""
     if not config.parallel.tp_comm_overlap:
         return None
     if not sequence_parallel(config):
@@ -189,27 +189,28 @@ def tp_overlap_has_sequences(config: Config) -> str | None:
 
 
 def graphs_can_be_captured(config: Config) -> str | None:
-    """A graph is a fixed sequence of kernels on fixed memory: nothing that is decided anew each time fits in."""
+    """A CUDA graph replays fixed kernels on fixed memory, so that shapes and buffers must not change per call."""
     if not config.train.cuda_graphs:
         return None
     parallel, model = config.parallel, config.model
     conflicts = {
         "packed sequences, whose lengths vary: add --no-packing": data_source(config) == "files"
         and config.data.packing,
-        "tensor parallelism, whose buffers graphs would share: use --tp 1": parallel.tensor_model_parallel_size > 1,
-        "pipeline stages, where forward passes overtake backward passes: use --pp 1": (
+        "tensor parallelism, because graphs would share its buffers: use --tp 1": parallel.tensor_model_parallel_size
+        > 1,
+        "pipeline stages, because several micro-batches are in flight: use --pp 1": (
             parallel.pipeline_model_parallel_size > 1
         ),
         "recomputation: use --recompute-granularity none": config.train.recompute_granularity != "none",
-        "dropout, which would repeat: set --hidden-dropout and --attention-dropout to 0": bool(
+        "dropout, whose random masks would repeat: set --hidden-dropout and --attention-dropout to 0": bool(
             model.hidden_dropout or model.attention_dropout or (config.lora.rank and config.lora.dropout)
         ),
-        "weights that come and go: use --data-parallel-sharding optimizer": shards_gradients(config),
+        "sharded parameters and gradients: use --data-parallel-sharding optimizer": shards_gradients(config),
         "offloaded activations: leave --offload activations out": "activations" in parallel.offload,
-        "FP8, whose scales are made anew: use --fp8 none": config.train.fp8 != "none",
-        "gathering parameters meanwhile: leave --overlap-param-gather out": bool(parallel.overlap_param_gather),
+        "FP8, whose scales change each step: use --fp8 none": config.train.fp8 != "none",
+        "overlapped parameter gathers: leave --overlap-param-gather out": bool(parallel.overlap_param_gather),
     }
-    return next((f"--cuda-graphs excludes {what}" for what, given in conflicts.items() if given), None)
+    return next((f"--cuda-graphs does not support {what}" for what, given in conflicts.items() if given), None)
 
 
 def world_divides(config: Config, world: int) -> str | None:
@@ -243,14 +244,14 @@ def global_batch_divides(config: Config, world: int) -> str | None:
 
 
 def interleaving_has_microbatches(config: Config, world: int) -> str | None:
-    """Interleaved 1F1B runs micro-batches in rounds of PP."""
+    """Interleaved 1F1B needs a number of micro-batches that PP divides."""
     train, pp = config.train, config.parallel.pipeline_model_parallel_size
     step = train.micro_batch_size * _data_parallel_size(config, world)
     count = train.global_batch_size // step
     if config.parallel.virtual_pipeline_model_parallel_size > 1 and count % pp:
         return (
             f"--virtual-pipeline-model-parallel-size > 1 needs a number of micro-batches divisible by "
-            f"--pipeline-model-parallel-size {pp}, but --global-batch-size {train.global_batch_size} makes {count}: "
+            f"--pipeline-model-parallel-size {pp}, but --global-batch-size {train.global_batch_size} gives {count}: "
             f"{nearest(train.global_batch_size, step * pp)}"
         )
     return None
@@ -259,12 +260,12 @@ def interleaving_has_microbatches(config: Config, world: int) -> str | None:
 def profiled_ranks_exist(config: Config, world: int) -> str | None:
     for rank in config.logging.profile_ranks if config.logging.profile else ():
         if rank >= world:
-            return f"--profile-ranks {rank} is no rank of {world} processes: use 0 to {world - 1}"
+            return f"--profile-ranks {rank} is not a rank of {world} processes: use 0 to {world - 1}"
     return None
 
 
 def _data_parallel_size(config: Config, world: int) -> int:
-    """Ranks that are left for data parallelism; `world_divides` comes first, so there is at least one."""
+    """Return the data-parallel size; `world_divides` runs first, so that it is at least 1."""
     return world // (config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size)
 
 

@@ -1,4 +1,4 @@
-"""Configurations to YAML and back: exact, strict about keys and types, and partial files are fine."""
+"""Write configurations as YAML and read them: exact, strict about keys and types; files may be partial."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megavlm.errors import UserError
 
 
 def to_yaml(config: Config) -> str:
-    """Every option of a run, in the schema's order. `from_dict(yaml.safe_load(text))` gives it back exactly."""
+    """Return all options of a run as YAML. `from_dict(yaml.safe_load(text))` returns the same configuration."""
     text: str = yaml.safe_dump(_plain_data(asdict(config)), sort_keys=False, width=120)
     return text
 
 
 def _plain_data(value: Any) -> Any:
-    """The same data without tuples, which are Python's alone and which YAML would have to tag."""
+    """Return the data with lists in place of tuples, which YAML can only write with a Python tag."""
     if isinstance(value, dict):
         return {key: _plain_data(item) for key, item in value.items()}
     return [_plain_data(item) for item in value] if isinstance(value, tuple) else value
 
 
 def from_dict(data: object) -> Config:
-    """A configuration from nested mappings as YAML gives them; what is absent keeps its default.
+    """Return the configuration of nested mappings as YAML returns them; absent keys keep their defaults.
 
     Raises UserError naming `section.key` for an unknown key (with a suggestion) or a value of the wrong type.
     """
@@ -41,7 +41,7 @@ def from_dict(data: object) -> Config:
 def _values(
     data: object, *, prefix: str, table: Mapping[str, Option], sections: set[str]
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path, value) of each option given at or below `prefix`, which is empty or ends with a dot."""
+    """Yield (path, value) of each option at or below `prefix`, which is empty or ends with a dot."""
     if not isinstance(data, Mapping):
         where = prefix.rstrip(".") or "the configuration"
         raise UserError(
@@ -59,7 +59,7 @@ def _values(
 
 
 def _suggestion(name: str, *, prefix: str, table: Mapping[str, Option], sections: set[str]) -> str:
-    """What an unknown key may have meant: the same name elsewhere, an alias (`tp`), or a name spelled much like it."""
+    """Return a hint for an unknown key: the same name elsewhere, an alias (`tp`), or a similar name."""
     leaves = {key: key.rpartition(".")[2] for key in table}
     same = [key for key, leaf in leaves.items() if leaf == name.replace("-", "_")]
     aliased = [key for key, option in table.items() if f"--{name.replace('_', '-')}" in option.flags]
@@ -73,7 +73,7 @@ def _suggestion(name: str, *, prefix: str, table: Mapping[str, Option], sections
 
 
 def from_yaml_file(path: str | Path) -> Config:
-    """The configuration in a YAML file. Raises UserError, naming the file, when it is missing or wrong in any way."""
+    """Return the configuration in a YAML file. Raises UserError, which names the file, if it cannot be used."""
     name = plain(str(path))
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def from_yaml_file(path: str | Path) -> Config:
     try:
         duplicate = _duplicate_key(yaml.compose(text, Loader=yaml.SafeLoader))
         data = yaml.safe_load(text)
-    # PyYAML raises nearly anything on hostile text: YAMLError, ValueError (dates), KeyError (tags), RecursionError.
+    # PyYAML raises many types on malformed text: YAMLError, ValueError (dates), KeyError (tags), RecursionError.
     except Exception as error:
         raise UserError(f"--config {name} is not valid YAML{_place(error)}") from None
     if duplicate is not None:
@@ -97,7 +97,7 @@ def from_yaml_file(path: str | Path) -> Config:
 
 
 def _duplicate_key(root: Any) -> str | None:
-    """A key that a mapping of the file has twice, of which YAML would silently keep the last."""
+    """Return a key that occurs twice in a mapping, or None; YAML would silently keep the last value."""
     waiting, seen = [root], set()
     while waiting:
         node = waiting.pop()
@@ -117,7 +117,7 @@ def _duplicate_key(root: Any) -> str | None:
 
 
 def _place(error: Exception) -> str:
-    """Where and why YAML gave up, on one line."""
+    """Return the line and the reason of a YAML error, as one line."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return ""
     return f": line {error.problem_mark.line + 1}: {plain(str(error.problem))}"

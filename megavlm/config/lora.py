@@ -1,6 +1,6 @@
-"""Which linear layers have adapters: names and patterns, pure text.
+"""Selection of the linear layers that get LoRA adapters, by names and patterns.
 
-Adapters carry Hugging Face's names inside our layers: `language.layers.3.q_proj`, `vision.layers.0.fc1`.
+An adapter's name is the layer's global name and Hugging Face's name of the linear layer: `language.layers.3.q_proj`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ GATED_VISION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up
 
 
 def linears_of(config: Config, part: str) -> tuple[str, ...]:
-    """The linear layers of one layer of a part, "vision" or "language"."""
+    """Return the names of the linear layers in a transformer layer of a part ("vision" or "language")."""
     if part == "language":
         return LANGUAGE_LINEARS
     return GATED_VISION_LINEARS if config.model.vision.activation == "swiglu" else VISION_LINEARS
 
 
 def is_target(lora: LoraConfig, layer: str, linear: str) -> bool:
-    """Whether a layer's linear has an adapter.
+    """Return whether a linear layer has an adapter.
 
-    A target is a whole name with * and ?, the beginning of names (`language`, `vision.layers.0`), or a linear's name
-    wherever it stands (`q_proj`).
+    A target is a full name, which may contain * and ?, a prefix of names (`language`, `vision.layers.0`), or the name
+    of a linear layer (`q_proj`) in all layers.
     """
     return lora.rank > 0 and any(_matches(f"{layer}.{linear}", target) for target in lora.targets)
 
@@ -36,7 +36,7 @@ def _matches(name: str, target: str) -> bool:
 
 
 def all_names(config: Config) -> list[str]:
-    """Every name that an adapter could have."""
+    """Return the names of all linear layers that can have adapters."""
     layers = {"vision": config.model.vision.num_layers, "language": config.model.language.num_layers}
     return [
         f"{part}.layers.{number}.{linear}"
@@ -47,13 +47,13 @@ def all_names(config: Config) -> list[str]:
 
 
 def unmatched(config: Config) -> list[str]:
-    """Targets that no linear layer fits."""
+    """Return the targets that match no linear layer."""
     names = all_names(config)
     return [target for target in config.lora.targets if not any(_matches(name, target) for name in names)]
 
 
 def never_run(config: Config) -> list[str]:
-    """Targets that fit only vision layers after the one whose output is used."""
+    """Return the targets that match only vision layers after --vision-feature-layer, which never run."""
     vision = config.model.vision
     runs = vision.num_layers + 1 + vision.feature_layer
     skipped = {
@@ -66,7 +66,7 @@ def never_run(config: Config) -> list[str]:
 
 
 def adapted_parts(config: Config) -> tuple[str, ...]:
-    """Parts of the model that have adapters: there, everything else is frozen."""
+    """Return the parts of the model with adapters; their other weights are frozen."""
     if not config.lora.rank:
         return ()
     targets = config.lora.targets
@@ -75,5 +75,5 @@ def adapted_parts(config: Config) -> tuple[str, ...]:
 
 
 def is_adapter(key: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return ".lora." in key

@@ -1,4 +1,4 @@
-"""Rules about the model on its own. `rules.py` says what a rule is."""
+"""Rules about the model. `rules.py` defines what a rule is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def vision_heads_divide_hidden(config: Config) -> str | None:
 
 
 def vision_rotary_pairs(config: Config) -> str | None:
-    """2-D rotary positions turn pairs of channels, half of them by row and half by column: 4 divides the head."""
+    """2-D rotary embedding rotates pairs of channels, half by row and half by column: 4 must divide the head width."""
     vision = config.model.vision
     head = vision.hidden_size // vision.num_attention_heads
     if vision.position_embedding != "learned" and head % 4:
@@ -44,14 +44,14 @@ def language_heads_divide_hidden(config: Config) -> str | None:
 
 
 def language_rotary_pairs(config: Config) -> str | None:
-    """Rotary positions turn pairs of channels."""
+    """Rotary embedding rotates pairs of channels, so that the head width must be even."""
     language = config.model.language
     if language.kv_channels is not None and language.kv_channels % 2:
-        return f"--language-kv-channels {language.kv_channels} must be even for rotary positions: add or take 1"
+        return f"--language-kv-channels {language.kv_channels} must be even for rotary embedding: add or subtract 1"
     if language.kv_channels is None and (head := language.hidden_size // language.num_attention_heads) % 2:
         return (
             f"--language-hidden-size {language.hidden_size} / --language-num-attention-heads "
-            f"{language.num_attention_heads} is {head}, and rotary positions need an even head width: change either, "
+            f"{language.num_attention_heads} is {head}, and rotary embedding needs an even head width: change either, "
             f"or set --language-kv-channels"
         )
     return None
@@ -71,18 +71,18 @@ def sequence_is_not_too_long(config: Config) -> str | None:
     longest = config.model.language.max_positions
     if longest is not None and config.train.seq_length > longest:
         return (
-            f"--seq-length {config.train.seq_length} is longer than the {longest} positions that the language model is "
-            "made for: lower it, or set --language-max-positions none to extrapolate"
+            f"--seq-length {config.train.seq_length} is longer than the {longest} positions that the language model "
+            "supports: lower it, or set --language-max-positions none to extrapolate"
         )
     return None
 
 
 def mrope_sections_fill_the_head(config: Config) -> str | None:
-    """Every pair of channels turns with one of three axes."""
+    """The three M-RoPE sections must cover all channel pairs of a head."""
     language = config.model.language
     sections = language.mrope_section
     if language.mrope_interleaved and not sections:
-        return "--language-mrope-interleaved says how sections lie: give them with --language-mrope-section"
+        return "--language-mrope-interleaved sets the order of M-RoPE sections: add --language-mrope-section"
     pairs = (language.kv_channels or language.hidden_size // language.num_attention_heads) // 2
     if sections and (len(sections) != 3 or sum(sections) != pairs):
         return (
@@ -113,11 +113,11 @@ def feature_layer_exists(config: Config) -> str | None:
 
 
 def windows_hold_features(config: Config) -> str | None:
-    """A window is whole features (blocks of merged patches), and nothing but patches."""
+    """A window holds at least one feature (a block of merged patches) and no class token."""
     vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
     if vision.window_size is None:
         if vision.full_attention_layers:
-            return "--vision-full-attention-layers are exceptions from windows: give --vision-window-size too"
+            return "--vision-full-attention-layers are exceptions from windowed attention: add --vision-window-size"
         return None
     if vision.window_size < vision.patch_size * shuffle:
         return (
@@ -125,21 +125,21 @@ def windows_hold_features(config: Config) -> str | None:
             f"--vision-patch-size {vision.patch_size} × --projector-pixel-shuffle {shuffle}"
         )
     if vision.class_token:
-        return "--vision-window-size and --vision-class-token exclude each other: a class token is in no window"
+        return "--vision-window-size and --vision-class-token cannot be combined: a class token is in no window"
     return None
 
 
 def deepstack_layers_exist(config: Config) -> str | None:
-    """Feature j comes from the j-th of them and is added after language layer j."""
+    """The features of the j-th DeepStack layer are added after language layer j."""
     vision, language = config.model.vision, config.model.language
     layers, last = vision.deepstack_layers, vision.num_layers + vision.feature_layer
     shown = f"--vision-deepstack-layers {' '.join(map(str, layers))}"
     if list(layers) != sorted(set(layers)):
-        return f"{shown} must rise: list each layer once, in the order of the tower"
+        return f"{shown} must be in ascending order: list each layer once"
     if layers and layers[-1] > last:
         return f"{shown} must be layers that run, 0 to {last}: see --vision-num-layers and --vision-feature-layer"
     if len(layers) > language.num_layers:
-        return f"{shown} are more layers than --language-num-layers {language.num_layers} can take: list fewer"
+        return f"{shown} are more than --language-num-layers {language.num_layers}: list fewer"
     return None
 
 
@@ -161,21 +161,21 @@ def patches_tile_images(config: Config) -> str | None:
 
 
 def tiled_images_are_expressible(config: Config) -> str | None:
-    """Features of tiled images are laid out anew after the projector, so nothing else may rely on where they lie."""
+    """Features of tiled images are rearranged after the projector; options that use their order are excluded."""
     model, data = config.model, config.data
     if model.projector.anyres_max_tiles is None:
         return None
     if model.vision.deepstack_layers:
-        return "--projector-anyres-max-tiles and --vision-deepstack-layers exclude each other: leave one of them out"
+        return "--projector-anyres-max-tiles and --vision-deepstack-layers cannot be combined: leave one of them out"
     if model.language.mrope_section:
-        return "--projector-anyres-max-tiles and --language-mrope-section exclude each other: leave one of them out"
+        return "--projector-anyres-max-tiles and --language-mrope-section cannot be combined: leave one of them out"
     if data_source(config) == "digits":
         return "--data digits has no tiled images: leave --projector-anyres-max-tiles out, or use --data synthetic"
     for side in data.image_sizes:
         if side % model.vision.image_size:
             return (
-                f"--image-sizes {side} is not whole tiles of --vision-image-size {model.vision.image_size}, as "
-                f"--projector-anyres-max-tiles needs: {nearest(side, model.vision.image_size)}"
+                f"--image-sizes {side} is not a multiple of --vision-image-size {model.vision.image_size}, "
+                f"which --projector-anyres-max-tiles needs: {nearest(side, model.vision.image_size)}"
             )
     return None
 
@@ -184,17 +184,17 @@ def lora_targets_exist(config: Config) -> str | None:
     if not config.lora.rank:
         return None
     if not config.lora.targets:
-        return "--lora-targets is empty: name what gets adapters, as in --lora-targets language, or set --lora-rank 0"
+        return "--lora-targets is empty: name layers, for example --lora-targets language, or set --lora-rank 0"
     if missing := unmatched(config):
         return (
-            f"--lora-targets {missing[0]} fits no linear layer: try language, vision, q_proj or "
+            f"--lora-targets {missing[0]} matches no linear layer: try language, vision, q_proj or "
             "language.layers.*.q_proj"
         )
     if idle := never_run(config):
         vision = config.model.vision
         return (
-            f"--lora-targets {idle[0]} fits only vision layers that never run, as --vision-feature-layer "
-            f"{vision.feature_layer} takes the output of layer {vision.num_layers + vision.feature_layer}: name layers "
+            f"--lora-targets {idle[0]} matches only vision layers that never run, because --vision-feature-layer "
+            f"{vision.feature_layer} uses the output of layer {vision.num_layers + vision.feature_layer}: name layers "
             "up to that one"
         )
     return None
@@ -205,14 +205,14 @@ def adapters_are_not_frozen(config: Config) -> str | None:
         if part in config.model.freeze:
             return (
                 f"--freeze {part} would freeze its adapters (--lora-targets {' '.join(config.lora.targets)}) as well: "
-                f"take {part} out of --freeze, adapters freeze the weights below them"
+                f"remove {part} from --freeze; adapters freeze the other weights anyway"
             )
     return None
 
 
 def something_trains(config: Config) -> str | None:
     if {"vision", "projector", "language"} <= set(config.model.freeze):
-        return "--freeze vision projector language leaves nothing to train: take one of them out"
+        return "--freeze vision projector language leaves nothing to train: remove one of them"
     return None
 
 

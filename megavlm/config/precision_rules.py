@@ -1,4 +1,4 @@
-"""Which layers run in FP8, and rules about it: what its kernels ask of shapes, and which options belong together."""
+"""Which layers run in FP8, and the rules of FP8: shapes that its kernels support, and options that conflict."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Precision = str  # "high" (--precision) or "fp8"
 
 
 def layer_precision(name: str, config: Config) -> Precision:
-    """How a layer's linear products are computed, by its global name: "fp8" or "high".
+    """Return the precision of a layer's linear layers, by its global name: "fp8" or "high".
 
-    Transformer layers of `--fp8-parts` but the first and last that are kept in bf16. Patch embedding, projector,
-    embedding, norms, attention scores and the output layer always are "high".
+    "fp8" are the transformer layers of `--fp8-parts`, except first and last ones kept in bf16. Patch embedding,
+    projector, embedding, norms, attention scores and the output layer are always "high".
     """
     part, _, rest = name.partition(".layers.")
     train = config.train
@@ -32,24 +32,24 @@ def layer_precision(name: str, config: Config) -> Precision:
 
 
 def _layers_of(part: str, config: Config) -> int:
-    """Layers that run: a tower whose features come from an earlier layer leaves the later ones out."""
+    """Return the number of layers that run; vision layers after --vision-feature-layer do not."""
     if part == "language":
         return config.model.language.num_layers
     return config.model.vision.num_layers + 1 + config.model.vision.feature_layer
 
 
 def fp8_multiple(recipe: str) -> int:
-    """What tokens and channels of an FP8 product divide by: cuBLAS asks for 16, blocks of MXFP8 have 32."""
+    """Return the multiple of tokens and channels that FP8 matrix products need: 16 (cuBLAS), 32 (MXFP8 blocks)."""
     return 32 if recipe == "mxfp8" else 16
 
 
 def fp8_in(part: str, config: Config) -> bool:
-    """Whether any layer of a part of the model may run in FP8."""
+    """Return whether any layer of a part of the model may run in FP8."""
     return config.train.fp8 != "none" and part in config.train.fp8_parts
 
 
 def sequence_multiple(part: str, config: Config, *, tp: int) -> int:
-    """The sequence of a part of the model is padded to a multiple of this: what SP shards and FP8 takes."""
+    """Return the multiple to which a part's sequence is padded, for sequence parallelism and FP8."""
     shards = tp if sequence_parallel(config) else 1
     return shards * fp8_multiple(config.train.fp8_recipe) if fp8_in(part, config) else shards
 
@@ -59,16 +59,16 @@ def fp8_belongs_to_bf16(config: Config) -> str | None:
     if train.fp8 != "none" and train.precision != "bf16":
         return f"--fp8 {train.fp8} needs --precision bf16, but that is {train.precision}: add --precision bf16"
     if train.fp8 != "none" and not train.fp8_parts:
-        return f"--fp8 {train.fp8} has no --fp8-parts to run in: name language or vision, or use --fp8 none"
+        return f"--fp8 {train.fp8} has no --fp8-parts: name language or vision, or use --fp8 none"
     return None
 
 
 def delayed_scaling_takes_all_layers(config: Config) -> str | None:
-    """Its histories move on at the end of one FP8 region, which spans all layers of a pipeline chunk."""
+    """Delayed scaling updates its history at the end of an FP8 region, which spans all layers of a chunk."""
     train = config.train
     if train.fp8 != "none" and train.fp8_recipe == "delayed" and train.first_last_layers_bf16:
         return (
-            "--first-last-layers-bf16 does not go with --fp8-recipe delayed: use --fp8-recipe tensorwise, or leave "
+            "--first-last-layers-bf16 does not support --fp8-recipe delayed: use --fp8-recipe tensorwise, or leave "
             "--first-last-layers-bf16 out"
         )
     return None
@@ -88,14 +88,14 @@ def some_layer_is_left_to_fp8(config: Config) -> str | None:
 
 
 def colocated_encoders_stay_high(config: Config) -> str | None:
-    """Ranks encode different numbers of images, so that FP8's reductions over them would not meet."""
+    """Ranks run different numbers of encoder passes, so that the collectives of FP8 scaling would not match."""
     if fp8_in("vision", config) and config.parallel.placement == "colocated":
-        return "--fp8-parts vision does not go with --placement colocated: use --fp8-parts language"
+        return "--fp8-parts vision cannot be combined with --placement colocated: use --fp8-parts language"
     return None
 
 
 def fp8_weights_are_gathered(config: Config) -> str | None:
-    """Weights in FP8 belong to an optimizer that shards their master weights and knows their type."""
+    """FP8 weights need the distributed optimizer, which keeps their fp32 main weights."""
     train, sharding = config.train, config.parallel.data_parallel_sharding
     if not train.fp8_param_gather:
         return None
@@ -105,18 +105,18 @@ def fp8_weights_are_gathered(config: Config) -> str | None:
             "--fp8-param-gather out"
         )
     if train.fp8_recipe == "mxfp8":
-        return "--fp8-param-gather does not go with --fp8-recipe mxfp8: use --fp8-recipe tensorwise, or leave it out"
+        return "--fp8-param-gather does not support --fp8-recipe mxfp8: use --fp8-recipe tensorwise, or leave it out"
     trained = [part for part in train.fp8_parts if part not in (*config.model.freeze, *adapted_parts(config))]
     if not trained:
         return (
-            "--fp8-param-gather finds no weights that are trained in FP8, frozen and adapted ones are never gathered: "
+            "--fp8-param-gather finds no weights that are trained in FP8 (frozen and adapted ones are not gathered): "
             "leave it out"
         )
     return None
 
 
 def fp8_fits_the_tokens(config: Config) -> str | None:
-    """Tokens of a linear layer's product: one rank's share of the micro-batch's rows."""
+    """The tokens of a micro-batch on one rank must be a multiple of what FP8 products support."""
     train = config.train
     if not fp8_in("language", config):
         return None
@@ -133,7 +133,7 @@ def fp8_fits_the_tokens(config: Config) -> str | None:
 
 
 def fp8_fits_the_widths(config: Config) -> str | None:
-    """Both sides of every product divide by the same multiple, after tensor parallelism."""
+    """The widths of linear layers, divided by TP, must be multiples of what FP8 products support."""
     train, model, tp = config.train, config.model, config.parallel.tensor_model_parallel_size
     multiple = fp8_multiple(train.fp8_recipe)
     widths: list[tuple[str, int, int]] = []
@@ -151,7 +151,7 @@ def fp8_fits_the_widths(config: Config) -> str | None:
 
 
 def fp8_fits_the_heads(config: Config) -> str | None:
-    """What attention's two products read and write besides the hidden states: heads, shared by tensor parallelism."""
+    """The widths of the attention projections on one rank must be multiples of what FP8 products support."""
     train, model, tp = config.train, config.model, config.parallel.tensor_model_parallel_size
     step = fp8_multiple(train.fp8_recipe) * tp
     vision_heads = -(-model.vision.num_attention_heads // tp) * tp  # padded, where TP does not divide them
@@ -167,7 +167,7 @@ def fp8_fits_the_heads(config: Config) -> str | None:
         for what, number in (("query", queries), ("query, key and value", queries + 2 * groups)):
             if number * width % step:
                 return (
-                    f"--{part}-num-attention-heads: {number} {what} heads of {width} channels are no multiple of "
+                    f"--{part}-num-attention-heads: {number} {what} heads of {width} channels are not a multiple of "
                     f"{step}, which FP8 products need (--fp8-recipe {train.fp8_recipe}, --tp {tp}): use another "
                     f"number or width of heads, a smaller --tp, or --fp8 none"
                 )

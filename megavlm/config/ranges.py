@@ -1,6 +1,6 @@
-"""What each number of a configuration may be on its own; `rules.py` relates them to one another.
+"""The valid range of each numeric option; `rules.py` relates options to one another.
 
-A test holds that every numeric field of the schema is in exactly one range, or named in `UNRANGED`.
+A test checks that every numeric field of the schema is in exactly one range or in `UNRANGED`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megavlm.config.schema import Config
 
 @dataclass(frozen=True)
 class Range:
-    """`holds` for every value of these options; `words` say it, after "must be"."""
+    """`holds(value)` is true for valid values of the options `keys`; messages say "must be " + `words`."""
 
     words: str
     holds: Callable[[float], bool]
@@ -135,7 +135,7 @@ RANGES = (
     ),
     Range("between 0 and 1", lambda value: 0 <= value <= 1, ("data.imageless_share", "data.max_bad_sample_rate")),
     Range("greater than 0 and at most 1", lambda value: 0 < value <= 1, ("data.answer_share",)),
-    # What every random generator that a seed reaches takes (numpy's bound is the tightest).
+    # The seeds that all random generators of a run accept; numpy has the tightest bound.
     Range("between 0 and 2**32 − 1", lambda value: 0 <= value < 2**32, ("train.seed",)),
     Range(
         "1, because it is not supported yet",
@@ -144,12 +144,12 @@ RANGES = (
     ),
 )
 
-# Their bounds depend on other options: rules.py and the planner hold them.
+# The bounds of these depend on other options; rules.py and the planner check them.
 UNRANGED = ("model.vision.feature_layer", "parallel.pipeline_cuts")
 
 
 def out_of_range(config: Config) -> Iterator[str]:
-    """A line for each number that is out of its range, in the order of `RANGES`."""
+    """Yield a message for each value outside its range, in the order of `RANGES`."""
     table = {option.key: option for option in options()}
     for allowed in RANGES:
         for key in allowed.keys:

@@ -1,8 +1,7 @@
-"""Whether a configuration can run: each rule is a small function that returns a complaint or None.
+"""Validation of a configuration: each rule is a small function that returns an error message or None.
 
-A complaint is one line that names the options and the remedy. Rules run in order and may rely on those before them;
-the ranges of single numbers come first, so that no rule divides by zero. Where a pipeline is cut is the planner's to
-judge.
+A message is one line that names the options and the remedy. Rules run in order, and a rule may assume that those before
+it hold. Ranges of single options come first, so that no rule divides by zero. The planner validates `--pipeline-cuts`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ RULES = (*MODEL_RULES, *LAYOUT_RULES, *PRECISION_RULES, *RUN_RULES, options_have
 
 
 def check(config: Config, *, world: int) -> None:
-    """Raises UserError for the first thing that is wrong with a configuration on `world` processes."""
+    """Raise UserError for the first rule that a configuration violates on `world` processes."""
     assert world >= 1, "a run has at least one process"
     for complaint in _complaints(config, world):
         raise UserError(complaint)

@@ -1,4 +1,4 @@
-"""Schedules of a recipe as shares of its length: a shorter run of it warms up and decays in the same proportions."""
+"""Scale a recipe's learning-rate schedule to the number of iterations that the user chose."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Path = tuple[str, ...]
 _LENGTH: Path = ("train", "train_iters")
 _STYLE: Path = ("optimizer", "lr_decay_style")
 _WSD: Path = ("optimizer", "lr_wsd_decay_iters")
-# Counted in iterations of the run; the least that each may become.
+# Options counted in iterations, with the lower bound of each.
 _SCHEDULES: Mapping[Path, int] = {("optimizer", "lr_warmup_iters"): 0, ("optimizer", "lr_decay_iters"): 1, _WSD: 1}
 
 
 def fitted(recipe: Config, given: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Return the values that a recipe's schedules take beside the values that a user gave.
+    """Return the schedule options of a recipe, scaled to the values that the user gave.
 
-    Where the user gave another number of iterations, schedules that he did not give keep their share of the run,
-    rounded down. A final decay that belongs to another style than the user's goes.
+    If the user gave a number of iterations, warm-up and decay keep their fraction of the run, rounded down, unless they
+    were given too. The length of the WSD decay is unset if the user chose another decay style.
     """
     values: dict[Path, Any] = {}
     if _LENGTH in given:
@@ -35,5 +35,5 @@ def fitted(recipe: Config, given: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def run_of(recipe: Config, given: Mapping[Path, Any]) -> Config:
-    """Return the recipe with what a user gave, its schedules fitted to that."""
+    """Return the recipe with the user's values and its schedule scaled to them."""
     return with_values(recipe, {**fitted(recipe, given), **given})

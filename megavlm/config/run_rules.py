@@ -1,4 +1,4 @@
-"""Rules about the learning rate, the data and the files of a run. `rules.py` says what a rule is."""
+"""Rules about the learning rate, the data and the files of a run. `rules.py` defines what a rule is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megavlm.config.data_source import data_source
 from megavlm.config.schema import Config, DataConfig, VisionConfig
 from megavlm.config.words import shown
 
-# Text that a sample needs beside its images: something to read and something to predict.
+# Minimum number of text tokens of a sample: one to read and one to predict.
 _LEAST_TEXT = 2
 
 
 def lr_decays_downwards(config: Config) -> str | None:
-    """The rates of the parts have floors of their own, in proportion, so that --min-lr concerns --lr alone."""
+    """--min-lr must not exceed --lr; the minimum rates of the parts are scaled with their peak rates."""
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
         return f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}: lower --min-lr or raise --lr"
@@ -61,7 +61,7 @@ def loss_scale_starts_above_its_floor(config: Config) -> str | None:
 
 
 def one_optimizer_scales_the_loss(config: Config) -> str | None:
-    """Two optimizers would each judge overflow by their own gradients, and scale one loss differently."""
+    """With a trained colocated encoder there are two optimizers, which would detect overflow independently."""
     if config.train.precision != "fp16" or config.parallel.placement != "colocated":
         return None
     if {"vision", "projector"} <= set(config.model.freeze):
@@ -81,9 +81,9 @@ def imageless_samples_exist(config: Config) -> str | None:
 
 
 def synthetic_samples_fit(config: Config) -> str | None:
-    """Every image of a sample as large as the largest: whichever sizes meet in a sample, they fit.
+    """Check the worst case: every image of a sample has the largest configured size.
 
-    Tokens of tiled images are the data's to count: the source itself refuses what does not fit.
+    The data source counts the tokens of tiled images and rejects those that do not fit.
     """
     data, length = config.data, config.train.seq_length
     if data_source(config) != "synthetic" or config.model.projector.anyres_max_tiles is not None:
@@ -103,20 +103,20 @@ def synthetic_samples_fit(config: Config) -> str | None:
 def files_have_sources(config: Config) -> str | None:
     data = config.data
     if data.sources and data.source not in (None, "files"):
-        return f"--data {data.source} reads no --sources: leave one of them out"
+        return f"--data {data.source} does not use --sources: leave one of them out"
     if data.source == "files" and not data.sources:
-        return "--data files has no --sources: name your data sets, as in --sources PATH,image_root=DIR"
+        return "--data files needs --sources: name your data sets, for example --sources PATH,image_root=DIR"
     for source in data.sources:
         if not source.path:
             return "--sources has an entry without a path: write path: FILE"
         if source.path.startswith("~"):
-            return f"--sources {shown(source.path)} begins with ~, which only a shell expands: write out the path"
+            return f"--sources {shown(source.path)} starts with ~, which only a shell expands: write the full path"
         if source.weight <= 0:
             return f"--sources {shown(source.path)} has weight {source.weight}: it must be greater than 0"
     names = [source.name or Path(source.path).stem for source in data.sources]
     for name in names:
         if names.count(name) > 1:
-            return f"--sources has two data sets of the name {shown(name)}: give them names of their own (name=…)"
+            return f"--sources has two data sets named {shown(name)}: set different names (name=…)"
     return None
 
 
@@ -128,7 +128,7 @@ def profile_sees_iterations(config: Config) -> str | None:
     if start >= end:
         return f"--profile-step-start {start} is not before --profile-step-end {end}: use at most {end - 1}"
     if start >= last:
-        return f"--profile-step-start {start} is not reached in --train-iters {last}: use at most {last - 1}"
+        return f"--profile-step-start {start} is not less than --train-iters {last}: use at most {last - 1}"
     if not logging.profile_ranks:
         return "--profile-ranks is empty: name ranks, or leave --profile out"
     return None
@@ -139,7 +139,7 @@ def run_dir_is_a_folder(config: Config) -> str | None:
     if not run_dir:
         return "--run-dir is empty: name the folder to write to"
     if run_dir.startswith("~"):
-        return f"--run-dir {shown(run_dir)} begins with ~, which only a shell expands: write out the path"
+        return f"--run-dir {shown(run_dir)} starts with ~, which only a shell expands: write the full path"
     path = Path(run_dir)
     try:
         taken = [place for place in (path, *path.parents) if place.exists() and not place.is_dir()]
@@ -154,19 +154,19 @@ def load_is_a_path(config: Config) -> str | None:
     if config.checkpoint.load == "":
         return "--load is empty: name a run or a checkpoint, or leave it out"
     if config.checkpoint.load is not None and config.checkpoint.load.startswith("~"):
-        return f"--load {shown(config.checkpoint.load)} begins with ~, which only a shell expands: write out the path"
+        return f"--load {shown(config.checkpoint.load)} starts with ~, which only a shell expands: write the full path"
     return None
 
 
 def _decay_end(config: Config) -> tuple[str, int]:
-    """The iteration at which the decay ends, and the option that says so."""
+    """Return the option that sets the end of the decay, and its value."""
     if config.optimizer.lr_decay_iters is not None:
         return "--lr-decay-iters", config.optimizer.lr_decay_iters
     return "--train-iters", config.train.train_iters
 
 
 def _most_features(data: DataConfig, vision: VisionConfig, shuffle: int) -> int:
-    """Image tokens of the largest synthetic image: (side / patch / shuffle)²."""
+    """Return the image tokens of the largest synthetic image: (side / patch / shuffle)²."""
     return (max(data.image_sizes, default=vision.image_size) // vision.patch_size // shuffle) ** 2
 
 

@@ -1,4 +1,4 @@
-"""Rules about what data-parallel ranks share: optimizer state, gradients, weights. `rules.py` says what a rule is."""
+"""Rules about data-parallel sharding (optimizer state, gradients, weights). `rules.py` defines what a rule is."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from megavlm.config.schema import Config
 
 
 def shards_gradients(config: Config) -> bool:
-    """ZeRO-2 and 3 (Rajbhandari et al. 2020), which torch's fully_shard does; stages 0 and 1 are megatron-core's."""
+    """Return whether gradients are sharded (ZeRO-2 and 3, torch's fully_shard); megatron-core does stages 0 and 1."""
     return config.parallel.data_parallel_sharding in ("optimizer_gradients", "full")
 
 
 def param_gather_overlaps_what_exists(config: Config) -> str | None:
     parallel = config.parallel
     if parallel.overlap_param_gather and parallel.data_parallel_sharding == "none":
-        return "--overlap-param-gather needs --data-parallel-sharding optimizer: with none no parameters are gathered"
+        return "--overlap-param-gather needs --data-parallel-sharding optimizer: without it no parameters are gathered"
     if shards_gradients(config) and (parallel.overlap_grad_reduce or parallel.overlap_param_gather):
         option = "--overlap-grad-reduce" if parallel.overlap_grad_reduce else "--overlap-param-gather"
-        return f"{option} is for --data-parallel-sharding optimizer or none, the others always overlap: leave it out"
+        return (
+            f"{option} applies to --data-parallel-sharding optimizer or none; the others always overlap: leave it out"
+        )
     if parallel.overlap_param_gather and parallel.overlap_grad_reduce is False:
         return "--overlap-param-gather needs --overlap-grad-reduce: leave --no-overlap-grad-reduce out"
     return None
@@ -28,8 +30,8 @@ def buckets_are_reduced_apart(config: Config) -> str | None:
     parallel = config.parallel
     if parallel.ddp_bucket_size is not None and (parallel.overlap_grad_reduce is False or shards_gradients(config)):
         return (
-            f"--ddp-bucket-size {parallel.ddp_bucket_size} has no effect where gradients are reduced at once or layer "
-            "by layer: leave it out, or use --overlap-grad-reduce with --data-parallel-sharding optimizer or none"
+            f"--ddp-bucket-size {parallel.ddp_bucket_size} has no effect if gradients are reduced all at once or per "
+            "layer: leave it out, or use --overlap-grad-reduce with --data-parallel-sharding optimizer or none"
         )
     return None
 
@@ -37,8 +39,8 @@ def buckets_are_reduced_apart(config: Config) -> str | None:
 def loss_scale_has_an_optimizer(config: Config) -> str | None:
     if config.train.precision == "fp16" and shards_gradients(config):
         return (
-            f"--data-parallel-sharding {config.parallel.data_parallel_sharding} has no loss scale, which --precision "
-            "fp16 needs: use --precision bf16, or --data-parallel-sharding optimizer"
+            f"--data-parallel-sharding {config.parallel.data_parallel_sharding} does not support the loss scaling that "
+            "--precision fp16 needs: use --precision bf16, or --data-parallel-sharding optimizer"
         )
     return None
 
@@ -53,7 +55,7 @@ def hybrid_shards_something(config: Config) -> str | None:
             " choose another sharding, or leave it out"
         )
     if parallel.placement == "colocated":
-        return "--hybrid-shard-size is for --placement stages, not colocated: leave it out, or change the placement"
+        return "--hybrid-shard-size does not support --placement colocated: leave it out, or use --placement stages"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Words for messages: suggestions, values made safe to print, and the numbers near one that does not fit."""
+"""Parts of messages: suggestions, printable values, and valid values near an invalid one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 
-# Divisors above this are not listed: nobody splits a layer over more processes.
+# Larger divisors are not listed: no layer is split over more processes.
 _LARGEST = 256
 
-# What options of earlier versions are called now.
+# Renamed options: the old name and what replaces it.
 _RENAMED = {
     "use-distributed-optimizer": "--data-parallel-sharding optimizer",
     "no-use-distributed-optimizer": "--data-parallel-sharding none",
@@ -17,25 +17,25 @@ _RENAMED = {
 
 
 def renamed(word: str) -> str:
-    """What to write for an option or key of an earlier version, as `": it is now X"`; nothing for other words."""
+    """Return `": it is now X"` for an option or key of an earlier version, else an empty string."""
     now = _RENAMED.get(word.lstrip("-").replace("_", "-"))
     return f": it is now {now}" if now else ""
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """`": did you mean X?"` for the nearest candidates, or nothing when none is near."""
+    """Return `": did you mean X?"` for the candidates most similar to a word, or an empty string."""
     near = nearest_names(word, candidates)
     return f": did you mean {' or '.join(near[:3])}?" if near else ""
 
 
 def nearest_names(word: str, candidates: Iterable[str]) -> list[str]:
-    """The candidates that a word may have meant, best first; none where none is near."""
+    """Return the candidates similar to a word, best first; empty if none is similar."""
     names = {name: name.lstrip("-").replace("_", "-") for name in sorted(set(candidates))}
     bare = word.lstrip("-").replace("_", "-")
     if not bare:
         return []
-    # Spelling comes last: `--train_iters` is a name but for its underscore, `--num-layers`, as other trainers call it,
-    # is the end of two names here, and `--pipeline` begins two.
+    # First the same name with underscores (`--train_iters`), then names that end (`--num-layers`) or start
+    # (`--pipeline`) with the word, and similar spelling last.
     near = [name for name, known in names.items() if known == bare]
     near = near or [name for name, known in names.items() if known.endswith(f"-{bare}")]
     near = near or [name for name, known in names.items() if known.startswith(f"{bare}-")]
@@ -43,7 +43,7 @@ def nearest_names(word: str, candidates: Iterable[str]) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """A value for a message: on one line, printable and not longer than a line should be."""
+    """Return a value for a message: printable, on one line and shortened to about 80 characters."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     if value is None:
@@ -55,17 +55,17 @@ def shown(value: object) -> str:
 
 
 def plain(word: str) -> str:
-    """A word that a user typed, as it is where that is safe to print."""
+    """Return a word that a user typed, escaped and shortened if it is long or not printable."""
     return word if word.isprintable() and len(word) <= 80 else shown(word)
 
 
 def nearest(value: int, divisor: int) -> str:
-    """The multiples on either side of a value that is none."""
+    """Return the hint "use A or B" with the multiples of `divisor` below and above `value`."""
     below, above = value // divisor * divisor, (value // divisor + 1) * divisor
     return f"use {above}" if below == 0 else f"use {below} or {above}"
 
 
 def divisors(value: int) -> str:
-    """The divisors of a number that a degree of parallelism may be, largest first, as "8, 4, 2 or 1"."""
+    """Return the divisors of a number, largest first, as "8, 4, 2 or 1"."""
     found = [str(divisor) for divisor in range(min(value, _LARGEST), 0, -1) if value % divisor == 0]
     return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]

@@ -1,4 +1,4 @@
-"""What is wrong with a sample: it is skipped and counted under a `Reason`, and the run goes on."""
+"""Reasons why a sample is skipped; the run counts them and continues."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why a sample is left out; the value is what is counted."""
+    """Why a sample is skipped; the value is the name in metrics."""
 
     # the record
-    NOT_A_RECORD = "not_a_record"  # garbage where JSON should be, a record of another shape
-    EMPTY = "empty_conversation"  # nothing in it to train on
+    NOT_A_RECORD = "not_a_record"  # invalid JSON, or unexpected fields
+    EMPTY = "empty_conversation"  # no token to train on
     ROLE = "unknown_role"  # a speaker other than user, assistant and system
-    UNSUPPORTED = "unsupported"  # what nobody here reads: an image on the web, a video
-    IMAGE_COUNT = "image_count"  # as many tags as images it has not
-    TOO_LONG = "too_long"  # no turn of it fits the sequence
+    UNSUPPORTED = "unsupported"  # an image on the network, a video
+    IMAGE_COUNT = "image_count"  # number of <image> tags differs from number of images
+    TOO_LONG = "too_long"  # no turn fits --seq-length
     # its images
     MISSING = "missing_file"
     OUTSIDE = "path_outside_root"
@@ -26,7 +26,7 @@ class Reason(StrEnum):
 
 
 class BadSample(ValueError):
-    """A sample that cannot be used, and why."""
+    """Raised for a sample that cannot be used, with the reason."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -34,5 +34,5 @@ class BadSample(ValueError):
         self.detail = detail
 
     def __reduce__(self) -> tuple[type[BadSample], tuple[Reason, str]]:
-        """Pickled by its parts: worker processes report it."""
+        """Pickle the reason and the detail, since worker processes send this exception to the main process."""
         return type(self), (self.reason, self.detail)

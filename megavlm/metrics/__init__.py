@@ -1,1 +1,1 @@
-"""What a run tells people and scripts: files of records (`sinks`), a live line (`progress`), speeds (`throughput`)."""
+"""Metrics of a run: files of records (`sinks`), the progress line (`progress`), throughput (`throughput`)."""

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, counted on any device: what the memory model's predictions are checked with."""
+"""Count the bytes of live tensors on any device, to check the memory model's predictions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megavlm.optim.host import HostAdamW
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make inside `with`, until they are freed; `peak` is their largest sum.
+    """Counts the bytes of storages from their allocation inside `with` until they are freed; `peak` is the maximum.
 
-    `baseline` tensors (weights, gradients, optimizer state) count from the start. Storage shared by views counts once.
-    Tensors that offloading has on the host (`host`, and those that a function made by `on_host` makes) count apart,
-    also where host and device are one memory.
+    `baseline` tensors (weights, gradients, optimizer state) count from the start. Views share one count.
+    Offloaded tensors (`host`, and those allocated by a function wrapped in `on_host`) are counted separately, even if
+    the device is the host.
     """
 
     def __init__(self, baseline: Sequence[Tensor], *, host: Sequence[Tensor] = ()) -> None:
@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         self._meet_all(baseline)
 
     def on_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, what it makes counted as the host's."""
+        """Return the function wrapped so that its allocations count as host memory."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._on_host = True
@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak, self.host_peak = max(self.peak, self.live), max(self.host_peak, self.host_live)
 
     def _look_again(self) -> None:
-        """Parameters that data-parallel ranks share come and go by resizing a storage, which no operation shows."""
+        """Update sizes: sharded parameters are freed and gathered by resizing a storage, which is no operation."""
         for key, (reference, size, on_host) in list(self._known.items()):
             storage = reference()
             if storage is not None and storage.nbytes() != size:
@@ -89,14 +89,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 def step_peak(engine: Any, batches: list[Any]) -> int:
-    """Most tensor bytes alive during one training step after the first: weights, state and data included."""
+    """Return the peak bytes of live tensors in the second training step, with weights, state and data."""
     return step_counts(engine, batches).peak
 
 
 def step_counts(
     engine: Any, batches: list[Any], around: Callable[[LiveBytes], AbstractContextManager[Any]] = nullcontext
 ) -> LiveBytes:
-    """The count of one training step after the first, which runs within `around(counter)`."""
+    """Return the counter of the second training step, which runs within `around(counter)`."""
     engine.train_step(batches)
     data = [value for batch in batches for value in vars(batch).values() if isinstance(value, Tensor)]
     moments = [moment for inner in _optimizers(engine) if isinstance(inner, HostAdamW) for moment in _state(inner)]
@@ -107,7 +107,7 @@ def step_counts(
 
 
 def standing_tensors(engine: Any) -> list[Tensor]:
-    """What lives from step to step: parameters, gradient buffers, optimizer state and master weights."""
+    """Return the tensors that persist between steps: parameters, gradients, optimizer state, main weights."""
     found: list[Tensor] = []
     for chunk in engine.parts:
         found += [local(param) for param in chunk.parameters()]

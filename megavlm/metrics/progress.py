@@ -1,4 +1,4 @@
-"""The line that a person watches: where the run is, whether it learns, how fast it goes, when it ends."""
+"""The progress line: iteration, loss, throughput and estimated time to the end."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TextIO
 
 from megavlm.metrics.sinks import Record, Value
 
-_WINDOW = 50  # iterations whose median step time gives the ETA: long enough to be calm, short enough to follow changes
+_WINDOW = 50  # steps whose median time gives the ETA: enough to be stable, few enough to follow changes
 _CLEAR_LINE = "\r\x1b[K"
 
 
 class ProgressLine:
-    """A sink for people: on a terminal one line that rewrites itself, elsewhere a line every `log_interval`.
+    """A sink that prints one line, rewritten in place, on a terminal, and a line every `log_interval` elsewhere.
 
-    The ETA is the median of the last step times, times the iterations that remain: one slow step (warm-up, a save,
-    an evaluation) does not move it.
+    The ETA is the median of the last step times, multiplied by the number of remaining iterations, so that one slow
+    step (warm-up, a save, an evaluation) does not change it.
     """
 
     def __init__(self, total_iterations: int, stream: TextIO, *, log_interval: int = 1) -> None:
@@ -26,11 +26,11 @@ class ProgressLine:
         self._stream = stream
         self._interval = log_interval
         self._live = stream.isatty()
-        self._drawn = False  # a live line stands at the cursor
+        self._drawn = False  # whether the cursor is on a live line
         self._step_times: deque[float] = deque(maxlen=_WINDOW)
 
     def log(self, record: Record) -> None:
-        """Show an iteration; reads `iteration`, and what there is of `loss`, `grad_norm`, `learning_rate`,
+        """Show an iteration; reads `iteration` and, if present, `loss`, `grad_norm`, `learning_rate`,
         `tokens_per_second` and `step_time_s`."""
         iteration = record["iteration"]
         assert isinstance(iteration, int)
@@ -55,7 +55,7 @@ class ProgressLine:
         self._stream.flush()
 
     def close(self) -> None:
-        """Leave the last live line standing."""
+        """End the last live line with a newline."""
         if self._drawn:
             self._stream.write("\n")
             self._stream.flush()
@@ -81,7 +81,7 @@ def _part(template: str, value: Value) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as "0:42", "12:05", "3:07:00" or "2 d 4:00:00"."""
+    """Return seconds as "0:42", "12:05", "3:07:00" or "2 d 4:00:00"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

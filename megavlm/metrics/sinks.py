@@ -1,8 +1,8 @@
-"""Where the numbers of an iteration go: `metrics.jsonl` for scripts, TensorBoard for people.
+"""Write the metrics of each iteration to `metrics.jsonl` and to TensorBoard.
 
-A record is a mapping with an `iteration` (counted from 1) and numbers, or numbers by name; None says "not known here".
-Sinks live on one rank. Log iteration k before the checkpoint of iteration k is committed: resuming at k then finds
-records 1 … k and drops the later ones, so that the file is what a run without interruption would have written.
+A record maps `iteration` (counted from 1) and other names to values, or to values by name; None means unknown. One
+rank has the sinks. Iteration k must be logged before its checkpoint is committed: a run that resumes at k then finds
+records 1 … k and drops later ones, so that the file equals that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Record = Mapping[str, Value]
 
 class Sink(Protocol):
     def log(self, record: Record) -> None:
-        """Take the numbers of one iteration."""
+        """Write the metrics of one iteration."""
 
     def close(self) -> None:
-        """Write what is pending. Nothing is logged afterwards."""
+        """Write pending records; `log` must not be called afterwards."""
 
 
 class JsonlSink:
-    """One JSON object per line and iteration, in full precision: a float reads back as the very same float.
+    """Writes one JSON object per iteration and line, with floats in full precision.
 
-    Each line reaches the operating system before `log` returns, so a killed process loses at most the line that it
-    was writing. Floats that are not finite are written `NaN`, `Infinity` and `-Infinity`, as Python's json module
-    reads them back (JSON proper has no word for them).
+    Each line is passed to the operating system before `log` returns, so that a killed process loses at most the line
+    that it was writing. Non-finite floats are written as `NaN`, `Infinity` and `-Infinity`, which Python's json module
+    reads but the JSON standard does not have.
     """
 
     def __init__(self, path: Path, *, resume_iteration: int = 0) -> None:
-        """Open `path`, keeping its records up to `resume_iteration` (0: start the file anew)."""
+        """Open `path` and keep its records up to `resume_iteration` (0: truncate the file)."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = kept_lines(path.read_bytes(), resume_iteration=resume_iteration) if path.exists() else b""
         self._file = path.open("ab")
@@ -44,7 +44,7 @@ class JsonlSink:
 
     def log(self, record: Record) -> None:
         assert "iteration" in record
-        # One write of the whole line: a line is torn only if the kill falls inside the system call.
+        # A single write per line: a line is incomplete only if the process is killed inside the system call.
         self._file.write(json.dumps(dict(record)).encode() + b"\n")
         self._file.flush()
 
@@ -53,10 +53,10 @@ class JsonlSink:
 
 
 def kept_lines(content: bytes, *, resume_iteration: int) -> bytes:
-    """The longest prefix of whole records whose iteration is at most `resume_iteration`.
+    """Return the longest prefix of complete records whose iteration is at most `resume_iteration`.
 
-    Records are written in the order of their iterations, so what follows the first later, torn or damaged one was
-    written after the checkpoint or cannot be trusted. A last record that lacks only its newline is whole.
+    Records are in the order of iterations, so that everything after the first later or damaged record was written after
+    the checkpoint or is unreliable. A last record without its newline is complete.
     """
     end = 0
     for line in content.splitlines(keepends=True):
@@ -77,14 +77,14 @@ def _iteration_of(line: bytes) -> int | None:
 
 
 class TensorBoardSink:
-    """Event files, one chart per number. Values that are no numbers (None, text) have no point in a chart."""
+    """Writes TensorBoard event files, one chart per metric. Values that are not numbers (None, text) are skipped."""
 
     def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
-        """Write to `directory`; charts drop what earlier event files say from iteration `purge_step` on.
+        """Write to `directory`; TensorBoard ignores points of earlier event files from iteration `purge_step` on.
 
-        A run that resumes at iteration k gives k + 1.
+        A run that resumes at iteration k passes k + 1.
         """
-        from torch.utils.tensorboard import SummaryWriter  # a second of imports that only one rank needs
+        from torch.utils.tensorboard import SummaryWriter  # the import takes a second, and only one rank needs it
 
         self._writer = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
 

@@ -1,4 +1,4 @@
-"""RUN_DIR/skipped: which samples were left out, and why, one file per rank that reads."""
+"""Write skipped samples and their reasons to RUN_DIR/skipped, one file per rank that reads data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megavlm.data.composer import Skipped
 
 
 class SkippedLog:
-    """Appends a JSON line per sample; without a path it drops them. The file appears with the first one."""
+    """Appends one JSON line per skipped sample to a file, which the first one creates; no path: writes nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

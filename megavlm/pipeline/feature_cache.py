@@ -1,10 +1,9 @@
-"""Features of a frozen encoder on disk: what an image became once, it becomes again, in this run and in any other.
+"""Disk cache of a frozen encoder's features, shared by processes and runs.
 
-A file is named after the hash of all that its features depend on: the encoder's weights and configuration, and the
-image's patches, which are its pixels after preprocessing and augmentation. It is complete when it has its name (written
-under another one, then renamed), holds a checksum of its numbers, and is not believed without. Processes of any number
-of runs may share a folder: they write the same bytes under the same name, and a file that another process deletes is
-merely not there.
+A file's name is the hash of everything that its features depend on: the encoder's weights and configuration, and the
+image's patches, which are its pixels after preprocessing and augmentation. A file is written under a temporary name and
+renamed when complete; its checksum is verified on each read. Any number of runs may share a folder: they write the same
+bytes under the same name, and a file that another process evicts is a cache miss.
 """
 
 from __future__ import annotations
@@ -21,16 +20,14 @@ from torch import Tensor
 
 from megavlm.errors import UserError
 
-_KEPT_AFTER_CLEANING = 0.9  # of the size: so that not every new file starts a look at all of them
+_KEPT_AFTER_CLEANING = 0.9  # fraction of the size limit: evicting more than needed avoids a directory scan per new file
 
 
 class FeatureCache:
-    """Features [F, N, H] by the hash of what they are of, at most `size` bytes of them on disk."""
+    """Maps hashes of images to features [F, N, H]; keeps at most `size` bytes on disk."""
 
     def __init__(self, folder: Path, *, size: int, encoder: bytes) -> None:
-        """`encoder` stands for weights and configuration (`encoder_hash`). Raises UserError for a folder that cannot
-        be written.
-        """
+        """Open or create a folder; `encoder` is the `encoder_hash`. Raises UserError if the folder is not writable."""
         self._folder = folder
         self._size = size
         self._encoder = encoder
@@ -42,33 +39,33 @@ class FeatureCache:
             raise UserError(f"--vision-cache {folder} cannot be used ({error.strerror}): choose another") from error
 
     def key(self, patches: Tensor, layout: object) -> str:
-        """Name of what an image becomes: its patches [P, D] and how they lie (grids, tile groups)."""
+        """Return the key of an image: the hash of encoder, patches [P, D] and their layout (grids, tile groups)."""
         digest = hashlib.sha256(self._encoder)
         digest.update(repr((layout, patches.dtype, tuple(patches.shape))).encode())
         digest.update(_raw(patches))
         return digest.hexdigest()
 
     def get(self, key: str) -> Tensor | None:
-        """The features, or None where there are none or what is there is damaged (and then deleted)."""
+        """Return the features of a key, or None if the file is missing or damaged; a damaged file is deleted."""
         path = self._path(key)
         try:
             with safe_open(path, framework="pt") as file:
                 features: Tensor = file.get_tensor("features")
                 intact = (file.metadata() or {}).get("sha256") == hashlib.sha256(_raw(features)).hexdigest()
             if intact:
-                os.utime(path)  # the oldest go first
+                os.utime(path)  # the modification time is the time of last use, for eviction
                 self.hits += 1
                 return features
             path.unlink(missing_ok=True)
         except (FileNotFoundError, RuntimeError):
-            pass  # another process made room: torch maps the file by its name, after safetensors has opened it
+            pass  # another process evicted it between opening and mapping (torch maps the file by its name)
         except (SafetensorError, OSError):
             path.unlink(missing_ok=True)
         self.misses += 1
         return None
 
     def put(self, key: str, features: Tensor) -> None:
-        """Keep features. A full disk is no reason to stop: then they are not kept."""
+        """Store features. If the disk is full they are not stored, and the run continues."""
         values = features.detach().cpu().contiguous()
         data = save({"features": values}, {"sha256": hashlib.sha256(_raw(values)).hexdigest()})
         path = self._path(key)
@@ -88,7 +85,7 @@ class FeatureCache:
         return self._folder / key[:2] / f"{key}.safetensors"
 
     def _clean(self) -> None:
-        """Delete what was not used for longest, whoever wrote it."""
+        """Evict the least recently used files, including those of other runs."""
         files = sorted(_files(self._folder), key=lambda file: file[2])
         self._bytes = sum(size for _, size, _ in files)
         for path, size, _ in files:
@@ -99,7 +96,7 @@ class FeatureCache:
 
 
 def encoder_hash(parameters: Iterable[tuple[str, Tensor]], configuration: Mapping[str, object]) -> bytes:
-    """Of every weight, its name and its type, and of what else decides the encoder's numbers."""
+    """Return the hash of all weights with their names and types, and of the configuration of the encoder."""
     digest = hashlib.sha256(repr(sorted(configuration.items())).encode())
     for name, value in parameters:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -113,7 +110,7 @@ def _raw(values: Tensor) -> memoryview:
 
 
 def _files(folder: Path) -> list[tuple[Path, int, float]]:
-    """(path, bytes, time of last use) of every complete file; those that vanish meanwhile are left out."""
+    """Return (path, bytes, time of last use) of all complete files; files deleted meanwhile are omitted."""
     found = []
     for path in folder.glob("??/*.safetensors"):
         try:

@@ -1,6 +1,6 @@
-"""Named runs. A recipe `x` is the function `x` of the module `megavlm.recipes.x`: no arguments, a full Config.
+"""Predefined configurations. Recipe `x` is the function `x()` in `megavlm.recipes.x`, which returns a Config.
 
-Modules are imported when their recipe is asked for, so that what one of them needs is nobody else's concern.
+A module is imported only when its recipe is used, so that its dependencies do not affect other runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECIPES: dict[str, Callable[[], Config]] = {name: _from_module(name) for name in
 
 
 def recipe(name: str) -> Config:
-    """The configuration of a named run. Raises UserError, with a suggestion, for a name that is not registered."""
+    """Return the configuration of a recipe. Raises UserError, with a suggestion, for an unknown name."""
     if name not in RECIPES:
         hint = did_you_mean(name, RECIPES) or f": choose one of {', '.join(RECIPES)}"
         raise UserError(f"unknown recipe {plain(name)}{hint}")

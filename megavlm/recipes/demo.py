@@ -1,4 +1,4 @@
-"""`--recipe demo`: learns to read handwritten digits in a few minutes on two CPU cores."""
+"""`--recipe demo`: a model that learns to read handwritten digits in a few minutes on two CPU cores."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megavlm.config.schema import (
 
 
 def demo() -> Config:
-    """A VLM of 0.4 million parameters on canvases of one to four digits.
+    """Return a VLM with 0.4 million parameters for images of one to four digits.
 
-    A patch is as large as a cell of the canvas, so that each digit begins as one vision token and the language model
-    has 4 image tokens to read in order: with many more, most of the run passes before it learns to read the order.
-    Narrow layers need larger initial weights than 0.02 (1/√96 is 0.1), and normalised queries and keys learn sooner.
+    A patch is as large as a cell of the image, so that each digit is one vision token and the language model reads 4
+    image tokens: with many more, most of the run passes before it learns their order. Narrow layers need a larger
+    initial standard deviation than 0.02 (1/√96 is 0.1), and with normalised queries and keys the loss falls sooner.
     """
     return Config(
         model=ModelConfig(
@@ -47,7 +47,7 @@ def demo() -> Config:
             ),
             init_method_std=0.1,
         ),
-        # Tensors of a few kilobytes: fewer collectives are worth more than smaller activations.
+        # Tensors have a few kilobytes, so that fewer collectives save more than smaller activations would.
         parallel=ParallelConfig(sequence_parallel=False),
         train=TrainConfig(
             train_iters=520, micro_batch_size=64, global_batch_size=128, seq_length=24, run_dir="runs/demo"

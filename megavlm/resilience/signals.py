@@ -1,4 +1,4 @@
-"""Signals only set a flag; ranks agree on it at the next step boundary, save, and leave together."""
+"""Stop a run on a signal: the handler sets a flag; at the next step all ranks agree, save a checkpoint and exit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 class StopRequest:
-    """True once SIGTERM or SIGINT has arrived. A second signal ends the process at once, as without us."""
+    """`requested` is True after SIGTERM or SIGINT. A second signal has its previous effect and ends the process."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -18,6 +18,6 @@ class StopRequest:
         self.restore()
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)

@@ -127,7 +127,7 @@ MODEL = (
         "set --language-kv-channels",
         "--language-kv-channels 32",
     ),
-    Mistake("--language-kv-channels 33", "--language-kv-channels 33", "add or take 1", "--language-kv-channels 34"),
+    Mistake("--language-kv-channels 33", "--language-kv-channels 33", "add or subtract 1", "--language-kv-channels 34"),
     Mistake(
         "--language-hidden-size 132", "--language-hidden-size 132", "even head width", "--language-hidden-size 136"
     ),
@@ -159,7 +159,7 @@ MODEL = (
     Mistake(
         "--language-mrope-interleaved",
         "--language-mrope-interleaved",
-        "give them with --language-mrope-section",
+        "add --language-mrope-section",
         "--language-mrope-section 6 5 5",
     ),
     Mistake(
@@ -171,19 +171,19 @@ MODEL = (
     Mistake(
         "--vision-window-size 16 --vision-class-token",
         "--vision-class-token",
-        "exclude each other",
+        "cannot be combined",
         "--no-vision-class-token",
     ),
     Mistake(
         "--vision-full-attention-layers 1",
         "--vision-full-attention-layers",
-        "give --vision-window-size too",
+        "add --vision-window-size",
         "--vision-window-size 16",
     ),
     Mistake(
         "--vision-deepstack-layers 1 0",
         "--vision-deepstack-layers 1 0",
-        "must rise",
+        "must be in ascending order",
         "--vision-deepstack-layers 0 1",
     ),
     Mistake(
@@ -218,12 +218,12 @@ MODEL = (
     ),
     Mistake(
         "--projector-anyres-max-tiles 4 --image-sizes 32 48",
-        "--image-sizes 48 is not whole tiles of --vision-image-size 32",
+        "--image-sizes 48 is not a multiple of --vision-image-size 32",
         "use 32 or 64",
         "--image-sizes 32 64",
     ),
     Mistake("--lora-rank 4 --lora-targets w_q", "--lora-targets w_q", "try language", "--lora-targets q_proj"),
-    Mistake("--lora-rank 4 --freeze language", "--freeze language", "take language out", "--freeze vision"),
+    Mistake("--lora-rank 4 --freeze language", "--freeze language", "remove language from --freeze", "--freeze vision"),
     Mistake("--vision-feature-layer 0", "--vision-feature-layer 0", "between -1", "--vision-feature-layer -1"),
     Mistake("--vision-feature-layer -5", "--vision-feature-layer -5", "and -4", "--vision-feature-layer -4"),
     Mistake("--vision-image-size 36", "--vision-image-size 36", "use 32 or 40", "--vision-image-size 40"),
@@ -236,7 +236,7 @@ MODEL = (
     ),
     Mistake("--image-sizes 32 20", "--image-sizes 20", "use 16 or 24", "--image-sizes 32 16"),
     Mistake("--image-sizes 24 --projector-pixel-shuffle 2", "--image-sizes 24", "use 16 or 32", "--image-sizes 16"),
-    Mistake("--freeze vision language projector", "--freeze", "take one of them out", "--freeze vision language"),
+    Mistake("--freeze vision language projector", "--freeze", "remove one of them", "--freeze vision language"),
 )
 
 LAYOUT = (
@@ -250,7 +250,7 @@ LAYOUT = (
     Mistake(
         "--tp 4 --language-num-query-groups 2 --lora-rank 4",
         "--tp 4 with 2 key/value heads",
-        "adapt vision alone",
+        "adapt vision only",
         "--lora-targets vision",
         4,
     ),
@@ -313,7 +313,7 @@ LAYOUT = (
     Mistake(
         "--vision-cache ~/x --placement colocated --freeze vision projector",
         "--vision-cache '~/x'",
-        "write out the folder",
+        "write the full folder name",
         "--vision-cache x",
     ),
     Mistake("--cuda-graphs --data files --sources a.json", "--cuda-graphs", "packed sequences", "--no-packing"),
@@ -340,7 +340,7 @@ LAYOUT = (
     Mistake(
         "--lora-rank 4 --vision-feature-layer -2 --lora-targets vision.layers.3",
         "--lora-targets vision.layers.3",
-        "takes the output of layer 2",
+        "uses the output of layer 2",
         "--lora-targets vision.layers.2",
     ),
     Mistake("--vision-tp 2 --tp 2", "--vision-tp 2", "add --placement colocated", "--placement colocated", 2),
@@ -399,7 +399,7 @@ LAYOUT = (
     Mistake(
         "--hybrid-shard-size 2 --placement colocated",
         "--hybrid-shard-size",
-        "change the placement",
+        "use --placement stages",
         "--placement stages",
         2,
     ),
@@ -431,7 +431,7 @@ RUN = (
     Mistake("--data files", "--data files", "name your data sets", "--data synthetic"),
     Mistake("--sources a.json --data digits", "--sources", "leave one of them out", "--data files"),
     Mistake("--sources ,weight=2", "--sources", "write path", "--sources a.json"),
-    Mistake("--sources ~/a.json", "--sources '~/a.json'", "write out the path", "--sources a.json"),
+    Mistake("--sources ~/a.json", "--sources '~/a.json'", "write the full path", "--sources a.json"),
     Mistake("--sources a.json,weight=0", "weight 0.0", "greater than 0", "--sources a.json,weight=1"),
     Mistake("--sources a/t.json b/t.json", "--sources", "name=", "--sources a/t.json b/t.json,name=b"),
     Mistake("--min-lr 1", "--min-lr 1.0", "lower --min-lr or raise --lr", "--lr 1"),
@@ -461,12 +461,12 @@ RUN = (
     Mistake("--images-per-sample 1 4", "--seq-length 64", "at least 66", "--images-per-sample 1 3"),
     Mistake("--image-sizes 32 64", "--image-sizes", "at least 66", "--seq-length 66"),
     Mistake("--run-dir=", "--run-dir", "name the folder", "--run-dir a"),
-    Mistake("--run-dir=~/runs", "--run-dir '~/runs'", "write out the path", "--run-dir a"),
+    Mistake("--run-dir=~/runs", "--run-dir '~/runs'", "write the full path", "--run-dir a"),
     Mistake(f"--run-dir {__file__}", "--run-dir", "is a file: choose another", "--run-dir a"),
     Mistake(f"--run-dir {__file__}/below", "--run-dir", "is a file: choose another", "--run-dir a"),
     Mistake(f"--run-dir {'x' * 300}", "--run-dir", "cannot be used", "--run-dir a"),
     Mistake("--load=", "--load", "leave it out", "--load none"),
-    Mistake("--load=~/runs", "--load", "write out the path", "--load none"),
+    Mistake("--load=~/runs", "--load", "write the full path", "--load none"),
 )
 
 FP8 = "--precision bf16 --fp8 hybrid"
@@ -485,7 +485,7 @@ PRECISION = (
     ),
     Mistake(
         f"{FP8} --fp8-recipe delayed --first-last-layers-bf16",
-        "--first-last-layers-bf16 does not go with",
+        "--first-last-layers-bf16 does not support --fp8-recipe delayed",
         "use --fp8-recipe tensorwise",
         "--fp8-recipe tensorwise",
     ),
@@ -555,7 +555,7 @@ PRECISION = (
     ),
     Mistake(
         f"{FP8} --language-num-attention-heads 4 --language-num-query-groups 1 --language-kv-channels 8 --tp 2",
-        "6 query, key and value heads of 8 channels are no multiple of 32",
+        "6 query, key and value heads of 8 channels are not a multiple of 32",
         "or --fp8 none",
         "--language-num-query-groups 4",
         world=2,
