@@ -20,18 +20,19 @@ import gpu_model
 from megavlm.model.flops import attends_in_windows
 from megavlm.parallel.dims import Dims
 from megavlm.planner.case import Case, case_of
-from megavlm.planner.explain import Explained, HostTime, Part, device_alone, explained, played, work_terms
+from megavlm.planner.explain import Explained, Part, explained, played
 from megavlm.planner.hardware import Hardware, profile
 from megavlm.planner.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.planner.parameters import local_parameters
 from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, Passes
+from megavlm.planner.terms import TE_HOST, HostTime, work_terms
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance-model.md"
 _BEGIN, _END = "<!-- benchmarks/predict_gpu.py -->", "<!-- end -->"
 RECORDS = Path(__file__).parent / "records" / "host_time.jsonl"
 GPUS = {"h100": 79.2, "h200": 139.8}  # GiB that CUDA reports, of which `gpu_vlm.py` plans for 75 %
 SHARE = 0.75
-OURS = HostTime()
+OURS = TE_HOST
 THEIRS = HostTime(layer=(100e-6, 0.0), attention_call=15e-6, waits=True)  # seven modules; one SDPA call a window
 # Bytes a trained number: gradient's norm 4, clipping 8, AdamW 28; weights and gradients are cast inside the layers.
 THEIR_UPDATE = 40
@@ -91,8 +92,7 @@ def transformers(shape: gpu_model.Shape, hardware: Hardware) -> Explained:
     """Transformers' step: its counted passes and launches, our products."""
     whole = case(shape)
     counted = counts()["transformers"]["counted"][shape.name]["stretches"]
-    device = device_alone(hardware)
-    parts = [_their_part(name, whole, device, counted) for name in whole.names]
+    parts = [_their_part(name, whole, hardware, counted) for name in whole.names]
     trained = sum(local_parameters(name, shape.model, 1) for name in whole.names)
     return played(parts, trained * THEIR_UPDATE, hardware, THEIRS)
 

@@ -35,8 +35,7 @@ def saved_bytes(name: str, case: Case, recompute: Recompute = "none") -> float:
     if name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
         if recompute == "full":
             return hidden_bytes(name, case)
-        layer = _VisionLayer(vision, case) if name.startswith(VISION_LAYER) else _LanguageLayer(language, case)
-        return layer.saved(trained=trained, core_attention=recompute == "selective")
+        return layer_sizes(name, case).saved(trained=trained, core_attention=recompute == "selective")
     if name == PATCH_EMBED:
         norm = _norm_bytes(case, case.work.patches, vision.hidden_size, vision.normalization) * vision.pre_norm
         return case.work.patches * vision.in_channels * vision.patch_size**2 * e + norm
@@ -81,7 +80,14 @@ def _norm_bytes(case: Case, tokens: float, width: int, kind: str) -> float:
     return tokens * (2 * width + 1) * FP32
 
 
-class _VisionLayer:
+def layer_sizes(name: str, case: Case) -> LayerSizes:
+    """Sizes of a transformer layer's tensors on one rank."""
+    if name.startswith(VISION_LAYER):
+        return LayerSizes(case.model.vision, case)
+    return _LanguageLayerSizes(case.model.language, case)
+
+
+class LayerSizes:
     """Sizes of a vision layer's tensors on one rank."""
 
     def __init__(self, vision: VisionConfig, case: Case) -> None:
@@ -89,7 +95,8 @@ class _VisionLayer:
         width = vision.hidden_size // vision.num_attention_heads
         self.heads = self.groups = -(-vision.num_attention_heads // case.dims.tp)
         self.width, self.ffn = width, vision.ffn_hidden_size / case.dims.tp
-        self.norm = vision.normalization
+        self.norm, self.activation = vision.normalization, vision.activation
+        self.qkv_bias, self.linear_bias = vision.add_qkv_bias, vision.add_bias_linear
         self.rotated = vision.position_embedding != "learned"
         self.qk_norm = vision.qk_norm != "none"
         self.scaled = vision.layer_scale
@@ -110,7 +117,7 @@ class _VisionLayer:
         return norms + linear_inputs + attention + T * self.inner * self.ffn * e + 2 * t * self.hidden * e * self.scaled
 
 
-class _LanguageLayer(_VisionLayer):
+class _LanguageLayerSizes(LayerSizes):
     """The same of a language layer."""
 
     def __init__(self, language: LanguageConfig, case: Case) -> None:
@@ -119,4 +126,6 @@ class _LanguageLayer(_VisionLayer):
         self.heads, self.width = heads // tp, head_width(language)
         self.groups = max(1, query_groups(language) // tp)
         self.ffn, self.inner = language.ffn_hidden_size / tp, 2
-        self.norm, self.rotated, self.qk_norm, self.scaled = "RMSNorm", True, language.qk_norm, False
+        self.norm, self.activation = "RMSNorm", "swiglu"
+        self.qkv_bias, self.linear_bias = language.add_qkv_bias, False
+        self.rotated, self.qk_norm, self.scaled = True, language.qk_norm, False

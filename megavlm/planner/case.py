@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from megavlm.config import overlapped, sequence_parallel
@@ -41,6 +41,9 @@ class Case:
     offload: tuple[Offloaded, ...] = ()  # what is in host memory
     kept_in_fp8: frozenset[str] = frozenset()  # layers that have their weights in FP8 alone
     on_gpu: bool = False  # a CPU computes RMS norms in steps and keeps them
+    te: bool = False  # layers are Transformer Engine's, which a GPU is taken to have unless torch's are asked for
+    fused_gradients: bool = True  # Transformer Engine's products may add weight gradients to their sums
+    compiled_small_ops: bool = False  # of torch's layers
 
     @property
     def shape(self) -> Shape:
@@ -81,7 +84,12 @@ class Case:
     @cached_property
     def gradient_reaches(self) -> tuple[bool, ...]:
         """Of each layer: whether something before it is trained, so that its input needs a gradient."""
-        return tuple(trained_below(name, self.names[:i], self.trained) for i, name in enumerate(self.names))
+        return _gradient_reaches(self.names, self.trained)
+
+
+@lru_cache(maxsize=256)
+def _gradient_reaches(names: tuple[str, ...], trained: frozenset[str]) -> tuple[bool, ...]:
+    return tuple(trained_below(name, names[:i], trained) for i, name in enumerate(names))
 
 
 def apart(case: Case, vision_tp: int) -> Case:
@@ -111,6 +119,9 @@ def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
         offload=config.parallel.offload,
         kept_in_fp8=frozenset(name for name in layer_names(config.model) if keeps_fp8(name, config)),
         on_gpu=on_gpu,
+        te=on_gpu and train.transformer_impl != "torch",
+        fused_gradients=train.gradient_accumulation_fusion,
+        compiled_small_ops=train.compile_small_ops,
     )
 
 

@@ -1,22 +1,28 @@
 """Seconds of each layer's passes, of what travels, and of what ends a step: FLOPs and bytes over a device's rates.
 
-A pass is matrix products, attention, memory traffic and, under tensor parallelism, collectives, one after the other:
-megatron-core's linear layers wait for them on the CPU and, but for one overlap in backward, on a GPU as well. Backward
-runs each product once for the weight's gradient where the weight is trained and once for the input's where something
-below is: 2, 4 or 6 FLOPs per parameter and token, forward included.
+A pass is matrix products, attention, memory traffic (`terms.py`) and, under tensor parallelism, collectives, one after
+the other: megatron-core's linear layers wait for them on the CPU and, but for one overlap in backward, on a GPU too.
+Backward runs each product once for the weight's gradient where the weight is trained and once for the input's where
+something below is: 2, 4 or 6 FLOPs per parameter and token, forward included. What a GPU's host takes to launch a
+layer is given apart: whether it shows depends on the layers before it (`tables.relay`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megavlm.model.flops import layer_cost
-from megavlm.planner.activations import FP32, hidden_bytes, saved_bytes
+from megavlm.planner.activations import FP32, saved_bytes
 from megavlm.planner.case import Case, Recompute
-from megavlm.planner.hardware import Hardware, Link, Rates, fp8_speed, scaled
-from megavlm.planner.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, PROJECTOR, VISION_LAYER
+from megavlm.planner.hardware import Hardware, Link
+from megavlm.planner.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PROJECTOR, VISION_LAYER
 from megavlm.planner.memory import HOST_PIECE, leaves
 from megavlm.planner.parameters import local_parameters
+from megavlm.planner.passes import Pair, Update, moved, program_of, touched_bytes
+from megavlm.planner.terms import calls_of, host_of, launch_seconds, layer_terms
+
+_ATTENTION_LAUNCHES = 3  # cuDNN's kernel and its two helpers
+_CPU_UPDATE = Update(over_tokens=0, clip=0, adam=32, copy=0)
 
 
 @dataclass(frozen=True)
@@ -25,70 +31,50 @@ class Seconds:
 
     forward: float
     backward: float
+    launch: Pair = (0.0, 0.0)  # of the host, beside the device's: forward, backward
 
 
 def layer_seconds(name: str, case: Case, hardware: Hardware, recompute: Recompute = "none") -> Seconds:
     """Forward and backward of a layer; `recompute` adds what is computed anew to the backward pass."""
-    if name in case.fp8:
-        hardware = scaled(hardware, products=fp8_speed(hardware))
+    passes, host = program_of(case), host_of(case)
+    terms = layer_terms(name, case, hardware, passes)
     index = case.names.index(name)
     reached, trained, tp = case.gradient_reaches[index], case.trains(name), case.dims.tp
-    cost = layer_cost(name, case.model, case.work)
-    attention = cost.attention_flops / tp
-    products = cost.forward_flops / tp - attention
-    traffic = 2 * _touched(name, case)  # written once, read once
     link = hardware.link(tp)
     gathers, reductions = _tensor_parallel_bytes(name, case)
+    again = gathers if trained and case.sequence_parallel else []
     exchange = _collective(gathers, tp, link) + _collective(reductions, tp, link)
-    forward = _seconds(products, attention, traffic, calls_of(name), hardware.forward) + exchange
+    issue, issue_back = launch_seconds(name, case, passes, host)
+    calls = len(gathers) + len(reductions)
+    issue += calls * host.operation[0] * case.on_gpu
+    forward = sum(pair[0] for pair in terms.values()) + exchange
     if not (trained or reached):
-        return Seconds(forward, 0.0)
-    grad_products = products * (trained + reached)
-    backward = _seconds(grad_products, 2 * attention, 2 * traffic, calls_of(name), hardware.backward)
+        return Seconds(forward, 0.0, (issue, 0.0))
     # The input's gradient goes the opposite ways, and sequence-sharded inputs are gathered once more for the weight's.
-    backward += exchange + (_collective(gathers, tp, link) if trained and case.sequence_parallel else 0.0)
+    backward = sum(pair[1] for pair in terms.values()) + exchange + _collective(again, tp, link)
+    issue_back += (calls + len(again)) * host.operation[1] * case.on_gpu
     if recompute == "full" and reached and name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
-        backward += forward
-    if recompute == "selective" and attention:
-        backward += attention / hardware.forward.attention
+        backward, issue_back = backward + forward, issue_back + issue
+    if recompute == "selective" and "attention" in terms:
+        backward += terms["attention"][0]
+        issue_back += _ATTENTION_LAUNCHES * host.operation[0] * case.on_gpu
+    launch = (issue, issue_back)
     if not leaves(name, case):
-        return Seconds(forward, backward)
+        return Seconds(forward, backward, launch)
     copy = hardware.own_host.link.seconds(saved_bytes(name, case, recompute))
     if not case.on_gpu:  # one processor copies and computes
-        return Seconds(forward, backward + 2 * copy)
+        return Seconds(forward, backward + 2 * copy, launch)
     # Beside the next layer's forward pass, and the backward pass of the layer after it. Only backward passes depend on
     # what is recomputed, so what a copy out takes beyond a forward pass is counted there as well.
-    return Seconds(forward, max(backward, copy) + max(0.0, copy - forward))
-
-
-def _seconds(products: float, attention: float, traffic: float, calls: float, rates: Rates) -> float:
-    busy = products / rates.matmul + attention / rates.attention + traffic / rates.bandwidth
-    return busy + calls * rates.overhead
-
-
-def calls_of(name: str) -> float:
-    """What a pass costs in calls of Python and of operators, in units of a lone norm's.
-
-    Times of layers so small (width 128, 64 patches) that their arithmetic hardly counts, on a CPU, rounded.
-    """
-    if name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
-        return 20
-    if name.startswith(DEEPSTACK):
-        return 6
-    return {PATCH_EMBED: 4, PROJECTOR: 6, EMBEDDING: 2, OUTPUT: 8}.get(name, 1)
+    return Seconds(forward, max(backward, copy) + max(0.0, copy - forward), launch)
 
 
 def features_of(name: str, case: Case) -> tuple[float, float, float, float]:
     """(products, attention, traffic, calls) of a forward pass: what `tools/calibrate.py` fits a device's rates to."""
     cost = layer_cost(name, case.model, case.work)
     attention = cost.attention_flops / case.dims.tp
-    return cost.forward_flops / case.dims.tp - attention, attention, 2 * _touched(name, case), calls_of(name)
-
-
-def _touched(name: str, case: Case) -> float:
-    """Bytes that a forward pass writes: as many as it would save if everything were trained."""
-    everything = replace(case, own=frozenset(case.names), trained=frozenset(case.names))
-    return saved_bytes(name, everything) + hidden_bytes(name, case)
+    traffic = moved(name, case, program_of(case)).forward if case.on_gpu else 2 * touched_bytes(name, case)
+    return cost.forward_flops / case.dims.tp - attention, attention, traffic, calls_of(name)
 
 
 def _tensor_parallel_bytes(name: str, case: Case) -> tuple[list[float], list[float]]:
@@ -163,17 +149,18 @@ def gradient_seconds(trained: float, case: Case, hardware: Hardware, *, held: fl
 
 
 def optimizer_seconds(trained: float, case: Case, hardware: Hardware) -> float:
-    """AdamW's passes over memory: gradient, weights and two moments read and written (the gradient divided by tokens).
-
-    Clearing passes over all fp32 gradients that a rank has, their norm over those that it updates with. With `--offload
-    optimizer` the update is the host's, and 12 bytes of each number cross the bus.
+    """AdamW's passes over memory. Clearing passes over all fp32 gradients that a rank has, all else over those that it
+    updates with. On a CPU, whose rate is measured by this count, an update reads and writes gradient, weight and two
+    moments. With `--offload optimizer` the update is the host's, and 12 bytes of each number cross the bus.
     """
     own = trained / case.shards
     gradients = own if case.shards_gradients else trained
-    rest = (gradients + own) * FP32 / hardware.memory_bandwidth
-    if "optimizer" not in case.offload:
-        return own * 8 * FP32 / hardware.memory_bandwidth + rest
-    return host_update_seconds(own, hardware) + rest
+    each = program_of(case).update if case.on_gpu else _CPU_UPDATE
+    rest = (gradients * each.zero + own * (each.over_tokens + each.norm + each.clip)) / hardware.memory_bandwidth
+    if "optimizer" in case.offload:
+        return host_update_seconds(own, hardware) + rest
+    copied = each.copy * (case.bytes_each != FP32)
+    return own * (each.adam + copied) / hardware.memory_bandwidth + rest
 
 
 def host_update_seconds(own: float, hardware: Hardware) -> float:

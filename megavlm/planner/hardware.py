@@ -24,7 +24,7 @@ class Rates:
     matmul: float  # FLOP/s of matrix products
     attention: float  # FLOP/s of attention's two products, causal ones counted half
     bandwidth: float  # bytes/s of what lies between: norms, activations, residuals
-    overhead: float  # seconds per call (`cost.calls_of`)
+    overhead: float  # of a CPU: seconds per call (`terms.calls_of`); a GPU's host is apart (`terms.HostTime`)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ _GB, _TFLOP = 1e9, 1e12
 _USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, NCCL's buffers and fragmentation
 _LINK_SHARE = 0.8  # of a link's data-sheet rate that NCCL's collectives reach
 _MEMORY_SHARE = 0.85  # of the memory's data-sheet rate that elementwise kernels reach
-_LAUNCH = 1e-6  # seconds per call that no kernel fills: 20 µs per layer and pass
+_SHAPE_SHARE = 0.82  # of the best square product's rate that products of layers' shapes reach: 650 of 794, estimate
 _BUS_SHARE = 0.8  # of a bus's rate that copies of pinned memory reach: assumed, headers and flow control take the rest
 _HOST_SHARE = 0.7  # of a processor's memory rate that elementwise passes of all its cores reach: assumed
 HOST_USABLE = 0.75  # of a node's memory: the rest is the system, data loaders and the page cache
@@ -105,18 +105,19 @@ def _gpu(
     devices: int = 8,
     source: str,
 ) -> Hardware:
-    """A profile from TFLOP/s, gigabytes and GB/s; `nvlink` and `network` per direction. `host`: of a node the link to
-    each of its `devices`, and of all together the memory's rate and gigabytes.
+    """A profile from TFLOP/s (`products`: of the best square one), gigabytes and GB/s; `nvlink` and `network` are per
+    direction. `host`: of a node the link to each of its `devices`, and of all together the memory's rate and gigabytes.
     """
     link, host_rate, host_gigabytes = host
     bandwidth, peak = memory_rate * _GB * _MEMORY_SHARE, peak_tflops(name, "bf16")
+    matmul = products * _TFLOP * _SHAPE_SHARE
     return Hardware(
         name=name,
         source=source,
         on_gpu=True,
         memory=gigabytes * _GB * _USABLE,
-        forward=Rates(products * _TFLOP, attention[0] * _TFLOP, bandwidth, _LAUNCH),
-        backward=Rates(products * _TFLOP, attention[1] * _TFLOP, bandwidth, _LAUNCH),
+        forward=Rates(matmul, attention[0] * _TFLOP, bandwidth, 0.0),
+        backward=Rates(matmul, attention[1] * _TFLOP, bandwidth, 0.0),
         memory_bandwidth=bandwidth,
         near=Link(nvlink * _GB * _LINK_SHARE, 10e-6),
         far=Link(network * _GB * _LINK_SHARE, 20e-6),

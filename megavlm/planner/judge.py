@@ -134,8 +134,8 @@ class Judge:
         B = W / (1 − (1 − 1/m)^p). With more chunks only the ranks' own work is certain.
         """
         tables = self.tables(candidate)
-        work = float(tables.forward[-1] + tables.modes[candidate.recompute].backward[-1])
         m, pp = tables.case.micro_batches, candidate.dims.pp
+        work = tables.least_work(candidate.recompute, pp=pp)
         share = 1 - (1 - 1 / m) ** pp if candidate.dims.vpp == 1 else pp / m
         pipeline = work * max(1.0, 1 / share)
         return pipeline + self.around(candidate, pipeline=pipeline)
@@ -221,9 +221,11 @@ class Judge:
             tables = self._tables(replace(dims, vpp=1), micro_batch, placement, sharding, offload)
             return replace(tables, case=replace(tables.case, dims=dims))
         case = self.case(dims, micro_batch, sharding, offload)
-        if (sharding, "optimizer" in offload) != ("optimizer", False):  # layers take as long wherever their state is
+        # Layers take as long wherever their state is; where gradients are shared, products cannot add to their sums.
+        alike: Sharding = "optimizer_gradients" if case.shards_gradients else "optimizer"
+        if (sharding, "optimizer" in offload) != (alike, False):
             rest = tuple(each for each in offload if each != "optimizer")
-            return sharded(self._tables(dims, micro_batch, placement, "optimizer", rest), case)
+            return sharded(self._tables(dims, micro_batch, placement, alike, rest), case)
         return layer_tables(case, self.hardware, first=encoder_layers(case) if placement == "colocated" else 0)
 
     def _make_encoder(

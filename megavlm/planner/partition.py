@@ -15,8 +15,8 @@ import numpy as np
 
 from megavlm.planner.case import Recompute
 from megavlm.planner.orders import Shape, peak_in_flight
-from megavlm.planner.tables import Array, LayerTables
-from megavlm.planner.timeline import Timeline, simulate, uniform
+from megavlm.planner.tables import Array, LayerTables, spans
+from megavlm.planner.timeline import Timeline, simulate
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,9 @@ def play(
 ) -> Timeline:
     """Simulate one partition."""
     bounds = (0, *cuts, tables.count)
-    spans = list(zip(bounds, bounds[1:], recompute, strict=False))
-    durations = uniform(
-        [float(tables.forward[b] - tables.forward[a]) for a, b, _ in spans],
-        [float(tables.modes[mode].backward[b] - tables.modes[mode].backward[a]) for a, b, mode in spans],
-        transfer=[float(tables.transfer[cut]) for cut in cuts] if shape.pp > 1 else [],
-        micro_batches=shape.micro_batches,
-    )
+    chunks = list(zip(bounds, bounds[1:], recompute, strict=False))
+    transfer = [float(tables.transfer[cut]) for cut in cuts] if shape.pp > 1 else []
+    durations = tables.durations(chunks, transfer, shape=shape)
     return simulate(shape, durations, keep_events=keep_events)
 
 
@@ -107,6 +103,7 @@ class _Search:
         if self.shape.chunks > self.tables.count:
             return float("inf")
         self._held = peak_in_flight(self.shape)
+        self._took = np.stack([self.tables.chunk_seconds(mode, pp=self.shape.pp) for mode in self.tables.modes])
         self._rest = self._bounds_of_rests()
         bound = float(self._rest[self.shape.chunks][0])
         if bound < self.limit:
@@ -123,14 +120,10 @@ class _Search:
         tables, m, n = self.tables, self.shape.micro_batches, self.tables.count
         places = np.arange(n + 1)
         rising = places[None, :] > places[:, None]
-        standing = _spans(tables.standing)
+        standing = spans(tables.standing)
         modes = [
-            (
-                np.where(rising, _spans(tables.forward + values.backward), np.inf),
-                standing + _largest(values.transient),
-                _spans(values.saved),
-            )
-            for values in tables.modes.values()
+            (np.where(rising, took, np.inf), standing + _largest(values.transient), spans(values.saved))
+            for took, values in zip(self._took, tables.modes.values(), strict=True)
         ]
         rest = [np.where(places == n, 0.0, np.inf)]
         for k in range(1, self.shape.chunks + 1):
@@ -145,10 +138,9 @@ class _Search:
         """(bound, end, mode, seconds) of chunk `index`, most promising first."""
         left, tables = self.shape.chunks - index - 1, self.tables
         ends = np.arange(start + 1, tables.count - left + 1) if left else np.array([tables.count])
-        forward = tables.forward[ends] - tables.forward[start]
         beyond = 2 * tables.transfer[ends] + self._rest[left][ends]
         names = list(tables.modes)
-        took = np.stack([forward + v.backward[ends] - v.backward[start] for v in tables.modes.values()])
+        took = self._took[:, start, ends]
         bounds = reach + np.maximum(took + beyond[None, :], self.shape.micro_batches * took)
         for flat in np.argsort(bounds, axis=None, kind="stable"):
             mode, place = divmod(int(flat), len(ends))
@@ -204,11 +196,6 @@ class _Search:
             if not self._extend(index + 1, end, after, further, load, now, (*cuts, end), (*modes, mode)):
                 return False
         return True
-
-
-def _spans(prefix: Array) -> Array:
-    """[i, j]: the sum of layers i … j−1."""
-    return prefix[None, :] - prefix[:, None]
 
 
 def _largest(values: Array) -> Array:

@@ -10,13 +10,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megavlm.config.derived import query_groups
-from megavlm.model.flops import head_width
+from megavlm.planner.activations import FP32, LayerSizes, columns, hidden_bytes, layer_sizes, saved_bytes
 from megavlm.planner.case import Case
-from megavlm.planner.layers import LANGUAGE_LAYER, OUTPUT, VISION_LAYER
-from megavlm.planner.parameters import local_parameters, vocabulary_shard
+from megavlm.planner.layers import (
+    DEEPSTACK,
+    EMBEDDING,
+    LANGUAGE_LAYER,
+    LANGUAGE_NORM,
+    OUTPUT,
+    PATCH_EMBED,
+    PROJECTOR,
+    VISION_LAYER,
+    VISION_NORM,
+)
+from megavlm.planner.memory import LOSS_WORK
+from megavlm.planner.parameters import local_parameters
 
 Pair = tuple[float, float]  # forward, backward
+# Launches of layers that are neither numbered nor the output, as `benchmarks/host_time.py` counts them.
+_LAUNCHES: dict[str, Pair] = {PATCH_EMBED: (21, 23), PROJECTOR: (15, 14), EMBEDDING: (2, 5), LANGUAGE_NORM: (1, 2)}
 
 
 @dataclass(frozen=True)
@@ -50,28 +62,47 @@ class Passes:
     swiglu: Pair = (5, 13)  # width of the MLP: silu, product; two products, silu's gradient, both halves joined
     quick_gelu: Pair = (7, 14)  # the same: 1.702x, σ, product; and their gradients, added up
     gelu: Pair = (2, 3)  # the same
+    layer_scale: Pair = (2, 6)  # hidden, two a layer: one product; the input's gradient, and the scale's before its sum
     bias: Pair = (2, 1)  # each output with a bias: added; its gradient summed. Inside the product: 0
+    qkv_bias_inside: bool = False  # the bias of queries, keys and values is added by their product
     weight_gradient: float = 10  # bytes a trained number: fp32 sum read and written, bf16 gradient read. Fused: 0
-    output_weight_gradient: float = 10  # the same of the output layer, whose product is megatron-core's
+    output_weight_gradient: float = 10  # the same of all but transformer layers, whose products are megatron-core's
     cross_entropy: Pair = (42, 26)  # bytes a logit, forward and backward
     fp8_cast: Pair = (4, 4)  # bytes of a product's input, and of its output's gradient: bf16 read, two copies written
     update: Update = Update()
     launches_language: Pair = (21, 39)
     launches_vision: Pair = (16, 38)
     launches_output: Pair = (36, 11)
+    launches_loss_piece: Pair = (0, 0)  # beyond those, for each piece of the logits that the loss is computed in
     windows_batched: bool = True  # False: one call over all sequences, tiled for as many as the longest could be
 
 
 # torch's layers, as `benchmarks/host_time.py` counts them: at f4fb872, and today. Attention cuts samples out of a row;
 # activations keep their input alone and compute the rest anew.
 TORCH_BEFORE = Passes(slices=(0, 2))
-TORCH = replace(TORCH_BEFORE, swiglu=(5, 11), quick_gelu=(7, 5), rotation_splits=True)
+TORCH = replace(
+    TORCH_BEFORE,
+    swiglu=(5, 11),
+    quick_gelu=(7, 5),
+    rotation_splits=True,
+    cross_entropy=(22, 32),
+    update=Update(over_tokens=0, clip=0, adam=32),  # divided gradients are written back
+    launches_language=(18, 35),
+    launches_vision=(16, 37),
+    launches_output=(30, 20),
+    launches_loss_piece=(5, 10),
+)
+# The same with `--compile-small-ops`: one kernel for each way of an activation, and of rotation with its split.
+_TORCH_COMPILED = replace(
+    TORCH, swiglu=(3, 5), quick_gelu=(2, 3), rotation=(2, 2), launches_language=(11, 26), launches_vision=(14, 36)
+)
 # Transformer Engine's layers at f4fb872: norms inside linear layers, biases of queries, keys and values too, the rest
 # as torch's. Launches: products, norms, cuDNN's attention with its two helpers, and what is not fused.
 BEFORE = replace(
     TORCH_BEFORE,
     slices=(0, 0),
     value_copy=(2, 2),
+    qkv_bias_inside=True,
     launches_language=(28, 45),
     launches_vision=(24, 42),
     windows_batched=False,
@@ -89,12 +120,14 @@ NOW = replace(
     quick_gelu=(2, 3),
     bias=(0, 0),
     weight_gradient=0,
-    update=Update(over_tokens=0, clip=0, adam=32),  # divided gradients are written back
+    update=TORCH.update,
     launches_language=(13, 21),
     launches_vision=(13, 26),
     launches_output=(16, 8),
     windows_batched=True,
 )
+# The same where products do not add weight gradients to their sums: Transformer Engine's own kernels do that alone.
+_NOW_ADDING = replace(NOW, weight_gradient=10)
 # With everything fused that this model knows of.
 POSSIBLE = replace(NOW, output_weight_gradient=0, update=Update(over_tokens=0, clip=0, copy=2))
 
@@ -114,50 +147,92 @@ class Moved:
         return sum(pair[1] for pair in self.terms.values())
 
 
-def moved(name: str, case: Case, passes: Passes, *, te: bool) -> Moved:
-    """What a transformer layer, a lone norm or the output moves beside its products, on one rank without TP."""
-    language, e = case.model.language, case.bytes_each
-    weights = local_parameters(name, case.model, case.dims.tp)
-    each = passes.output_weight_gradient if name == OUTPUT else passes.weight_gradient
-    added: dict[str, Pair] = {"weight gradients": (0.0, each * weights * case.trains(name))}
-    if name == OUTPUT:
-        logits = case.work.tokens * vocabulary_shard(case.model, case.dims.tp) / language.hidden_size
-        return Moved({"cross entropy": _times(passes.cross_entropy, logits), **added})
-    seeing = name.startswith(VISION_LAYER)
-    if not (seeing or name.startswith(LANGUAGE_LAYER)):
-        tokens = case.work.tokens
-        return Moved({"norms": _times(passes.norm, tokens * language.hidden_size * e), **added})
-    if seeing:
-        vision, tokens = case.model.vision, case.work.patches
-        hidden = queries = keys = vision.hidden_size
-        ffn, activation = vision.ffn_hidden_size, vision.activation
-        rotated = vision.position_embedding != "learned"
-        biased = 3 * hidden * vision.add_qkv_bias * (not te)
-        biased += ((1 + (activation == "swiglu")) * ffn + 2 * hidden) * vision.add_bias_linear
+def program_of(case: Case) -> Passes:
+    """The program that runs a case's layers on a GPU: Transformer Engine's, or torch's."""
+    if not case.te:
+        return _TORCH_COMPILED if case.compiled_small_ops else TORCH
+    fused = case.fused_gradients and not case.shards_gradients and "activations" not in case.offload
+    return NOW if fused else _NOW_ADDING
+
+
+def moved(name: str, case: Case, passes: Passes) -> Moved:
+    """What a layer moves beside its products, on one rank.
+
+    Under tensor parallelism a rank has its share of what lies inside the two blocks of a transformer layer, for all
+    tokens, and all of what lies between them: for its share of the tokens with sequence parallelism, else for all.
+    """
+    e, trained = case.bytes_each, case.trains(name)
+    numbered = name.startswith((VISION_LAYER, LANGUAGE_LAYER))
+    if numbered or name == LANGUAGE_NORM:
+        each = passes.weight_gradient
     else:
-        tokens, hidden, width = case.work.tokens, language.hidden_size, head_width(language)
-        queries = language.num_attention_heads * width
-        keys = query_groups(language) * width
-        ffn, activation, rotated = language.ffn_hidden_size, "swiglu", True
-        biased = (queries + 2 * keys) * language.add_qkv_bias * (not te)
-    together = rotated and passes.rotation_splits
+        each = passes.output_weight_gradient + 2 * (name == EMBEDDING)  # whose gradient is zeroed before rows are added
+    weights = local_parameters(name, case.model, case.dims.tp) * trained
+    added: dict[str, Pair] = {"weight gradients": (0.0, each * weights)} if each * weights else {}
+    if numbered:
+        terms = _of_layer(layer_sizes(name, case), case, passes, trained=trained, fp8=name in case.fp8)
+        return Moved({term: _times(pair, e) for term, pair in terms.items() if any(pair)} | added)
+    if name == OUTPUT:
+        return Moved({"cross entropy": _times(passes.cross_entropy, case.work.tokens * columns(case)), **added})
+    if name == LANGUAGE_NORM:
+        return Moved({"norms": _times(passes.norm, hidden_bytes(name, case)), **added})
+    touched = 0.0 if _unused(name, case) else touched_bytes(name, case)
+    return Moved({"other": (2 * touched, 4 * touched), **added})
+
+
+def _of_layer(sizes: LayerSizes, case: Case, passes: Passes, *, trained: bool, fp8: bool) -> dict[str, Pair]:
+    """Numbers that a transformer layer's passes move."""
+    inside, between = sizes.tokens, sizes.tokens / case.sequence_shards
+    hidden, ffn, gates = sizes.hidden * between, sizes.ffn * inside, sizes.inner
+    queries, keys = sizes.heads * sizes.width * inside, sizes.groups * sizes.width * inside
+    together = sizes.rotated and passes.rotation_splits
+    biased = (gates * ffn + 2 * hidden) * sizes.linear_bias
+    biased += (queries + 2 * keys) * sizes.qkv_bias * (not passes.qkv_bias_inside)
     terms = {
         "norms": _times(passes.norm, 2 * hidden),
+        "norms of queries and keys": _times(passes.norm, (queries + keys) * sizes.qk_norm),
         "residuals": _times(passes.residual, 2 * hidden),
-        "rotation": _times(passes.rotation, (queries + keys) * rotated),
+        "layer scale": _times(passes.layer_scale, 2 * hidden * sizes.scaled),
+        "rotation": _times(passes.rotation, (queries + keys) * sizes.rotated),
         "QKV split": _times(passes.qkv_split, (queries + 2 * keys) * (not together)),
         "slices of samples": _times(passes.slices, queries + 2 * keys),
         "copies of queries": _times(passes.query_copy, queries * (keys < queries) * (not together)),
         "copies of values": _times((2, 2) if together else passes.value_copy, keys),
-        "activation": _times(_activation(passes, activation), ffn),
-        "biases": _times(passes.bias, biased),
+        "activation": _times(_activation(passes, sizes.activation), ffn),
+        "biases": (passes.bias[0] * biased, passes.bias[1] * biased * trained),
     }
-    if name in case.fp8:
-        gates = 2 if activation == "swiglu" else 1
+    if fp8:
         inputs = 2 * hidden + queries + ffn
         outputs = queries + 2 * keys + 2 * hidden + gates * ffn
-        terms["casts to FP8"] = (passes.fp8_cast[0] * inputs / e, passes.fp8_cast[1] * outputs / e)
-    return Moved({term: _times(pair, tokens * e) for term, pair in terms.items() if any(pair)} | added)
+        terms["casts to FP8"] = (
+            passes.fp8_cast[0] * inputs / case.bytes_each,
+            passes.fp8_cast[1] * outputs / case.bytes_each,
+        )
+    return terms
+
+
+def touched_bytes(name: str, case: Case) -> float:
+    """Bytes that a forward pass writes: as many as it would save if everything were trained."""
+    everything = replace(case, own=frozenset(case.names), trained=frozenset(case.names))
+    return saved_bytes(name, everything) + hidden_bytes(name, case)
+
+
+def _unused(name: str, case: Case) -> bool:
+    vision = case.model.vision
+    return name == VISION_NORM and not (vision.post_norm and vision.feature_layer == -1)
+
+
+def launches(name: str, case: Case, passes: Passes) -> Pair:
+    """Operations that the host issues for a layer, forward and backward."""
+    if name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
+        return passes.launches_language if name.startswith(LANGUAGE_LAYER) else passes.launches_vision
+    if name == OUTPUT:
+        pieces = case.work.tokens * columns(case) * FP32 / LOSS_WORK
+        ahead, back = passes.launches_output
+        return ahead + passes.launches_loss_piece[0] * pieces, back + passes.launches_loss_piece[1] * pieces
+    if _unused(name, case):
+        return 0.0, 0.0
+    return _LAUNCHES.get(PROJECTOR if name.startswith(DEEPSTACK) else name, (2, 2))
 
 
 def _activation(passes: Passes, kind: str) -> Pair:
@@ -166,8 +241,3 @@ def _activation(passes: Passes, kind: str) -> Pair:
 
 def _times(pair: Pair, factor: float) -> Pair:
     return pair[0] * factor, pair[1] * factor
-
-
-def update_bytes(trained: float, passes: Passes) -> float:
-    """What the end of a step moves on a rank that trains so many numbers."""
-    return trained * passes.update.total

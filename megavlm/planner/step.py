@@ -103,8 +103,9 @@ def colocated_encoder(
     between = hardware.link(vision_tp if dims.tp % vision_tp == 0 else dims.world)
     seconds = each(partial(layer_seconds, case=alone, hardware=replace(hardware, near=between)))
     passes = own / in_pass
-    forward = passes * sum(s.forward for s in seconds)
-    backward = passes * sum(s.backward for s in seconds)
+    # Pass after pass: the slower of device and host counts.
+    forward = passes * max(sum(s.forward for s in seconds), sum(s.launch[0] for s in seconds))
+    backward = passes * max(sum(s.backward for s in seconds), sum(s.launch[1] for s in seconds))
     if backward:
         backward += max(0.0, passes - kept) / passes * forward
     features = case.micro_batches * hidden_bytes(EMBEDDING, case)

@@ -16,6 +16,8 @@ from megavlm.planner.cost import carried_bytes, layer_seconds, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.layers import VISION_LAYER
 from megavlm.planner.memory import kept_bytes, standing, transient_bytes
+from megavlm.planner.orders import Shape
+from megavlm.planner.timeline import Durations
 
 Array = np.ndarray
 Each = Callable[[Callable[[str], Any]], list[Any]]
@@ -23,11 +25,14 @@ Each = Callable[[Callable[[str], Any]], list[Any]]
 
 @dataclass(frozen=True)
 class Mode:
-    """What depends on a chunk's recomputation: per layer, except `backward` and `saved`, which are prefix sums."""
+    """What depends on a chunk's recomputation: per layer, but for `transient` as prefix sums."""
 
-    backward: Array  # [layers + 1] seconds
+    backward: Array  # [layers + 1] seconds of the device
     saved: Array  # [layers + 1] bytes of one micro-batch on the device
     transient: Array  # [layers] bytes
+    launch: Array | float = (
+        0.0  # [layers + 1] seconds of the host for a backward pass; 0: a CPU, which launches nothing
+    )
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,77 @@ class LayerTables:
 
     case: Case
     first: int
-    forward: Array  # [layers + 1] prefix sums, seconds
+    forward: Array  # [layers + 1] prefix sums, seconds of the device
     standing: Array  # [layers + 1] prefix sums, bytes
     transfer: Array  # [layers + 1] seconds of what enters each layer; 0 at both ends
     modes: dict[Recompute, Mode]
+    launch: Array | float = 0.0  # [layers + 1] prefix sums, seconds of the host for a forward pass; 0: a CPU
 
     @property
     def count(self) -> int:
         return len(self.forward) - 1
+
+    def sides(self, mode: Recompute) -> tuple[Array, Array, Array, Array]:
+        """Prefix sums of seconds: the device's forward and backward, then the host's."""
+        values, none = self.modes[mode], np.zeros(len(self.forward))
+        return self.forward, values.backward, none + self.launch, none + values.launch
+
+    def least_work(self, mode: Recompute, *, pp: int) -> float:
+        """Seconds that a micro-batch's passes take at least, added up over `pp` pipeline ranks."""
+        forward, backward, issue, issue_back = (float(side[-1]) for side in self.sides(mode))
+        if pp == 1:
+            return max(forward + backward, issue + issue_back)
+        return max(forward, issue) + max(backward, issue_back)
+
+    def chunk_seconds(self, mode: Recompute, *, pp: int) -> Array:
+        """[i, j]: seconds of both passes of a chunk of layers i … j−1; of a single stage, of all but the first."""
+        forward, backward, issue, issue_back = self.sides(mode)
+        if pp == 1:
+            return np.maximum(spans(forward + backward), spans(issue + issue_back))
+        return relays(issue, forward) + relays(backward, issue_back)
+
+    def durations(
+        self, chunks: Sequence[tuple[int, int, Recompute]], transfer: Sequence[float], *, shape: Shape
+    ) -> Durations:
+        """Seconds of each pass of each chunk.
+
+        Where stages exchange something the host waits for it, and begins each pass with the device. On a single stage
+        it does so once a step; later passes find it ahead, unless launching takes longer than computing on the whole.
+        """
+        ahead: list[list[float]] = []
+        back: list[list[float]] = []
+        for a, b, mode in chunks:
+            forward, backward, issue, issue_back = (side[a : b + 1] for side in self.sides(mode))
+            first, last = relay(issue, forward), relay(backward, issue_back)
+            more = [(first, last)] * (shape.micro_batches - 1)
+            if shape.pp == 1:
+                device, device_back = float(forward[-1] - forward[0]), float(backward[-1] - backward[0])
+                host = float(issue[-1] - issue[0] + issue_back[-1] - issue_back[0])
+                last = max(device_back, host - first)
+                more = [(device, max(device_back, host - device))] * (shape.micro_batches - 1)
+            ahead.append([first, *(each[0] for each in more)])
+            back.append([last, *(each[1] for each in more)])
+        return Durations(ahead, back, transfer=transfer)
+
+
+def relay(ahead: Array, behind: Array) -> float:
+    """Seconds of a pass that host and device begin together, from the prefix sums of its layers.
+
+    A layer begins on the device when the one before it has ended and the host has issued it. So a pass ends when the
+    host has issued all up to some layer and the device has run that one and all that follow: the latest such layer
+    counts. Forward, `ahead` is the host and `behind` the device; backward, which begins with the last layer, the
+    device's layers are the first of the list and the host's the last.
+    """
+    return float(behind[-1] - ahead[0] + (ahead[1:] - behind[:-1]).max())
+
+
+def relays(ahead: Array, behind: Array) -> Array:
+    """[i, j > i]: `relay` of layers i … j−1."""
+    found, count = spans(behind), len(behind) - 1
+    rising = np.tri(count, dtype=bool).T
+    latest = np.maximum.accumulate(np.where(rising, ahead[None, 1:] - behind[None, :-1], -np.inf), axis=1)
+    found[:-1, 1:] = behind[None, 1:] - ahead[:-1, None] + latest
+    return found
 
 
 def layer_tables(
@@ -55,13 +123,15 @@ def layer_tables(
     carried = [carried_bytes(case, i) for i in places][1:]
     sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, case))[1:], carried, strict=True)]
     sends = [transfer_seconds(size, case, hardware) for size in sizes]
+    seconds = each(partial(layer_seconds, case=case, hardware=hardware))
     return LayerTables(
         case=case,
         first=first,
-        forward=_prefix(each(lambda n: layer_seconds(n, case, hardware).forward)),
+        forward=_prefix([s.forward for s in seconds]),
         standing=_prefix(each(lambda n: standing(n, case).total)),
         transfer=np.array([0.0, *sends, 0.0]),
         modes={mode: _mode(mode, case, hardware, each) for mode in modes},
+        launch=_prefix([s.launch[0] for s in seconds]) if case.on_gpu else 0.0,
     )
 
 
@@ -88,10 +158,12 @@ def measured_once(case: Case, places: Sequence[int]) -> Each:
 
 
 def _mode(mode: Recompute, case: Case, hardware: Hardware, each: Each) -> Mode:
+    seconds = each(partial(layer_seconds, case=case, hardware=hardware, recompute=mode))
     return Mode(
-        backward=_prefix(each(lambda name: layer_seconds(name, case, hardware, mode).backward)),
-        saved=_prefix(each(lambda name: kept_bytes(name, case, mode))),
-        transient=np.array(each(lambda name: transient_bytes(name, case, mode))),
+        backward=_prefix([s.backward for s in seconds]),
+        saved=_prefix(each(partial(kept_bytes, case=case, recompute=mode))),
+        transient=np.array(each(partial(transient_bytes, case=case, recompute=mode))),
+        launch=_prefix([s.launch[1] for s in seconds]) if case.on_gpu else 0.0,
     )
 
 
@@ -107,6 +179,11 @@ def _kind(case: Case, index: int) -> tuple[object, ...]:
         case.gradient_reaches[index],
         name in case.fp8,
     )
+
+
+def spans(prefix: Array) -> Array:
+    """[i, j]: the sum of layers i … j−1."""
+    return prefix[None, :] - prefix[:, None]
 
 
 def _prefix(values: Sequence[float]) -> Array:

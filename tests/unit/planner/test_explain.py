@@ -9,10 +9,11 @@ import pytest
 from megavlm.config.schema import Config, TrainConfig
 from megavlm.parallel.dims import Dims
 from megavlm.planner.case import Case, case_of
-from megavlm.planner.explain import Explained, HostTime, Part, explained, played
+from megavlm.planner.explain import Explained, Part, explained, played
 from megavlm.planner.hardware import profile
 from megavlm.planner.models import llava_1_5_7b, qwen2_5_vl_7b
 from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, moved
+from megavlm.planner.terms import HostTime
 
 H100 = profile("h100")
 
@@ -48,7 +49,7 @@ def test_the_device_waits_in_the_forward_pass_and_the_host_is_ahead_in_the_backw
 def test_passes_of_a_language_layer_are_the_textbooks() -> None:
     """LLaVA: 4096 wide, MLP 11008, 4,096 tokens of two bytes."""
     one = 4096 * 2
-    found = moved("language.layers.0", case(), BEFORE, te=True)
+    found = moved("language.layers.0", case(), BEFORE)
     assert found.terms["norms"] == (4 * 4096 * one, 6 * 4096 * one)
     assert found.terms["rotation"] == (5 * 8192 * one, 5 * 8192 * one)
     assert found.terms["activation"] == (5 * 11008 * one, 13 * 11008 * one)
@@ -56,7 +57,7 @@ def test_passes_of_a_language_layer_are_the_textbooks() -> None:
     assert found.terms["weight gradients"] == (0, 10 * matrices)
     assert "biases" not in found.terms
     frozen = replace(case(), own=frozenset())
-    assert moved("language.layers.0", frozen, BEFORE, te=True).backward == found.backward - 10 * matrices
+    assert moved("language.layers.0", frozen, BEFORE).backward == found.backward - 10 * matrices
 
 
 def test_each_program_is_faster_than_the_one_before() -> None:

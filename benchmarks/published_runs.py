@@ -1,0 +1,95 @@
+"""What the planner says of runs that others published: the rows of docs/planner.md, by simulation.
+
+    .venv/bin/python benchmarks/published_runs.py
+
+Nothing is fitted to these runs but the share of twice bf16's rate that FP8 products reach (`planner/terms.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import placement_paper
+
+from megavlm.config.schema import Config, DataConfig, TrainConfig
+from megavlm.model.flops import step_flops
+from megavlm.planner.auto import predict
+from megavlm.planner.case import times
+from megavlm.planner.hardware import PROFILES, profile
+from megavlm.planner.models import model
+from megavlm.planner.plan import dims_of, typical_workload
+
+MEGATRON = {"name": "gpt_7_1b", "world": 96, "batch": 576, "seq_length": 4096}  # layout and batch are not published
+LLAMA = {"name": "llama3_70b", "world": 64, "batch": 128, "seq_length": 8192}
+LOONGFORGE_IMAGES = ((1, 448), (2, 896), (4, 896), (6, 1008))  # of a sample: how many, and their side; not published
+
+
+@dataclass(frozen=True)
+class Rates:
+    tflops: float  # of one GPU
+    tokens: float  # tokens/s of one GPU
+
+    @property
+    def mfu(self) -> float:
+        peak = profile("h100").peak
+        assert peak is not None
+        return self.tflops * 1e12 / peak
+
+
+def rates(
+    *, name: str, world: int, batch: int, seq_length: int, degrees: dict[str, Any], train: dict[str, Any]
+) -> Rates:
+    """A step of text alone on H100s."""
+    config = Config(
+        model=model(name),
+        train=TrainConfig(seq_length=seq_length, global_batch_size=batch, precision="bf16", **train),
+        data=DataConfig(source="synthetic", images_per_sample=(0,)),
+    )
+    config = replace(config, parallel=replace(config.parallel, **degrees))
+    seconds = predict(config, dims_of(config, world=world), profile("h100")).seconds
+    flops = step_flops(config, times(typical_workload(config), batch))
+    return Rates(flops / seconds / world / 1e12, seq_length * batch / seconds / world)
+
+
+def lines() -> Iterator[str]:
+    for tp in (1, 2, 4):
+        for samples in (1, 2):
+            found = [
+                rates(
+                    **MEGATRON,  # type: ignore[arg-type]
+                    degrees={"tensor_model_parallel_size": tp, "overlap_grad_reduce": overlap},
+                    train={"micro_batch_size": samples},
+                ).mfu
+                for overlap in (False, True)
+            ]
+            yield f"Megatron-LM 7.1B, TP{tp}, micro-batch {samples}: {found[0]:.1%} MFU, overlapped {found[1]:.1%}"
+    degrees = {
+        "tensor_model_parallel_size": 4,
+        "pipeline_model_parallel_size": 8,
+        "virtual_pipeline_model_parallel_size": 5,
+        "overlap_grad_reduce": True,
+    }
+    for fp8 in ("hybrid", "none"):
+        run = rates(**LLAMA, degrees=degrees, train={"fp8": fp8})  # type: ignore[arg-type]
+        yield f"Llama-3-70B, FP8 {fp8}: {run.tflops:.0f} TFLOP/s, {run.tokens:,.0f} tokens/s a GPU"
+    layout = placement_paper.Layout("qwen2_5_vl_7b", 4, 2)
+    for gpu in ("h100", "a100"):
+        gains = [
+            placement_paper.gains(placement_paper.run_of(layout, count, side, 32), layout, PROFILES[gpu]).than_glued
+            for count, side in LOONGFORGE_IMAGES
+        ]
+        sizes = ", ".join(
+            f"{gain:.2f} × ({n} of {side}²)" for gain, (n, side) in zip(gains, LOONGFORGE_IMAGES, strict=True)
+        )
+        yield f"LoongForge, {gpu}: {sizes}"
+
+
+def main() -> None:
+    for line in lines():
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

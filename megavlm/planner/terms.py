@@ -1,0 +1,92 @@
+"""Seconds of a layer's passes by term, on one rank without collectives: of the device, and of the host that launches.
+
+The search's cost model (`cost.py`) and the picture of one GPU (`explain.py`) both add up these. On a GPU a layer's
+passes over memory come from a table (`passes.py`). On a CPU, where rates are measured, they are twice what the layer
+saves for its backward pass, and launches are calls that the device itself takes time for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megavlm.model.flops import layer_cost
+from megavlm.planner.case import Case
+from megavlm.planner.hardware import Hardware, fp8_speed
+from megavlm.planner.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, PROJECTOR, VISION_LAYER
+from megavlm.planner.passes import Pair, Passes, launches, moved, touched_bytes
+
+# FP8 products reach this share of twice bf16's rate: 1,040 TFLOP/s on an H100. Estimate, from one published run.
+FP8_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Seconds of the host, forward and backward: for each operation that it launches, and for a layer's Python."""
+
+    operation: Pair = (10e-6, 8e-6)  # torch's dispatcher, autograd and the driver: estimate
+    layer: Pair = (900e-6, 500e-6)  # five modules of Transformer Engine of some 180 µs: estimate, 1.0 to 1.4 ms in all
+    attention_call: float = 0.0  # beyond an operation's, where one layer calls attention for each window
+    waits: bool = False  # whether vision layers ask the device for a number, so that the host is never ahead
+
+
+TE_HOST = HostTime()
+TORCH_HOST = HostTime(layer=(100e-6, 0.0))  # modules without Transformer Engine's checks: estimate
+
+
+def layer_terms(name: str, case: Case, hardware: Hardware, passes: Passes) -> dict[str, Pair]:
+    """Seconds of the device, forward and backward, by term. `passes` is read for a GPU alone."""
+    terms = work_terms(name, case, hardware)
+    rates = hardware.forward.bandwidth, hardware.backward.bandwidth
+    if case.on_gpu:
+        moves = moved(name, case, passes).terms
+    else:
+        touched = touched_bytes(name, case)
+        moves = {"other": (2 * touched, 4 * touched)}  # written once, read once; backward the same of two gradients
+        calls = calls_of(name)
+        terms["calls"] = (calls * hardware.forward.overhead, calls * hardware.backward.overhead)
+    terms |= {term: (pair[0] / rates[0], pair[1] / rates[1]) for term, pair in moves.items()}
+    return terms if _has_backward(name, case) else {term: (pair[0], 0.0) for term, pair in terms.items()}
+
+
+def work_terms(name: str, case: Case, hardware: Hardware) -> dict[str, Pair]:
+    """Seconds of a layer's products and of its attention on one tensor-parallel rank."""
+    faster = max(1.0, fp8_speed(hardware) * FP8_SHARE) if name in case.fp8 else 1.0
+    cost, tp = layer_cost(name, case.model, case.work), case.dims.tp
+    attention = cost.attention_flops / tp
+    products = (cost.forward_flops / tp - attention) / faster
+    gradients = case.trains(name) + case.gradient_reaches[case.names.index(name)]
+    terms = {"products": (products / hardware.forward.matmul, gradients * products / hardware.backward.matmul)}
+    if attention:
+        terms["attention"] = (attention / hardware.forward.attention, 2 * attention / hardware.backward.attention)
+    return terms
+
+
+def launch_seconds(name: str, case: Case, passes: Passes, host: HostTime) -> Pair:
+    """Seconds that the host takes to launch a layer's passes on a GPU; 0 on a CPU, which launches nothing."""
+    if not case.on_gpu:
+        return 0.0, 0.0
+    python = host.layer if name.startswith((VISION_LAYER, LANGUAGE_LAYER)) else (0.0, 0.0)
+    issued = launches(name, case, passes)
+    forward, backward = (n * each + more for n, each, more in zip(issued, host.operation, python, strict=True))
+    return forward, backward * _has_backward(name, case)
+
+
+def host_of(case: Case) -> HostTime:
+    """What launching a case's layers takes."""
+    return TE_HOST if case.te else TORCH_HOST
+
+
+def _has_backward(name: str, case: Case) -> bool:
+    return case.trains(name) or case.gradient_reaches[case.names.index(name)]
+
+
+def calls_of(name: str) -> float:
+    """What a pass costs on a CPU in calls of Python and of operators, in units of a lone norm's.
+
+    Times of layers so small (width 128, 64 patches) that their arithmetic hardly counts, rounded.
+    """
+    if name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
+        return 20
+    if name.startswith(DEEPSTACK):
+        return 6
+    return {PATCH_EMBED: 4, PROJECTOR: 6, EMBEDDING: 2, OUTPUT: 8}.get(name, 1)

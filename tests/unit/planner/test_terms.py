@@ -1,0 +1,117 @@
+"""Terms of a layer on a GPU: what tensor parallelism divides, what frozen layers leave out, when launching shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megavlm.config.cli import parse
+from megavlm.parallel.dims import Dims
+from megavlm.planner.case import Case, case_of
+from megavlm.planner.cost import layer_seconds
+from megavlm.planner.hardware import profile
+from megavlm.planner.models import model
+from megavlm.planner.passes import NOW, TORCH, moved, program_of
+from megavlm.planner.tables import layer_tables, relays
+from megavlm.planner.terms import TE_HOST, launch_seconds, layer_terms
+
+H100 = profile("h100")
+LANGUAGE, VISION = "language.layers.0", "vision.layers.0"
+INSIDE = {"rotation", "activation", "copies of values", "norms of queries and keys"}
+BETWEEN = {"norms", "residuals", "layer scale"}
+
+
+def case(name: str = "qwen3_vl_8b", flags: str = "", *, tp: int = 1, dp: int = 1) -> Case:
+    argv = f"--precision bf16 --seq-length 4096 --global-batch-size {8 * dp} --language-vocab-size 256 {flags}".split()
+    config = parse(argv)
+    return case_of(replace(config, model=model(name)), Dims(tp=tp, pp=1, vpp=1, dp=dp), on_gpu=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_8b", "internvl3_8b", "llava_1_5_7b", "qwen2_5_vl_7b"])
+def test_tensor_parallelism_divides_what_lies_inside_blocks_and_sequences_the_rest(name: str) -> None:
+    whole = case(name)
+    for layer in (LANGUAGE, VISION):
+        alone = moved(layer, whole, NOW).terms
+        assert {"norms", "residuals", "activation"} <= set(alone) <= INSIDE | BETWEEN
+        for sequences in (True, False):
+            half = moved(layer, replace(case(name, tp=2), sequence_parallel=sequences), NOW).terms
+            for term, (forward, backward) in alone.items():
+                share = 2 if sequences or term in INSIDE else 1
+                assert half[term] == pytest.approx((forward / share, backward / share)), (layer, term)
+
+
+def test_norms_of_queries_and_layer_scale_are_counted_where_a_model_has_them() -> None:
+    """Qwen3: 32 query and 8 key heads of 128. InternViT: 1,024 wide, two scales."""
+    assert moved(LANGUAGE, case(), NOW).terms["norms of queries and keys"][0] == 2 * 2 * 4096 * 40 * 128
+    intern = case("internvl3_8b")
+    assert moved(VISION, intern, NOW).terms["layer scale"][0] == 2 * 2 * 2 * intern.work.patches * 1024
+    assert "layer scale" not in moved(LANGUAGE, intern, NOW).terms
+
+
+def test_frozen_layers_have_no_weight_gradients_and_without_gradients_no_backward_pass() -> None:
+    trained, torch = case(), case(flags="--transformer-impl torch")
+    assert program_of(torch) is TORCH
+    added = moved(LANGUAGE, torch, TORCH).terms["weight gradients"]
+    assert added[0] == 0 < added[1]
+    reached = replace(torch, own=torch.own - {LANGUAGE})
+    assert "weight gradients" not in moved(LANGUAGE, reached, TORCH).terms
+    assert layer_seconds(LANGUAGE, reached, H100).backward < layer_seconds(LANGUAGE, torch, H100).backward
+    frozen = replace(trained, own=frozenset(), trained=frozenset())
+    for name in frozen.names:
+        found = layer_seconds(name, frozen, H100)
+        assert found.backward == found.launch[1] == 0, name
+        assert found.forward == layer_seconds(name, trained, H100).forward, name
+        assert not any(pair[1] for pair in layer_terms(name, frozen, H100, NOW).values()), name
+
+
+def test_products_add_to_the_sums_only_where_there_are_some() -> None:
+    """Ten bytes a parameter more in each backward pass with shared gradients, or activations on the host."""
+    fused = case(dp=2)
+    assert program_of(fused) is NOW
+    for flags in (
+        "--data-parallel-sharding optimizer_gradients",
+        "--offload activations",
+        "--no-gradient-accumulation-fusion",
+    ):
+        apart = case(flags=flags, dp=2)
+        passes = program_of(apart)
+        more = moved(LANGUAGE, apart, passes).backward - moved(LANGUAGE, fused, NOW).backward
+        assert more == pytest.approx(10 * 192_946_432, rel=1e-3), flags
+
+
+def test_passes_of_host_and_device_are_those_that_an_event_loop_plays() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        device, host = random.uniform(0, 1, (2, 9)) * random.choice([0.3, 1, 3], 2)[:, None]
+        prefix = [np.concatenate([[0.0], np.cumsum(values)]) for values in (device, host)]
+        forward, backward = relays(prefix[1], prefix[0]), relays(prefix[0], prefix[1])
+        for i in range(9):
+            for j in range(i + 1, 10):
+                assert forward[i, j] == pytest.approx(played(device[i:j], host[i:j]))
+                assert backward[i, j] == pytest.approx(played(device[i:j][::-1], host[i:j][::-1]))
+
+
+def played(device: np.ndarray, host: np.ndarray) -> float:
+    issued = ended = 0.0
+    for runs, launches in zip(device, host, strict=True):
+        issued += launches
+        ended = max(ended, issued) + runs
+    return ended
+
+
+def test_a_single_stage_waits_for_its_host_once_a_step_and_stages_in_each_pass() -> None:
+    """LLaVA's vision layers launch slower than they run; its language layers, which follow, take far longer."""
+    tables = layer_tables(case("llava_1_5_7b"), H100, modes=("none",))
+    count = tables.count
+    device = float(tables.forward[-1])
+    alone = tables.durations([(0, count, "none")], (), shape=replace(tables.case.shape, micro_batches=3))
+    assert alone.forward[0][0] > 1.05 * device
+    assert alone.forward[0][1:] == pytest.approx([device] * 2)
+    shape = replace(tables.case.shape, pp=2, micro_batches=3)
+    stages = tables.durations([(0, 26, "none"), (26, count, "none")], (0.0,), shape=shape)
+    vision = sum(launch_seconds(n, tables.case, NOW, TE_HOST)[0] for n in tables.case.names[:26])
+    assert stages.forward[0] == pytest.approx([vision] * 3, rel=0.02)
+    ran = sum(sum(p[0] for p in layer_terms(n, tables.case, H100, NOW).values()) for n in tables.case.names[:26])
+    assert ran < 0.7 * vision
