@@ -46,13 +46,21 @@ def _parser() -> argparse.ArgumentParser:
         default="h100",
         help=f"Device: {', '.join(PROFILES)}, or a JSON file from tools/calibrate.py; default: h100.",
     )
-    parser.add_argument("--seq-length", type=int, metavar="N", help="Sequence length in tokens; default: 4096.")
+    parser.add_argument(
+        "--seq-length", type=int, metavar="N", help="Sequence length in tokens; default: FILE.yaml's or 4096."
+    )
     parser.add_argument("--images", metavar="COUNTxSIDE", help="Images per sample and their side in pixels: 6x1024.")
     parser.add_argument(
-        "--global-batch-size", "--gbs", type=int, metavar="N", help="Samples per step; default: 8 per GPU."
+        "--global-batch-size",
+        "--gbs",
+        type=int,
+        metavar="N",
+        help="Samples per step; default: FILE.yaml's or 8 per GPU.",
     )
-    parser.add_argument("--precision", choices=("bf16", "fp32"), help="Data type; default: bf16.")
-    parser.add_argument("--freeze", nargs="*", choices=("vision", "projector", "language"), help="Frozen parts.")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="Data type; default: FILE.yaml's or bf16.")
+    parser.add_argument(
+        "--freeze", nargs="*", choices=("vision", "projector", "language"), help="Parts that are not trained."
+    )
     parser.add_argument("--placement", choices=("stages", "colocated"), help="Search only this placement.")
     parser.add_argument("--vision-tp", type=int, metavar="N", help="Colocated encoder: ranks that split it.")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="Search only this recomputation.")

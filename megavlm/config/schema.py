@@ -244,7 +244,7 @@ class ParallelConfig:
     )
     hardware: str = option(
         "cpu",
-        "Device for --plan auto: a100, h100, h200, b200, cpu, or a JSON file from tools/calibrate.py.",
+        "Device for --plan auto: a100, h100, h200, b200, gh200, cpu, or a JSON file from tools/calibrate.py.",
         common=LAYOUT,
     )
     pipeline_cuts: tuple[int, ...] | None = option(
@@ -274,7 +274,7 @@ class ParallelConfig:
     overlap_param_gather: bool | None = option(
         None,
         "Overlap the all-gather of parameters with the forward pass; default: on if DP > 1 and optimizer state is "
-        "sharded.",
+        "sharded, except with --cuda-graphs.",
     )
     ddp_bucket_size: int | None = option(
         None,
