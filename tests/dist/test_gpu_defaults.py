@@ -55,8 +55,10 @@ SLOW = [
     *[Case(8, model, "--tp 2 --pp 2", te=True) for model in MODELS_HERE],
     *[Case(8, model, "--tp 2 --pp 2 --vpp 2") for model in ("rich", "lora", "frozen-vision")],
     *[Case(8, model, f"--tp 2 --pp 2 {COLOCATED}", te=True) for model in ("rich", "frozen-language")],
-    *[Case(8, "rich", f"--tp 2 --pp 2 {kind}") for kind in (GRADIENTS, FULL, "--data-parallel-sharding none")],
-    Case(2, "rich", GRADIENTS),
+    # Not "rich": its own rounding, in another order of sums, is 2e-5 after four such steps.
+    *[Case(8, "llava-onevision", f"--tp 2 --pp 2 {kind}") for kind in (GRADIENTS, FULL)],
+    Case(8, "rich", "--tp 2 --pp 2 --data-parallel-sharding none"),
+    Case(2, "llava-onevision", GRADIENTS),
     Case(4, "lora", FULL),
     Case(4, "rich", "--hybrid-shard-size 2"),
 ]
@@ -97,8 +99,8 @@ def buckets(case: Case) -> list[str]:
 
 @pytest.fixture(scope="module")
 def at_once(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The curve that a case must have: that of the same layout with the defaults of a CPU and nothing overlapped. Where
-    data-parallel ranks overlap by themselves, that of one process.
+    """The curve that a case must have: that of the same layout with the defaults of a CPU and nothing overlapped; for
+    ZeRO-2 and 3, which overlap by themselves, with ZeRO-1.
 
     At this learning rate sums in another order go their own way (tensor parallelism: 8e-4 in six steps of qwen3-vl), so
     one process is no measure here; `test_parity.py` compares with it.
@@ -106,11 +108,13 @@ def at_once(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
     curves: dict[Any, Any] = {}
 
     def curve(case: Case) -> Any:
-        world, flags = (case.world, [*case.flags.split(), "--no-overlap-grad-reduce"]) if overlaps(case) else (1, [])
-        if (key := (world, case.model, case.te, *flags)) not in curves:
+        flags = [*case.flags.split(), "--no-overlap-grad-reduce"]
+        if not overlaps(case):
+            flags += ["--data-parallel-sharding", "optimizer"]
+        if (key := (case.world, case.model, case.te, *flags)) not in curves:
             run_dir = str(tmp_path_factory.mktemp("at-once"))
             argv = [*SMALL, *HOT, "--no-save", *MODELS_HERE[case.model].split(), *flags]
-            pools(world).run(train_plainly, argv, run_dir, case.te)
+            pools(case.world).run(train_plainly, argv, run_dir, case.te)
             curves[key] = metrics(run_dir)
         return curves[key]
 
