@@ -149,18 +149,25 @@ def gradient_seconds(trained: float, case: Case, hardware: Hardware, *, held: fl
 
 
 def optimizer_seconds(trained: float, case: Case, hardware: Hardware) -> float:
-    """AdamW's passes over memory. Clearing passes over all fp32 gradients that a rank has, all else over those that it
-    updates with. On a CPU, whose rate is measured by this count, an update reads and writes gradient, weight and two
-    moments. With `--offload optimizer` the update is the host's, and 12 bytes of each number cross the bus.
+    """AdamW's passes over memory. With `--offload optimizer` the host updates, and 12 bytes a number cross the bus."""
+    own = trained / case.shards
+    rest, update = update_bytes(trained, case)
+    if "optimizer" in case.offload:
+        return host_update_seconds(own, hardware) + rest / hardware.memory_bandwidth
+    return (rest + update) / hardware.memory_bandwidth
+
+
+def update_bytes(trained: float, case: Case) -> tuple[float, float]:
+    """Bytes that a step's end moves of gradients, and in the update itself, on a rank with so many trained numbers.
+
+    Clearing passes over all fp32 gradients that a rank has, all else over those that it updates with. On a CPU, whose
+    rate is measured by this count, an update reads and writes gradient, weight and two moments.
     """
     own = trained / case.shards
     gradients = own if case.shards_gradients else trained
     each = program_of(case).update if case.on_gpu else _CPU_UPDATE
-    rest = (gradients * each.zero + own * (each.over_tokens + each.norm + each.clip)) / hardware.memory_bandwidth
-    if "optimizer" in case.offload:
-        return host_update_seconds(own, hardware) + rest
     copied = each.copy * (case.bytes_each != FP32)
-    return own * (each.adam + copied) / hardware.memory_bandwidth + rest
+    return gradients * each.zero + own * (each.over_tokens + each.norm + each.clip), own * (each.adam + copied)
 
 
 def host_update_seconds(own: float, hardware: Hardware) -> float:

@@ -18,7 +18,7 @@ from megavlm.config.schema import Config
 from megavlm.model.view import View
 from megavlm.parallel.groups import destroy_groups
 from megavlm.planner.case import Case, case_of
-from megavlm.planner.cost import features_of
+from megavlm.planner.cost import features_of, update_bytes
 from megavlm.planner.fit import Sample
 from megavlm.planner.hardware import Link
 from megavlm.planner.layers import EMBEDDING
@@ -43,7 +43,7 @@ def layer_samples(config: Config, backend: Backend, *, repeats: int) -> tuple[li
             if case.trains(name) and name != EMBEDDING:
                 reached = case.gradient_reaches[case.names.index(name)]
                 backward.append(_sample(name, case, took[1], passes=1 + reached))
-        return forward, backward, _optimizer_rate(run, repeats)
+        return forward, backward, _optimizer_rate(run, case, repeats)
     finally:
         close(run)
 
@@ -80,8 +80,8 @@ def _timed(call: Callable[[], Any], backend: Backend) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def _optimizer_rate(run: Run, repeats: int) -> float:
-    """Bytes/s by the count of `cost.optimizer_seconds`: clearing gradients, their norm and the update."""
+def _optimizer_rate(run: Run, case: Case, repeats: int) -> float:
+    """Bytes/s by the count of `cost.update_bytes`: clearing gradients, their norm and the update."""
     engine = run.engine
 
     def step() -> None:
@@ -93,7 +93,7 @@ def _optimizer_rate(run: Run, repeats: int) -> float:
 
     times = [_timed(step, run.backend)[1] for _ in range(repeats + 1)]
     trained = sum(p.numel() for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad)
-    return trained * 4 * (9 / run.plan.dims.dp + 1) / statistics.median(times[1:])
+    return sum(update_bytes(trained, case)) / statistics.median(times[1:])
 
 
 def link(backend: Backend, *, sizes: Sequence[int] = (1 << 12, 1 << 22), repeats: int = 20) -> Link | None:

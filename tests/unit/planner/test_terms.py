@@ -10,7 +10,7 @@ import pytest
 from megavlm.config.cli import parse
 from megavlm.parallel.dims import Dims
 from megavlm.planner.case import Case, case_of
-from megavlm.planner.cost import layer_seconds
+from megavlm.planner.cost import layer_seconds, optimizer_seconds, update_bytes
 from megavlm.planner.hardware import profile
 from megavlm.planner.models import model
 from megavlm.planner.passes import NOW, TORCH, moved, program_of
@@ -115,3 +115,13 @@ def test_a_single_stage_waits_for_its_host_once_a_step_and_stages_in_each_pass()
     assert stages.forward[0] == pytest.approx([vision] * 3, rel=0.02)
     ran = sum(sum(p[0] for p in layer_terms(n, tables.case, H100, NOW).values()) for n in tables.case.names[:26])
     assert ran < 0.7 * vision
+
+
+def test_a_steps_end_is_counted_alike_for_predicting_and_for_measuring() -> None:
+    """A CPU: 4 bytes a gradient to clear, 36 of each that a rank updates. A GPU: 4 and 42, masters copied."""
+    for on_gpu, own in ((False, 36), (True, 42)):
+        shared = replace(case(dp=4), on_gpu=on_gpu)
+        assert sum(update_bytes(1000.0, shared)) == pytest.approx(1000 * (4 + own / 4))
+        assert optimizer_seconds(1000.0, shared, H100) * H100.memory_bandwidth == pytest.approx(1000 * (4 + own / 4))
+    in_fp32 = replace(case(), precision="fp32")
+    assert sum(update_bytes(1000.0, in_fp32)) == 1000 * 40, "no masters, and no copies"
