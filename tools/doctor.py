@@ -1,4 +1,4 @@
-"""Check this machine: `python tools/doctor.py [--json [FILE]] [--no-measure]`.
+"""Check this machine: `python tools/doctor.py [--json [FILE]] [--no-measure] [--timeout SECONDS]`.
 
 Report versions, devices with their peak and measured rates, communication and disk; then list each problem with the
 command that fixes it. The exit status is 1 if a run could not work, else 0.
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Return the exit status: 1 if a run could not work on this machine, else 0."""
     options = _parser().parse_args(argv)
     needs = needs_of(ROOT / "pyproject.toml")
-    facts = collect(needs, folder=Path.cwd(), measure=not options.no_measure)
+    facts = collect(needs, folder=Path.cwd(), timeout=options.timeout, measure=not options.no_measure)
     found = findings(facts, needs)
     if options.json not in (None, "-"):
         Path(options.json).write_text(report.as_json(facts, found), encoding="utf-8")
@@ -42,6 +42,13 @@ def _parser() -> argparse.ArgumentParser:
         help="Print facts and findings as JSON instead of text, or write them to FILE in addition to the text.",
     )
     parser.add_argument("--no-measure", action="store_true", help="Do not measure the device's rates.")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="Time limit for the import of a package or a collective operation; an error if exceeded. Default: 120.",
+    )
     return parser
 
 

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,25 +25,27 @@ _IMPORTED = {
     "transformer-engine": "torch, transformer_engine.pytorch",
     "megatron-core": "megatron.core",
 }
-_PATIENCE = 120  # seconds for an import or a collective
-
 _LOOPBACK = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 backend, file = sys.argv[1:]
 device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
 dist.init_process_group(backend, init_method="file://" + file, rank=0, world_size=1)
 values = torch.ones(1 << 20, device=device)
 dist.all_reduce(values)
 assert float(values.sum()) == 1 << 20
+os._exit(0)  # gloo's threads now and then abort the interpreter's teardown
 """
 
 
-def collect(names: Iterable[str], *, folder: Path, measure: bool = True) -> Facts:
-    """`names` are packages to look for; `folder` is where runs would be written. `measure` takes some seconds."""
+def collect(names: Iterable[str], *, folder: Path, timeout: float, measure: bool = True) -> Facts:
+    """Return the facts about this machine; `names` are packages to look for, `folder` is where runs would be written.
+
+    `timeout` is in seconds, for each import and each collective. `measure` takes some seconds.
+    """
     known = [*names, *OTHERS]
     with ThreadPoolExecutor() as threads:  # imports take seconds each, in processes of their own
-        apex = threads.submit(_answer, "import apex.multi_tensor_apply")
-        packages = dict(zip(known, threads.map(_package, known), strict=True))
+        apex = threads.submit(_answer, "import apex.multi_tensor_apply", timeout=timeout)
+        packages = dict(zip(known, threads.map(partial(_package, timeout=timeout), known), strict=True))
     facts = Facts(
         python=sys.version_info[:3],
         packages={name: package for name, package in packages.items() if package is not None},
@@ -56,24 +59,24 @@ def collect(names: Iterable[str], *, folder: Path, measure: bool = True) -> Fact
     torch_there = facts.packages.get("torch")
     if torch_there is None or torch_there.error is not None:
         return facts
-    return _with_torch(facts, measure=measure)
+    return _with_torch(facts, measure=measure, timeout=timeout)
 
 
-def _package(name: str) -> Package | None:
+def _package(name: str, *, timeout: float) -> Package | None:
     try:
         found = version(name)
     except PackageNotFoundError:
         return None
-    return Package(found, _answer(f"import {_IMPORTED[name]}") if name in _IMPORTED else None)
+    return Package(found, _answer(f"import {_IMPORTED[name]}", timeout=timeout) if name in _IMPORTED else None)
 
 
-def _answer(program: str, *arguments: str) -> str | None:
+def _answer(program: str, *arguments: str, timeout: float) -> str | None:
     """What a Python program complains of, None where it ends well."""
     command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        return f"no answer within {_PATIENCE} s"
+        return f"no answer within {timeout:.0f} s"
     if done.returncode == 0:
         return None
     lines = done.stderr.strip().splitlines()
@@ -103,7 +106,7 @@ def _said(*command: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def _with_torch(facts: Facts, *, measure: bool) -> Facts:
+def _with_torch(facts: Facts, *, measure: bool, timeout: float) -> Facts:
     import torch
 
     cudnn = torch.backends.cudnn.version()
@@ -115,7 +118,7 @@ def _with_torch(facts: Facts, *, measure: bool) -> Facts:
         found.append(Device(device.name, device.total_memory, total - free, (device.major, device.minor)))
     backends = ("nccl", "gloo") if there else ("gloo",)
     with ThreadPoolExecutor() as threads:
-        communication = dict(zip(backends, threads.map(_loopback, backends), strict=True))
+        communication = dict(zip(backends, threads.map(partial(_loopback, timeout=timeout), backends), strict=True))
     return replace(
         facts,
         torch_cuda=torch.version.cuda,
@@ -127,7 +130,7 @@ def _with_torch(facts: Facts, *, measure: bool) -> Facts:
     )
 
 
-def _loopback(backend: str) -> str | None:
+def _loopback(backend: str, *, timeout: float) -> str | None:
     """What is wrong with a collective of one process."""
     with tempfile.TemporaryDirectory() as folder:
-        return _answer(_LOOPBACK, backend, f"{folder}/store")
+        return _answer(_LOOPBACK, backend, f"{folder}/store", timeout=timeout)
