@@ -1,34 +1,36 @@
-"""Worker processes that stay: torch, megatron-core and the gloo world start once, then run one case after another."""
+"""Worker processes that stay: the gloo world starts once, then runs one case after another."""
 
 from __future__ import annotations
 
 import atexit
-import multiprocessing as mp
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.dist import forked
 
 
 class Pool:
     """`world` processes in one gloo world. A case that fails or hangs ends the pool; the next use needs a new one."""
 
     def __init__(self, world: int) -> None:
-        context = mp.get_context("spawn")
+        context = forked.context()
         self.world = world
         self.broken = False
-        port = _free_port()
         self._ends: list[Connection] = []
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, world, port, theirs))
+            process = context.Process(target=_work, args=(rank, world, theirs))
             process.start()
             theirs.close()
             self._ends.append(ours)
             self._processes.append(process)
+        port = self._ends[0].recv()
+        for end in self._ends[1:]:
+            end.send(port)
         # Not daemons: those may have no children, and a checkpoint is written by some.
         atexit.register(self.close)
 
@@ -76,25 +78,19 @@ class Pools:
             pool.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def _work(rank: int, world: int, port: int, end: Connection) -> None:
+def _work(rank: int, world: int, end: Connection) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    import warnings
-
-    warnings.simplefilter("ignore")
-    import torch
     import torch.distributed as dist
 
     from megavlm import backend
 
-    torch.set_num_threads(1)
     chosen = backend.activate()
-    dist.init_process_group(chosen.communication, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    if rank == 0:  # takes any free port, and holds it before another rank hears of it
+        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+        end.send(store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", end.recv(), world, is_master=False)
+    dist.init_process_group(chosen.communication, store=store, rank=rank, world_size=world)
     while True:
         try:
             function, args = end.recv()

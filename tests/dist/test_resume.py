@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from megavlm.checkpoint import folders
+from tests.dist.forked import start_program
 from tests.dist.pool import Pools
 from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
-
-ROOT = Path(__file__).parents[2]
 
 # Dropout on: the random state must be restored too, for the same layout to go on bit for bit.
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1".split()
@@ -139,55 +137,55 @@ def test_steps_are_known_where_rank_0_trains_nothing(pools: Pools, tmp_path: Pat
     assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
 
 
-def start_program(run_dir: Path) -> subprocess.Popen[bytes]:
+def start(run_dir: Path) -> BaseProcess:
     argv = [
         *SMALL,
         *"--train-iters 12 --save-interval 2 --keep-checkpoints 0".split(),
         *"--vision-num-layers 1 --language-num-layers 1".split(),
     ]
-    return subprocess.Popen(
-        [sys.executable, "pretrain_vlm.py", *argv, "--run-dir", str(run_dir)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    return start_program([*argv, "--run-dir", str(run_dir)], run_dir.with_name(f"{run_dir.name}-output"))
 
 
-def kill_once(process: subprocess.Popen[bytes], condition, *, within: float = 120) -> None:
+def status_of(process: BaseProcess) -> int | None:
+    process.join(timeout=300)
+    return process.exitcode
+
+
+def kill_once(process: BaseProcess, condition, *, within: float = 120) -> None:
     """kill -9 the program and its children as soon as the condition holds."""
     deadline = time.monotonic() + within
     while not condition():
-        assert process.poll() is None, f"ended before it could be killed: {process.stderr.read().decode()}"
+        assert process.is_alive(), "ended before it could be killed"
         assert time.monotonic() < deadline, "never got that far"
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
 
 
 def test_killed_at_any_moment_resumes_from_the_newest_complete_checkpoint(tmp_path: Path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     checkpoints = killed / "checkpoints"
-    assert start_program(whole).wait(timeout=300) == 0
+    assert status_of(start(whole)) == 0
 
-    kill_once(start_program(killed), lambda: folders.temporary_for(checkpoints, 4).exists())  # inside a save
+    kill_once(start(killed), lambda: folders.temporary_for(checkpoints, 4).exists())  # inside a save
     survivors = [iteration for iteration, _ in folders.complete(checkpoints)]
     assert survivors in ([2], [2, 4])
-    kill_once(start_program(killed), lambda: len(folders.complete(checkpoints)) >= 4)  # between two saves
-    assert start_program(killed).wait(timeout=300) == 0
+    kill_once(start(killed), lambda: len(folders.complete(checkpoints)) >= 4)  # between two saves
+    assert status_of(start(killed)) == 0
 
     assert without_wall_time(metrics(killed)) == without_wall_time(metrics(whole))
     assert not list(checkpoints.glob("tmp-*"))
 
 
 def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
-    process = start_program(tmp_path)
-    metrics_file = tmp_path / "metrics.jsonl"
+    process = start(tmp_path / "run")
+    metrics_file = tmp_path / "run/metrics.jsonl"
     while not (metrics_file.exists() and metrics_file.read_bytes().count(b"\n") >= 3):
-        assert process.poll() is None, process.stderr.read().decode()
+        assert process.is_alive(), (tmp_path / "run-output").read_text()
         time.sleep(0.002)
     process.terminate()
-    assert process.wait(timeout=120) == 0
-    done = len(metrics(tmp_path))
+    assert status_of(process) == 0
+    done = len(metrics(tmp_path / "run"))
     assert done < 12
-    assert folders.newest(tmp_path / "checkpoints") == folders.folder_for(tmp_path / "checkpoints", done)
+    checkpoints = tmp_path / "run/checkpoints"
+    assert folders.newest(checkpoints) == folders.folder_for(checkpoints, done)

@@ -1,0 +1,41 @@
+"""Processes that cost a fork and no imports: multiprocessing's fork server has torch, megatron-core and the program."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def context() -> ForkServerContext:
+    """The context whose processes are children of the one fork server; that starts with the first of them."""
+    forking = mp.get_context("forkserver")
+    forking.set_forkserver_preload(["pytest", "tests.dist.preload"])
+    return forking
+
+
+def start_program(argv: Sequence[str], output: Path) -> BaseProcess:
+    """Start `pretrain_vlm.py argv` as the leader of its own session; what it prints goes to the file `output`."""
+    process = context().Process(target=_program, args=(list(argv), str(output)))
+    process.start()
+    return process
+
+
+def _program(argv: list[str], output: str) -> None:
+    os.setsid()
+    os.chdir(ROOT)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    import pretrain_vlm
+
+    status = pretrain_vlm.run(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # as the program: gloo's threads now and then abort the interpreter's teardown

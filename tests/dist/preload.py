@@ -1,0 +1,26 @@
+"""What the fork server imports once for all its children (`tests/dist/forked.py`).
+
+A fork copies one thread, and no CUDA device that was looked at before: nothing here may start threads, join a process
+group or ask for a device.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+
+if not Path("/proc/driver/nvidia").exists():  # else each child asks for its device and imports the rest itself
+    from megavlm import backend
+
+    backend.activate()  # before megatron-core is imported
+
+    import pretrain_vlm  # noqa: F401
+
+threads = len(os.listdir("/proc/self/task"))
+assert threads == 1, f"{threads} threads: what the others hold would stay locked in every child"
