@@ -17,16 +17,19 @@ export OMP_NUM_THREADS ?= 1
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format clean
+.PHONY: help install demo test-unit test test-all lint format clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
-	@echo 'Variables: RUN_DIR (demo), ARGS (demo, test, test-all: more flags), PYTHON and TORCH_INDEX (install).'
+	@echo 'Variables: RUN_DIR (demo), ARGS (demo, test-unit, test, test-all: more flags), PYTHON and TORCH_INDEX (install).'
 
 install: $(STAMP) ## Create or update .venv with everything for demo, tests and lint.
 
 demo: $(STAMP) ## Train and evaluate a VLM on handwritten digits with four processes (CPU, minutes).
 	$(VENV)/bin/torchrun --nproc-per-node 4 pretrain_vlm.py --recipe demo --tp 2 --pp 2 --run-dir $(RUN_DIR) $(ARGS)
+
+test-unit: $(STAMP) ## Run the tests of single parts, which start no group of processes (minutes).
+	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS) tests/unit
 
 test: $(STAMP) ## Run the CPU tests.
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS) tests

@@ -170,6 +170,7 @@ def test_a_run_in_fp8_differs_from_bf16_and_learns(pools: Pools, tmp_path: Path)
     assert low[-1]["loss"] == pytest.approx(high[-1]["loss"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_200_steps_stay_within_a_hundredth_of_bf16(pools: Pools, tmp_path: Path) -> None:
     """All along: means over 25 steps, of which the last lie close above the entropy of the text."""
     for precision in ("none", "hybrid"):
