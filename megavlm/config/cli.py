@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 
 from megavlm.config.effects import without_idle
 from megavlm.config.fields import Kind, Option, options, with_values
+from megavlm.config.option import COMMON_GROUPS
 from megavlm.config.run_length import run_of
-from megavlm.config.schema import COMMON_GROUPS, Config
+from megavlm.config.schema import Config
 from megavlm.config.words import did_you_mean, plain, renamed
 from megavlm.errors import UserError
 from megavlm.recipes import RECIPES, recipe

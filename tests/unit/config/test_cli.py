@@ -16,8 +16,9 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from megavlm.config.cli import RUN_FLAGS, parse
 from megavlm.config.fields import options, value_at
 from megavlm.config.load import from_dict
+from megavlm.config.option import COMMON_GROUPS
 from megavlm.config.rules import check
-from megavlm.config.schema import COMMON_GROUPS, Config, TrainConfig
+from megavlm.config.schema import Config, TrainConfig
 from megavlm.errors import UserError
 from megavlm.recipes import RECIPES
 

@@ -1,0 +1,170 @@
+"""Options of a model: what it consists of, and what of it is trained. Part of the schema (`schema.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megavlm.config.option import MODEL, option
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """A pre-norm ViT; covers CLIP, SigLIP, InternViT and the encoders of Qwen2.5-VL and Qwen3-VL."""
+
+    num_layers: int = option(4, "Number of transformer layers of the vision encoder.")
+    hidden_size: int = option(128, "Hidden size of the vision encoder.")
+    ffn_hidden_size: int = option(256, "Inner width of the vision MLP.")
+    num_attention_heads: int = option(
+        4, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP."
+    )
+    image_size: int = option(32, "Side in pixels of the images that the table of learned positions is for.")
+    patch_size: int = option(8, "Side of a patch in pixels.")
+    in_channels: int = option(3, "Number of colour channels of an image.")
+    temporal_patch_size: int = option(
+        1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2)."
+    )
+    class_token: bool = option(False, "Prepend a learned class token to each image; the projector does not receive it.")
+    position_embedding: Literal["learned", "rope2d", "learned_rope2d"] = option(
+        "learned", "Position encoding of patches: a learned table, 2-D rotary embedding, or both (Qwen3-VL)."
+    )
+    position_interpolation: Literal["bicubic", "bilinear", "bucket"] = option(
+        "bicubic",
+        "Method that adapts the learned position table to other image sizes: bicubic, bilinear with aligned "
+        "corners (Qwen3-VL), or bucket, which takes the table entry that contains the patch (SmolVLM).",
+    )
+    rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.")
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
+    norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.")
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = option(
+        "gelu", "Activation function of the vision MLP."
+    )
+    add_bias_linear: bool = option(True, "Add biases to the attention output projection and the MLP.")
+    add_qkv_bias: bool = option(True, "Add biases to the query, key and value projections.")
+    qk_norm: Literal["none", "head", "full"] = option(
+        "none", "RMS normalization of queries and keys: none, per head, or full (over all heads at once, InternViT-6B)."
+    )
+    layer_scale: bool = option(
+        False, "Multiply the output of each residual branch by a learned per-channel scale (InternViT)."
+    )
+    patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP has none).")
+    pre_norm: bool = option(False, "Add a norm layer directly after the patch embedding (CLIP).")
+    post_norm: bool = option(
+        True, "Add a norm layer after the last layer; it has no effect if --vision-feature-layer is not -1."
+    )
+    feature_layer: int = option(
+        -1,
+        "Layer whose output the projector receives, counted from the end: -1 is the last layer, -2 the one before it.",
+    )
+    window_size: int | None = option(
+        None, "Side in pixels of the windows for windowed attention; default: each layer attends to the whole image."
+    )
+    full_attention_layers: tuple[int, ...] = option(
+        (), "Indices (from 0) of layers that attend to the whole image despite --vision-window-size; default: no layer."
+    )
+    deepstack_layers: tuple[int, ...] = option(
+        (),
+        "Indices (from 0) of vision layers whose projected features are added after the first language layers "
+        "(Qwen3-VL's DeepStack); default: no layer.",
+    )
+
+
+@dataclass(frozen=True)
+class ProjectorConfig:
+    """The projector, which maps vision features to language embeddings."""
+
+    kind: Literal["linear", "mlp"] = option(
+        "mlp", "Type of the projector: one linear layer, or an MLP (linear, GELU, linear)."
+    )
+    hidden_size: int | None = option(None, "Inner width of the MLP projector; default: --language-hidden-size.")
+    pixel_shuffle: int = option(
+        1, "Concatenate each N×N block of neighbouring patches into one feature before the projector."
+    )
+    input_norm: bool = option(False, "Apply LayerNorm before the first linear layer of the projector (InternVL).")
+    bias: bool = option(True, "Add biases to the projector's linear layers.")
+    anyres_max_tiles: int | None = option(
+        None,
+        "Split images into tiles, join the tiles' features into one map with a learned newline after each row, "
+        "and downsample the map to at most this many tiles' features (LLaVA-OneVision's anyres_max_N); default: "
+        "images are not split.",
+    )
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """A decoder-only transformer; covers Llama, Qwen2, Qwen3 and the language models of their VLMs."""
+
+    num_layers: int = option(4, "Number of transformer layers of the language model.")
+    hidden_size: int = option(128, "Hidden size of the language model.")
+    ffn_hidden_size: int = option(256, "Inner width of the language MLP.")
+    num_attention_heads: int = option(4, "Number of query heads of the language model.")
+    num_query_groups: int | None = option(
+        None, "Number of key/value heads (grouped-query attention); default: the number of query heads."
+    )
+    kv_channels: int | None = option(None, "Width of an attention head; default: hidden size / attention heads.")
+    vocab_size: int | None = option(
+        None, "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results."
+    )
+    rotary_base: float = option(10000.0, "Base of the rotary position embedding.")
+    rope_scaling: Literal["none", "linear", "llama3"] = option(
+        "none",
+        "Scaling of the rotary frequencies for longer contexts: linear divides all by the factor, llama3 only low "
+        "ones.",
+    )
+    rope_scaling_factor: float = option(1.0, "Divisor of the scaled rotary frequencies.")
+    rope_low_freq_factor: float = option(
+        1.0, "llama3 scaling: divide frequencies with a wavelength above original positions / this."
+    )
+    rope_high_freq_factor: float = option(
+        4.0,
+        "llama3 scaling: keep frequencies with a wavelength below original positions / this; interpolate between "
+        "the two bounds.",
+    )
+    rope_original_positions: int = option(
+        8192, "llama3 scaling: context length in tokens before scaling (original positions)."
+    )
+    max_positions: int | None = option(
+        None, "Maximum --seq-length that the model supports, in tokens; default: no limit."
+    )
+    mrope_section: tuple[int, ...] = option(
+        (),
+        "M-RoPE: numbers of channel pairs that rotate with time, height and width (Qwen-VL); default: all pairs "
+        "rotate with the token position.",
+    )
+    mrope_interleaved: bool = option(
+        False,
+        "M-RoPE: interleave time, height and width over the channel pairs (Qwen3-VL); off: one block of pairs each.",
+    )
+    norm_epsilon: float = option(1e-6, "Epsilon of the language model's RMSNorm layers.")
+    add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
+    qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
+    tie_embeddings: bool = option(False, "Share one weight between the input embedding and the output layer.")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vision: VisionConfig = field(default_factory=VisionConfig)
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+    language: LanguageConfig = field(default_factory=LanguageConfig)
+    image_token: int | None = option(
+        None, "Token id whose positions receive the image features; default: the tokenizer's image token."
+    )
+    init_method_std: float = option(0.02, "Standard deviation of the normal distribution of initial weights.")
+    attention_dropout: float = option(0.0, "Dropout probability of attention probabilities.")
+    hidden_dropout: float = option(0.0, "Dropout probability of the output of each residual branch.")
+    freeze: tuple[Literal["vision", "projector", "language"], ...] = option(
+        (), "Parts of the model that are not trained; default: none.", common=MODEL
+    )
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021) as in PEFT; all other weights of a part with adapters are frozen."""
+
+    rank: int = option(0, "Rank of the LoRA adapters; 0: no adapters.", common=MODEL)
+    alpha: float = option(16.0, "LoRA alpha: the output of adapters is multiplied by alpha / rank.")
+    dropout: float = option(0.0, "Dropout probability of the input of adapters.")
+    targets: tuple[str, ...] = option(
+        ("language",),
+        "Layers with LoRA adapters: a part (language, vision), a linear layer (q_proj), or a pattern with * and ?.",
+    )
