@@ -28,12 +28,16 @@ def fit(samples: Sequence[Sample]) -> Rates:
     Relative errors alone would let a norm count as much as the layers that a step consists of, absolute ones only the
     largest layer.
 
-    Four unknowns: every subset of them is solved for and the best solution without negative numbers is taken, which is
-    the non-negative least-squares solution.
+    Attention's two products are products, and what stands between them takes time of its own: a FLOP of attention costs
+    what a FLOP of products costs, and more. Without this, noise in small layers makes attention free.
+
+    Four unknowns (seconds per FLOP of either, more of them per FLOP of attention, per byte, per call): every subset is
+    solved for and the best solution without negative numbers is taken, the non-negative least-squares solution.
     """
     weights = np.array([s.seconds for s in samples]) ** -0.5
     target = np.array([s.seconds for s in samples]) * weights
-    rows = np.array([[s.products, s.attention, s.traffic, s.calls] for s in samples], dtype=float) * weights[:, None]
+    columns = [[s.products + s.attention, s.attention, s.traffic, s.calls] for s in samples]
+    rows = np.array(columns, dtype=float) * weights[:, None]
     scale = np.where(rows.max(axis=0) > 0, rows.max(axis=0), 1.0)
     best, least = np.zeros(4), float(np.square(target).sum())
     for size in range(1, 5):
@@ -44,9 +48,9 @@ def fit(samples: Sequence[Sample]) -> Rates:
             if (solution >= 0).all() and error < least * (1 - 1e-12):
                 best, least = np.zeros(4), error
                 best[list(chosen)] = solution
-    costs = best / scale
-    products, attention, traffic = (1 / max(cost, 1e-18) for cost in costs[:3])
-    return Rates(products, attention, traffic, float(costs[3]))
+    flop, more, byte, call = (float(cost) for cost in best / scale)
+    products, attention, traffic = (1 / max(cost, 1e-18) for cost in (flop, flop + more, byte))
+    return Rates(products, attention, traffic, call)
 
 
 def predicted(sample: Sample, rates: Rates) -> float:

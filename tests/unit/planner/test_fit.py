@@ -25,8 +25,14 @@ def test_exact_times_give_the_rates_back() -> None:
 
 
 def test_what_costs_nothing_is_not_negative() -> None:
-    rates = Rates(6e10, 1e18, 4e9, 0.0)
+    rates = Rates(6e10, 3e10, 1e18, 0.0)
     samples = drawn(rates, noise=0.05)
     found = fit(samples)
     assert min(vars(found).values()) >= 0
     assert max(abs(predicted(s, found) / s.seconds - 1) for s in samples) < 0.15
+
+
+def test_attention_is_never_faster_than_products() -> None:
+    """Times in which attention seems to cost nothing, as noise makes it: it is products at least."""
+    found = fit(drawn(Rates(6e10, 1e18, 4e9, 1e-4), noise=0.05))
+    assert found.attention == found.matmul < 1e11
