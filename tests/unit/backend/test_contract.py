@@ -1,0 +1,129 @@
+"""What megavlm takes for granted in megatron-core and in torch's private parts: name, arguments, and why it is used.
+
+Another version that moves one of them fails here, in one line, before it fails in a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.backend import activate
+
+activate()
+
+CORE = "megatron.core."
+
+
+@dataclass(frozen=True)
+class Hook:
+    """`name` of `module`, which takes at least `arguments`."""
+
+    module: str
+    name: str
+    why: str
+    arguments: tuple[str, ...] = ()
+
+
+HOOKS = (
+    Hook(CORE + "optimizer", "_get_param_groups", "groups of ZeRO-2 and 3", ("model_chunks", "config")),
+    Hook(CORE + "optimizer", "get_megatron_optimizer", "optimizers", ("config", "model_chunks", "config_overrides")),
+    Hook(CORE + "optimizer", "ChainedOptimizer.get_grad_norm", "the norm of all parts together"),
+    Hook(CORE + "optimizer", "ChainedOptimizer.prepare_grads", "JoinedOptimizer's own step"),
+    Hook(CORE + "optimizer", "ChainedOptimizer.step_with_ready_grads", "JoinedOptimizer's own step"),
+    Hook(CORE + "optimizer.clip_grads", "l2_norm_impl", "replaced: it waits for each parameter"),
+    Hook(CORE + "optimizer.clip_grads", "multi_tensor_scale_impl", "replaced: it copies each gradient"),
+    Hook(CORE + "optimizer.distrib_optimizer", "DistributedOptimizer._get_model_param_range_map", "a rank's run"),
+    Hook(CORE + "distributed", "DistributedDataParallel.start_param_sync", "gathers at once", ("force_sync",)),
+    Hook(CORE + "distributed", "DistributedDataParallel.zero_grad_buffer", "clears gradients"),
+    Hook(CORE + "distributed.data_parallel_base", "_BaseDataParallel", "what a wrapped chunk is to schedules"),
+    Hook(
+        CORE + "distributed.param_and_grad_buffer",
+        "_ParamAndGradBucketGroup.finish_param_sync",
+        "waits for what is read",
+        ("skip_next_bucket_dispatch",),
+    ),
+    Hook(CORE + "distributed.param_and_grad_buffer", "dist_all_gather_func", "spared where a rank is alone"),
+    Hook(CORE + "distributed.param_and_grad_buffer", "dist_reduce_scatter_func", "spared where a rank is alone"),
+    Hook(
+        CORE + "distributed.finalize_model_grads",
+        "finalize_model_grads",
+        "the end of the last backward pass",
+        ("model", "num_tokens", "pg_collection", "force_all_reduce"),
+    ),
+    Hook(
+        CORE + "pipeline_parallel.p2p_communication",
+        "P2PCommunicator._communicate",
+        "gloo sends copies",
+        ("tensor_send_next", "wait_on_reqs"),
+    ),
+    Hook(
+        CORE + "pipeline_parallel.p2p_communication",
+        "P2PCommunicator._communicate_shapes",
+        "shapes are known",
+        ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
+    ),
+    Hook(
+        CORE + "pipeline_parallel.schedules",
+        "forward_backward_pipelining_with_interleaving",
+        "schedules take our communicator",
+        ("p2p_communicator", "pg_collection", "collect_non_loss_data"),
+    ),
+    Hook(CORE + "pipeline_parallel.schedules", "deallocate_output_tensor", "frees what was sent"),
+    Hook(CORE + "tensor_parallel.random", "_get_cuda_rng_state", "the CPU's generator stands for it"),
+    Hook(CORE + "tensor_parallel.random", "_set_cuda_rng_state", "the CPU's generator stands for it"),
+    Hook(CORE + "tensor_parallel.random", "CudaRNGStatesTracker.fork", "replaced on a CPU", ("name",)),
+    Hook(CORE + "tensor_parallel.layers", "ColumnParallelLinear._forward_impl", "emulated FP8", ("input", "weight")),
+    Hook(
+        CORE + "transformer.attention",
+        "SelfAttention.get_query_key_value_tensors",
+        "splits and turns in one step",
+        ("hidden_states", "key_value_states", "split_qkv"),
+    ),
+    Hook(CORE + "parallel_state", "_global_process_group_list", "groups are closed, not only forgotten"),
+    Hook(CORE + "fp8_utils", "get_fp8_context", "a layer's FP8 region", ("config",)),
+    Hook(CORE + "dist_checkpointing.strategies.filesystem_async", "_results_queue", "results stay in the process"),
+    Hook(
+        CORE + "dist_checkpointing.strategies.fully_parallel",
+        "FullyParallelSaveStrategyWrapper",
+        "ranks deal out what they share",
+        ("strategy", "parallelization_group"),
+    ),
+    Hook("torch", "_fused_adamw_", "one pass over memory per update"),
+    Hook("torch", "_foreach_norm", "norms of many tensors without a wait"),
+    Hook("torch", "_foreach_mul_", "scales many tensors in place"),
+    Hook("torch.autograd.profiler", "_is_profiler_enabled", "marks cost nothing where nobody traces"),
+    Hook("torch.distributed.checkpoint.utils", "_create_file_view", "reads one tensor of a file", ("file",)),
+    Hook("torch.distributed.checkpoint.filesystem", "_StorageInfo", "where a tensor lies in a file"),
+    Hook("torch.utils._pytree", "tree_leaves", "tensors of nested arguments"),
+    Hook("torch._subclasses.fake_tensor", "FakeTensor", "offloads on a device that is not there"),
+    Hook("torch.utils._python_dispatch", "TorchDispatchMode", "counts bytes"),
+    Hook("torch.distributed.distributed_c10d", "_get_default_store", "one rank of many speaks"),
+)
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.module}.{hook.name}")
+def test_it_is_there_and_takes_what_we_give(hook: Hook) -> None:
+    found: Any = importlib.import_module(hook.module)
+    for step in hook.name.split("."):
+        assert hasattr(found, step), f"{hook.module}.{hook.name} is gone ({hook.why})"
+        found = getattr(found, step)
+    if hook.arguments:
+        taken = inspect.signature(found).parameters
+        assert set(hook.arguments) <= set(taken), f"{hook.name} takes {', '.join(taken)} ({hook.why})"
+
+
+def test_every_private_import_is_in_the_table() -> None:
+    private = re.compile(r"^\s*from ((?:torch|megatron)[\w.]*) import (.+)$", re.MULTILINE)
+    known = {f"{hook.module}.{hook.name}" for hook in HOOKS}
+    for path in (Path(__file__).parents[3] / "megavlm").rglob("*.py"):
+        for module, names in private.findall(path.read_text()):
+            for name in names.strip("()").split(", "):
+                if name.startswith("_") or "._" in module:
+                    assert f"{module}.{name}" in known, f"{path.name} imports {module}.{name}"
