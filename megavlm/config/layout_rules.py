@@ -32,7 +32,7 @@ def launches_in_order(config: Config) -> bool:
 def overlapped(config: Config, *, dp: int) -> Config:
     """Return the configuration with unset overlap options at their defaults: on if there are several replicas.
 
-    The defaults are the same on every device. A CPU gains and loses nothing, and its tests run what a GPU runs.
+    The defaults are the same on every device. A CPU gains nothing, but its tests run what a GPU runs.
     """
     parallel = config.parallel
     pays = dp > 1 and not shards_gradients(config)  # FSDP2 overlaps on its own
