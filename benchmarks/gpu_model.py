@@ -138,7 +138,7 @@ def run_config(shape: Shape, *, precision: str, flags: str = "") -> Config:
 
 
 def with_flags(config: Config, flags: Sequence[str]) -> Config:
-    """What pretrain_vlm.py makes of flags beside this configuration as its `--config`. Raises UserError."""
+    """Return the configuration that pretrain_vlm.py gets from these flags over `--config`. Raises UserError."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(to_yaml(config))

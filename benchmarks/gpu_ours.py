@@ -21,7 +21,7 @@ from megavlm.data.batch import PackedBatch
 
 
 class Ours(Side):
-    """Parts of a run as `train/build.py` puts them together, but for weights: those are drawn on the device."""
+    """Build the parts of a run as `train/build.py` does, with weights drawn on the device."""
 
     def __init__(self, device: str) -> None:
         super().__init__(device)

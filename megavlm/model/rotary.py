@@ -43,7 +43,7 @@ class Rotary:
         return found
 
     def split_and_rotate(self, mixed: Tensor, sizes: Sequence[int], rotation: Rotation) -> Heads:
-        """`split` with queries and keys turned. Nothing of `mixed` lives on: values are copied."""
+        """Return `split`'s tensors with queries and keys rotated. Values are copied, so `mixed` can be freed."""
         heads: Heads = _SplitAndRotate.apply(mixed, sizes[1], rotation.cos, rotation.sin, self._split, self._joined)
         return heads
 

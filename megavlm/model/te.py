@@ -48,7 +48,7 @@ def te_modules(extension: Any, *, fused_norm: bool) -> Modules:
 
 
 def te_cross_entropy(kernel: Any, logits: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor:
-    """`te_parallel_cross_entropy` as `cross_entropy.vocab_parallel_cross_entropy`: it overwrites the logits at once.
+    """Compute `cross_entropy.vocab_parallel_cross_entropy` by Transformer Engine, which overwrites the logits.
 
     It walks rows by the last stride of the labels and the second last of the logits: both must be one run of memory.
     `is_cg_capturable` also spares the host a copy to the device, by which it would ask whether all gradients are one.

@@ -89,7 +89,7 @@ class VisionLayout:
 
     @cached_property
     def _windows(self) -> tuple[Tensor, tuple[int, ...]]:
-        """Which row-major patch stands at each place of the tower's order, [P] int64; the windows' lengths."""
+        """Return the row-major index of each patch in the tower's order ([P] int64), and the lengths of the windows."""
         return joint_window_order(self.grids, self.window)
 
     def coordinates(self, device: torch.device) -> Tensor:

@@ -16,8 +16,8 @@ from megavlm.data.batch import PackedBatch
 class MicroBatches:
     """Hands out micro-batches on the device, the same to each of a rank's chunks, in order.
 
-    While one is used the next one is copied. One is let go when all chunks have taken it; what a chunk keeps for its
-    backward pass is that pass's own.
+    While one is used the next one is copied. One is freed when all chunks have taken it, but for the tensors that
+    autograd keeps for a backward pass.
     """
 
     def __init__(

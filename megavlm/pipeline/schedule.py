@@ -172,11 +172,11 @@ def finalize_gradients(
     colocated: Colocated | None = None,
     counted: Callable[[Tensor], None],
 ) -> None:
-    """What the schedule calls after the last backward: reduce over DP and TP, join tied copies; then a colocated
-    encoder's backward runs.
+    """Finish the gradients after the last backward pass: reduce them over DP and TP, add up tied copies, then run a
+    colocated encoder's backward pass. The schedule calls it.
 
     megatron-core would divide gradients by `num_tokens`, which the last stage alone counts, and let the host wait for
-    it. Here `counted` hears the number of the global batch instead, on every rank.
+    it. Here `counted` is called with the number of the global batch instead, on every rank.
     """
     finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     sum_tied_gradients(chunks, groups)

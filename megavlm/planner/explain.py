@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Explained:
-    """A step: its parts, when it ends, and seconds from the first language layer's start to its input's gradient."""
+    """A simulated step: seconds by part, seconds in all, and those of the language part, forward and backward."""
 
     parts: tuple[Part, ...]
     seconds: float

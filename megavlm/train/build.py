@@ -69,7 +69,11 @@ class Run:
 
 
 def build(config: Config, backend: Backend) -> Run:
-    """Put a run together; raises UserError before anything is written when the configuration does not fit."""
+    """Put a run together.
+
+    Raises UserError where the configuration does not fit, before more than RUN_DIR and the demo's tokenizer is written:
+    the plan needs the tokenizer's size.
+    """
     start(backend, timeout_minutes=config.parallel.distributed_timeout_minutes)
     check_device(config)
     rank, run_dir = dist.get_rank(), Path(config.train.run_dir)

@@ -127,7 +127,7 @@ def saved_again(argv: list[str], run_dir: str, into: str) -> None:
 
 
 def tensors(folder: str) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole."""
+    """Return the tensors of a checkpoint by name, unsharded."""
     from megatron.core import dist_checkpointing
 
     found = dist_checkpointing.load_plain_tensors(folder)

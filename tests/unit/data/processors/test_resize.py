@@ -38,7 +38,7 @@ def test_noise(old: tuple[int, int], new: tuple[int, int], resample: Resampling,
 
 
 def test_few_values_of_noise_are_two_levels_off() -> None:
-    """Some 20 of a million where noise is enlarged: counted over many images, since one has a few thousand values."""
+    """About 20 values per million differ by two levels where noise is enlarged: too few to count in one image."""
     drawn = np.random.default_rng(0)
     off = size = 0
     for _ in range(150):
