@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
+import signal
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tests.dist import forked
@@ -21,9 +25,11 @@ class Pool:
         self.broken = False
         self._ends: list[Connection] = []
         self._processes = []
+        folder = tempfile.mkdtemp()
+        self._stack_files = [f"{folder}/rank{rank}" for rank in range(world)]
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, world, theirs))
+            process = context.Process(target=_work, args=(rank, world, theirs, self._stack_files[rank]))
             process.start()
             theirs.close()
             self._ends.append(ours)
@@ -38,21 +44,37 @@ class Pool:
         """Call a module-level function on every rank; returns their results by rank."""
         for end in self._ends:
             end.send((function, args))
-        results = []
-        for rank, end in enumerate(self._ends):
-            if not end.poll(timeout):
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < self.world:  # whichever rank is first: others may wait for one that failed
+            waiting = [end for rank, end in enumerate(self._ends) if rank not in results]
+            ready = wait(waiting, max(0, deadline - time.monotonic()))
+            if not ready:
+                silent = sorted(set(range(self.world)) - set(results))
+                stacks = "\n".join(f"rank {rank}:\n{self._stacks(rank)}" for rank in silent)
                 self.close()
-                raise AssertionError(f"rank {rank} of {self.world} gave no result within {timeout} s")
+                raise AssertionError(f"ranks {silent} of {self.world} gave no result within {timeout} s\n{stacks}")
+            rank = self._ends.index(ready[0])
             try:
-                succeeded, value = end.recv()
-            except EOFError as error:
+                succeeded, value = self._ends[rank].recv()
+            except (EOFError, ConnectionResetError) as error:
                 self.close()
                 raise AssertionError(f"rank {rank} of {self.world} died") from error
             if not succeeded:
                 self.close()
                 raise AssertionError(f"rank {rank} of {self.world}:\n{value}")
-            results.append(value)
-        return results
+            results[rank] = value
+        return [results[rank] for rank in range(self.world)]
+
+    def _stacks(self, rank: int) -> str:
+        """Where the threads of a silent rank are; SIGUSR2 makes `faulthandler` write that down."""
+        process = self._processes[rank]
+        if process.pid is None or not process.is_alive():
+            return "(the process has ended)"
+        os.kill(process.pid, signal.SIGUSR2)
+        time.sleep(0.5)
+        with open(self._stack_files[rank]) as file:
+            return file.read()
 
     def close(self) -> None:
         self.broken = True
@@ -78,7 +100,8 @@ class Pools:
             pool.close()
 
 
-def _work(rank: int, world: int, end: Connection) -> None:
+def _work(rank: int, world: int, end: Connection, stack_file: str) -> None:
+    faulthandler.register(signal.SIGUSR2, open(stack_file, "w"), all_threads=True)  # noqa: SIM115 (open while it runs)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     import torch.distributed as dist
 
