@@ -195,7 +195,7 @@ def their_batch(batch: PackedBatch, options: Config) -> dict[str, Tensor]:
 def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
     """Write their weights under our names and in our shapes."""
     from megavlm.checkpoint.hf.families.llava import LLAVA
-    from tests.parity.mapping import to_ours
+    from tests.support.mapping import to_ours
 
     theirs = {name: param.detach() for name, param in model.named_parameters()}
     spelling = next(each for each in LLAVA.spellings if f"{each.vision}embeddings.patch_embedding.weight" in theirs)

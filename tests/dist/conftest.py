@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.dist.pool import Pools
+from tests.support.pool import Pools
 
 
 @pytest.fixture(scope="session")

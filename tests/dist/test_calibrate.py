@@ -7,7 +7,7 @@ from typing import Any
 
 from megavlm.planner.fit import fit
 from megavlm.planner.hardware import Link
-from tests.dist.pool import Pools
+from tests.support.pool import Pools
 from tools.calibrate import SIZES, config_of
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dist.pool import Pools
 from tests.dist.test_resume import MODEL as PADDED
-from tests.dist.training import SMALL, train
+from tests.support.pool import Pools
+from tests.support.training import SMALL, train
 
 MODEL = (
     "--global-batch-size 4 --micro-batch-size 1 --seq-length 32 --no-tensorboard --language-tie-embeddings "

@@ -9,14 +9,14 @@ import torch
 import transformers
 
 from megavlm.backend import activate
-from tests.dist.pool import Pools
-from tests.dist.training import assert_same_curve, metrics, train
+from tests.support.pool import Pools
+from tests.support.training import assert_same_curve, metrics, train
 
 activate()  # before the modules below import megatron-core
 
 from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
-from tests.parity import hf  # noqa: E402
 from tests.parity.test_hf_llava import TEXT, VISION  # noqa: E402
+from tests.support import hf  # noqa: E402
 from tools import convert  # noqa: E402
 
 RUN = "--train-iters 5 --global-batch-size 4 --seq-length 40 --lr 1e-3 --no-tensorboard --image-token 60".split()

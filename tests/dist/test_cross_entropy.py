@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.pool import Pools
+from tests.support.pool import Pools
 
 LENGTH, SAMPLES, WIDTH = 16, 3, 32
 
@@ -29,7 +29,7 @@ def compared(impl: str, precision: str, vocabulary: int, sequence_parallel: bool
     from megavlm.model.te import te_cross_entropy
     from megavlm.parallel.dims import Dims
     from megavlm.parallel.groups import build_groups, destroy_groups, start
-    from tests.parity.stand_ins import te_parallel_cross_entropy
+    from tests.support.stand_ins import te_parallel_cross_entropy
 
     start(activate(), timeout_minutes=1)
     destroy_groups()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.pool import Pools
-from tests.dist.training import assert_same_curve, metrics, train
+from tests.support.pool import Pools
+from tests.support.training import assert_same_curve, metrics, train
 
 SHORT = (
     "--recipe demo --train-iters 6 --lr-warmup-iters 1 --lr-wsd-decay-iters 2 --eval-samples 6 --eval-interval 3 "

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megavlm.checkpoint import folders
-from tests.dist.forked import ROOT, start_program
-from tests.dist.training import SMALL, train
+from tests.support.forked import ROOT, start_program
+from tests.support.training import SMALL, train
 
 
 def program(*argv: str, output: Path) -> tuple[int | None, str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.pool import Pools
-from tests.dist.training import LONG, SMALL, metrics, train, without_wall_time
+from tests.support.pool import Pools
+from tests.support.training import LONG, SMALL, metrics, train, without_wall_time
 
 # A gradient of a logit lies within ±1 and fp16 ends at 65504: at a scale of 2^18 the first steps must be skipped.
 FP16 = "--precision fp16 --initial-loss-scale 262144 --hysteresis 1 --loss-scale-window 4".split()

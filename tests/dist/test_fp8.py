@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dist.pool import Pools
-from tests.dist.training import SMALL, TEXT_TO_LEARN, assert_within_a_hundredth, metrics, train
+from tests.support.pool import Pools
+from tests.support.training import SMALL, TEXT_TO_LEARN, assert_within_a_hundredth, metrics, train
 
 S, K, M = 8, 12, 20  # positions, width, inner width
 STEPS = 5

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.dist.pool import Pools
-from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.pool import Pools
+from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 
 SAVING = [
     *SMALL,

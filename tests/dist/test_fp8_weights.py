@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist.pool import Pools
-from tests.dist.quantized import E4M3, Quantized, transformer_engine
-from tests.dist.training import SMALL, metrics, train
+from tests.support.pool import Pools
+from tests.support.quantized import E4M3, Quantized, transformer_engine
+from tests.support.training import SMALL, metrics, train
 
 BF16 = [*SMALL, *"--precision bf16 --vision-num-layers 1 --language-num-layers 3 --train-iters 4".split()]
 WIDE = [*BF16, *"--fp8 hybrid --first-last-layers-bf16".split()]  # the second layer alone

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.pool import Pools
 from tests.dist.test_resume import HALF
-from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.pool import Pools
+from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 
 FROZEN = [*SMALL, *"--placement colocated --freeze vision projector --pp 2".split()]
 

@@ -16,10 +16,10 @@ import pytest
 
 from megavlm.config.cli import parse
 from megavlm.config.device_defaults import DEVICE_DEFAULTS, with_device_defaults
-from tests.dist.pool import Pools
 from tests.dist.test_parity import MODELS
 from tests.dist.test_resume import DROPOUT
-from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.pool import Pools
+from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 
 HOT = "--train-iters 6 --lr-decay-iters 6 --lr 1e-2 --lr-warmup-iters 0".split()
 BUCKETS = "--ddp-bucket-size 5000".split()
@@ -84,7 +84,7 @@ def train_plainly(argv: list[str], run_dir: str, te: bool = False) -> None:
 
 
 def layers(te: bool) -> Any:
-    from tests.parity.stand_ins import transformer_engine
+    from tests.support.stand_ins import transformer_engine
 
     return transformer_engine() if te else nullcontext()
 

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.dist.pool import Pools
 from tests.dist.test_parity import MODELS
-from tests.dist.training import SMALL, assert_same_curve, metrics, train
+from tests.support.pool import Pools
+from tests.support.training import SMALL, assert_same_curve, metrics, train
 
 BIASES = "--vision-qk-norm head --language-add-qkv-bias --language-tie-embeddings"
 LORA = "--lora-rank 4 --lora-targets language --freeze projector"
@@ -34,7 +34,7 @@ FAST = ("recomputed", "passes", "offloaded")
 
 def train_with_te(argv: list[str], run_dir: str) -> dict[str, int]:
     """How often weight gradients were added in place, and how often they overwrote what was there."""
-    from tests.parity import stand_ins
+    from tests.support import stand_ins
 
     added = stand_ins._AddsToMainGrad.added
     added.clear()

@@ -10,11 +10,10 @@ import pytest
 import transformers
 
 from megavlm.backend import activate
-from tests.dist.pool import Pools
+from tests.support.pool import Pools
 
 activate()  # before the modules below import megatron-core
 
-from tests.dist.hf import Reference, assert_layout, make_reference  # noqa: E402
 from tests.parity import (  # noqa: E402
     test_hf_internvl,
     test_hf_llava,
@@ -22,6 +21,7 @@ from tests.parity import (  # noqa: E402
     test_hf_qwen_vl,
     test_hf_smolvlm,
 )
+from tests.support.hf_layout import Reference, assert_layout, make_reference  # noqa: E402
 
 # Two micro-batches with equally many trained tokens: two images and none, one and one.
 IMAGES = ([[(32, 32), (32, 32)], []], [[(32, 32)], [(32, 32)]])

@@ -11,14 +11,15 @@ import torch
 import transformers
 
 from megavlm.backend import activate
-from tests.dist.pool import Pools
-from tests.dist.training import SMALL, assert_same_curve, metrics, train
+from tests.support.pool import Pools
+from tests.support.training import SMALL, assert_same_curve, metrics, train
 
 activate()  # before the modules below import megatron-core
 
 from megavlm.checkpoint.hf.source import with_model_of_origins  # noqa: E402
 from tests.dist.test_compose import train_composed  # noqa: E402
-from tests.parity import hf, test_hf_llava  # noqa: E402
+from tests.parity import test_hf_llava  # noqa: E402
+from tests.support import hf  # noqa: E402
 from tools import convert  # noqa: E402
 
 # Odd head counts that TP pads, shared embeddings, both parts.

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.dist.pool import Pools
+from tests.support.pool import Pools
 
 # Equal images and layers wide enough that what is left out (positions, statistics of norms) is small.
 MODEL = (

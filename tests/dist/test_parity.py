@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.pool import Pools
-from tests.dist.training import LONG, SMALL, assert_same_curve, metrics, train
+from tests.support.pool import Pools
+from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train
 
 QWEN3 = (
     "--vision-activation gelu_tanh --vision-position-embedding learned_rope2d "

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.dist.pool import Pools
-from tests.dist.training import SMALL
+from tests.support.pool import Pools
+from tests.support.training import SMALL
 
 _WRITES_ONLY = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")  # of what they change
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.pool import Pools
-from tests.dist.training import SMALL, metrics, train, without_wall_time
+from tests.support.pool import Pools
+from tests.support.training import SMALL, metrics, train, without_wall_time
 
 ASKED = "--train-iters 4 --no-save --profile --profile-step-start 1 --profile-step-end 3".split()
 

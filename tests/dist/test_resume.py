@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megavlm.checkpoint import folders
-from tests.dist.forked import start_program
-from tests.dist.pool import Pools
-from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.forked import start_program
+from tests.support.pool import Pools
+from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 
 # Dropout on: the random state must be restored too, for the same layout to go on bit for bit.
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1".split()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.pool import Pools
 from tests.dist.test_parity import MODELS, one_process
 from tests.dist.test_resume import DROPOUT, HALF, MODEL
-from tests.dist.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.pool import Pools
+from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 
 __all__ = ["one_process"]  # a fixture
 

@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.dist.pool import Pools
 from tests.dist.test_resume import DROPOUT
-from tests.dist.training import SMALL, metrics, train, without_wall_time
+from tests.support.pool import Pools
+from tests.support.training import SMALL, metrics, train, without_wall_time
 
 
 def train_with_torchs_adam(argv: list[str], run_dir: str) -> None:

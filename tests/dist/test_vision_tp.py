@@ -6,8 +6,8 @@ import contextlib
 import io
 from pathlib import Path
 
-from tests.dist.pool import Pools
-from tests.dist.training import SMALL
+from tests.support.pool import Pools
+from tests.support.training import SMALL
 
 
 def largest_difference(argv: list[str], run_dir: str) -> tuple[int, float]:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.data_files import sources_of, write_llava, write_text, write_tokenizer
-from tests.dist.training import SMALL
 from tests.fake.build import shim
+from tests.support.data_files import sources_of, write_llava, write_text, write_tokenizer
+from tests.support.training import SMALL
 
 ROOT = Path(__file__).parents[2]
 TINY = "--vision-num-layers 2 --language-num-layers 3 --train-iters 1 --lr-warmup-iters 0 --precision bf16 --no-save"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.training import TEXT_TO_LEARN, assert_within_a_hundredth, metrics, train
 from tests.gpu import model
 from tests.gpu.conftest import require_fp8
+from tests.support.training import TEXT_TO_LEARN, assert_within_a_hundredth, metrics, train
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6

@@ -18,7 +18,7 @@ def single() -> Iterator[Any]:
     """The backend and the groups of a world of one."""
     from megavlm.parallel.dims import Dims
     from megavlm.parallel.groups import build_groups, destroy_groups, start
-    from tests.parity.harness import Single
+    from tests.support.harness import Single
 
     start(BACKEND, timeout_minutes=1)
     destroy_groups()  # of a conversion that a test ran before

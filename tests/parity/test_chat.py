@@ -22,7 +22,7 @@ from megavlm.data.conversation import Conversation, ImageRef, Turn
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.errors import UserError
-from tests.parity import chat_templates as templates
+from tests.support import chat_templates as templates
 
 TEXTS = [
     "What is in the picture? A cat and a dog. How many digits are there, and which is the largest of them?",

@@ -22,9 +22,9 @@ from megavlm.data.chat import ChatFormat
 from megavlm.data.conversation import Conversation, ImageRef, Turn
 from megavlm.data.processors import processor_from
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from tests.parity import chat_templates as templates
 from tests.parity.test_chat import EXTRA, QWEN, SMOL, byte_level, llama
 from tests.parity.test_processors import bare, picture
+from tests.support import chat_templates as templates
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from megavlm.model.weights import initialize
 from megavlm.pipeline.schedule import pipeline_config
 from megavlm.planner.layers import layer_names, module_of
 from megavlm.planner.plan import Plan
-from tests.parity import hf
-from tests.parity.harness import Single, assert_same
+from tests.support import hf
+from tests.support.harness import Single, assert_same
 
 VOCABULARY = 61
 MODEL = ModelConfig(

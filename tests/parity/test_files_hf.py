@@ -19,11 +19,11 @@ from transformers.models.internvl import InternVLVisionConfig
 from megavlm.config.schema import DataConfig, SourceConfig
 from megavlm.data.files import FilesSource
 from megavlm.data.source import batch_of
-from tests.parity import hf
-from tests.parity.harness import Single, assert_same
 from tests.parity.test_chat_processors import CASES, PINPOINTS, tokenizers_in
 from tests.parity.test_hf_llava import TEXT
 from tests.parity.test_processors import bare, picture
+from tests.support import hf
+from tests.support.harness import Single, assert_same
 
 TOWER: dict[str, Any] = {
     "hidden_size": 36,

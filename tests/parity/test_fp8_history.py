@@ -15,7 +15,7 @@ from torch import nn
 from megavlm.checkpoint.safety import check_metadata
 from megavlm.config.cli import parse
 from megavlm.precision.history import histories, history_of, prepare, restore, sharded_histories
-from tests.parity.harness import Single
+from tests.support.harness import Single
 
 LENGTH = 4
 

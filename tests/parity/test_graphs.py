@@ -14,7 +14,7 @@ from megavlm.data.batch import PackedBatch
 from megavlm.model.graphs import LayerGraphs
 from megavlm.model.weights import initialize
 from megavlm.planner.layers import EMBEDDING, layer_names
-from tests.parity.harness import Single, text_batch
+from tests.support.harness import Single, text_batch
 
 VOCABULARY, LAYERS = 61, 3
 

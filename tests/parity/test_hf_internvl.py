@@ -10,9 +10,9 @@ import torch
 import transformers
 from transformers.models.internvl import InternVLVisionConfig
 
-from tests.parity import hf
-from tests.parity.harness import Single
 from tests.parity.test_hf_llava import IMAGES, TEXT
+from tests.support import hf
+from tests.support.harness import Single
 
 VISION: dict[str, Any] = {
     "hidden_size": 40,

@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.parity import hf
-from tests.parity.harness import Single
+from tests.support import hf
+from tests.support.harness import Single
 from tools import convert
 
 TEXT: dict[str, Any] = {

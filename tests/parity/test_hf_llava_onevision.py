@@ -21,9 +21,9 @@ from megavlm.checkpoint.hf.source import Origin
 from megavlm.data.anyres import TileGroup, features_of_group
 from megavlm.errors import UserError
 from megavlm.model.tiles import lay_out
-from tests.parity import hf
-from tests.parity.harness import Single
 from tests.parity.test_hf_llava import TEXT
+from tests.support import hf
+from tests.support.harness import Single
 from tools import convert
 
 # (height, width) of each sample's images. Tiles are 3 × 3 features, an image has at most about 2 tiles' worth: 36 × 36

@@ -12,8 +12,8 @@ import transformers
 
 from megavlm.checkpoint.hf.families import family_of
 from megavlm.checkpoint.hf.settings import Settings
-from tests.parity import hf
-from tests.parity.harness import Single
+from tests.support import hf
+from tests.support.harness import Single
 from tools import convert
 
 VOCABULARY, IMAGE_TOKEN = 61, 60

@@ -11,9 +11,9 @@ import transformers
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
 
 from megavlm.model.vision import position_buckets
-from tests.parity import hf
-from tests.parity.harness import Single
 from tests.parity.test_hf_llava import TEXT
+from tests.support import hf
+from tests.support.harness import Single
 
 # Transformers takes images of one size at a time: the tower's own (6 × 6 patches), larger ones, smaller ones, none.
 IMAGES = ([[(24, 24), (24, 24)], []], [[(32, 32)], [(32, 32)]], [[(16, 16)] * 3, [(16, 16)]], [[], []])

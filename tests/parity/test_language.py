@@ -12,7 +12,7 @@ import transformers
 from megavlm.checkpoint.hf.families.language import language_table
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
 from megavlm.planner.layers import EMBEDDING, layer_names
-from tests.parity.harness import (
+from tests.support.harness import (
     OUTPUT_TOLERANCE,
     Single,
     assert_same,
@@ -23,7 +23,7 @@ from tests.parity.harness import (
     randomize,
     text_batch,
 )
-from tests.parity.mapping import shapes_of, to_ours
+from tests.support.mapping import shapes_of, to_ours
 
 VOCABULARY = 61
 COMMON: dict[str, Any] = {

@@ -19,8 +19,9 @@ from megavlm.checkpoint.hf.adapters import PREFIX, export_adapters, grouped, tab
 from megavlm.checkpoint.hf.source import ALL_PARTS, Origin  # noqa: E402
 from megavlm.config.schema import Config, LoraConfig  # noqa: E402
 from megavlm.train.engine import Engine  # noqa: E402
-from tests.parity import hf, test_hf_llava  # noqa: E402
-from tests.parity.harness import Single, assert_same  # noqa: E402
+from tests.parity import test_hf_llava  # noqa: E402
+from tests.support import hf  # noqa: E402
+from tests.support.harness import Single, assert_same  # noqa: E402
 
 
 def lora_run(folder: Path, single: Single, dropout: float) -> tuple[Config, Engine]:

@@ -17,7 +17,7 @@ from megavlm.data.source import batch_of, batch_of_rows
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.model.weights import initialize
 from megavlm.planner.layers import layer_names
-from tests.parity.harness import Single
+from tests.support.harness import Single
 
 VOCABULARY = 80
 

@@ -15,7 +15,7 @@ from megavlm.checkpoint.hf.families.vision import clip_table, intern_table, sigl
 from megavlm.checkpoint.hf.table import Table
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 from megavlm.planner.layers import PROJECTOR, layer_names
-from tests.parity.harness import (
+from tests.support.harness import (
     OUTPUT_TOLERANCE,
     Single,
     assert_same,
@@ -28,7 +28,7 @@ from tests.parity.harness import (
     random_image,
     randomize,
 )
-from tests.parity.mapping import shapes_of, to_ours
+from tests.support.mapping import shapes_of, to_ours
 
 SIZES: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
 THEIRS: dict[str, Any] = {

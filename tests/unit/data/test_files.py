@@ -24,8 +24,8 @@ from megavlm.data.loader import Loader
 from megavlm.data.making import InProcesses, InThread, make_batch
 from megavlm.data.reading import file_composer
 from megavlm.errors import UserError
-from tests.data_files import record, sources_of, write_all, write_tokenizer
-from tests.dist.training import SMALL
+from tests.support.data_files import record, sources_of, write_all, write_tokenizer
+from tests.support.training import SMALL
 
 ASK = "<image>\nwhat is this ?"
 

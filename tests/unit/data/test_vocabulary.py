@@ -15,7 +15,7 @@ from megavlm.errors import UserError
 from megavlm.model.flops import step_flops
 from megavlm.parallel.dims import Dims
 from megavlm.planner.plan import make_plan, typical_workload
-from tests.data_files import write_tokenizer
+from tests.support.data_files import write_tokenizer
 
 FILES = ["--tokenizer", "tokenizer", "--sources", "a.json", "--chat-template", "chatml", "--seq-length", "64"]
 

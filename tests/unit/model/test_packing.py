@@ -22,7 +22,7 @@ from megavlm.model.attention import CoreAttention
 from megavlm.model.packing import Packing, equal_sequences, packed, rounded_count, runs_of
 from megavlm.model.te import flattened
 from megavlm.model.vision import VisionLayout
-from tests.parity.stand_ins import TEDotProductAttention
+from tests.support.stand_ins import TEDotProductAttention
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, WIDTH = 4, 2, 8

@@ -21,7 +21,7 @@ from megavlm.preview.charts import bins_of, histogram
 from megavlm.preview.collect import look, unpatchified
 from megavlm.preview.findings import Findings, Segment, Shown, SourceShare, Stretch, stretches_of
 from megavlm.preview.page import page
-from tests.data_files import record, sources_of, write_all
+from tests.support.data_files import record, sources_of, write_all
 from tools.prepare_data import main as prepare
 from tools.preview_data import main
 

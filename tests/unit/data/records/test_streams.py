@@ -15,7 +15,7 @@ from megavlm.data.bad import BadSample, Reason
 from megavlm.data.conversation import Conversation, ImageRef
 from megavlm.data.records import open_stream, prepare_stream
 from megavlm.errors import UserError
-from tests.unit.data.records.shards import sample, write_shards, write_tar
+from tests.support.tar_shards import sample, write_shards, write_tar
 
 
 @pytest.fixture

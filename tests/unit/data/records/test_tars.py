@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.data.records import tars
-from tests.unit.data.records.shards import sample, write_shards, write_tar
+from tests.support.tar_shards import sample, write_shards, write_tar
 
 
 def counts(home: Path) -> dict[str, int]:

@@ -25,7 +25,7 @@ from megavlm.data.sample import Image, Sample, collate
 from megavlm.planner.plan import make_plan
 from megavlm.train.engine import Engine, build_engine
 from megavlm.train.whole import real_shapes
-from tests.parity.harness import Single, assert_same, random_image, randomize
+from tests.support.harness import Single, assert_same, random_image, randomize
 from tools import convert
 
 LENGTH = 48

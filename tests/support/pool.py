@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.dist import forked
+from tests.support import forked
 
 
 class Pool:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def context() -> ForkServerContext:
     """The context whose processes are children of the one fork server; that starts with the first of them."""
     forking = mp.get_context("forkserver")
-    forking.set_forkserver_preload(["pytest", "tests.dist.preload"])
+    forking.set_forkserver_preload(["pytest", "tests.support.preload"])
     return forking
 
 

@@ -1,4 +1,4 @@
-"""What the fork server imports once for all its children (`tests/dist/forked.py`).
+"""What the fork server imports once for all its children (`tests/support/forked.py`).
 
 A fork copies one thread, and no CUDA device that was looked at before: nothing here may start threads, join a process
 group or ask for a device.

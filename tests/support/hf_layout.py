@@ -18,7 +18,7 @@ class Reference:
     folder: Path
     gradients: Path
     logits: Path
-    images: Sequence[Any]  # for each micro-batch, what `tests.parity.hf.batch_of` takes
+    images: Sequence[Any]  # for each micro-batch, what `tests.support.hf.batch_of` takes
 
 
 def make_reference(theirs: Any, folder: Path, images: Sequence[Any]) -> Reference:
@@ -26,7 +26,7 @@ def make_reference(theirs: Any, folder: Path, images: Sequence[Any]) -> Referenc
     from safetensors.torch import save_file
 
     from megavlm.checkpoint.hf.source import ALL_PARTS, Origin
-    from tests.parity import hf
+    from tests.support import hf
 
     hf.save(theirs, folder)
     config, origin = hf.config_for(folder), Origin.of(folder, *ALL_PARTS)
@@ -59,7 +59,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     from megavlm.parallel.groups import build_groups, destroy_groups
     from megavlm.planner.plan import dims_of, make_plan
     from megavlm.train.engine import build_engine
-    from tests.parity import hf
+    from tests.support import hf
 
     argv = f"--init-from {reference.folder} --seq-length {hf.LENGTH} --mbs {len(reference.images[0])} --gbs 8 {layout}"
     argv += " --data-parallel-sharding none --images-per-sample 0"  # synthetic images, of which none are used

@@ -89,7 +89,7 @@ def transformer_engine() -> Iterator[None]:
 
     from megavlm.model import modules
     from megavlm.train import build
-    from tests.parity import stand_ins, te_kernels
+    from tests.support import stand_ins, te_kernels
 
     kept: list[bool] = [False]
 

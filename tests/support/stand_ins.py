@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megavlm.model import modules
 from megavlm.model.norm import Norm
-from tests.parity import te_kernels
+from tests.support import te_kernels
 
 
 class _Pickles:
