@@ -23,7 +23,7 @@ from megavlm.config.schema import (
     TrainConfig,
     VisionConfig,
 )
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.data.sample import Image, Sample, collate
 
 VOCABULARY, IMAGE_TOKEN, PAD_TOKEN = 32_000, 31_999, 0
@@ -93,7 +93,7 @@ class _Timer:
         self.seconds[self.name] += time.perf_counter()
 
 
-def micro_batch(options: Config, *, seed: int) -> PackedBatch:
+def micro_batch(options: Config, *, seed: int) -> MicroBatch:
     """Random images, each followed by random text that is trained throughout."""
     vision, random = options.model.vision, np.random.default_rng(seed)
     samples = []
@@ -128,7 +128,7 @@ def our_engine(options: Config, backend: Backend) -> Any:
     return build_engine(options, plan, groups, vocab_size=VOCABULARY, backend=backend)
 
 
-def our_step(engine: Any, batches: list[PackedBatch]) -> Callable[[], Times]:
+def our_step(engine: Any, batches: list[MicroBatch]) -> Callable[[], Times]:
     """One training step of ours, timed by megatron-core's own timers."""
 
     def step() -> Times:
@@ -181,7 +181,7 @@ def their_model(options: Config) -> Any:
     return transformers.LlavaForConditionalGeneration(whole).train()
 
 
-def their_batch(batch: PackedBatch, options: Config) -> dict[str, Tensor]:
+def their_batch(batch: MicroBatch, options: Config) -> dict[str, Tensor]:
     """The same micro-batch as Transformers takes it: images instead of patches, labels at their own token."""
     assert batch.patches is not None
     patch, side = options.model.vision.patch_size, options.model.vision.image_size

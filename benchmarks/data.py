@@ -4,7 +4,7 @@
 
 Lengths have a long tail, as visual instruction data has: text of log-normal length (median 200 tokens), none to eight
 images of native resolution, 64 to 2,500 tokens each. Each packer sees the same samples, in windows of
-`--packing-window`; naive padding puts each sample into a sequence of its own. Costs are forward FLOPs of
+`--packing-window`; naive padding puts each sample into a sequence of its own. CostModel are forward FLOPs of
 Qwen2.5-VL-7B, vision and language apart. `before` deals sequences out in turn, `after` is what a run does. Images are
 those of `data_images.py`, in one size; the wait for data is `data_time_s` of a run's metrics. Appends to
 `benchmarks/records/data.jsonl`.
@@ -23,10 +23,10 @@ from record import append, circumstances
 
 from megavlm.config.schema import DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.balance import assign, imbalance
-from megavlm.data.composer import Measured, Packed
-from megavlm.data.costs import Costs
-from megavlm.data.loader import costs_of
+from megavlm.data.batch_sampler import Measured, PackedBatchSampler
+from megavlm.data.costs import CostModel
 from megavlm.data.packing import pack
+from megavlm.data.rank_loader import costs_of
 
 QWEN2_5_VL_7B = ModelConfig(
     vision=VisionConfig(
@@ -87,7 +87,7 @@ def sample(item: int, *, seq_length: int) -> Measured:
     return Measured(item, (COSTS.measure(length=length, grids=grids, images=images),))
 
 
-COSTS = Costs.of(QWEN2_5_VL_7B)
+COSTS = CostModel.of(QWEN2_5_VL_7B)
 
 
 def packing(options: argparse.Namespace) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
 def balance(options: argparse.Namespace) -> dict[str, Any]:
     """Largest load over mean load of the ranks, step by step."""
     size, ranks, places = options.packing_window, options.ranks, options.sequences_per_rank
-    composer = Packed(
+    sampler = PackedBatchSampler(
         lambda number: [sample(i, seq_length=options.seq_length) for i in range(number * size, (number + 1) * size)],
         count=ranks * places,
         window=size,
@@ -151,18 +151,18 @@ def balance(options: argparse.Namespace) -> dict[str, Any]:
     )
     in_turn = [list(range(rank, ranks * places, ranks)) for rank in range(ranks)]
     found: dict[str, list[tuple[float, float]]] = {"before": [], "after": []}
-    place, seconds = composer.start, 0.0
+    place, seconds = sampler.start, 0.0
     for _ in range(options.steps):
-        composed = composer.compose(place)
-        place = composed.after
-        costs = costs_of(composed.sequences)
+        batch = sampler.batch_at(place)
+        place = batch.after
+        costs = costs_of(batch.sequences)
         assert costs is not None
         began = time.perf_counter()
         assigned = assign(costs, ranks)
         seconds += time.perf_counter() - began
         for name, dealt in (("before", in_turn), ("after", assigned)):
             found[name].append((imbalance(costs[:, 0], dealt), imbalance(costs[:, 1], dealt)))
-    composer.close()
+    sampler.close()
     print(f"load over {ranks} ranks of {places} sequences, largest / mean: mean of {options.steps} steps (worst step)")
     result = {}
     for name, values in found.items():

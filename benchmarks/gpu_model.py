@@ -20,7 +20,7 @@ from megavlm.config.cli import parse
 from megavlm.config.load import to_yaml
 from megavlm.config.rules import check
 from megavlm.config.schema import Config, ModelConfig, TrainConfig
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.data.images import grid_of
 from megavlm.data.sample import Image, Sample, collate
 from megavlm.model.flops import Workload, layer_cost, step_flops, window_patches, window_squares
@@ -47,7 +47,7 @@ class Shape:
     images: tuple[tuple[int, int], ...]  # (height, width) in pixels, one image per sample
     sample: int  # tokens of a sample, image included
     theirs: Callable[[Shape], Any]  # the configuration of Transformers
-    inputs: Callable[[PackedBatch, ModelConfig], dict[str, Tensor]]
+    inputs: Callable[[MicroBatch, ModelConfig], dict[str, Tensor]]
 
     @property
     def seq_length(self) -> int:
@@ -163,7 +163,7 @@ def samples_of(shape: Shape) -> list[Sample]:
     return found
 
 
-def batch_of(shape: Shape, *, packed: bool) -> PackedBatch:
+def batch_of(shape: Shape, *, packed: bool) -> MicroBatch:
     """The samples in one row, or in a row each."""
     samples = samples_of(shape)
     vision = shape.model.vision

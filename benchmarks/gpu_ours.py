@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megavlm.config import overlapped
 from megavlm.config.device_defaults import with_device_defaults
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 
 
 class Ours(Side):
@@ -30,7 +30,7 @@ class Ours(Side):
         self.backend = backend.activate()
         assert self.backend.is_cpu != self.on_gpu, "hide the GPUs with CUDA_VISIBLE_DEVICES= to measure on a CPU"
         self.engine: Any = None
-        self.feed: Any = None
+        self.data_loader: Any = None
         self.folder: tempfile.TemporaryDirectory[str] | None = None
 
     def build(self, shape: gpu_model.Shape, task: dict[str, Any], watch: Watch) -> Callable[[], float]:
@@ -62,7 +62,7 @@ class Ours(Side):
         if task["files"]:
             return self._on_files(config, groups)
         batch = gpu_model.batch_of(shape, packed=not task["alone"])
-        given = PackedBatch(**pinned(vars(batch), pin=self.on_gpu))
+        given = MicroBatch(**pinned(vars(batch), pin=self.on_gpu))
 
         def step() -> float:
             loss: float = self.engine.train_step([given]).loss
@@ -74,17 +74,17 @@ class Ours(Side):
 
     def _on_files(self, config: Any, groups: Any) -> Callable[[], float]:
         """Steps on what the loader reads, as `train/loop.py` makes them."""
-        from megavlm.data.loader import stats
-        from megavlm.data.reading import build_feed, prepare_data
+        from megavlm.data.rank_loader import stats
+        from megavlm.data.reading import build_data_loader, prepare_data
         from megavlm.data.source import build_source
 
         prepare_data(config)
         source = build_source(config, run_dir=Path(config.train.run_dir), rank=0, barrier=lambda: None)
-        self.feed = build_feed(config, source, groups, device=self.backend.device, seers=groups.tp)
+        self.data_loader = build_data_loader(config, source, groups, device=self.backend.device, vision_group=groups.tp)
 
         def step() -> float:
             began = time.perf_counter()
-            read = self.feed.next_step()
+            read = self.data_loader.next_step()
             self.tally.waited.append(time.perf_counter() - began)
             counted = stats(read.batches)
             self.tally.tokens += int(counted.tokens)
@@ -103,10 +103,10 @@ class Ours(Side):
         return standing_tensors(self.engine)
 
     def release(self) -> None:
-        feed, engine, folder = self.feed, self.engine, self.folder
-        self.feed = self.engine = self.folder = None
-        if feed is not None:
-            feed.close()
+        data_loader, engine, folder = self.data_loader, self.engine, self.folder
+        self.data_loader = self.engine = self.folder = None
+        if data_loader is not None:
+            data_loader.close()
         if engine is not None:
             engine.close()
         if folder is not None:

@@ -138,7 +138,7 @@ def worker(steps: int, rounds: int) -> None:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 run = build(config, backend)
             for step in range(steps + 1):
-                batches = run.feed.next_step().batches
+                batches = run.data_loader.next_step().batches
                 dist.barrier()
                 start = time.perf_counter()
                 run.engine.train_step(batches)

@@ -61,7 +61,7 @@ class Position:
     """Where a run stands: all the state that is neither a tensor nor random."""
 
     iteration: int
-    loader: dict[str, Any]  # the place in the data, as its feed says it
+    loader: dict[str, Any]  # the place in the data, as its data_loader says it
     samples_read: int = 0
     samples_skipped: int = 0
 

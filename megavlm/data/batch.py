@@ -1,4 +1,4 @@
-"""`PackedBatch`: all that a micro-batch is, between the data and the model.
+"""`MicroBatch`: all that a micro-batch is, between the data and the model.
 
 Legend: B samples, S language positions per sample, N images, P patches of all images, D pixels of a patch
 (channels × patch side²), F image features (= image tokens in the text).
@@ -17,7 +17,7 @@ from megavlm.data.anyres import TileGroup
 
 
 @dataclass(frozen=True)
-class PackedBatch:
+class MicroBatch:
     """One micro-batch of one data-parallel rank.
 
     Images are packed: their patches follow each other in `patches`, row-major within an image, and image i is
@@ -47,7 +47,7 @@ class PackedBatch:
     sources: Tensor | None = None  # [B, S] int64: which data set a token is from; None where there is but one
     # Ranks that all need `patches`, which the first of them alone holds: where a micro-batch arrives on the device the
     # others get them. Until then theirs have a shape and no memory (device "meta").
-    seers: dist.ProcessGroup | None = None
+    vision_group: dist.ProcessGroup | None = None
     # Where a colocated encoder has already run: [F', 1 + DeepStack layers, Hl], those of the features that this rank
     # merges into its hidden states.
     features: Tensor | None = None
@@ -65,7 +65,7 @@ class PackedBatch:
     def num_images(self) -> int:
         return len(self.tile_groups or self.grids)
 
-    def to(self, device: torch.device | str) -> PackedBatch:
+    def to(self, device: torch.device | str) -> MicroBatch:
         """The same batch on another device, but for what the host needs to know: it must not wait to be told."""
         moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in self.travelling().items()}
         return replace(self, **moved)

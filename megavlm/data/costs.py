@@ -11,7 +11,7 @@ from megavlm.planner.layers import layer_names, module_of
 
 
 @dataclass(frozen=True)
-class Measure:
+class SampleCost:
     """One sample: `length` tokens, and the forward FLOPs of either part of the model.
 
     `vision` counts the tower and the projector by patches, attention included: c·Σp² + d·Σp over its images;
@@ -26,7 +26,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostModel:
     """FLOPs of one unit of each field of a workload, of which FLOPs are a linear function."""
 
     vision: tuple[float, float, float]  # per patch, per squared patch count, per squared count in a window
@@ -35,7 +35,7 @@ class Costs:
     class_token: int
 
     @classmethod
-    def of(cls, model: ModelConfig) -> Costs:
+    def of(cls, model: ModelConfig) -> CostModel:
         def unit(module: str, **fields: int) -> float:
             work = Workload(**{**dict.fromkeys(Workload.__dataclass_fields__, 0), **fields})
             # The projector runs where the tower does.
@@ -50,7 +50,7 @@ class Costs:
             class_token=int(model.vision.class_token),
         )
 
-    def measure(self, *, length: int, grids: Sequence[tuple[int, int]], images: int) -> Measure:
+    def measure(self, *, length: int, grids: Sequence[tuple[int, int]], images: int) -> SampleCost:
         counts = [rows * columns + self.class_token for rows, columns in grids]
         per_patch, per_square, per_window = self.vision
         vision = per_patch * sum(counts) + per_square * sum(count * count for count in counts)
@@ -58,4 +58,4 @@ class Costs:
             vision += per_window * sum(window_squares(grid, self.window) for grid in grids)
         language = self.language[0] * length + self.language[1] * length * length
         patches = sum(rows * columns for rows, columns in grids)
-        return Measure(length=length, patches=patches, images=images, vision=vision, language=language)
+        return SampleCost(length=length, patches=patches, images=images, vision=vision, language=language)

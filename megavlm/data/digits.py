@@ -13,7 +13,7 @@ from megavlm.config.derived import vocab_size, with_vocab_size
 from megavlm.config.schema import Config
 from megavlm.data.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
 from megavlm.data.images import features_of, grid_of
-from megavlm.data.numbered import Numbered
+from megavlm.data.numbered import ComputedSource
 from megavlm.data.randomness import generator
 from megavlm.data.sample import Image, Sample
 from megavlm.data.tokenizers.training import Tokenizer, ensure_tokenizer
@@ -34,7 +34,7 @@ class Question:
     canvas: NDArray[np.uint8]  # [height, width, channels]
 
 
-class DigitsSource(Numbered):
+class DigitsSource(ComputedSource):
     """An endless stream of canvases, each with a question and its answer; held-out questions for evaluation.
 
     A sequence is: begin mark, image tokens, question, answer, end mark. The answer and the end mark are trained.

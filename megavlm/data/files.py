@@ -13,10 +13,10 @@ from megavlm.config.derived import vocab_size, with_vocab_size
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup
 from megavlm.data.bad import BadSample, Reason
+from megavlm.data.batch_sampler import Measured, Skipped
 from megavlm.data.chat import ChatFormat, Piece, split
-from megavlm.data.composer import Measured, Skipped
 from megavlm.data.conversation import Conversation, ImageRef, Records
-from megavlm.data.costs import Costs
+from megavlm.data.costs import CostModel
 from megavlm.data.decode import decode, size_of
 from megavlm.data.order import Order
 from megavlm.data.processors.choose import processor_for
@@ -31,7 +31,7 @@ _ENDLESS = 2**62
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class StreamSample:
     """A sample that a stream handed out."""
 
     conversation: Conversation
@@ -67,7 +67,7 @@ class FilesSource:
         self.patch_dim = config.model.vision.in_channels * config.model.vision.patch_size**2
         self.mrope = bool(config.model.language.mrope_section)
         self.anyres_max_tiles = config.model.projector.anyres_max_tiles
-        self._costs = Costs.of(config.model)
+        self._costs = CostModel.of(config.model)
         self._most_pixels = config.data.max_image_pixels
 
     def warnings(self) -> list[str]:
@@ -97,17 +97,17 @@ class FilesSource:
             shuffle=data.shuffle,
         )
 
-    def conversation(self, item: int | Read) -> tuple[Conversation, int]:
+    def conversation(self, item: int | StreamSample) -> tuple[Conversation, int]:
         """A sample's conversation, and the number of its data set. Raises BadSample."""
-        if isinstance(item, Read):
+        if isinstance(item, StreamSample):
             return item.conversation, item.source
         place = self.order.place(item)
         return self.records[place.source].read(place.record), place.source
 
-    def pieces(self, item: int | Read) -> tuple[Sample, ...]:
+    def pieces(self, item: int | StreamSample) -> tuple[Sample, ...]:
         return self._fitted(item)[0]
 
-    def _fitted(self, item: int | Read) -> tuple[tuple[Sample, ...], int]:
+    def _fitted(self, item: int | StreamSample) -> tuple[tuple[Sample, ...], int]:
         """A sample's pieces, and how many of its turns are in none."""
         conversation, source = self.conversation(item)
         images = conversation.images
@@ -119,7 +119,7 @@ class FilesSource:
         fitted = split(encoded, self._config.train.seq_length)
         return tuple(self._sample(piece, images, layouts, source=source) for piece in fitted.pieces), fitted.dropped
 
-    def measure(self, item: int | Read) -> Measured:
+    def measure(self, item: int | StreamSample) -> Measured:
         try:
             samples, dropped = self._fitted(item)
         except BadSample as error:
@@ -133,8 +133,8 @@ class FilesSource:
             lost = (replace(self.skipped(item, rest), partly=True),)
         return Measured(item, measures, lost)
 
-    def skipped(self, item: int | Read, error: BadSample) -> Skipped:
-        if isinstance(item, Read):
+    def skipped(self, item: int | StreamSample, error: BadSample) -> Skipped:
+        if isinstance(item, StreamSample):
             return Skipped(item.label, self.names[item.source], error.reason, error.detail)
         place = self.order.place(item)
         label = self.records[place.source].label(place.record)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from megavlm.data.sample import Sample
 
 
-class Numbered(ABC):
+class ComputedSource(ABC):
     """A source whose samples are a pure function of their number."""
 
     names: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ _ROUNDS = 6
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordRef:
     """Record `record` of source `source`, for the `epoch`-th time (from 0)."""
 
     source: int
@@ -34,15 +34,15 @@ class Order:
     seed: int
     shuffle: bool = True
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> RecordRef:
         """Where sample `index` of the stream comes from."""
         block, within = divmod(index, BLOCK)
         source, before = self._block[within]
         count = block * self._counts[source] + before
         epoch, place = divmod(count, self.lengths[source])
         if not self.shuffle:
-            return Place(source, place, epoch)
-        return Place(source, permuted(place, self.lengths[source], key=f"{self.seed}/{source}/{epoch}"), epoch)
+            return RecordRef(source, place, epoch)
+        return RecordRef(source, permuted(place, self.lengths[source], key=f"{self.seed}/{source}/{epoch}"), epoch)
 
     @cached_property
     def _counts(self) -> list[int]:

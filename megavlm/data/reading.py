@@ -1,4 +1,4 @@
-"""How a run's data is read: which composer, which maker, which ranks."""
+"""Build the data loader of a run: its batch sampler, its collator, and the ranks that read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 from megavlm.config.data_source import data_source
 from megavlm.config.schema import Config
-from megavlm.data.composer import Composer, InOrder, Packed
-from megavlm.data.feed import Exchange, Feed, Shares
+from megavlm.data.batch_sampler import BatchSampler, PackedBatchSampler, SequentialBatchSampler
+from megavlm.data.collator import Collator, InlineCollator, WorkerCollator
+from megavlm.data.data_loader import DataLoader, PatchShards, ReplicaBroadcast
 from megavlm.data.files import FilesSource
-from megavlm.data.loader import Loader
-from megavlm.data.making import InProcesses, InThread, Maker
+from megavlm.data.rank_loader import RankLoader
 from megavlm.data.records import is_stream, open_records, open_stream, prepare_stream
 from megavlm.data.source import Source
 from megavlm.data.staging import Staging
-from megavlm.data.streaming import MOST_HELD, Forward, ForwardPacked
+from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamBatchSampler, StreamReader
 from megavlm.parallel.groups import Groups
 
 
@@ -35,30 +35,32 @@ def prepare_data(config: Config) -> None:
             open_records(source)
 
 
-def build_feed(
+def build_data_loader(
     config: Config,
     source: Source,
     groups: Groups,
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    seers: dist.ProcessGroup | None,
-    shares: Shares | None = None,
-) -> Feed:
-    """The data of a run on this rank; `seers` are the ranks of its replica that need pixels, None on another rank.
-    `shares` tells which of them each rank needs, if not all. Patches come in the type `dtype`.
+    vision_group: dist.ProcessGroup | None,
+    patch_shards: PatchShards | None = None,
+) -> DataLoader:
+    """Return the data loader of a run on this rank.
+
+    `vision_group` are the ranks of its replica that need pixels, None on another rank; `patch_shards` returns the rows
+    of patches that each of them needs, if not all. Patches have the type `dtype`.
     """
     staging = Staging(dtype, device)
     if data_source(config) != "files":
-        in_order = InOrder(count=config.train.global_batch_size)
-        in_thread = InThread(source, seq_length=config.train.seq_length, with_patches=seers is not None)
-        return Feed(_loader(config, in_order, in_thread, groups, staging))
-    exchange = Exchange(
+        in_order = SequentialBatchSampler(count=config.train.global_batch_size)
+        in_thread = InlineCollator(source, seq_length=config.train.seq_length, with_patches=vision_group is not None)
+        return DataLoader(_loader(config, in_order, in_thread, groups, staging))
+    exchange = ReplicaBroadcast(
         replica=groups.collection.mp,
-        seers=seers,
+        vision_group=vision_group,
         device=device,
         patch_dim=source.patch_dim,
-        shares=shares,
+        patch_shards=patch_shards,
     )
     assert isinstance(source, FilesSource)
     if exchange.reads and groups.at.dp == 0:
@@ -68,20 +70,20 @@ def build_feed(
     replicas = groups.dp if forward else None
     loader = None
     if exchange.reads:
-        maker = file_maker(config, source)
+        collator = build_collator(config, source)
         loader = (
-            _forward_loader(config, source, maker, groups, staging)
+            _stream_loader(config, source, collator, groups, staging)
             if forward
-            else _loader(config, file_composer(config, maker), maker, groups, staging)
+            else _loader(config, build_batch_sampler(config, collator), collator, groups, staging)
         )
-    return Feed(loader, exchange=exchange, replicas=replicas)
+    return DataLoader(loader, exchange=exchange, replicas=replicas)
 
 
-def file_maker(config: Config, source: Source) -> Maker:
+def build_collator(config: Config, source: Source) -> Collator:
     """Reads in `--num-workers` processes, or in the loader's thread."""
     if not config.data.num_workers:
-        return InThread(source, seq_length=config.train.seq_length, with_patches=True)
-    return InProcesses(
+        return InlineCollator(source, seq_length=config.train.seq_length, with_patches=True)
+    return WorkerCollator(
         source,
         workers=config.data.num_workers,
         seq_length=config.train.seq_length,
@@ -89,11 +91,11 @@ def file_maker(config: Config, source: Source) -> Maker:
     )
 
 
-def file_composer(config: Config, maker: Maker) -> Packed:
+def build_batch_sampler(config: Config, collator: Collator) -> PackedBatchSampler:
     """Windows of numbered samples."""
     size = config.data.packing_window
-    return Packed(
-        lambda number: maker.measure(range(number * size, (number + 1) * size)),
+    return PackedBatchSampler(
+        lambda number: collator.measure(range(number * size, (number + 1) * size)),
         count=config.train.global_batch_size,
         window=size,
         seq_length=config.train.seq_length,
@@ -101,7 +103,9 @@ def file_composer(config: Config, maker: Maker) -> Packed:
     )
 
 
-def _forward_loader(config: Config, source: FilesSource, maker: Maker, groups: Groups, staging: Staging) -> Loader:
+def _stream_loader(
+    config: Config, source: FilesSource, collator: Collator, groups: Groups, staging: Staging
+) -> RankLoader:
     """Each replica reads a share of its own, and knows nothing of the others'."""
     at, dims, data, train = groups.at, groups.dims, config.data, config.train
     streams = {
@@ -111,17 +115,17 @@ def _forward_loader(config: Config, source: FilesSource, maker: Maker, groups: G
         for number, each in enumerate(data.sources)
         if is_stream(each)
     }
-    composer = ForwardPacked(
-        Forward(source, streams, rank=at.dp, ranks=dims.dp),
-        maker,
+    sampler = StreamBatchSampler(
+        StreamReader(source, streams, rank=at.dp, ranks=dims.dp),
+        collator,
         count=train.global_batch_size // dims.dp,
-        window=min(data.packing_window, MOST_HELD),
+        window=min(data.packing_window, MAX_STREAM_WINDOW),
         seq_length=train.seq_length,
         packing=data.packing,
     )
-    return Loader(
-        composer,
-        maker,
+    return RankLoader(
+        sampler,
+        collator,
         dp_rank=0,
         dp_size=1,
         micro_batch_size=train.micro_batch_size,
@@ -132,10 +136,10 @@ def _forward_loader(config: Config, source: FilesSource, maker: Maker, groups: G
     )
 
 
-def _loader(config: Config, composer: Composer, maker: Maker, groups: Groups, staging: Staging) -> Loader:
-    return Loader(
-        composer,
-        maker,
+def _loader(config: Config, sampler: BatchSampler, collator: Collator, groups: Groups, staging: Staging) -> RankLoader:
+    return RankLoader(
+        sampler,
+        collator,
         dp_rank=groups.at.dp,
         dp_size=groups.dims.dp,
         micro_batch_size=config.train.micro_batch_size,

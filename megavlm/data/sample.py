@@ -1,4 +1,4 @@
-"""A training sample, and how samples become a `PackedBatch`.
+"""A training sample, and how samples become a `MicroBatch`.
 
 A sample is a sequence in which every image has already been expanded to one image token per feature, so lengths,
 masks and grids are known everywhere; pixels are only rendered on the ranks that hold the vision part.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.data.anyres import TileGroup, features_of_images
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.data.images import grid_of, patchify
 from megavlm.data.positions import mrope_positions
 from megavlm.errors import UserError
@@ -109,7 +109,7 @@ def collate(
     mrope: bool = False,
     anyres_max_tiles: int | None = None,
     with_sources: bool = False,
-) -> PackedBatch:
+) -> MicroBatch:
     """Stack rows, padded on the right to `seq_length`, into one micro-batch.
 
     The samples of a row follow one another; positions restart with each, and `cu_seqlens` keeps their attention apart.
@@ -156,7 +156,7 @@ def collate(
     for sample in samples:
         _check_features(sample, image_token=image_token, pixel_shuffle=pixel_shuffle, max_tiles=anyres_max_tiles)
     packed = any(len(row) > 1 for row in rows)
-    return PackedBatch(
+    return MicroBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from megavlm.config.data_source import data_source
 from megavlm.config.schema import Config
 from megavlm.data.bad import BadSample
-from megavlm.data.batch import PackedBatch
-from megavlm.data.composer import Measured, Skipped
+from megavlm.data.batch import MicroBatch
+from megavlm.data.batch_sampler import Measured, Skipped
 from megavlm.data.digits import DigitsSource
 from megavlm.data.files import FilesSource
 from megavlm.data.sample import Row, Sample, collate
@@ -83,12 +83,12 @@ def build_source(
     return SyntheticSource(config)
 
 
-def batch_of(source: Source, samples: Sequence[Sample], *, seq_length: int, with_patches: bool) -> PackedBatch:
+def batch_of(source: Source, samples: Sequence[Sample], *, seq_length: int, with_patches: bool) -> MicroBatch:
     """A micro-batch of samples, each in a row of its own."""
     return batch_of_rows(source, [[sample] for sample in samples], seq_length=seq_length, with_patches=with_patches)
 
 
-def batch_of_rows(source: Source, rows: Sequence[Row], *, seq_length: int, with_patches: bool) -> PackedBatch:
+def batch_of_rows(source: Source, rows: Sequence[Row], *, seq_length: int, with_patches: bool) -> MicroBatch:
     """`collate` with the constants of the source."""
     return collate(
         rows,

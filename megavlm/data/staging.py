@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Staging:
     dtype: torch.dtype
     device: torch.device
 
-    def __call__(self, batch: PackedBatch) -> PackedBatch:
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
         # A new thread begins on the first device of its machine, where page-locked memory would open a context.
         here = torch.cuda.device(self.device) if self._pins else nullcontext()
         with here:

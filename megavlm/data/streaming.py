@@ -7,19 +7,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megavlm.data.bad import BadSample
-from megavlm.data.composer import Composed, Measured, Packed, Place, Skipped
+from megavlm.data.batch_sampler import GlobalBatch, LoaderState, Measured, PackedBatchSampler, Skipped
+from megavlm.data.collator import Collator
 from megavlm.data.conversation import Conversation
-from megavlm.data.files import FilesSource, Read
-from megavlm.data.making import Maker
+from megavlm.data.files import FilesSource, StreamSample
 
 if TYPE_CHECKING:
     from megavlm.data.records.energon import EnergonStream
 
 # Samples of a stream that are held at a time, with their images, to be packed.
-MOST_HELD = 512
+MAX_STREAM_WINDOW = 512
 
 
-class Forward:
+class StreamReader:
     """What data-parallel rank `rank` of `ranks` reads of a blend in which some data sets are streams.
 
     The rank's n-th sample is sample n·ranks + rank of the blend: where that comes from numbered records it is that
@@ -45,11 +45,11 @@ class Forward:
             stream.load_state_dict(state["streams"][str(number)])
         self._iterators.clear()
 
-    def read(self, size: int) -> list[int | Read | Skipped]:
+    def read(self, size: int) -> list[int | StreamSample | Skipped]:
         """The next `size` samples."""
         return [self._next() for _ in range(size)]
 
-    def _next(self) -> int | Read | Skipped:
+    def _next(self) -> int | StreamSample | Skipped:
         index = self._position * self._ranks + self._rank
         self._position += 1
         number = self._source.order.place(index).source
@@ -61,43 +61,45 @@ class Forward:
         item = next(self._iterators[number])
         if isinstance(item, BadSample):
             return Skipped(stream.label, stream.name, item.reason, item.detail)
-        return Read(item, number, stream.label)
+        return StreamSample(item, number, stream.label)
 
 
-class ForwardPacked(Packed):
-    """Packed windows of what a rank reads forward. A place says how its window was reached."""
+class StreamBatchSampler(PackedBatchSampler):
+    """Packs windows of a rank's streams. Its state holds the position of the streams at the start of the window."""
 
-    def __init__(self, forward: Forward, maker: Maker, *, count: int, window: int, seq_length: int, packing: bool):
+    def __init__(
+        self, reader: StreamReader, collator: Collator, *, count: int, window: int, seq_length: int, packing: bool
+    ):
         super().__init__(self._read, count=count, window=window, seq_length=seq_length, packing=packing)
-        self._forward = forward
-        self._maker = maker
-        self._next = 0  # the window that `forward` stands before
-        self._states = {0: forward.state_dict()}  # where windows begin; one more is known than has been read
+        self._reader = reader
+        self._collator = collator
+        self._next = 0  # the window that `reader` reads next
+        self._states = {0: reader.state_dict()}  # where windows begin; one more is known than has been read
 
     @property
-    def start(self) -> Place:
+    def start(self) -> LoaderState:
         return {**super().start, "reader": self._states.get(0)}
 
-    def compose(self, place: Place) -> Composed:
+    def batch_at(self, place: LoaderState) -> GlobalBatch:
         if self._states.get(place["window"]) != place["reader"]:
             self._go_to(place)
-        composed = super().compose(place)
-        number = composed.after["window"]
+        batch = super().batch_at(place)
+        number = batch.after["window"]
         for old in [known for known in list(self._states) if known < number]:
             del self._states[old]
-        return replace(composed, after={**composed.after, "reader": self._states[number]})
+        return replace(batch, after={**batch.after, "reader": self._states[number]})
 
-    def _go_to(self, place: Place) -> None:
+    def _go_to(self, place: LoaderState) -> None:
         """Stand before a window that was not read here, or no longer is at hand."""
         self.forget()
-        self._forward.load_state_dict(place["reader"])
+        self._reader.load_state_dict(place["reader"])
         self._next = place["window"]
         self._states = {self._next: place["reader"]}
 
     def _read(self, number: int) -> Sequence[Measured]:
         assert number == self._next, "streams are read forward"
-        items = self._forward.read(self._size)
+        items = self._reader.read(self._size)
         self._next += 1
-        self._states[self._next] = self._forward.state_dict()
-        good = iter(self._maker.measure([item for item in items if not isinstance(item, Skipped)]))
+        self._states[self._next] = self._reader.state_dict()
+        good = iter(self._collator.measure([item for item in items if not isinstance(item, Skipped)]))
         return [Measured(None, (), (item,)) if isinstance(item, Skipped) else next(good) for item in items]

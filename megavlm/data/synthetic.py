@@ -16,7 +16,7 @@ from megavlm.config.derived import vocab_size, with_vocab_size
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup, Tiling, features_of_images
 from megavlm.data.images import grid_of
-from megavlm.data.numbered import Numbered
+from megavlm.data.numbered import ComputedSource
 from megavlm.data.randomness import generator
 from megavlm.data.sample import Image, Sample
 from megavlm.errors import UserError
@@ -43,7 +43,7 @@ def chain(drawn: NDArray[np.int64], follows: NDArray[np.bool_], entries: int) ->
     return (drawn[fresh] + places - fresh) % entries
 
 
-class SyntheticSource(Numbered):
+class SyntheticSource(ComputedSource):
     """Samples of exactly `--seq-length` tokens: text with images inside it, then an answer of varying length.
 
     Image counts cycle over samples and image sizes over images, so shapes are the same for every seed. The image token

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from megavlm.data.anyres import TileGroup
-from megavlm.data.batch import PackedBatch
-from megavlm.data.composer import Skipped
-from megavlm.data.loader import Imbalance, Step
+from megavlm.data.batch import MicroBatch
+from megavlm.data.batch_sampler import Skipped
+from megavlm.data.rank_loader import Imbalance, StepData
 
 _ALIGNED = 8  # bytes: where a tensor of any type may begin
 _TENSORS = ("tokens", "labels", "loss_mask", "positions", "feature_positions", "cu_seqlens", "sources")
 
 
-def packed(step: Step) -> tuple[bytes, list[Tensor]]:
+def packed(step: StepData) -> tuple[bytes, list[Tensor]]:
     """(description, tensors in the order in which their memory follows), of which `unpacked` makes the step again."""
     tensors = [tensor for batch in step.batches for _, tensor in _tensors_of(batch)]
     description = {
@@ -49,12 +49,12 @@ def lay_out(tensors: list[Tensor], memory: Tensor) -> None:
         start += room(size)
 
 
-def unpacked(description: bytes, memory: Tensor) -> Step:
+def unpacked(description: bytes, memory: Tensor) -> StepData:
     """The step whose tensors lie in [bytes] uint8 memory. Where it had pixels, there are tensors without memory."""
     told = json.loads(description)
     row = _Row(memory)
     imbalance = told["imbalance"]
-    return Step(
+    return StepData(
         batches=[_batch(batch, row) for batch in told["batches"]],
         read=told["read"],
         skipped=tuple(Skipped(**each) for each in told["skipped"]),
@@ -62,7 +62,7 @@ def unpacked(description: bytes, memory: Tensor) -> Step:
     )
 
 
-def _described(batch: PackedBatch) -> dict[str, Any]:
+def _described(batch: MicroBatch) -> dict[str, Any]:
     patches = batch.patches
     return {
         "tensors": [(name, _dtype(tensor), list(tensor.shape)) for name, tensor in _tensors_of(batch)],
@@ -73,13 +73,13 @@ def _described(batch: PackedBatch) -> dict[str, Any]:
     }
 
 
-def _batch(told: dict[str, Any], row: _Row) -> PackedBatch:
+def _batch(told: dict[str, Any], row: _Row) -> MicroBatch:
     tensors: dict[str, Any] = {name: row.next(getattr(torch, dtype), shape) for name, dtype, shape in told["tensors"]}
     patches = None
     if told["patches"] is not None:
         dtype, shape = told["patches"]
         patches = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-    return PackedBatch(
+    return MicroBatch(
         **tensors,
         patches=patches,
         grids=tuple((rows, columns) for rows, columns in told["grids"]),
@@ -100,7 +100,7 @@ class _Row:
         return found.view(dtype).view(shape)
 
 
-def _tensors_of(batch: PackedBatch) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(batch: MicroBatch) -> Iterator[tuple[str, Tensor]]:
     return ((name, value) for name in _TENSORS if isinstance(value := getattr(batch, name), Tensor))
 
 

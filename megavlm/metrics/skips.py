@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from megavlm.data.composer import Skipped
+from megavlm.data.batch_sampler import Skipped
 
 
 class SkippedLog:

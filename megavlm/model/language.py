@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megavlm.config.schema import LanguageConfig
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model.cross_entropy import CrossEntropy
 from megavlm.model.flops import head_width
 from megavlm.parallel.groups import Groups
@@ -46,7 +46,7 @@ class Embedding(MegatronModule):
             tp_group=groups.tp,
         )
 
-    def forward(self, batch: PackedBatch, features: Tensor | None = None) -> Tensor:
+    def forward(self, batch: MicroBatch, features: Tensor | None = None) -> Tensor:
         embedded = self.word_embeddings(batch.tokens)
         if features is not None:
             # With no image in the batch this copies nothing, yet keeps the features in the graph: the vision part of

@@ -12,7 +12,7 @@ from megavlm.config import sequence_parallel
 from megavlm.config.precision_rules import sequence_multiple
 from megavlm.config.schema import Config, VisionConfig
 from megavlm.data.anyres import TileGroup
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model.deepstack import add_features
 from megavlm.model.flops import window_patches
 from megavlm.model.language import rope
@@ -28,7 +28,7 @@ from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUT
 class View:
     """What layers need to know of a micro-batch, computed once per chunk and only where it is asked for."""
 
-    batch: PackedBatch
+    batch: MicroBatch
     config: Config
     groups: Groups
     device: torch.device

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from megavlm.config import sequence_parallel
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model import specs
 from megavlm.model.deepstack import pack, unpack
 from megavlm.model.flops import attends_in_windows
@@ -112,7 +112,7 @@ class VLMChunk(MegatronModule):
             gated = module == "language" or config.model.vision.activation == "swiglu"
             add_adapters(part, name, config.lora, gated=gated)
 
-    def transferred(self, batch: PackedBatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    def transferred(self, batch: MicroBatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """Shapes of what this chunk receives from the one before and sends to the next; None at the ends."""
         view = View(batch, self.run_config, self.groups, device=batch.tokens.device, encoder_apart=self.encoder_apart)
         received = None if self.is_first else _shape_before(self.names[0], self.carried, view)
@@ -122,7 +122,7 @@ class VLMChunk(MegatronModule):
         """Called by the schedule before forward: what the previous chunk sent."""
         self.input_tensor = tensors[0] if isinstance(tensors, list) else tensors
 
-    def forward(self, batch: PackedBatch, *, logits: bool = False) -> Tensor:
+    def forward(self, batch: MicroBatch, *, logits: bool = False) -> Tensor:
         """Run this chunk's layers on a micro-batch.
 
         Returns:
@@ -136,7 +136,7 @@ class VLMChunk(MegatronModule):
         self.offload.expect_backward(output)
         return output
 
-    def _forward(self, batch: PackedBatch, *, logits: bool) -> Tensor:
+    def _forward(self, batch: MicroBatch, *, logits: bool) -> Tensor:
         device = next(iter(self.parameters())).device
         view = View(batch, self.run_config, self.groups, device=device, encoder_apart=self.encoder_apart)
         hidden, carried = self._received(view)

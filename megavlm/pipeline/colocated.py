@@ -18,11 +18,11 @@ from torch import Tensor
 from megavlm.backend.streams import AtOnce, Beside, beside
 from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model.view import shard_of
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.encoder import Encoder, Passes
-from megavlm.pipeline.images import EncoderInput, as_held, assigned
+from megavlm.pipeline.images import EncoderInput, assign_images, held_inputs
 from megavlm.pipeline.routes import Exchange, Route, Rows, exchange_of, senders
 
 
@@ -38,7 +38,7 @@ class _Window:
 class _Ahead:
     """A share of a window whose passes are queued one by one, beside what trains on the window before."""
 
-    batches: Sequence[PackedBatch]
+    batches: Sequence[MicroBatch]
     passes: Passes
 
 
@@ -51,11 +51,11 @@ class Colocated:
         self._groups = groups
         self._width = config.parallel.vision_tensor_model_parallel_size  # ranks of an encoder
         self._window: _Window | None = None
-        self._upcoming: Sequence[PackedBatch] | None = None
+        self._upcoming: Sequence[MicroBatch] | None = None
         self._ahead: _Ahead | None = None
         self._beside: Beside = beside(encoder.device) if config.parallel.encode_ahead else AtOnce()
 
-    def announce(self, batches: Sequence[PackedBatch]) -> None:
+    def prefetch(self, batches: Sequence[MicroBatch]) -> None:
         """Encode this window beside what trains on the next one to be handed out: `advance` says when. For frozen
         encoders: only computation runs ahead; the exchange waits for the window's turn.
         """
@@ -69,7 +69,7 @@ class Colocated:
         with self._beside.work(_patches(self._ahead.batches)):
             return self._ahead.passes.advance()
 
-    def encode(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+    def encode(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Micro-batches for the language model: still on the host, without pixels, and with features (on the device)
         where they are merged.
 
@@ -103,10 +103,10 @@ class Colocated:
             self.encoder.backward(self._send(gradients, window.exchange.gradients(self._groups.block_rank)))
         self.encoder.reduce()
 
-    def _assigned(self, batches: Sequence[PackedBatch]) -> tuple[list[EncoderInput], tuple[int, ...]]:
-        return assigned(batches, self._config.model, encoders=self._groups.block.size() // self._width)
+    def _assigned(self, batches: Sequence[MicroBatch]) -> tuple[list[EncoderInput], tuple[int, ...]]:
+        return assign_images(batches, self._config.model, encoders=self._groups.block.size() // self._width)
 
-    def _share(self, batches: Sequence[PackedBatch]) -> Tensor:
+    def _share(self, batches: Sequence[MicroBatch]) -> Tensor:
         """What this rank sends of its images' features, encoded ahead or now."""
         if self._ahead is None or self._ahead.batches is not batches:
             return self._passes(batches).finish()
@@ -116,11 +116,11 @@ class Colocated:
         self._beside.end([features])
         return features
 
-    def _passes(self, batches: Sequence[PackedBatch]) -> Passes:
+    def _passes(self, batches: Sequence[MicroBatch]) -> Passes:
         images, owners = self._assigned(batches)
         here = self._groups.block_rank // self._width
         mine = [image for image, owner in zip(images, owners, strict=True) if owner == here]
-        return self.encoder.forward(as_held(mine, batches), batches)
+        return self.encoder.forward(held_inputs(mine, batches), batches)
 
     def _begin_upcoming(self) -> None:
         if self._upcoming is None:
@@ -132,7 +132,7 @@ class Colocated:
     def _keeps(self) -> bool:
         return self.encoder.trained and torch.is_grad_enabled()
 
-    def _shards(self, batches: Sequence[PackedBatch]) -> Rows | None:
+    def _shards(self, batches: Sequence[MicroBatch]) -> Rows | None:
         """[R] which tensor-parallel rank's part of the sequence each row of features lies in."""
         if not sequence_parallel(self._config):
             return None
@@ -142,7 +142,7 @@ class Colocated:
         ]
         return np.concatenate(found)
 
-    def _for_language(self, batch: PackedBatch) -> PackedBatch:
+    def _for_language(self, batch: MicroBatch) -> MicroBatch:
         """The same batch without pixels, and with those image tokens alone whose features this rank merges."""
         places = batch.feature_positions
         if sequence_parallel(self._config):
@@ -150,7 +150,7 @@ class Colocated:
             places = places[shards == self._groups.at.tp]
         return replace(batch, patches=None, feature_positions=places)
 
-    def _merged_here(self, batches: Sequence[PackedBatch], exchange: Exchange) -> list[int]:
+    def _merged_here(self, batches: Sequence[MicroBatch], exchange: Exchange) -> list[int]:
         """Rows of each micro-batch that this rank merges."""
         counts = [batch.feature_positions.numel() for batch in batches]
         wanted = exchange.wants[self._groups.block_rank]
@@ -174,5 +174,5 @@ class Colocated:
         return torch.empty_like(incoming).index_copy_(0, places, incoming).view(-1, *values.shape[1:])
 
 
-def _patches(batches: Sequence[PackedBatch]) -> list[Tensor]:
+def _patches(batches: Sequence[MicroBatch]) -> list[Tensor]:
     return [batch.patches for batch in batches if batch.patches is not None]

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.schema import Config
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model.deepstack import unpack
 from megavlm.model.marks import mark
 from megavlm.parallel.groups import ENCODER_RNG, Groups
 from megavlm.pipeline.feature_cache import FeatureCache
-from megavlm.pipeline.images import EncoderInput, in_passes
+from megavlm.pipeline.images import EncoderInput, split_into_passes
 from megavlm.pipeline.routes import run_length
 from megavlm.planner.layers import encoder_names, module_of, trained_layers
 
@@ -63,7 +63,7 @@ class _Pass:
     """One pass: what it takes, and what is known of it until its backward. Pixels are on the device while it runs."""
 
     inputs: Sequence[EncoderInput]
-    batches: Sequence[PackedBatch]  # which have the pixels, on the host as a rule
+    batches: Sequence[MicroBatch]  # which have the pixels, on the host as a rule
     features: int
     random: dict[str, Any] = field(default_factory=dict)  # the generators' states before it
     output: Tensor | None = None  # with its graph, where that is kept
@@ -90,7 +90,7 @@ class Encoder:
         self._chunk_patches = chunk_patches(config, on_gpu=self.device.type == "cuda")
         self._dtype = next(iter(module.parameters())).dtype
 
-    def forward(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> Passes:
+    def forward(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> Passes:
         """Passes that end with this rank's run of the features [R, 1 + DeepStack layers, Hl] of some of a window's
         images, without a graph. None runs before it is asked for.
 
@@ -100,7 +100,7 @@ class Encoder:
         return Passes(self._run_of_features(inputs, batches))
 
     def _run_of_features(
-        self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]
+        self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]
     ) -> Generator[None, None, Tensor]:
         if self._cache is None:
             features = yield from self._computed(inputs, batches)
@@ -109,10 +109,8 @@ class Encoder:
         length = run_length(len(features), self._groups.dims.tp)
         return features[self._groups.at.tp * length :][:length]
 
-    def _computed(
-        self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]
-    ) -> Generator[None, None, Tensor]:
-        passes = [self._pass(group, batches) for group in in_passes(inputs, self._chunk_patches)]
+    def _computed(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> Generator[None, None, Tensor]:
+        passes = [self._pass(group, batches) for group in split_into_passes(inputs, self._chunk_patches)]
         learns = self.trained and torch.is_grad_enabled()
         outputs = []
         for index, one in enumerate(passes):
@@ -126,13 +124,13 @@ class Encoder:
         return torch.cat(outputs) if outputs else self.no_features()
 
     def _looked_up(
-        self, cache: FeatureCache, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]
+        self, cache: FeatureCache, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]
     ) -> Generator[None, None, Tensor]:
         """What `forward` gives, from the cache where it has it."""
         keys = [cache.key(pixels_of(image, batches), (image.grids, image.tile_groups)) for image in inputs]
         found = [cache.get(key) for key in keys]
         missing = self._lacked_by_any([features is None for features in found])
-        for group in in_passes([inputs[index] for index in missing], self._chunk_patches):
+        for group in split_into_passes([inputs[index] for index in missing], self._chunk_patches):
             one = self._pass(group, batches)
             parts = self._run(one, graph=False).split([image.features for image in group])
             for features in parts:
@@ -198,13 +196,13 @@ class Encoder:
             first, others = unpack(output, hidden=(1, width), carried=[(one.features, 1, width)] * self._deepstack)
             return torch.cat([first, *others], dim=1)
 
-    def _pass(self, inputs: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> _Pass:
+    def _pass(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> _Pass:
         return _Pass(inputs, batches, features=sum(image.features for image in inputs))
 
-    def _taken(self, one: _Pass) -> PackedBatch:
+    def _taken(self, one: _Pass) -> MicroBatch:
         """What the encoder's layers read of a pass's images."""
         none = torch.empty(0, 0, dtype=torch.int64)
-        return PackedBatch(
+        return MicroBatch(
             tokens=none,
             labels=none,
             loss_mask=none,
@@ -248,7 +246,7 @@ def encoder_config(config: Config) -> Config:
     return replace(config, parallel=parallel)
 
 
-def pixels_of(image: EncoderInput, batches: Sequence[PackedBatch]) -> Tensor:
+def pixels_of(image: EncoderInput, batches: Sequence[MicroBatch]) -> Tensor:
     """[P, D] patches of one image."""
     patches = batches[image.batch].patches
     assert patches is not None, "every rank that encodes has pixels"

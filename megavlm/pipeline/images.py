@@ -13,7 +13,7 @@ import numpy as np
 
 from megavlm.config.schema import ModelConfig
 from megavlm.data.anyres import TileGroup, features_of_images
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model.flops import Workload, layer_cost, window_patches, window_squares
 from megavlm.pipeline.routes import Rows
 from megavlm.planner.assign import assign_longest_first
@@ -37,7 +37,7 @@ class EncoderInput:
         return self.patches.stop - self.patches.start
 
 
-def encoder_inputs(batches: Sequence[PackedBatch], model: ModelConfig) -> list[EncoderInput]:
+def encoder_inputs(batches: Sequence[MicroBatch], model: ModelConfig) -> list[EncoderInput]:
     """The images of a window of micro-batches, in the order of their tokens."""
     found = []
     for index, batch in enumerate(batches):
@@ -72,28 +72,28 @@ def encoder_flops(grids: tuple[Grid, ...], model: ModelConfig) -> float:
     return sum(layer_cost(name, model, work).forward_flops for name in encoder_names(model))
 
 
-def assigned(
-    batches: Sequence[PackedBatch], model: ModelConfig, *, encoders: int
+def assign_images(
+    batches: Sequence[MicroBatch], model: ModelConfig, *, encoders: int
 ) -> tuple[list[EncoderInput], tuple[int, ...]]:
     """A window's images, and which of a replica's encoders takes each."""
     images = encoder_inputs(batches, model)
     return images, assign_longest_first([encoder_flops(image.grids, model) for image in images], encoders)
 
 
-def patches_by_rank(batches: Sequence[PackedBatch], model: ModelConfig, *, ranks: int, width: int) -> list[Rows]:
+def patches_by_rank(batches: Sequence[MicroBatch], model: ModelConfig, *, ranks: int, width: int) -> list[Rows]:
     """For each rank of a replica, places among all patches of a window, in order: those of the images that it encodes.
 
     `width` neighbouring ranks are an encoder.
     """
     starts = list(accumulate((batch.num_patches for batch in batches), initial=0))
     taken: list[list[Rows]] = [[np.empty(0, dtype=np.int64)] for _ in range(ranks // width)]
-    for image, encoder in zip(*assigned(batches, model, encoders=ranks // width), strict=True):
+    for image, encoder in zip(*assign_images(batches, model, encoders=ranks // width), strict=True):
         start = starts[image.batch]
         taken[encoder].append(np.arange(start + image.patches.start, start + image.patches.stop))
     return [np.concatenate(taken[rank // width]) for rank in range(ranks)]
 
 
-def as_held(mine: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> list[EncoderInput]:
+def held_inputs(mine: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> list[EncoderInput]:
     """Images that a rank encodes, with the rows where it has their patches: among all of a micro-batch, or only `mine`
     where the data sent no others.
     """
@@ -108,7 +108,7 @@ def as_held(mine: Sequence[EncoderInput], batches: Sequence[PackedBatch]) -> lis
     return found
 
 
-def in_passes(inputs: Sequence[EncoderInput], most_patches: int) -> list[Sequence[EncoderInput]]:
+def split_into_passes(inputs: Sequence[EncoderInput], most_patches: int) -> list[Sequence[EncoderInput]]:
     """Images in order, divided where the next one would exceed `most_patches`; a larger one is a pass of its own."""
     starts, patches = [0], 0
     for index, image in enumerate(inputs):

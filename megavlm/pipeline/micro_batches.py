@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megavlm.backend.host import Transfers
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 
 
-class MicroBatches:
+class DevicePrefetcher:
     """Hands out micro-batches on the device, the same to each of a rank's chunks, in order.
 
     While one is used the next one is copied. One is freed when all chunks have taken it, but for the tensors that
@@ -22,28 +22,28 @@ class MicroBatches:
 
     def __init__(
         self,
-        batches: Sequence[PackedBatch],
+        batches: Sequence[MicroBatch],
         transfers: Transfers,
         *,
         chunks: int,
         meanwhile: Callable[[], object] | None = None,
     ) -> None:
-        """`batches` are on the host, but for what never travels (`PackedBatch.travelling`). `meanwhile` is called
+        """`batches` are on the host, but for what never travels (`MicroBatch.travelling`). `meanwhile` is called
         whenever a chunk takes one.
         """
         self._batches = batches
         self._transfers = transfers
         self._meanwhile = meanwhile
         self._awaited_by = [chunks] * len(batches)
-        self._on_the_way: dict[int, tuple[PackedBatch, Any]] = {}
-        self._here: dict[int, PackedBatch] = {}
+        self._on_the_way: dict[int, tuple[MicroBatch, Any]] = {}
+        self._here: dict[int, MicroBatch] = {}
 
-    def for_a_chunk(self) -> Iterator[PackedBatch]:
+    def for_a_chunk(self) -> Iterator[MicroBatch]:
         """All micro-batches, for one chunk."""
         for index in range(len(self._batches)):
             yield self._take(index)
 
-    def _take(self, index: int) -> PackedBatch:
+    def _take(self, index: int) -> MicroBatch:
         if self._meanwhile is not None:
             self._meanwhile()
         if index not in self._here:
@@ -66,13 +66,13 @@ class MicroBatches:
         self._on_the_way[index] = replace(batch, **copied), ticket
 
 
-def _seen(batch: PackedBatch) -> PackedBatch:
+def _seen(batch: MicroBatch) -> MicroBatch:
     """A micro-batch on the device with its patches, which its first seer sends to the others. All call it alike."""
-    patches, seers = batch.patches, batch.seers
-    if patches is None or seers is None:
+    patches, vision_group = batch.patches, batch.vision_group
+    if patches is None or vision_group is None:
         return batch
     if patches.is_meta:
         patches = torch.empty(patches.shape, dtype=patches.dtype, device=batch.tokens.device)
     if patches.numel():
-        dist.broadcast(patches, group=seers, group_src=0)
-    return replace(batch, patches=patches, seers=None)
+        dist.broadcast(patches, group=vision_group, group_src=0)
+    return replace(batch, patches=patches, vision_group=None)

@@ -21,13 +21,13 @@ from torch import Tensor
 from megavlm.backend import Backend
 from megavlm.backend.host import transfers_of
 from megavlm.config.schema import Config
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model.modules import fp8_fields
 from megavlm.model.specs import common_config, padded_heads
 from megavlm.parallel.dims import Dims
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import Colocated
-from megavlm.pipeline.micro_batches import MicroBatches
+from megavlm.pipeline.micro_batches import DevicePrefetcher
 from megavlm.pipeline.tied import sum_tied_gradients
 from megavlm.pipeline.transfers import Transfers
 
@@ -86,7 +86,7 @@ class Schedule:
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
         self._communicator = Transfers(groups, config, sends_copies=backend.is_cpu) if dims.pp > 1 else None
 
-    def train(self, batches: Sequence[PackedBatch]) -> Tensor:
+    def train(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward of one optimizer step's micro-batches.
 
         Gradients end up in the parameters' `main_grad`, summed over the data-parallel ranks. The optimizer divides them
@@ -107,16 +107,16 @@ class Schedule:
         return torch.zeros(2 + 2 * self.num_sources, dtype=torch.float64, device=self.backend.device)
 
     @torch.no_grad()
-    def logits(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+    def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Logits [B, S, vocabulary] of each micro-batch on the last stage's ranks; an empty list elsewhere."""
         return self._execute(batches, forward_only=True, logits=True)
 
-    def _execute(self, batches: Sequence[PackedBatch], *, forward_only: bool, logits: bool = False) -> list[Any]:
+    def _execute(self, batches: Sequence[MicroBatch], *, forward_only: bool, logits: bool = False) -> list[Any]:
         if self.colocated is not None:
             batches = self.colocated.encode(batches)
         # While chunks take micro-batches, passes of the next step's encoder are queued.
         meanwhile = self.colocated.advance if self.colocated is not None else None
-        moving = MicroBatches(batches, self._transfers, chunks=len(self.chunks), meanwhile=meanwhile)
+        moving = DevicePrefetcher(batches, self._transfers, chunks=len(self.chunks), meanwhile=meanwhile)
         iterators = [moving.for_a_chunk() for _ in self.chunks]
         single = len(self.chunks) == 1
         arguments: dict[str, Any] = {}
@@ -140,12 +140,12 @@ class Schedule:
         return results
 
 
-def _forward_loss(batches: Iterator[PackedBatch], chunk: Any, *, num_sources: int) -> tuple[Tensor, Any]:
+def _forward_loss(batches: Iterator[MicroBatch], chunk: Any, *, num_sources: int) -> tuple[Tensor, Any]:
     batch = next(batches)
     return chunk(batch), partial(_sum_loss, batch, num_sources)
 
 
-def _sum_loss(batch: PackedBatch, num_sources: int, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _sum_loss(batch: MicroBatch, num_sources: int, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(loss to differentiate, tokens it is summed over, [2 + 2·num_sources] record); losses are [B, S]."""
     mask = batch.loss_mask
     masked = losses * mask
@@ -158,7 +158,7 @@ def _sum_loss(batch: PackedBatch, num_sources: int, losses: Tensor) -> tuple[Ten
     return total, tokens.int(), torch.cat(parts)
 
 
-def _forward_logits(batches: Iterator[PackedBatch], chunk: Any) -> tuple[Tensor, Any]:
+def _forward_logits(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
     return chunk(next(batches), logits=True), lambda output, non_loss_data: output
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
 from megavlm.planner.orders import BACKWARD, FORWARD, Shape, orders, schedule_for
@@ -32,7 +32,7 @@ class Transfers(P2PCommunicator):
         self._from_previous: deque[Size] = deque()
         self._from_next: deque[Size] = deque()
 
-    def expect(self, chunks: Sequence[VLMChunk], batches: Sequence[PackedBatch]) -> None:
+    def expect(self, chunks: Sequence[VLMChunk], batches: Sequence[MicroBatch]) -> None:
         """A step on these micro-batches is about to begin: hidden states come from the previous rank in the order of
         this rank's forward passes, gradients from the next in that of its backward passes.
         """

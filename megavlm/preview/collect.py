@@ -11,14 +11,14 @@ from torch import Tensor
 from megavlm.config.data_source import data_source
 from megavlm.config.schema import Config
 from megavlm.data.bad import BadSample
-from megavlm.data.composer import Measured, Skipped
-from megavlm.data.files import FilesSource, Read
+from megavlm.data.batch_sampler import Measured, Skipped
+from megavlm.data.files import FilesSource, StreamSample
 from megavlm.data.packing import pack
 from megavlm.data.records import is_stream, open_stream, prepare_stream
 from megavlm.data.sample import Picture, Sample
-from megavlm.data.streaming import MOST_HELD, Forward
+from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamReader
 from megavlm.errors import UserError
-from megavlm.preview.findings import Findings, Segment, Shown, SourceShare, stretches_of
+from megavlm.preview.findings import Findings, PackedSegment, Shown, SourceShare, stretches_of
 
 
 def look(config: Config, *, shown: int, title: str) -> Findings:
@@ -59,13 +59,13 @@ def _window(config: Config, source: FilesSource) -> list[Measured]:
         number: open_stream(given, run_dir=run_dir, rank=0, world=1, seed=seed, shuffle=shuffle)
         for number, given in tars.items()
     }
-    items = Forward(source, streams, rank=0, ranks=1).read(min(size, MOST_HELD))
+    items = StreamReader(source, streams, rank=0, ranks=1).read(min(size, MAX_STREAM_WINDOW))
     return [Measured(None, (), (item,)) if isinstance(item, Skipped) else source.measure(item) for item in items]
 
 
-def _place(source: FilesSource, item: int | Read) -> tuple[int, str]:
+def _place(source: FilesSource, item: int | StreamSample) -> tuple[int, str]:
     """A sample's data set and its name for messages."""
-    if isinstance(item, Read):
+    if isinstance(item, StreamSample):
         return item.source, item.label
     place = source.order.place(item)
     return place.source, source.records[place.source].label(place.record)
@@ -93,10 +93,10 @@ def _shares(config: Config, source: FilesSource, read: int) -> tuple[SourceShare
     )
 
 
-def _sequences(config: Config, source: FilesSource, usable: list[Measured]) -> tuple[tuple[Segment, ...], ...]:
+def _sequences(config: Config, source: FilesSource, usable: list[Measured]) -> tuple[tuple[PackedSegment, ...], ...]:
     places = [_place(source, sample.item) for sample in usable]
     segments = [
-        Segment(label, number, piece.length, piece.images)
+        PackedSegment(label, number, piece.length, piece.images)
         for sample, (number, label) in zip(usable, places, strict=True)
         for piece in sample.pieces
     ]
@@ -108,7 +108,7 @@ def _sequences(config: Config, source: FilesSource, usable: list[Measured]) -> t
 
 def _shown(source: FilesSource, usable: list[Measured], most: int) -> tuple[tuple[Shown, ...], list[Skipped]]:
     """Samples in full, the sources in turn, and those whose images turn out not to decode."""
-    waiting: dict[int, list[int | Read]] = {}
+    waiting: dict[int, list[int | StreamSample]] = {}
     for sample in usable:
         waiting.setdefault(_place(source, sample.item)[0], []).append(sample.item)
     found: list[Shown] = []
@@ -124,7 +124,7 @@ def _shown(source: FilesSource, usable: list[Measured], most: int) -> tuple[tupl
     return tuple(found), bad
 
 
-def _in_full(source: FilesSource, item: int | Read) -> list[Shown]:
+def _in_full(source: FilesSource, item: int | StreamSample) -> list[Shown]:
     place, label = _place(source, item)
     pieces = source.pieces(item)
     return [

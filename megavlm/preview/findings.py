@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.composer import Skipped
+from megavlm.data.batch_sampler import Skipped
 
 Decode = Callable[[Sequence[int]], str]
 _CONTEXT = 8  # tokens
@@ -35,7 +35,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Segment:
+class PackedSegment:
     """One sample, or a piece of one, in a packed sequence."""
 
     label: str
@@ -61,13 +61,13 @@ class Findings:
     seq_length: int
     read: int
     sources: tuple[SourceShare, ...]
-    sequences: tuple[tuple[Segment, ...], ...]
+    sequences: tuple[tuple[PackedSegment, ...], ...]
     skipped: tuple[Skipped, ...]
     shown: tuple[Shown, ...]
     warnings: tuple[str, ...] = ()
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[PackedSegment, ...]:
         return tuple(segment for sequence in self.sequences for segment in sequence)
 
     @property

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from megavlm.preview.charts import histogram
-from megavlm.preview.findings import Findings, Segment, Shown, Stretch
+from megavlm.preview.findings import Findings, PackedSegment, Shown, Stretch
 from megavlm.preview.style import COLOURS, STYLE
 
 _FIRST_BARS, _MOST_BARS = 24, 512  # sequences that are drawn at once, and on demand
@@ -96,7 +96,7 @@ def _skipped(findings: Findings) -> str:
 
 
 def _sequences(findings: Findings) -> str:
-    def segment(found: Segment) -> str:
+    def segment(found: PackedSegment) -> str:
         tip = escape(f"{found.label}: {found.length} tokens, {found.images} images", quote=True)
         width = found.length / findings.seq_length
         return f'<i style="width:{width:.4%};background:{_colour(found.source)}" title="{tip}"></i>'

@@ -27,8 +27,8 @@ from megavlm.config.derived import with_vocab_size
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
-from megavlm.data.feed import Feed, Shares
-from megavlm.data.reading import build_feed, prepare_data
+from megavlm.data.data_loader import DataLoader, PatchShards
+from megavlm.data.reading import build_data_loader, prepare_data
 from megavlm.data.source import Source, build_source
 from megavlm.errors import UserError
 from megavlm.metrics.progress import ProgressLine
@@ -53,7 +53,7 @@ class Run:
     plan: Plan
     backend: Backend
     source: Source
-    feed: Feed
+    data_loader: DataLoader
     engine: Engine
     position: state.Position  # what is already done
     run_dir: Path
@@ -101,14 +101,14 @@ def build(config: Config, backend: Backend) -> Run:
             print(hint, flush=True)
 
     on_rank_0(partial(prepare_data, config))
-    feed = build_feed(
+    data_loader = build_data_loader(
         config,
         source,
         groups,
         device=backend.device,
         dtype=DTYPES[config.train.precision],
-        seers=_seers(plan, groups),
-        shares=_shares(config, plan, groups),
+        vision_group=_vision_group(plan, groups),
+        patch_shards=_patch_shards(config, plan, groups),
     )
     folder = _start(config, run_dir)
     fill = _weights(config, folder, vocab_size=source.vocab_size, image_token=source.image_token)
@@ -121,14 +121,14 @@ def build(config: Config, backend: Backend) -> Run:
         fill=fill,
         num_sources=len(source.names) if len(source.names) > 1 else 0,
     )
-    position = _restore(engine, feed, config, plan, folder)
+    position = _restore(engine, data_loader, config, plan, folder)
     progress, sinks = _outputs(config, run_dir, position.iteration) if rank == 0 else (None, [])
     return Run(
         config=config,
         plan=plan,
         backend=backend,
         source=source,
-        feed=feed,
+        data_loader=data_loader,
         engine=engine,
         position=position,
         run_dir=run_dir,
@@ -159,14 +159,14 @@ def _about_offload(config: Config, plan: Plan, backend: Backend) -> Iterator[str
         yield f"{complaint}: the run may end for lack of it"
 
 
-def _seers(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
+def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
     """The ranks of this replica that need pixels; None on a rank that needs none."""
     if plan.encoder:
         return groups.block
     return groups.tp if plan.owner_of(PATCH_EMBED) == groups.at.pp else None
 
 
-def _shares(config: Config, plan: Plan, groups: Groups) -> Shares | None:
+def _patch_shards(config: Config, plan: Plan, groups: Groups) -> PatchShards | None:
     """A colocated encoder's pixels go only to the ranks that encode them."""
     if not plan.encoder:
         return None
@@ -196,12 +196,14 @@ def _weights(config: Config, folder: Path | None, *, vocab_size: int, image_toke
     return partial(load_weights, origins=origins, config=config, vocab_size=vocab_size) if origins else None
 
 
-def _restore(engine: Engine, feed: Feed, config: Config, plan: Plan, folder: Path | None) -> state.Position:
+def _restore(
+    engine: Engine, data_loader: DataLoader, config: Config, plan: Plan, folder: Path | None
+) -> state.Position:
     """Go on from a checkpoint, if it is of a run. Returns what is done."""
     if folder is None or state.is_weights_only(folder):
         return state.Position(iteration=0, loader={})
     position = state.load(engine.trained(), folder, config=config, plan=plan)
-    feed.load_state_dict(position.loader)
+    data_loader.load_state_dict(position.loader)
     engine.scheduler.step(increment=position.iteration)
     if dist.get_rank() == 0:
         print(f"resumed from {folder} at iteration {position.iteration}", flush=True)

@@ -18,7 +18,7 @@ from megavlm.checkpoint.state import Trained
 from megavlm.config import sequence_parallel
 from megavlm.config.precision_rules import sequence_multiple
 from megavlm.config.schema import Config
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model.marks import mark
 from megavlm.model.offload import Offload
 from megavlm.model.vlm import VLMChunk
@@ -78,10 +78,10 @@ class Engine:
 
     def train_step(
         self,
-        batches: Sequence[PackedBatch],
+        batches: Sequence[MicroBatch],
         counters: Sequence[float] = (),
         *,
-        upcoming: Sequence[PackedBatch] | None = None,
+        upcoming: Sequence[MicroBatch] | None = None,
     ) -> StepResult:
         """Forward, backward and update on one global batch's share of this rank.
 
@@ -89,7 +89,7 @@ class Engine:
         `upcoming` is the next step's share, which a frozen encoder outside the pipeline encodes meanwhile.
         """
         if upcoming is not None and self.schedule.colocated is not None:
-            self.schedule.colocated.announce(upcoming)
+            self.schedule.colocated.prefetch(upcoming)
         self.optimizer.zero_grad()
         totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)

@@ -36,9 +36,9 @@ def fit(run: Run) -> None:
             tracer.before(iteration, micro_batches=run.micro_batches)
             before = time.perf_counter()
             with mark("data"):
-                step = run.feed.next_step()
+                step = run.data_loader.next_step()
                 ahead = config.parallel.encode_ahead and iteration < config.train.train_iters
-                upcoming = run.feed.peek().batches if ahead else None
+                upcoming = run.data_loader.peek().batches if ahead else None
             fetched = time.perf_counter()
             counters = counts_of(run, step, stop=stop.requested).values()
             result = run.engine.train_step(step.batches, counters, upcoming=upcoming)
@@ -73,7 +73,7 @@ def fit(run: Run) -> None:
 
 def close(run: Run) -> None:
     """End what reads ahead, the engine and the sinks' files."""
-    run.feed.close()
+    run.data_loader.close()
     run.skipped.close()
     run.engine.close()
     for sink in run.sinks:
@@ -111,7 +111,7 @@ def _save(run: Run, iteration: int, tally: _Tally) -> int:
     began = time.perf_counter()
     position = state.Position(
         iteration=iteration,
-        loader=run.feed.state_dict(),
+        loader=run.data_loader.state_dict(),
         samples_read=tally.read,
         samples_skipped=tally.skipped,
     )

@@ -33,7 +33,7 @@ def layer_samples(config: Config, backend: Backend, *, repeats: int) -> tuple[li
         run = build(config, backend)
     try:
         case = case_of(config, run.plan.dims, on_gpu=not backend.is_cpu)
-        batches = run.feed.next_step().batches
+        batches = run.data_loader.next_step().batches
         run.engine.train_step(batches)
         times = [_layer_times(run, batches[0], backend) for _ in range(repeats + 1)][1:]
         forward, backward = [], []

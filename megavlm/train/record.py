@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megavlm.data.loader import Step, stats
+from megavlm.data.rank_loader import StepData, stats
 from megavlm.metrics import throughput
 from megavlm.metrics.sinks import Value
 from megavlm.model.flops import Workload, step_flops, window_patches, window_squares
@@ -35,7 +35,7 @@ class Counts:
         return [float(getattr(self, field.name)) for field in fields(self)]
 
 
-def counts_of(run: Run, step: Step, *, stop: bool) -> Counts:
+def counts_of(run: Run, step: StepData, *, stop: bool) -> Counts:
     """This rank's share: only one rank of each replica counts the batch, every rank may ask to stop."""
     at = run.engine.groups.at
     if at.tp or at.pp:
@@ -61,7 +61,7 @@ def counts_of(run: Run, step: Step, *, stop: bool) -> Counts:
 
 
 def record_of(
-    run: Run, iteration: int, step: Step, result: StepResult, counts: Counts, *, data_time: float, seconds: float
+    run: Run, iteration: int, step: StepData, result: StepResult, counts: Counts, *, data_time: float, seconds: float
 ) -> dict[str, Value]:
     work = Workload(
         patches=int(counts.patches),

@@ -15,7 +15,7 @@ from megavlm.checkpoint.hf.source import Origin
 from megavlm.config.derived import vocab_size
 from megavlm.config.schema import Config
 from megavlm.data.anyres import Tiling
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.data.source import batch_of
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
@@ -75,11 +75,11 @@ def has_adapters(checkpoint: Path) -> bool:
     return bool(state.read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"))
 
 
-def _grids(batch: PackedBatch) -> str:
+def _grids(batch: MicroBatch) -> str:
     return ", ".join(f"{rows}×{columns}" for rows, columns in batch.grids) or "no"
 
 
-def _batches(config: Config, samples: int, tiling: Tiling | None) -> list[PackedBatch]:
+def _batches(config: Config, samples: int, tiling: Tiling | None) -> list[MicroBatch]:
     source = SyntheticSource(config, tiling=tiling)
     return [
         batch_of(source, [source.sample(index)], seq_length=config.train.seq_length, with_patches=True)

@@ -63,10 +63,10 @@ def train_counting(argv: list[str], run_dir: str) -> list[dict[str, int]]:
 
     import torch.distributed as dist
 
-    from megavlm.data.feed import Feed
+    from megavlm.data.data_loader import DataLoader
 
     steps: list[dict[str, int]] = []
-    read, broadcast, all_to_all = Feed._read, dist.broadcast, dist.all_to_all_single
+    read, broadcast, all_to_all = DataLoader._read, dist.broadcast, dist.all_to_all_single
     telling = False
 
     def reading(self):
@@ -91,7 +91,7 @@ def train_counting(argv: list[str], run_dir: str) -> list[dict[str, int]]:
         return all_to_all(received, *args, **kwargs)
 
     with (
-        patch.object(Feed, "_read", reading),
+        patch.object(DataLoader, "_read", reading),
         patch.object(dist, "broadcast", broadcasting),
         patch.object(dist, "all_to_all_single", dealing),
     ):
@@ -126,14 +126,14 @@ def complaint() -> str:
     import torch
     import torch.distributed as dist
 
-    from megavlm.data.feed import Exchange
+    from megavlm.data.data_loader import ReplicaBroadcast
     from megavlm.errors import UserError
 
     def read():
         assert dist.get_rank() == 0, "only one rank reads"
         raise UserError("ein Bär fraß train.jsonl")
 
-    exchange = Exchange(dist.group.WORLD, seers=None, device=torch.device("cpu"), patch_dim=48)
+    exchange = ReplicaBroadcast(dist.group.WORLD, vision_group=None, device=torch.device("cpu"), patch_dim=48)
     try:
         exchange.share(read)
     except UserError as error:

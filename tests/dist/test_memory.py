@@ -102,7 +102,7 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend.activate())
-    counts = step_counts(run.engine, run.feed.next_step().batches, offloaded_apart)
+    counts = step_counts(run.engine, run.data_loader.next_step().batches, offloaded_apart)
     plan, rank = run.plan, run.engine.groups.at.pp
     step = predict(config, plan.dims, PROFILES["cpu"])
     host = step.host[rank] if step.host else HostMemory()

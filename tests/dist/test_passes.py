@@ -74,7 +74,7 @@ def bytes_per_parameter(argv: list[str], run_dir: str) -> dict[str, float]:
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend.activate())
-    batches = run.feed.next_step().batches
+    batches = run.data_loader.next_step().batches
     run.engine.train_step(batches)
     weights = {param.untyped_storage()._cdata for chunk in run.engine.parts for param in chunk.parameters()}
     state = [tensor for tensor in standing_tensors(run.engine) if tensor.untyped_storage()._cdata not in weights]

@@ -128,7 +128,7 @@ def standing_bytes(argv: list[str], run_dir: str) -> int:
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend.activate())
-    run.engine.train_step(run.feed.next_step().batches)
+    run.engine.train_step(run.data_loader.next_step().batches)
     size = LiveBytes(standing_tensors(run.engine)).live
     close(run)
     return size

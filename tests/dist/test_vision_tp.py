@@ -28,7 +28,7 @@ def largest_difference(argv: list[str], run_dir: str) -> tuple[int, float]:
     with contextlib.redirect_stdout(io.StringIO()):
         run = build(config, backend.activate())
     for _ in range(3):
-        run.engine.train_step(run.feed.next_step().batches)
+        run.engine.train_step(run.data_loader.next_step().batches)
     apart = []
     for param in run.engine.parts[-1].parameters():
         if not getattr(param, "tensor_model_parallel", False):

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ProjectorConfig, TrainConfig, VisionConfig
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
 from megavlm.pipeline.schedule import pipeline_config
@@ -61,7 +61,7 @@ def chunks_of(config: Config, single: Single, *cuts: int) -> list[VLMChunk]:
     return chunks
 
 
-def run(chunks: list[VLMChunk], batch: PackedBatch) -> dict[str, Tensor]:
+def run(chunks: list[VLMChunk], batch: MicroBatch) -> dict[str, Tensor]:
     """The loss and every gradient, as the pipeline's schedule makes them."""
     sent: list[tuple[Tensor, Tensor]] = []  # what each chunk put out, and the next one's copy of it
     output: Any = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model.graphs import LayerGraphs
 from megavlm.model.weights import initialize
 from megavlm.planner.layers import EMBEDDING, layer_names
@@ -61,11 +61,11 @@ def chunk_and_replayed(single: Single) -> tuple[Any, Replayed]:
     return chunk.train(), replayed
 
 
-def batch_of(length: int, *, seed: int) -> PackedBatch:
+def batch_of(length: int, *, seed: int) -> MicroBatch:
     return text_batch(torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(seed)))
 
 
-def trained(chunk: Any, batch: PackedBatch) -> dict[str, Tensor]:
+def trained(chunk: Any, batch: MicroBatch) -> dict[str, Tensor]:
     """The losses and all gradients."""
     chunk.zero_grad(set_to_none=True)
     chunk.set_input_tensor(torch.zeros(1, 1, 48))
@@ -99,7 +99,7 @@ def test_other_shapes_evaluation_and_packed_rows_run_as_ever(chunk_and_replayed:
         with torch.no_grad():
             chunk.set_input_tensor(torch.zeros(1, 1, 48))
             assert chunk(batch_of(length, seed=1)).shape[-1] == length
-    packed = PackedBatch(**{**vars(batch_of(17, seed=1)), "cu_seqlens": torch.tensor([0, 9, 17], dtype=torch.int32)})
+    packed = MicroBatch(**{**vars(batch_of(17, seed=1)), "cu_seqlens": torch.tensor([0, 9, 17], dtype=torch.int32)})
     trained(chunk, packed)
     assert len(replayed.captures) == 1
     assert replayed.calls == LAYERS

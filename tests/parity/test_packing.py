@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.data.sample import Sample
 from megavlm.data.source import batch_of, batch_of_rows
 from megavlm.data.synthetic import SyntheticSource
@@ -99,7 +99,7 @@ def test_a_neighbour_changes_nothing(single: Single) -> None:
     assert abs(trained(chunk, [packed])[0] - trained(chunk, [crossing])[0]) > 1e-3
 
 
-def trained(chunk: Callable[..., Any], batches: list[PackedBatch]) -> tuple[float, dict[str, Tensor]]:
+def trained(chunk: Callable[..., Any], batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
     """Summed loss over trained tokens and its gradients."""
     module: Any = chunk
     module.zero_grad(set_to_none=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.data.images import grid_of, patchify
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
@@ -91,10 +91,10 @@ def pixel_values(images: list[NDArray[np.uint8]]) -> Tensor:
     return (stacked.float() / 255 - 0.5) / 0.5
 
 
-def image_batch(images: list[NDArray[np.uint8]], *, patch_size: int) -> PackedBatch:
+def image_batch(images: list[NDArray[np.uint8]], *, patch_size: int) -> MicroBatch:
     """A micro-batch for a chunk that only holds vision layers."""
     nothing = torch.zeros(1, 1, dtype=torch.long)
-    return PackedBatch(
+    return MicroBatch(
         tokens=nothing,
         labels=nothing,
         loss_mask=torch.zeros(1, 1),
@@ -105,9 +105,9 @@ def image_batch(images: list[NDArray[np.uint8]], *, patch_size: int) -> PackedBa
     )
 
 
-def text_batch(tokens: Tensor) -> PackedBatch:
+def text_batch(tokens: Tensor) -> MicroBatch:
     """A micro-batch of text alone: [B, S] tokens."""
-    return PackedBatch(
+    return MicroBatch(
         tokens=tokens,
         labels=tokens,
         loss_mask=torch.ones(tokens.shape),

@@ -19,7 +19,7 @@ from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, with_model_of_origins
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainConfig
 from megavlm.data.anyres import TileGroup, features_of_images
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.data.images import grid_of
 from megavlm.data.sample import Image, Sample, collate
 from megavlm.planner.plan import make_plan
@@ -60,7 +60,7 @@ def engine_for(config: Config, folder: Path, single: Single) -> Engine:
 
 def batch_of(
     config: Config, images: Sequence[Sequence[tuple[int, int]]] = (((32, 32), (32, 32)), ()), *, seed: int = 3
-) -> PackedBatch:
+) -> MicroBatch:
     """A micro-batch: for each sample the (height, width) of its images, words before, between and after them."""
     model = config.model
     image_token, vocabulary = model.image_token, model.language.vocab_size
@@ -111,7 +111,7 @@ def resolutions(side: int) -> list[list[int]]:
     return [[side * rows, side * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 
 
-def loss_of(theirs: Any, origin: Origin, batch: PackedBatch, config: Config) -> tuple[Tensor, Tensor]:
+def loss_of(theirs: Any, origin: Origin, batch: MicroBatch, config: Config) -> tuple[Tensor, Tensor]:
     """Mean cross entropy over the trained tokens, and the logits, of the Transformers model."""
     assert origin.family.inputs is not None
     logits = theirs(**origin.family.inputs(batch, config.model), use_cache=False).logits

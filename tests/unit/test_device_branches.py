@@ -23,7 +23,7 @@ ASKED = {
     "checkpoint/state.py": "saves the GPU's random state beside the CPU's: tests/fake (saved)",
     "config/device_defaults.py": "the table of defaults: tests/dist/test_gpu_defaults.py",
     "data/batch.py": "asks the host's tensors alone: tests/fake counts what a step waits for",
-    "data/feed.py": "pins memory: tests/fake",
+    "data/data_loader.py": "pins memory: tests/fake",
     "data/staging.py": "copies ahead of use: tests/unit/pipeline/test_micro_batches.py with stand-ins",
     "model/modules.py": "Transformer Engine's parts: tests/parity/test_transformer_engine.py, test_gpu_defaults.py",
     "model/varlen.py": "one call for all sequences: tests/unit/model/test_packing.py with a stand-in",

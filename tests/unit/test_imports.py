@@ -48,7 +48,7 @@ TORCH_FREE = tuple(name for row in RANKS[: RANKS.index(("megavlm.planner",)) + 1
 # They may compute with torch, but neither communicate nor touch a GPU.
 DEVICE_FREE = (
     "megavlm.data.balance",
-    "megavlm.data.composer",
+    "megavlm.data.batch_sampler",
     "megavlm.data.packing",
     "megavlm.data.sample",
     "megavlm.model.merge",
@@ -312,9 +312,9 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone(modul
 @pytest.mark.parametrize(
     ("name", "source", "message"),
     [
-        ("megavlm.data.loader", "from megavlm.train import loop", "later in RANKS"),
-        ("megavlm.data.loader", "def f():\n    import megavlm.checkpoint.save", "later in RANKS"),
-        ("megavlm.data.loader", "from ..train.loop import fit", "later in RANKS"),
+        ("megavlm.data.rank_loader", "from megavlm.train import loop", "later in RANKS"),
+        ("megavlm.data.rank_loader", "def f():\n    import megavlm.checkpoint.save", "later in RANKS"),
+        ("megavlm.data.rank_loader", "from ..train.loop import fit", "later in RANKS"),
         ("megavlm.config.rules", "from megavlm.parallel.dims import Dims", "later in RANKS"),
         ("megavlm.parallel.dims", "from megavlm.parallel import groups", "later in RANKS"),
         ("megavlm.data.costs", "from megavlm.model.view import View", "later in RANKS"),
@@ -354,7 +354,7 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("megavlm.train.build", "from megavlm.data.loader import Loader\nimport megavlm.errors"),
+        ("megavlm.train.build", "from megavlm.data.rank_loader import Loader\nimport megavlm.errors"),
         ("megavlm.model.vlm", "from megavlm.parallel.groups import Groups\nfrom . import flops"),
         ("megavlm.planner.plan", "from megavlm.model.flops import layer_cost"),
         ("megavlm.precision.fp8_weights", "from megavlm.optim.shards import Held"),

@@ -11,7 +11,7 @@ from megavlm.checkpoint.hf.settings import Settings
 from megavlm.checkpoint.hf.table import Table
 from megavlm.config.schema import ModelConfig
 from megavlm.data.anyres import Tiling
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -47,5 +47,5 @@ class Family:
     spellings: tuple[Spelling, ...]
     parts: tuple[str, ...] = ("vision", "projector", "language")
     unused: tuple[str, ...] = ()
-    inputs: Callable[[PackedBatch, ModelConfig], dict[str, Tensor]] | None = None
+    inputs: Callable[[MicroBatch, ModelConfig], dict[str, Tensor]] | None = None
     tiling: Callable[[Settings], Tiling] | None = None

@@ -6,7 +6,7 @@ import pytest
 
 from megavlm.config.cli import parse
 from megavlm.data.anyres import TileGroup, feature_map, features_of_images
-from megavlm.data.loader import stats
+from megavlm.data.rank_loader import stats
 from megavlm.data.source import batch_of
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError

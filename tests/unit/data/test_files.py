@@ -18,11 +18,11 @@ from megavlm.config.cli import parse
 from megavlm.config.schema import Config
 from megavlm.data import shares
 from megavlm.data.bad import Reason
-from megavlm.data.composer import Member, Packed
+from megavlm.data.batch_sampler import PackedBatchSampler, Segment
+from megavlm.data.collator import InlineCollator, WorkerCollator, make_batch
 from megavlm.data.files import FilesSource
-from megavlm.data.loader import Loader
-from megavlm.data.making import InProcesses, InThread, make_batch
-from megavlm.data.reading import file_composer
+from megavlm.data.rank_loader import RankLoader
+from megavlm.data.reading import build_batch_sampler
 from megavlm.errors import UserError
 from tests.support.data_files import record, sources_of, write_all, write_tokenizer
 from tests.support.training import SMALL
@@ -123,7 +123,7 @@ def test_each_sample_is_used_or_has_its_reason(broken: Path, number: int, reason
     source = in_order(broken)
     measured = source.measure(number)
     found = [skip.reason for skip in measured.skipped]
-    rows = [tuple(Member(number, piece) for piece in range(len(measured.pieces)))]
+    rows = [tuple(Segment(number, piece) for piece in range(len(measured.pieces)))]
     made = make_batch(source, rows, seq_length=96, with_patches=True)
     found += [skip.reason for skip in made.skipped]
     assert found == ([] if reason is None else [reason])
@@ -137,19 +137,19 @@ def test_each_sample_is_used_or_has_its_reason(broken: Path, number: int, reason
 def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
     config = config_for(write_all(tmp_path, samples=24))
     source = FilesSource(config)
-    in_thread = InThread(source, seq_length=96, with_patches=True)
-    in_processes = InProcesses(source, workers=2, seq_length=96, with_patches=True)
+    in_thread = InlineCollator(source, seq_length=96, with_patches=True)
+    in_processes = WorkerCollator(source, workers=2, seq_length=96, with_patches=True)
     loaders = [
-        Loader(
-            file_composer(config, maker),
-            maker,
+        RankLoader(
+            build_batch_sampler(config, collator),
+            collator,
             dp_rank=1,
             dp_size=2,
             micro_batch_size=1,
             global_batch_size=4,
             balance=True,
         )
-        for maker in (in_thread, in_processes)
+        for collator in (in_thread, in_processes)
     ]
     for _ in range(3):
         first, second = (loader.next_step() for loader in loaders)
@@ -164,28 +164,28 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
 
 def test_a_worker_that_is_killed_is_explained(tmp_path: Path) -> None:
     config = config_for(write_all(tmp_path, samples=4))
-    maker = InProcesses(FilesSource(config), workers=1, seq_length=96, with_patches=True)
-    assert len(maker.measure(range(4))) == 4
-    for process in maker._pool._processes.values():
+    collator = WorkerCollator(FilesSource(config), workers=1, seq_length=96, with_patches=True)
+    assert len(collator.measure(range(4))) == 4
+    for process in collator._pool._processes.values():
         process.kill()
         process.join()
     with pytest.raises(UserError, match="--num-workers"):
-        maker.measure(range(4))
-    maker.close()
+        collator.measure(range(4))
+    collator.close()
 
 
 def test_every_record_comes_once_an_epoch(tmp_path: Path) -> None:
     config = config_for(write_all(tmp_path, samples=30))
     config = replace(config, data=replace(config.data, sources=config.data.sources[:1], packing_window=30))
     source = FilesSource(config)
-    composer = file_composer(config, InThread(source, seq_length=96, with_patches=True))
-    assert isinstance(composer, Packed)
-    place, items = composer.start, []
+    sampler = build_batch_sampler(config, InlineCollator(source, seq_length=96, with_patches=True))
+    assert isinstance(sampler, PackedBatchSampler)
+    place, items = sampler.start, []
     while place["window"] == 0:
-        composed = composer.compose(place)
+        composed = sampler.batch_at(place)
         place = composed.after
         items += [member.item for row in composed.sequences for member in row]
-    composer.close()
+    sampler.close()
     assert set(range(30)) <= set(items)
     assert sorted(source.order.place(item).record for item in range(30)) == list(range(30))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.order import BLOCK, Order, Place, apportioned, permuted
+from megavlm.data.order import BLOCK, Order, RecordRef, apportioned, permuted
 
 
 @settings(max_examples=40, deadline=None)
@@ -61,8 +61,8 @@ def test_the_seed_and_the_index_decide() -> None:
 def test_unshuffled_is_the_order_of_the_files() -> None:
     order = Order(lengths=(3,), weights=(1.0,), seed=1, shuffle=False)
     assert [order.place(index) for index in range(4)] == [
-        Place(0, 0, 0),
-        Place(0, 1, 0),
-        Place(0, 2, 0),
-        Place(0, 0, 1),
+        RecordRef(0, 0, 0),
+        RecordRef(0, 1, 0),
+        RecordRef(0, 2, 0),
+        RecordRef(0, 0, 1),
     ]

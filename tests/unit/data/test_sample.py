@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.data.images import patchify
 from megavlm.data.sample import Image, Sample, collate
 from megavlm.errors import UserError
@@ -38,7 +38,7 @@ def text(tokens: list[int], *, answer: int, images: tuple[Image, ...] = ()) -> S
 
 def batch(
     samples: list[Sample], *, seq_length: int = 8, pixel_shuffle: int = 1, with_patches: bool = True
-) -> PackedBatch:
+) -> MicroBatch:
     """Each sample in a row of its own."""
     rows = [[sample] for sample in samples]
     return packed_batch(rows, seq_length=seq_length, pixel_shuffle=pixel_shuffle, with_patches=with_patches)
@@ -51,7 +51,7 @@ def packed_batch(
     pixel_shuffle: int = 1,
     with_patches: bool = True,
     mrope: bool = False,
-) -> PackedBatch:
+) -> MicroBatch:
     return collate(
         rows,
         seq_length=seq_length,

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 
 from megavlm.data.anyres import TileGroup
-from megavlm.data.composer import Skipped
-from megavlm.data.loader import Imbalance, Step
+from megavlm.data.batch_sampler import Skipped
+from megavlm.data.rank_loader import Imbalance, StepData
 from megavlm.data.wire import lay_out, packed, room, size_of, unpacked
 from tests.unit.pipeline.test_micro_batches import batch
 
 
-def step() -> Step:
+def step() -> StepData:
     first = batch(1, dtype=torch.bfloat16)
     odd = replace(
         batch(2),
@@ -27,7 +27,7 @@ def step() -> Step:
         grids=(),
         features=None,
     )
-    return Step(
+    return StepData(
         batches=[replace(first, features=None), odd],
         read=9,
         skipped=(Skipped("train.jsonl:18", "träin", "truncated", "Bild – kaputt", partly=True),),

@@ -6,8 +6,15 @@ import torch
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.anyres import TileGroup
-from megavlm.data.batch import PackedBatch
-from megavlm.pipeline.images import as_held, assigned, encoder_flops, encoder_inputs, in_passes, patches_by_rank
+from megavlm.data.batch import MicroBatch
+from megavlm.pipeline.images import (
+    assign_images,
+    encoder_flops,
+    encoder_inputs,
+    held_inputs,
+    patches_by_rank,
+    split_into_passes,
+)
 
 MODEL = ModelConfig(
     vision=VisionConfig(patch_size=4),
@@ -18,7 +25,7 @@ MODEL = ModelConfig(
 
 def batch(grids, tile_groups=()):
     none = torch.empty(0, dtype=torch.long)
-    return PackedBatch(none, none, none, none, grids, none, None, tile_groups=tile_groups)
+    return MicroBatch(none, none, none, none, grids, none, None, tile_groups=tile_groups)
 
 
 def test_images_are_listed_in_the_order_of_their_tokens():
@@ -43,9 +50,9 @@ def test_tiles_of_an_image_stay_together():
 
 def test_passes_hold_at_most_so_many_patches_and_every_image_once():
     found = encoder_inputs([batch(((4, 4), (2, 2), (2, 2), (8, 8), (4, 4)))], MODEL)
-    passes = in_passes(found, 24)
+    passes = split_into_passes(found, 24)
     assert [[image.num_patches for image in one] for one in passes] == [[16, 4, 4], [64], [16]]
-    assert in_passes([], 24) == []
+    assert split_into_passes([], 24) == []
 
 
 def test_cost_grows_faster_than_patches():
@@ -60,7 +67,7 @@ def test_each_rank_finds_its_images_in_the_patches_sent_to_it(width):
     counts = [sum(rows * columns for rows, columns in each) for each in grids]
     numbers = torch.arange(sum(counts))[:, None].split(counts)
     whole = [replace(batch(each), patches=part) for each, part in zip(grids, numbers, strict=True)]
-    images, owners = assigned(whole, MODEL, encoders=4 // width)
+    images, owners = assign_images(whole, MODEL, encoders=4 // width)
     rows = patches_by_rank(whole, MODEL, ranks=4, width=width)
     for rank, places in enumerate(rows):
         ends = np.searchsorted(places, np.cumsum(counts))
@@ -68,7 +75,7 @@ def test_each_rank_finds_its_images_in_the_patches_sent_to_it(width):
         sent = [replace(each, patches=part) for each, part in zip(whole, parts, strict=True)]
         mine = [image for image, owner in zip(images, owners, strict=True) if owner == rank // width]
         assert mine, "every encoder has work here"
-        assert as_held(mine, whole) == mine
-        for here, there in zip(as_held(mine, sent), mine, strict=True):
+        assert held_inputs(mine, whole) == mine
+        for here, there in zip(held_inputs(mine, sent), mine, strict=True):
             assert sent[here.batch].patches[here.patches].equal(whole[there.batch].patches[there.patches])
     assert sorted(np.concatenate(rows)) == sorted(list(range(sum(counts))) * width)

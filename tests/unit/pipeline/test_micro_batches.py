@@ -7,17 +7,17 @@ import gc
 import pytest
 import torch
 
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.data.staging import Staging
-from megavlm.pipeline.micro_batches import MicroBatches
+from megavlm.pipeline.micro_batches import DevicePrefetcher
 from tests.unit.model.test_offload import LateTransfers
 
 PATCHES, PIXELS, TOKENS, STEP = 64, 48, 32, 8
 
 
-def batch(number: int, *, dtype: torch.dtype = torch.float32) -> PackedBatch:
+def batch(number: int, *, dtype: torch.dtype = torch.float32) -> MicroBatch:
     tokens = torch.full((2, TOKENS), number)
-    return PackedBatch(
+    return MicroBatch(
         tokens=tokens,
         labels=tokens + 1,
         loss_mask=torch.ones(2, TOKENS),
@@ -42,7 +42,7 @@ class Noted(LateTransfers):
         return super().fetch(hosts)
 
 
-def size(one: PackedBatch) -> int:
+def size(one: MicroBatch) -> int:
     return sum(value.numel() * value.element_size() for value in one.travelling().values())
 
 
@@ -51,7 +51,7 @@ def test_one_is_used_and_one_is_on_its_way(chunks: int) -> None:
     """Chunks take turns of two, as interleaved on two pipeline ranks; nothing of the plain schedule's is kept."""
     batches = [batch(number) for number in range(STEP)]
     transfers = Noted()
-    moving = MicroBatches(batches, transfers, chunks=chunks)
+    moving = DevicePrefetcher(batches, transfers, chunks=chunks)
     iterators = [moving.for_a_chunk() for _ in range(chunks)]
     found = []
     gc.disable()
@@ -75,7 +75,7 @@ def test_one_is_used_and_one_is_on_its_way(chunks: int) -> None:
 def test_the_next_one_begins_when_one_is_handed_out() -> None:
     transfers = Noted()
     calls = []
-    taking = MicroBatches(
+    taking = DevicePrefetcher(
         [batch(0), batch(1), batch(2)], transfers, chunks=1, meanwhile=lambda: calls.append(len(transfers.events))
     ).for_a_chunk()
     assert transfers.events == []

@@ -15,11 +15,11 @@ from PIL import Image
 
 from megavlm.config.cli import parse
 from megavlm.data.bad import Reason
-from megavlm.data.composer import Skipped
+from megavlm.data.batch_sampler import Skipped
 from megavlm.data.images import patchify
 from megavlm.preview.charts import bins_of, histogram
 from megavlm.preview.collect import look, unpatchified
-from megavlm.preview.findings import Findings, Segment, Shown, SourceShare, Stretch, stretches_of
+from megavlm.preview.findings import Findings, PackedSegment, Shown, SourceShare, Stretch, stretches_of
 from megavlm.preview.page import page
 from tests.support.data_files import record, sources_of, write_all
 from tools.prepare_data import main as prepare
@@ -76,7 +76,10 @@ def findings(**changes: object) -> Findings:
         "seq_length": 10,
         "read": 5,
         "sources": (SourceShare("a", 30, 3.0, 4), SourceShare("b", None, 1.0, 1)),
-        "sequences": ((Segment("a:1", 0, 6, 1), Segment("b:1", 1, 3, 0)), (Segment("a:2", 0, 10, 2),)),
+        "sequences": (
+            (PackedSegment("a:1", 0, 6, 1), PackedSegment("b:1", 1, 3, 0)),
+            (PackedSegment("a:2", 0, 10, 2),),
+        ),
         "skipped": (
             Skipped("a:3", "a", Reason.MISSING, "x.jpg is not a file"),
             Skipped("a:2", "a", Reason.TOO_LONG, "2 of its turns", partly=True),
@@ -117,7 +120,7 @@ def test_data_cannot_break_out() -> None:
         title=EVIL,
         facts=((EVIL, EVIL),),
         sources=(SourceShare(EVIL, 1, 1.0, 1),),
-        sequences=((Segment(EVIL, 0, 1, 0),),),
+        sequences=((PackedSegment(EVIL, 0, 1, 0),),),
         skipped=(Skipped(EVIL, EVIL, Reason.MISSING, EVIL),),
         shown=(Shown(EVIL, 0, 1, (), (Stretch(EVIL, True), Stretch(EVIL, False))),),
         warnings=(EVIL,),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config.cli import parse
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.train import generate
 
@@ -22,7 +22,7 @@ def test_sequences_are_as_long_as_layers_take_them(multiple: int, length: int, m
     monkeypatch.setattr(generate, "_interleave", lambda engine, mine, *, total: mine)
     shapes = []
 
-    def logits(batches: list[PackedBatch]) -> list[Tensor]:
+    def logits(batches: list[MicroBatch]) -> list[Tensor]:
         shapes.extend(tuple(batch.tokens.shape) for batch in batches)
         scores = torch.zeros(2, length, 256)
         scores[..., 7] = 1

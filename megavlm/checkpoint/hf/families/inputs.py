@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from megavlm.config.schema import VisionConfig
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 
 
-def pixel_values(batch: PackedBatch, vision: VisionConfig) -> dict[str, Tensor]:
+def pixel_values(batch: MicroBatch, vision: VisionConfig) -> dict[str, Tensor]:
     """{"pixel_values": [N, C, height, width]} of images of one size; nothing for a batch without images."""
     images = unpatchify(batch, vision)
     return {"pixel_values": torch.stack(images)} if images else {}
 
 
-def unpatchify(batch: PackedBatch, vision: VisionConfig) -> list[Tensor]:
+def unpatchify(batch: MicroBatch, vision: VisionConfig) -> list[Tensor]:
     """Each image as [C, height, width], from its row-major patches of (channel, row, column)."""
     assert batch.patches is not None
     side, images = vision.patch_size, []

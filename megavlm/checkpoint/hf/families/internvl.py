@@ -11,7 +11,7 @@ from megavlm.checkpoint.hf.family import Family, Spelling
 from megavlm.checkpoint.hf.settings import Settings, refuse
 from megavlm.checkpoint.hf.table import Table, linear
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -42,7 +42,7 @@ def table(model: ModelConfig, spelling: Spelling) -> Table:
     }
 
 
-def inputs(batch: PackedBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
     return {"input_ids": batch.tokens, **pixel_values(batch, model.vision)}
 
 

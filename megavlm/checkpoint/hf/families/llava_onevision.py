@@ -15,7 +15,7 @@ from megavlm.checkpoint.hf.settings import Settings, refuse
 from megavlm.checkpoint.hf.table import Same, Table, linear
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.data.anyres import Tiling, features_of_images
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.data.processors.build import DEFAULT_RESOLUTIONS
 from megavlm.data.processors.sizes import best_resolution
 
@@ -76,7 +76,7 @@ def table(model: ModelConfig, spelling: Spelling) -> Table:
     }
 
 
-def inputs(batch: PackedBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
     """Transformers tiles an image if it is its sample's only one, so it must know how many each sample has."""
     if not batch.grids:
         return {"input_ids": batch.tokens}

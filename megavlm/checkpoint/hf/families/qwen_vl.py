@@ -13,7 +13,7 @@ from megavlm.checkpoint.hf.families.language import language
 from megavlm.checkpoint.hf.settings import Settings, refuse
 from megavlm.checkpoint.hf.table import FusedQKV, Same, Table, linear
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 from megavlm.model.merge import pixel_shuffle
 
 
@@ -85,7 +85,7 @@ def attention_table(vision: VisionConfig, ours: str, theirs: str, *, norm_bias: 
     return table
 
 
-def inputs(batch: PackedBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
     """Tokens, which of them are images, and patches: block by block, each pixel repeated over time."""
     assert batch.patches is not None
     given = {"input_ids": batch.tokens}

@@ -16,7 +16,7 @@ from megavlm.checkpoint.hf.family import Family, Spelling
 from megavlm.checkpoint.hf.settings import Settings
 from megavlm.checkpoint.hf.table import Table, linear
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.data.batch import PackedBatch
+from megavlm.data.batch import MicroBatch
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -37,7 +37,7 @@ def table(model: ModelConfig, spelling: Spelling) -> Table:
     }
 
 
-def inputs(batch: PackedBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
     """Images of one size, as if all belonged to one sample: features follow each other in any case."""
     pixels = {name: images[None] for name, images in pixel_values(batch, model.vision).items()}
     return {"input_ids": batch.tokens, **pixels}

@@ -1,7 +1,7 @@
-"""`Feed`: the data of a run, as every rank sees it; who reads and who is told is decided here.
+"""The data loader of a run: it decides which ranks read and which receive the data by broadcast.
 
 Data that is computed (synthetic, digits) each rank makes for itself. Files are read by the first rank of each model
-replica, which tells the others, so that no image is read or decoded twice.
+replica, which broadcasts them, so that no image is read or decoded twice.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.data.batch import PackedBatch
-from megavlm.data.composer import Place
-from megavlm.data.loader import Loader, Step
+from megavlm.data.batch import MicroBatch
+from megavlm.data.batch_sampler import LoaderState
+from megavlm.data.rank_loader import RankLoader, StepData
 from megavlm.data.wire import lay_out, packed, room, size_of, unpacked
 from megavlm.errors import UserError
 
 # Of a step's micro-batches: the places of each rank's patches among all of them.
-Shares = Callable[[Sequence[PackedBatch]], Sequence[NDArray[np.int64]]]
+PatchShards = Callable[[Sequence[MicroBatch]], Sequence[NDArray[np.int64]]]
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ReplicaBroadcast:
     """This rank's place in its replica.
 
-    The first rank of `replica` reads. `seers` are the ranks of it that need pixels, the reader first; None on a rank
-    that needs none. Where each needs others, `shares` says which, in rising order; a micro-batch then holds a rank's
-    own patches only.
+    The first rank of `replica` reads. `vision_group` are its ranks that need pixels, the reader first; None on a rank
+    that needs none. If each rank needs other patches, `patch_shards` returns the rows of each rank, ascending; a
+    micro-batch then holds this rank's patches only.
     """
 
     replica: dist.ProcessGroup
-    seers: dist.ProcessGroup | None
+    vision_group: dist.ProcessGroup | None
     device: torch.device
     patch_dim: int
-    shares: Shares | None = None
+    patch_shards: PatchShards | None = None
 
     @property
     def reads(self) -> bool:
         return self.replica.rank() == 0
 
-    def share(self, read: Callable[[], Step]) -> Step:
+    def share(self, read: Callable[[], StepData]) -> StepData:
         """The step that the replica's first rank reads, on every rank of it, on the host. Pixels are there already
-        (`shares`), or go to the other seers when a micro-batch travels to the device.
+        (`patch_shards`), or go to the other vision_group when a micro-batch travels to the device.
 
         A UserError there is raised everywhere, so that none waits for data that never comes.
         """
         if self.replica.size() == 1:
             return read()
-        step: Step | None = None
+        step: StepData | None = None
         complaint = ""
         if self.reads:
             try:
@@ -65,7 +65,7 @@ class Exchange:
             raise told
         return self._with_pixels(told if step is None else step)
 
-    def share_place(self, place: Place | None) -> Place:
+    def share_place(self, place: LoaderState | None) -> LoaderState:
         """The reader's place in the data, on every rank. Only for checkpoints: it pickles."""
         told = [place]
         if self.replica.size() > 1:
@@ -73,7 +73,7 @@ class Exchange:
         assert told[0] is not None
         return told[0]
 
-    def _told(self, step: Step | None, complaint: str) -> Step | UserError:
+    def _told(self, step: StepData | None, complaint: str) -> StepData | UserError:
         """What the reader says, in two messages: how long it is, and itself. The host waits for both."""
         description, tensors = packed(step) if step is not None else (complaint.encode(), [])
         header = torch.tensor([step is not None, len(description), size_of(tensors)])
@@ -94,27 +94,27 @@ class Exchange:
         dist.broadcast(there, group=self.replica, group_src=0)
         return values if self.reads else values.copy_(there)
 
-    def _with_pixels(self, step: Step) -> Step:
-        if self.seers is None:
+    def _with_pixels(self, step: StepData) -> StepData:
+        if self.vision_group is None:
             return replace(step, batches=[replace(batch, patches=None) for batch in step.batches])
-        if self.shares is not None:
-            return replace(step, batches=self._dealt(step.batches, self.shares(step.batches)))
-        if self.seers.size() == 1:
+        if self.patch_shards is not None:
+            return replace(step, batches=self._dealt(step.batches, self.patch_shards(step.batches)))
+        if self.vision_group.size() == 1:
             return step
-        return replace(step, batches=[replace(batch, seers=self.seers) for batch in step.batches])
+        return replace(step, batches=[replace(batch, vision_group=self.vision_group) for batch in step.batches])
 
-    def _dealt(self, batches: Sequence[PackedBatch], shares: Sequence[NDArray[np.int64]]) -> list[PackedBatch]:
+    def _dealt(self, batches: Sequence[MicroBatch], patch_shards: Sequence[NDArray[np.int64]]) -> list[MicroBatch]:
         """Each rank's patches from the reader, which sends each as often as ranks need it, a micro-batch at a time."""
         ends = np.cumsum([batch.num_patches for batch in batches])
-        cuts = [np.searchsorted(share, ends[:-1]) for share in shares]
-        parts = [np.split(share, cut) for share, cut in zip(shares, cuts, strict=True)]
+        cuts = [np.searchsorted(share, ends[:-1]) for share in patch_shards]
+        parts = [np.split(share, cut) for share, cut in zip(patch_shards, cuts, strict=True)]
         found = []
         for index, batch in enumerate(batches):
             places = [part[index] - (ends[index] - batch.num_patches) for part in parts]
             found.append(replace(batch, patches=self._dealt_of(batch, places)))
         return found
 
-    def _dealt_of(self, batch: PackedBatch, places: Sequence[NDArray[np.int64]]) -> Tensor:
+    def _dealt_of(self, batch: MicroBatch, places: Sequence[NDArray[np.int64]]) -> Tensor:
         """[P', D] this rank's patches of a micro-batch; `places` are every rank's."""
         assert batch.patches is not None
         mine = len(places[self.replica.rank()])
@@ -130,52 +130,56 @@ class Exchange:
         return patches
 
 
-class Feed:
+class DataLoader:
     """Steps of the data, with the state that resumes them."""
 
     def __init__(
-        self, loader: Loader | None, *, exchange: Exchange | None = None, replicas: dist.ProcessGroup | None = None
+        self,
+        loader: RankLoader | None,
+        *,
+        exchange: ReplicaBroadcast | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         """`loader` is this rank's, if it reads. With `replicas`, each of these ranks' data has a place of its own."""
         assert (loader is not None) == (exchange is None or exchange.reads)
         self._loader = loader
         self._exchange = exchange
         self._replicas = replicas
-        self._peeked: tuple[Place | None, Step] | None = None
+        self._peeked: tuple[LoaderState | None, StepData] | None = None
 
-    def peek(self) -> Step:
+    def peek(self) -> StepData:
         """What `next_step` will give; the place in the data stays where it is. Every rank of a replica calls it."""
         if self._peeked is None:
             place = self._own_place()
             self._peeked = place, self._read()
         return self._peeked[1]
 
-    def next_step(self) -> Step:
+    def next_step(self) -> StepData:
         """What the next optimizer step trains on. Raises UserError on every rank of a replica alike."""
         if self._peeked is None:
             return self._read()
         (_, step), self._peeked = self._peeked, None
         return step
 
-    def _read(self) -> Step:
+    def _read(self) -> StepData:
         if self._exchange is None:
             return self._own.next_step()
         return self._exchange.share(lambda: self._own.next_step())
 
-    def state_dict(self) -> Place:
+    def state_dict(self) -> LoaderState:
         """Where the next step begins; every rank calls it."""
         own = self._own_place() if self._peeked is None else self._peeked[0]
         if self._exchange is not None:
             own = self._exchange.share_place(own)
         assert own is not None
-        place: Place = own
+        place: LoaderState = own
         if self._replicas is None:
             return place
         places: list[Any] = [None] * self._replicas.size()
         dist.all_gather_object(places, place, group=self._replicas)
         return {"replicas": places}
 
-    def load_state_dict(self, state: Place) -> None:
+    def load_state_dict(self, state: LoaderState) -> None:
         """Raises UserError for the place in data of another kind, or dealt to another number of replicas."""
         self._peeked = None
         if self._replicas is not None:
@@ -195,11 +199,11 @@ class Feed:
         if self._loader is not None:
             self._loader.close()
 
-    def _own_place(self) -> Place | None:
+    def _own_place(self) -> LoaderState | None:
         """Where the next step of this rank's loader begins; None on a rank that does not read."""
         return None if self._loader is None else self._loader.state_dict()
 
     @property
-    def _own(self) -> Loader:
+    def _own(self) -> RankLoader:
         assert self._loader is not None
         return self._loader

@@ -20,8 +20,8 @@ import torch
 import torch.multiprocessing
 
 from megavlm.data.bad import BadSample
-from megavlm.data.batch import PackedBatch
-from megavlm.data.composer import Measured, Members, Skipped
+from megavlm.data.batch import MicroBatch
+from megavlm.data.batch_sampler import Measured, Segments, Skipped
 from megavlm.data.sample import Sample, Tiles
 from megavlm.data.source import Source, batch_of_rows
 from megavlm.errors import UserError
@@ -33,26 +33,26 @@ _MEASURED_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
-class Made:
+class CollatedBatch:
     """One micro-batch, and what of it had to be left out."""
 
-    batch: PackedBatch
+    batch: MicroBatch
     skipped: tuple[Skipped, ...] = ()
 
 
-class Maker(Protocol):
+class Collator(Protocol):
     def measure(self, items: Sequence[Any]) -> list[Measured]:
         """What samples cost, before their pixels are made."""
         ...
 
-    def make(self, micro_batches: Sequence[Sequence[Members]]) -> list[Made]:
+    def make(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
         """A micro-batch of each list of sequences."""
         ...
 
     def close(self) -> None: ...
 
 
-class InThread:
+class InlineCollator:
     """Makes everything where it is called."""
 
     def __init__(self, source: Source, *, seq_length: int, with_patches: bool) -> None:
@@ -62,18 +62,18 @@ class InThread:
     def measure(self, items: Sequence[Any]) -> list[Measured]:
         return measure_items(self._source, items)
 
-    def make(self, micro_batches: Sequence[Sequence[Members]]) -> list[Made]:
+    def make(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
         return [self._make(rows) for rows in micro_batches]
 
     def close(self) -> None:
         """Nothing runs on."""
 
 
-class InProcesses:
+class WorkerCollator:
     """Worker processes that each have a copy of the source, and never outlive this process."""
 
     def __init__(self, source: Source, *, workers: int, seq_length: int, with_patches: bool) -> None:
-        self._make: Callable[..., Made] = partial(make_batch, seq_length=seq_length, with_patches=with_patches)
+        self._make: Callable[..., CollatedBatch] = partial(make_batch, seq_length=seq_length, with_patches=with_patches)
         # Spawned, not forked: this process has threads of gloo and NCCL, and perhaps a CUDA context.
         self._pool = ProcessPoolExecutor(
             workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(source,)
@@ -84,7 +84,7 @@ class InProcesses:
         chunks = [items[i : i + _MEASURED_AT_ONCE] for i in range(0, len(items), _MEASURED_AT_ONCE)]
         return [measured for part in self._map(measure_items, chunks) for measured in part]
 
-    def make(self, micro_batches: Sequence[Sequence[Members]]) -> list[Made]:
+    def make(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
         return self._map(self._make, micro_batches)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ def measure_items(source: Source, items: Sequence[Any]) -> list[Measured]:
     return [source.measure(item) for item in items]
 
 
-def make_batch(source: Source, rows: Sequence[Members], *, seq_length: int, with_patches: bool) -> Made:
+def make_batch(source: Source, rows: Sequence[Segments], *, seq_length: int, with_patches: bool) -> CollatedBatch:
     """One micro-batch; what turns out to be bad only now is left out of its sequence."""
     skipped: list[Skipped] = []
     made: list[list[Sample]] = []
@@ -145,7 +145,7 @@ def make_batch(source: Source, rows: Sequence[Members], *, seq_length: int, with
                 made[-1].append(_with_pixels(sample) if with_patches else sample)
             except BadSample as error:
                 skipped.append(source.skipped(member.item, error))
-    return Made(batch_of_rows(source, made, seq_length=seq_length, with_patches=with_patches), tuple(skipped))
+    return CollatedBatch(batch_of_rows(source, made, seq_length=seq_length, with_patches=with_patches), tuple(skipped))
 
 
 def _with_pixels(sample: Sample) -> Sample:

@@ -1,21 +1,23 @@
 """Looking ahead moves neither the data nor its place."""
 
 from megavlm.config.schema import Config
-from megavlm.data.composer import InOrder
-from megavlm.data.feed import Feed
-from megavlm.data.loader import Loader
-from megavlm.data.making import InThread
+from megavlm.data.batch_sampler import SequentialBatchSampler
+from megavlm.data.collator import InlineCollator
+from megavlm.data.data_loader import DataLoader
+from megavlm.data.rank_loader import RankLoader
 from megavlm.data.synthetic import SyntheticSource
 
 
-def feed() -> Feed:
-    making = InThread(SyntheticSource(Config()), seq_length=64, with_patches=False)
-    loader = Loader(InOrder(count=4), making, dp_rank=0, dp_size=1, micro_batch_size=4, global_batch_size=4)
-    return Feed(loader)
+def data_loader() -> DataLoader:
+    making = InlineCollator(SyntheticSource(Config()), seq_length=64, with_patches=False)
+    loader = RankLoader(
+        SequentialBatchSampler(count=4), making, dp_rank=0, dp_size=1, micro_batch_size=4, global_batch_size=4
+    )
+    return DataLoader(loader)
 
 
 def test_peek_shows_the_next_step_and_leaves_the_place():
-    plain, peeking = feed(), feed()
+    plain, peeking = data_loader(), data_loader()
     for _ in range(3):
         expected = plain.next_step()
         assert peeking.next_step().batches[0].tokens.equal(expected.batches[0].tokens)
@@ -27,7 +29,7 @@ def test_peek_shows_the_next_step_and_leaves_the_place():
 
 
 def test_a_loaded_place_forgets_what_was_seen():
-    first = feed()
+    first = data_loader()
     start = first.state_dict()
     expected = first.next_step().batches[0].tokens
     first.peek()

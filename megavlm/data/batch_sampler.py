@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megavlm.data.bad import Reason
-from megavlm.data.costs import Measure
+from megavlm.data.costs import SampleCost
 from megavlm.data.packing import pack
 from megavlm.errors import UserError
 
-Place = dict[str, Any]  # where the next global batch begins, as a checkpoint keeps it: plain data
+LoaderState = dict[str, Any]  # where the next global batch begins, as a checkpoint keeps it: plain data
 
 # Windows without a single usable sample before giving up.
 _EMPTY_WINDOWS = 4
@@ -37,15 +37,15 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Member:
+class Segment:
     """A piece of a sample in a sequence; most samples are one piece. The source knows samples by their `item`."""
 
     item: Any
     piece: int = 0
-    measure: Measure | None = None
+    measure: SampleCost | None = None
 
 
-Members = tuple[Member, ...]  # what one sequence holds
+Segments = tuple[Segment, ...]  # what one sequence holds
 
 
 @dataclass(frozen=True)
@@ -53,45 +53,45 @@ class Measured:
     """A sample as its pieces, and what was left out of it."""
 
     item: Any
-    pieces: tuple[Measure, ...]
+    pieces: tuple[SampleCost, ...]
     skipped: tuple[Skipped, ...] = ()
 
 
 @dataclass(frozen=True)
-class Composed:
+class GlobalBatch:
     """The sequences of one global batch; `read` samples and `skipped` of the windows that it was the first to open."""
 
-    sequences: tuple[Members, ...]
-    after: Place
+    sequences: tuple[Segments, ...]
+    after: LoaderState
     read: int
     skipped: tuple[Skipped, ...] = ()
 
 
-class Composer(Protocol):
+class BatchSampler(Protocol):
     """Global batches from any place on."""
 
     @property
-    def start(self) -> Place: ...
+    def start(self) -> LoaderState: ...
 
-    def compose(self, place: Place) -> Composed: ...
+    def batch_at(self, place: LoaderState) -> GlobalBatch: ...
 
     def close(self) -> None: ...
 
 
-class InOrder:
+class SequentialBatchSampler:
     """Sample k·G + j is sequence j of global batch k."""
 
     def __init__(self, *, count: int) -> None:
         self._count = count
 
     @property
-    def start(self) -> Place:
+    def start(self) -> LoaderState:
         return {"consumed_samples": 0}
 
-    def compose(self, place: Place) -> Composed:
+    def batch_at(self, place: LoaderState) -> GlobalBatch:
         first = place["consumed_samples"]
-        sequences = tuple((Member(item),) for item in range(first, first + self._count))
-        return Composed(sequences, {"consumed_samples": first + self._count}, read=self._count)
+        sequences = tuple((Segment(item),) for item in range(first, first + self._count))
+        return GlobalBatch(sequences, {"consumed_samples": first + self._count}, read=self._count)
 
     def close(self) -> None:
         """Nothing runs on."""
@@ -99,12 +99,12 @@ class InOrder:
 
 @dataclass(frozen=True)
 class _Window:
-    sequences: tuple[Members, ...]
+    sequences: tuple[Segments, ...]
     read: int
     skipped: tuple[Skipped, ...]
 
 
-class Packed:
+class PackedBatchSampler:
     """Global batches of `count` sequences, packed window by window.
 
     `measure(w)` gives the samples of window w; it is asked for the next window while the current one is used.
@@ -124,21 +124,21 @@ class Packed:
         self._size = window
         self._seq_length = seq_length
         self._packing = packing
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="composer")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampler")
         self._windows: OrderedDict[int, Future[_Window]] = OrderedDict()
 
     @property
-    def start(self) -> Place:
+    def start(self) -> LoaderState:
         return {"window": 0, "taken": 0, "window_size": self._size, "seq_length": self._seq_length}
 
-    def compose(self, place: Place) -> Composed:
+    def batch_at(self, place: LoaderState) -> GlobalBatch:
         """The global batch at `place`.
 
         Raises UserError where nothing of the data can be used, and for a place in windows of another kind.
         """
         self._check(place)
         number, taken = place["window"], place["taken"]
-        sequences: list[Members] = []
+        sequences: list[Segments] = []
         skipped: list[Skipped] = []
         read = empty = 0
         while len(sequences) < self._count:
@@ -154,7 +154,7 @@ class Packed:
                 raise UserError(f"--sources: none of {read} samples can be used: {_summary(skipped)}")
             if taken == len(window.sequences):
                 number, taken = number + 1, 0
-        return Composed(tuple(sequences), {**self.start, "window": number, "taken": taken}, read, tuple(skipped))
+        return GlobalBatch(tuple(sequences), {**self.start, "window": number, "taken": taken}, read, tuple(skipped))
 
     def forget(self) -> None:
         """Drop the windows that are at hand."""
@@ -169,7 +169,7 @@ class Packed:
         """Stop measuring ahead."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _check(self, place: Place) -> None:
+    def _check(self, place: LoaderState) -> None:
         for name, flag in (("window_size", "--packing-window"), ("seq_length", "--seq-length")):
             if place.get(name) != self.start[name]:
                 raise UserError(
@@ -192,7 +192,7 @@ class Packed:
     def _make(self, number: int) -> _Window:
         measured = self._measure(number)
         members = [
-            Member(sample.item, piece, measure) for sample in measured for piece, measure in enumerate(sample.pieces)
+            Segment(sample.item, piece, measure) for sample in measured for piece, measure in enumerate(sample.pieces)
         ]
         bins = [[place] for place in range(len(members))]
         if self._packing:

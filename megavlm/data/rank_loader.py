@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.data.balance import assign, imbalance
-from megavlm.data.batch import PackedBatch
-from megavlm.data.composer import Composer, Members, Place, Skipped
-from megavlm.data.making import Maker
+from megavlm.data.batch import MicroBatch
+from megavlm.data.batch_sampler import BatchSampler, LoaderState, Segments, Skipped
+from megavlm.data.collator import Collator
 from megavlm.errors import UserError
 
 
@@ -27,16 +27,16 @@ class Imbalance:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepData:
     """What one optimizer step trains on, on this rank."""
 
-    batches: list[PackedBatch]
+    batches: list[MicroBatch]
     read: int  # samples that were looked at for it, counted by data-parallel rank 0
     skipped: tuple[Skipped, ...]  # counted by the rank that made them, or 0 where they were never dealt out
     imbalance: Imbalance | None  # None where nothing is measured
 
 
-class Loader:
+class RankLoader:
     """Hands out, step by step, this rank's share of consecutive global batches.
 
     Global batch k is the same for every layout, and the place in the data is plain data that knows no layout, so a run
@@ -48,8 +48,8 @@ class Loader:
 
     def __init__(
         self,
-        composer: Composer,
-        maker: Maker,
+        sampler: BatchSampler,
+        collator: Collator,
         *,
         dp_rank: int,
         dp_size: int,
@@ -57,7 +57,7 @@ class Loader:
         global_batch_size: int,
         balance: bool = False,
         alone: bool = False,
-        stage: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
+        stage: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
     ) -> None:
         """`alone`: the data of other ranks is not known here, so loads cannot be compared with theirs. `stage` makes
         micro-batches ready for the device, in the thread.
@@ -65,19 +65,19 @@ class Loader:
         assert 0 <= dp_rank < dp_size
         assert global_batch_size % (micro_batch_size * dp_size) == 0, "the configuration rules refuse this"
         self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
-        self._composer = composer
-        self._maker = maker
+        self._sampler = sampler
+        self._collator = collator
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._micro_batch_size = micro_batch_size
         self._balance = balance
         self._alone = alone
         self._stage = stage
-        self._place = composer.start
+        self._place = sampler.start
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._prefetched: Future[tuple[Step, Place]] | None = None
+        self._prefetched: Future[tuple[StepData, LoaderState]] | None = None
 
-    def next_step(self) -> Step:
+    def next_step(self) -> StepData:
         """What the next optimizer step trains on. Errors of the source are raised here."""
         pending = self._prefetched or self._thread.submit(self._make, self._place)
         self._prefetched = None
@@ -85,17 +85,17 @@ class Loader:
         self._prefetched = self._thread.submit(self._make, self._place)
         return step
 
-    def next_batches(self) -> list[PackedBatch]:
+    def next_batches(self) -> list[MicroBatch]:
         """The micro-batches of the next optimizer step."""
         return self.next_step().batches
 
-    def state_dict(self) -> Place:
+    def state_dict(self) -> LoaderState:
         """Where the next step begins."""
         return dict(self._place)
 
-    def load_state_dict(self, state: Place) -> None:
+    def load_state_dict(self, state: LoaderState) -> None:
         """Raises UserError for the place in data of another kind."""
-        if state.keys() != self._composer.start.keys():
+        if state.keys() != self._sampler.start.keys():
             raise UserError(
                 "the checkpoint is of a run on other data, whose place cannot be taken up: begin a new run with --load "
                 "and another --run-dir, or go on with the data (--data, --sources) that it had"
@@ -107,29 +107,29 @@ class Loader:
         """Stop the thread and the workers; a step in preparation is finished and dropped."""
         self._drop_prefetched()
         self._thread.shutdown(wait=True)
-        self._composer.close()
-        self._maker.close()
+        self._sampler.close()
+        self._collator.close()
 
     def _drop_prefetched(self) -> None:
         if self._prefetched is not None:
             self._prefetched.cancel()
         self._prefetched = None
 
-    def _make(self, place: Place) -> tuple[Step, Place]:
-        composed = self._composer.compose(place)
-        dealt, evenness = self._dealt(composed.sequences)
-        made = self._maker.make(dealt)
+    def _make(self, place: LoaderState) -> tuple[StepData, LoaderState]:
+        batch = self._sampler.batch_at(place)
+        dealt, evenness = self._dealt(batch.sequences)
+        made = self._collator.make(dealt)
         found = tuple(skip for each in made for skip in each.skipped)
         first = self._dp_rank == 0
-        step = Step(
+        step = StepData(
             batches=[self._stage(each.batch) for each in made],
-            read=composed.read if first else 0,
-            skipped=(*composed.skipped, *found) if first else found,
+            read=batch.read if first else 0,
+            skipped=(*batch.skipped, *found) if first else found,
             imbalance=evenness,
         )
-        return step, composed.after
+        return step, batch.after
 
-    def _dealt(self, sequences: Sequence[Members]) -> tuple[list[list[Members]], Imbalance | None]:
+    def _dealt(self, sequences: Sequence[Segments]) -> tuple[list[list[Segments]], Imbalance | None]:
         """This rank's micro-batches."""
         size, ranks = self._micro_batch_size, self._dp_size
         in_turn = [
@@ -155,7 +155,7 @@ class Loader:
         return dealt, None if self._alone else evenness
 
 
-def costs_of(sequences: Sequence[Members]) -> NDArray[np.float64] | None:
+def costs_of(sequences: Sequence[Segments]) -> NDArray[np.float64] | None:
     """[sequences, 2]: forward FLOPs of vision and of language; None where samples were not measured."""
     measures = [[member.measure for member in members] for members in sequences]
     known = [[measure for measure in row if measure is not None] for row in measures]
@@ -175,7 +175,7 @@ class BatchStats:
     patches: int
 
 
-def stats(batches: Sequence[PackedBatch]) -> BatchStats:
+def stats(batches: Sequence[MicroBatch]) -> BatchStats:
     """Count the contents of micro-batches (from shapes: nothing is read back from a device)."""
     return BatchStats(
         tokens=sum(batch.num_tokens for batch in batches),

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.config.schema import Config, DataConfig, TrainConfig
-from megavlm.data.batch import PackedBatch
-from megavlm.data.composer import InOrder
-from megavlm.data.loader import Loader, stats
-from megavlm.data.making import InThread
+from megavlm.data.batch import MicroBatch
+from megavlm.data.batch_sampler import SequentialBatchSampler
+from megavlm.data.collator import InlineCollator
+from megavlm.data.rank_loader import RankLoader, stats
 from megavlm.data.sample import Sample
 from megavlm.data.synthetic import SyntheticSource
 
@@ -31,10 +31,10 @@ def loader(
     micro_batch_size: int = 2,
     with_patches: bool = True,
     seq_length: int = CONFIG.train.seq_length,
-) -> Loader:
-    return Loader(
-        InOrder(count=GLOBAL_BATCH),
-        InThread(source or SyntheticSource(CONFIG), seq_length=seq_length, with_patches=with_patches),
+) -> RankLoader:
+    return RankLoader(
+        SequentialBatchSampler(count=GLOBAL_BATCH),
+        InlineCollator(source or SyntheticSource(CONFIG), seq_length=seq_length, with_patches=with_patches),
         dp_rank=dp_rank,
         dp_size=dp_size,
         micro_batch_size=micro_batch_size,
@@ -42,14 +42,14 @@ def loader(
     )
 
 
-def steps(given: Loader, count: int) -> list[list[PackedBatch]]:
+def steps(given: RankLoader, count: int) -> list[list[MicroBatch]]:
     try:
         return [given.next_batches() for _ in range(count)]
     finally:
         given.close()
 
 
-def rows_in_global_order(per_rank: list[list[PackedBatch]]) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_in_global_order(per_rank: list[list[MicroBatch]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and patches of a global batch: micro-batch by micro-batch, rank by rank."""
     batches = [batch for of_one_micro_batch in zip(*per_rank, strict=True) for batch in of_one_micro_batch]
     patches = [batch.patches for batch in batches if batch.patches is not None]

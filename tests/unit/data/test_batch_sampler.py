@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.data.bad import Reason
-from megavlm.data.composer import Measured, Packed, Place, Skipped
-from megavlm.data.costs import Measure
+from megavlm.data.batch_sampler import LoaderState, Measured, PackedBatchSampler, Skipped
+from megavlm.data.costs import SampleCost
 from megavlm.errors import UserError
 
 WINDOW, LENGTH = 20, 100
 
 
-def measure_of(length: int) -> Measure:
-    return Measure(length=length, patches=0, images=0, vision=0.0, language=float(length))
+def measure_of(length: int) -> SampleCost:
+    return SampleCost(length=length, patches=0, images=0, vision=0.0, language=float(length))
 
 
 def window_of(number: int) -> Sequence[Measured]:
@@ -32,14 +32,16 @@ def window_of(number: int) -> Sequence[Measured]:
     return samples
 
 
-def composer(*, count: int = 4, packing: bool = True, window: int = WINDOW) -> Packed:
-    return Packed(window_of, count=count, window=window, seq_length=LENGTH, packing=packing)
+def sampler(*, count: int = 4, packing: bool = True, window: int = WINDOW) -> PackedBatchSampler:
+    return PackedBatchSampler(window_of, count=count, window=window, seq_length=LENGTH, packing=packing)
 
 
-def taken(given_composer: Packed, place: Place, steps: int) -> tuple[list[tuple[tuple[int, int], ...]], list[Place]]:
+def taken(
+    given_sampler: PackedBatchSampler, place: LoaderState, steps: int
+) -> tuple[list[tuple[tuple[int, int], ...]], list[LoaderState]]:
     sequences, places = [], []
     for _ in range(steps):
-        composed = given_composer.compose(place)
+        composed = given_sampler.batch_at(place)
         place = composed.after
         places.append(place)
         sequences += [tuple((member.item, member.piece) for member in row) for row in composed.sequences]
@@ -49,9 +51,9 @@ def taken(given_composer: Packed, place: Place, steps: int) -> tuple[list[tuple[
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 12), st.booleans())
 def test_every_usable_piece_comes_once_and_fits(count: int, packing: bool) -> None:
-    given_composer = composer(count=count, packing=packing)
-    sequences, places = taken(given_composer, given_composer.start, 12)
-    given_composer.close()
+    given_sampler = sampler(count=count, packing=packing)
+    sequences, places = taken(given_sampler, given_sampler.start, 12)
+    given_sampler.close()
     flat = [member for row in sequences for member in row]
     assert len(flat) == len(set(flat))
     whole = places[-1]["window"]
@@ -63,31 +65,31 @@ def test_every_usable_piece_comes_once_and_fits(count: int, packing: bool) -> No
 
 
 def test_any_place_goes_on_as_if_nothing_had_been() -> None:
-    first = composer()
+    first = sampler()
     whole, places = taken(first, first.start, 9)
     first.close()
     for done in (1, 4, 7):
-        resumed = composer(count=2)
+        resumed = sampler(count=2)
         again, _ = taken(resumed, places[done - 1], 4)
         resumed.close()
         assert again == whole[done * 4 : done * 4 + 8]
 
 
 def test_a_window_is_counted_once_when_it_is_opened() -> None:
-    given_composer = composer(count=3)
-    place, read, skipped = given_composer.start, 0, []
+    given_sampler = sampler(count=3)
+    place, read, skipped = given_sampler.start, 0, []
     for _ in range(30):
-        composed = given_composer.compose(place)
+        composed = given_sampler.batch_at(place)
         place = composed.after
         read += composed.read
         skipped += [skip.label for skip in composed.skipped]
-    given_composer.close()
+    given_sampler.close()
     assert read == (place["window"] + (place["taken"] > 0)) * WINDOW
     assert len(skipped) == len(set(skipped)) == read // 5
 
 
 def test_packing_needs_fewer_sequences() -> None:
-    packed, alone = composer(), composer(packing=False)
+    packed, alone = sampler(), sampler(packing=False)
     assert taken(packed, packed.start, 9)[1][-1]["window"] > taken(alone, alone.start, 9)[1][-1]["window"]
     packed.close()
     alone.close()
@@ -95,15 +97,15 @@ def test_packing_needs_fewer_sequences() -> None:
 
 def test_data_without_a_usable_sample_says_why() -> None:
     bad = Skipped("train.jsonl:3", "train", Reason.MISSING, "no cat.jpg")
-    given_composer = Packed(
+    given_sampler = PackedBatchSampler(
         lambda number: [Measured(number, (), (bad,))], count=1, window=1, seq_length=8, packing=True
     )
     with pytest.raises(UserError, match=r"none of 4 samples .* 4 × missing_file, as train.jsonl:3: no cat.jpg"):
-        given_composer.compose(given_composer.start)
-    given_composer.close()
+        given_sampler.batch_at(given_sampler.start)
+    given_sampler.close()
 
 
 def test_a_place_in_other_windows_is_refused() -> None:
-    place = composer(window=10).start
+    place = sampler(window=10).start
     with pytest.raises(UserError, match="--packing-window 10"):
-        composer().compose(place)
+        sampler().batch_at(place)
