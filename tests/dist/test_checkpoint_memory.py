@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dist.test_resume import MODEL as PADDED
+from tests.support.flags import PADDED
 from tests.support.pool import Pools
 from tests.support.training import SMALL, train
 

@@ -10,13 +10,13 @@ import transformers
 
 from megavlm.backend import activate
 from tests.support.pool import Pools
-from tests.support.training import assert_same_curve, metrics, train
+from tests.support.training import assert_same_curve, metrics, train_composed
 
 activate()  # before the modules below import megatron-core
 
 from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
-from tests.parity.test_hf_llava import TEXT, VISION  # noqa: E402
 from tests.support import hf  # noqa: E402
+from tests.support.tiny_models.llava import TEXT, VISION  # noqa: E402
 from tools import convert  # noqa: E402
 
 RUN = "--train-iters 5 --global-batch-size 4 --seq-length 40 --lr 1e-3 --no-tensorboard --image-token 60".split()
@@ -46,13 +46,6 @@ def test_compose_train_and_export(
     assert convert.main(["verify", str(exported), str(tmp_path / "four")]) == 0
     assert torch.isfinite(theirs.lm_head.weight).all()
     assert (exported / "tokenizer_config.json").exists()
-
-
-def train_composed(argv: list[str], run_dir: str) -> None:
-    """`train`, with the model that the folders hold."""
-    from megavlm.checkpoint.hf.source import with_model_of_origins
-
-    train(argv, run_dir, prepare=with_model_of_origins)
 
 
 def test_an_encoder_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.test_resume import HALF
+from tests.support.flags import HALF
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 

@@ -16,8 +16,7 @@ import pytest
 
 from megavlm.config.cli import parse
 from megavlm.config.device_defaults import DEVICE_DEFAULTS, with_device_defaults
-from tests.dist.test_parity import MODELS
-from tests.dist.test_resume import DROPOUT
+from tests.support.flags import DROPOUT, MODELS
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 

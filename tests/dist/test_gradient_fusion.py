@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.dist.test_parity import MODELS
+from tests.support.flags import MODELS
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train
 

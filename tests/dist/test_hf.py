@@ -14,30 +14,24 @@ from tests.support.pool import Pools
 
 activate()  # before the modules below import megatron-core
 
-from tests.parity import (  # noqa: E402
-    test_hf_internvl,
-    test_hf_llava,
-    test_hf_llava_onevision,
-    test_hf_qwen_vl,
-    test_hf_smolvlm,
-)
 from tests.support.hf_layout import Reference, assert_layout, make_reference  # noqa: E402
+from tests.support.tiny_models import internvl, llava, llava_onevision, qwen_vl, smolvlm  # noqa: E402
 
 # Two micro-batches with equally many trained tokens: two images and none, one and one.
 IMAGES = ([[(32, 32), (32, 32)], []], [[(32, 32)], [(32, 32)]])
-SIZES = (*test_hf_qwen_vl.IMAGES, [[], [(16, 8)]])
+SIZES = (*qwen_vl.IMAGES, [[], [(16, 8)]])
 
 FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
-    "llava": (lambda: transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), IMAGES),
-    "llava-tied": (lambda: transformers.LlavaForConditionalGeneration(test_hf_llava.mistral_tied()), IMAGES),
-    "internvl": (lambda: transformers.InternVLForConditionalGeneration(test_hf_internvl.small()), IMAGES),
-    "internvl-6b": (lambda: transformers.InternVLForConditionalGeneration(test_hf_internvl.large()), IMAGES),
-    "llava-onevision": (test_hf_llava_onevision.onevision, test_hf_llava_onevision.IMAGES),
-    "llava-onevision-tied": (lambda: test_hf_llava_onevision.onevision(tied=True), test_hf_llava_onevision.IMAGES),
-    "smolvlm": (test_hf_smolvlm.smolvlm, test_hf_smolvlm.IMAGES),
-    "idefics3-tied": (test_hf_smolvlm.idefics3, test_hf_smolvlm.IMAGES),
-    "qwen2.5-vl": (test_hf_qwen_vl.qwen2_5, SIZES),
-    "qwen3-vl": (lambda: test_hf_qwen_vl.qwen3(tied=True), SIZES),
+    "llava": (lambda: transformers.LlavaForConditionalGeneration(llava.vicuna()), IMAGES),
+    "llava-tied": (lambda: transformers.LlavaForConditionalGeneration(llava.mistral_tied()), IMAGES),
+    "internvl": (lambda: transformers.InternVLForConditionalGeneration(internvl.small()), IMAGES),
+    "internvl-6b": (lambda: transformers.InternVLForConditionalGeneration(internvl.large()), IMAGES),
+    "llava-onevision": (llava_onevision.onevision, llava_onevision.IMAGES),
+    "llava-onevision-tied": (lambda: llava_onevision.onevision(tied=True), llava_onevision.IMAGES),
+    "smolvlm": (smolvlm.smolvlm, smolvlm.IMAGES),
+    "idefics3-tied": (smolvlm.idefics3, smolvlm.IMAGES),
+    "qwen2.5-vl": (qwen_vl.qwen2_5, SIZES),
+    "qwen3-vl": (lambda: qwen_vl.qwen3(tied=True), SIZES),
 }
 LAYOUTS = {"tp2": (2, "--tp 2"), "pp2": (2, "--pp 2"), "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2")}
 # The fast set: every family where all kinds of cuts meet, and two at the layouts that tell which of them is at fault.

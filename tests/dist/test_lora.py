@@ -12,14 +12,13 @@ import transformers
 
 from megavlm.backend import activate
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_same_curve, metrics, train
+from tests.support.training import SMALL, assert_same_curve, metrics, train, train_composed
 
 activate()  # before the modules below import megatron-core
 
 from megavlm.checkpoint.hf.source import with_model_of_origins  # noqa: E402
-from tests.dist.test_compose import train_composed  # noqa: E402
-from tests.parity import test_hf_llava  # noqa: E402
 from tests.support import hf  # noqa: E402
+from tests.support.tiny_models import llava  # noqa: E402
 from tools import convert  # noqa: E402
 
 # Odd head counts that TP pads, shared embeddings, both parts.
@@ -72,7 +71,7 @@ def test_resume_on_another_layout(pools: Pools, one: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("targets", ["language vision", "q_proj language.layers.1.down_proj vision.layers.*.fc1"])
 def test_trained_adapters_are_pefts(pools: Pools, tmp_path: Path, targets: str) -> None:
     """Five steps at TP2·PP2 and in PEFT from the same A and B; then logits of PEFT, merged and ours."""
-    folder = hf.save(transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), tmp_path / "hf")
+    folder = hf.save(transformers.LlavaForConditionalGeneration(llava.vicuna()), tmp_path / "hf")
     argv = (
         f"--init-from {folder} --lora-rank 3 --lora-alpha 6 --lora-targets {targets} --freeze projector "
         f"--global-batch-size 4 --seq-length {hf.LENGTH} --lr 1e-2 --lr-decay-style constant --weight-decay 0 "
@@ -142,7 +141,7 @@ def train_with_peft(theirs: Any, argv: list[str], *, steps: int) -> list[float]:
 def test_what_adapters_do_not_hold_is_not_lost(
     pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = hf.save(transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), tmp_path / "hf")
+    folder = hf.save(transformers.LlavaForConditionalGeneration(llava.vicuna()), tmp_path / "hf")
     argv = (
         f"--init-from {folder} --lora-rank 2 --seq-length {hf.LENGTH} --train-iters 1 --no-tensorboard --freeze vision"
     )

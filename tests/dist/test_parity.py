@@ -6,51 +6,13 @@ by about 1e-7; AdamW's normalised updates carry such differences along without a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.support.flags import MODELS
 from tests.support.pool import Pools
 from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train
-
-QWEN3 = (
-    "--vision-activation gelu_tanh --vision-position-embedding learned_rope2d "
-    "--vision-position-interpolation bilinear --vision-temporal-patch-size 2 --vision-deepstack-layers 0 2 3 "
-    "--projector-hidden-size 128 --language-mrope-section 2 2 2 --language-mrope-interleaved --language-qk-norm"
-)
-
-# What the model is and which samples it sees; each is compared with its own run on one process.
-MODELS = {
-    "plain": "",
-    "rich": "--language-tie-embeddings --language-num-query-groups 2 --language-qk-norm --language-add-qkv-bias "
-    "--vision-class-token --vision-pre-norm --vision-normalization RMSNorm --vision-activation swiglu "
-    "--vision-position-embedding rope2d --vision-qk-norm head --vision-layer-scale --vision-feature-layer -2",
-    "frozen-vision": "--freeze vision",
-    "frozen-vision-projector": "--freeze vision projector --language-tie-embeddings",
-    "frozen-language": "--freeze language --vision-qk-norm full",
-    # The first sample of each global batch has images, the others none: with DP 2 and micro-batches of one, rank 1
-    # never sees an image, and most micro-batches of rank 0 are text only.
-    "one-image-rank": "--imageless-samples 1 2 3 --images-per-sample 1",
-    "no-image": "--images-per-sample 0",
-    "padded-heads": "--vision-num-attention-heads 3 --vision-hidden-size 36 --language-vocab-size 101",
-    "shared-kv": "--language-num-query-groups 1",
-    "recompute": "--recompute-granularity full",
-    # Windows of 4 patches on grids of 4 and 6; images that turn three ways.
-    "qwen2.5-vl": "--vision-normalization RMSNorm --vision-activation swiglu --no-vision-patch-bias "
-    "--vision-position-embedding rope2d --vision-temporal-patch-size 2 --vision-window-size 16 "
-    "--vision-full-attention-layers 1 4 --projector-hidden-size 128 --language-mrope-section 1 2 3 "
-    "--language-add-qkv-bias --language-num-query-groups 2 --language-tie-embeddings",
-    "qwen3-vl": QWEN3,
-    # The mergers train in the middle of a tower that does not.
-    "qwen3-vl-frozen-vision": f"{QWEN3} --freeze vision --recompute-granularity full",
-    "smolvlm": "--projector-kind linear --no-projector-bias --vision-position-interpolation bucket "
-    "--language-tie-embeddings",
-    # Base tiles and grids of one tile and of 2 × 2, reduced; samples of two images, which are base tiles alone.
-    "llava-onevision": "--projector-anyres-max-tiles 2 --image-sizes 16 32 --vision-activation gelu_tanh "
-    "--no-vision-post-norm --language-add-qkv-bias --language-num-query-groups 2",
-    "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
-}
 
 # Without a pipeline and replicas, larger micro-batches save collectives, on which these cases spend their time.
 LAYOUTS = {
@@ -141,21 +103,6 @@ SLOW = [
     *[(layout, "rich", "no-zero") for layout in LAYOUTS],
     *[("tp2-pp2-dp2", model, "overlap") for model in MODELS],
 ]
-
-
-@pytest.fixture(scope="session")
-def one_process(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
-    """Curve of a model on one process, computed once."""
-    curves = {}
-
-    def curve(model: str, steps: Sequence[str] = ()):
-        if (model, *steps) not in curves:
-            run_dir = str(tmp_path_factory.mktemp("one"))
-            pools(1).run(train, [*SMALL, "--no-save", *MODELS[model].split(), *steps], run_dir)
-            curves[model, *steps] = metrics(run_dir)
-        return curves[model, *steps]
-
-    return curve
 
 
 def check_case(pools: Pools, one_process, tmp_path: Path, layout: str, model: str, option: str, steps=()) -> None:

@@ -12,14 +12,10 @@ from pathlib import Path
 import pytest
 
 from megavlm.checkpoint import folders
+from tests.support.flags import DROPOUT, HALF, PADDED
 from tests.support.forked import start_program
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
-
-# Dropout on: the random state must be restored too, for the same layout to go on bit for bit.
-DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1".split()
-MODEL = "--language-tie-embeddings --language-num-query-groups 2 --vision-num-attention-heads 3 --vision-hidden-size 36"
-HALF = "--train-iters 4".split()
 
 
 @pytest.mark.parametrize(
@@ -45,14 +41,14 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: in
 def half_of_tp2_pp2(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 iterations on TP2·PP2."""
     run_dir = tmp_path_factory.mktemp("half")
-    pools(4).run(train, [*SMALL, *MODEL.split(), *HALF, *"--tp 2 --pp 2".split()], str(run_dir))
+    pools(4).run(train, [*SMALL, *PADDED.split(), *HALF, *"--tp 2 --pp 2".split()], str(run_dir))
     return run_dir
 
 
 @pytest.fixture(scope="module")
 def whole_on_one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("whole")
-    pools(1).run(train, [*SMALL, *MODEL.split(), "--no-save"], str(run_dir))
+    pools(1).run(train, [*SMALL, *PADDED.split(), "--no-save"], str(run_dir))
     return run_dir
 
 
@@ -73,12 +69,12 @@ def test_checkpoint_resumes_on_any_layout(
 ):
     run_dir = tmp_path / "run"
     shutil.copytree(half_of_tp2_pp2, run_dir)
-    pools(world).run(train, [*SMALL, *MODEL.split(), *layout.split()], str(run_dir))
+    pools(world).run(train, [*SMALL, *PADDED.split(), *layout.split()], str(run_dir))
     assert_same_curve(metrics(run_dir), metrics(whole_on_one))
 
 
 def test_colocated_checkpoint_resumes_in_stages(pools: Pools, whole_on_one: Path, tmp_path: Path):
-    argv = [*SMALL, *MODEL.split()]
+    argv = [*SMALL, *PADDED.split()]
     pools(2).run(train, [*argv, *HALF, *"--tp 2 --placement colocated".split()], str(tmp_path))
     pools(2).run(train, [*argv, "--pp", "2"], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(whole_on_one))
@@ -97,14 +93,14 @@ def test_colocated_checkpoint_resumes_in_stages(pools: Pools, whole_on_one: Path
 def test_encoders_resume_with_another_tensor_parallelism(
     pools: Pools, whole_on_one: Path, tmp_path: Path, first: str, then: str
 ):
-    argv = [*SMALL, *MODEL.split()]
+    argv = [*SMALL, *PADDED.split()]
     pools(2).run(train, [*argv, *HALF, *first.split()], str(tmp_path))
     pools(2).run(train, [*argv, *then.split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(whole_on_one))
 
 
 def test_load_starts_from_another_run(pools: Pools, half_of_tp2_pp2: Path, whole_on_one: Path, tmp_path: Path):
-    argv = [*SMALL, *MODEL.split(), "--load", str(half_of_tp2_pp2), "--pp", "2"]
+    argv = [*SMALL, *PADDED.split(), "--load", str(half_of_tp2_pp2), "--pp", "2"]
     pools(2).run(train, argv, str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(whole_on_one)[4:])
 

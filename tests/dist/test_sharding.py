@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.test_parity import MODELS, one_process
-from tests.dist.test_resume import DROPOUT, HALF, MODEL
+from tests.support.flags import DROPOUT, HALF, MODELS, PADDED
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
-
-__all__ = ["one_process"]  # a fixture
 
 GRADIENTS, FULL = "--data-parallel-sharding optimizer_gradients", "--data-parallel-sharding full"
 
@@ -90,14 +87,14 @@ def test_checkpoint_resumes_with_another_sharding(
     pools: Pools, sharded_curve, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
 ):
     for (world, flags), length in ((before, HALF), (after, [])):
-        pools(world).run(train, [*SMALL, *MODEL.split(), *length, *flags.split()], str(tmp_path))
+        pools(world).run(train, [*SMALL, *PADDED.split(), *length, *flags.split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), sharded_curve)
 
 
 @pytest.fixture(scope="module")
 def sharded_curve(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
     run_dir = tmp_path_factory.mktemp("whole")
-    pools(1).run(train, [*SMALL, *MODEL.split(), "--no-save"], str(run_dir))
+    pools(1).run(train, [*SMALL, *PADDED.split(), "--no-save"], str(run_dir))
     return metrics(run_dir)
 
 

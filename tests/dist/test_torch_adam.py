@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.dist.test_resume import DROPOUT
+from tests.support.flags import DROPOUT
 from tests.support.pool import Pools
 from tests.support.training import SMALL, metrics, train, without_wall_time
 

@@ -49,10 +49,3 @@ def transformer_engine(world: Any) -> Any:
     import transformer_engine.pytorch as module
 
     return module
-
-
-def require_fp8(world: Any) -> None:
-    """Skip where the device has no FP8 units."""
-    capability = (0, 0) if world.is_cpu else torch.cuda.get_device_capability(world.device)
-    if capability < (8, 9):
-        pytest.skip(f"FP8 needs compute capability 8.9, this is {'a CPU' if world.is_cpu else capability}")

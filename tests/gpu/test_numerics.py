@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.gpu import model
-from tests.gpu.conftest import require_fp8
+from tests.gpu.model import BF16, require_fp8
 
-# bf16 rounds to 2^-9 of a value; some forty operations lie between a weight and its gradient, whose errors add up like
-# a random walk: √40 · 2^-9 = 1.2 %. Twice that is allowed.
-BF16 = 0.025
 TORCH = ("--transformer-impl", "torch")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu import model
-from tests.gpu.test_numerics import BF16
+from tests.gpu.model import BF16, near
 
 
 @pytest.mark.parametrize("layers", ["torch", "te"])
@@ -73,8 +73,3 @@ def blocks(inputs: list[Tensor], lengths: Sequence[int], *, causal: bool) -> tup
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
         outputs.append(out[0].transpose(0, 1).flatten(1))
     return torch.cat(outputs), inputs
-
-
-def near(found: Tensor, expected: Tensor) -> bool:
-    """bf16 rounds the inputs of both products and the probabilities: a few roundings of 2^-9."""
-    return bool((found.float() - expected).norm() < 0.01 * expected.norm())

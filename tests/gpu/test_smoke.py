@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.conftest import require_fp8
-from tests.gpu.test_packing import near
+from tests.gpu.model import near, require_fp8
 
 BF16 = torch.bfloat16
 # E4M3 keeps 3 bits of a value: rounding is 2^-4 of it at most and 3.6 % in the mean square, of both factors 5 %.

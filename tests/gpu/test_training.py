@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.gpu import model
-from tests.gpu.conftest import require_fp8
+from tests.gpu.model import require_fp8
 from tests.support.training import TEXT_TO_LEARN, assert_within_a_hundredth, metrics, train
 
 ROOT = Path(__file__).parents[2]

@@ -19,11 +19,10 @@ from transformers.models.internvl import InternVLVisionConfig
 from megavlm.config.schema import DataConfig, SourceConfig
 from megavlm.data.files import FilesSource
 from megavlm.data.source import batch_of
-from tests.parity.test_chat_processors import CASES, PINPOINTS, tokenizers_in
-from tests.parity.test_hf_llava import TEXT
-from tests.parity.test_processors import bare, picture
 from tests.support import hf
 from tests.support.harness import Single, assert_same
+from tests.support.processors import CASES, PINPOINTS, bare, picture, tokenizers_in
+from tests.support.tiny_models.llava import TEXT
 
 TOWER: dict[str, Any] = {
     "hidden_size": 36,

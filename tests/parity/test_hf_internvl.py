@@ -8,40 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.models.internvl import InternVLVisionConfig
 
-from tests.parity.test_hf_llava import IMAGES, TEXT
 from tests.support import hf
 from tests.support.harness import Single
-
-VISION: dict[str, Any] = {
-    "hidden_size": 40,
-    "intermediate_size": 52,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 5,
-    "image_size": [32, 32],
-    "patch_size": [8, 8],
-}
-
-
-def small(**text: Any) -> transformers.InternVLConfig:
-    """InternViT-300M's kind: LayerNorm, biases."""
-    return transformers.InternVLConfig(
-        vision_config=InternVLVisionConfig(**VISION, attention_bias=True),
-        text_config=transformers.Qwen2Config(**TEXT, **text),
-        image_token_id=60,
-        tie_word_embeddings=False,
-    )
-
-
-def large() -> transformers.InternVLConfig:
-    """InternViT-6B's kind: RMSNorm, normalised queries and keys, no biases there; a language model with tied ends."""
-    return transformers.InternVLConfig(
-        vision_config=InternVLVisionConfig(**VISION, norm_type="rms_norm", use_qk_norm=True),
-        text_config=transformers.Qwen3Config(**TEXT, head_dim=12),
-        image_token_id=60,
-        tie_word_embeddings=True,
-    )
+from tests.support.tiny_models.internvl import large, small
+from tests.support.tiny_models.llava import IMAGES
 
 
 @pytest.mark.parametrize("build", [small, large])

@@ -14,8 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.parity.test_hf_llava import vicuna
 from tests.support import hf
+from tests.support.tiny_models.llava import vicuna
 from tools import convert
 
 ROOT = Path(__file__).parents[2]

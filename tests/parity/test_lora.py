@@ -19,9 +19,9 @@ from megavlm.checkpoint.hf.adapters import PREFIX, export_adapters, grouped, tab
 from megavlm.checkpoint.hf.source import ALL_PARTS, Origin  # noqa: E402
 from megavlm.config.schema import Config, LoraConfig  # noqa: E402
 from megavlm.train.engine import Engine  # noqa: E402
-from tests.parity import test_hf_llava  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.harness import Single, assert_same  # noqa: E402
+from tests.support.tiny_models import llava  # noqa: E402
 
 
 def lora_run(folder: Path, single: Single, dropout: float) -> tuple[Config, Engine]:
@@ -51,7 +51,7 @@ def every_other_channel(x: torch.Tensor, p: float = 0.5, training: bool = True, 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_gradients_are_pefts(dropout: float, single: Single, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "dropout", every_other_channel)
-    base = transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna())
+    base = transformers.LlavaForConditionalGeneration(llava.vicuna())
     folder = hf.save(base, tmp_path / "hf")
     config, engine = lora_run(folder, single, dropout)
     origin = Origin.of(folder, *ALL_PARTS)
@@ -80,7 +80,7 @@ def test_gradients_are_pefts(dropout: float, single: Single, tmp_path: Path, mon
 
 
 def test_dropout_acts_in_training_only(single: Single, tmp_path: Path) -> None:
-    folder = hf.save(transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), tmp_path / "hf")
+    folder = hf.save(transformers.LlavaForConditionalGeneration(llava.vicuna()), tmp_path / "hf")
     losses, evaluated = {}, {}
     for dropout in (0.0, 0.3):
         config, engine = lora_run(folder, single, dropout)
@@ -94,7 +94,7 @@ def test_dropout_acts_in_training_only(single: Single, tmp_path: Path) -> None:
 
 
 def test_dropout_keeps_the_mean(single: Single, tmp_path: Path) -> None:
-    folder = hf.save(transformers.LlavaForConditionalGeneration(test_hf_llava.vicuna()), tmp_path / "hf")
+    folder = hf.save(transformers.LlavaForConditionalGeneration(llava.vicuna()), tmp_path / "hf")
     _, engine = lora_run(folder, single, 0.3)
     layer = engine.chunks[0].module.get_submodule("language.layers.0.self_attention.linear_qkv.lora").train()
     ones = torch.ones(1000, 100)

@@ -32,6 +32,7 @@ from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 from megavlm.data.bad import BadSample, Reason
 from megavlm.data.processors import Processor, processor_from
+from tests.support.processors import bare, picture
 
 Pixels = NDArray[np.uint8]
 Prompt = Callable[[Any, int], str]  # the reference's pixels and an image's index → the text that replaces it
@@ -47,14 +48,6 @@ class Case:
 
     def ours(self, *, fast: bool = False) -> Processor:
         return processor_from(self.theirs.to_dict(), self.config, fast=fast)
-
-
-def bare(kind: type, **attributes: Any) -> Any:
-    """A reference processor without tokenizer and video processor: its expansion of an image needs neither."""
-    processor = kind.__new__(kind)
-    for name, value in attributes.items():
-        setattr(processor, name, value)
-    return processor
 
 
 def vision(patch_size: Any, **others: Any) -> dict[str, Any]:
@@ -193,14 +186,6 @@ SIZES = [  # (height, width): landscape, portrait, square, a tile exactly, one p
     (1, 37),
     (19, 190),
 ]
-
-
-def picture(height: int, width: int, seed: int = 0) -> Pixels:
-    """Smooth shapes with noise: neither side of a rounding is favoured."""
-    rng = np.random.default_rng(seed)
-    coarse = rng.integers(0, 256, (-(-height // 6), -(-width // 6), 3), dtype=np.uint8)
-    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
-    return np.clip(smooth + rng.integers(-20, 21, smooth.shape), 0, 255).astype(np.uint8)
 
 
 def reference(case: Case, images: list[Pixels]) -> Any:

@@ -18,10 +18,10 @@ from megavlm.model import te
 from megavlm.model.modules import fp8_fields
 from megavlm.model.weights import initialize, named_shards
 from megavlm.planner.layers import layer_names
-from tests.parity.test_packing import VOCABULARY, base, samples_of, trained
 from tests.support import te_kernels
 from tests.support.harness import Single
 from tests.support.stand_ins import TEDotProductAttention, TELayerNormColumnParallelLinear, transformer_engine
+from tests.support.tiny_vlm import VOCABULARY, base, samples_of, trained
 
 RICH = replace(
     base(qk_norm=True, add_qkv_bias=True),

@@ -90,3 +90,10 @@ def assert_within_a_hundredth(actual: Sequence[dict[str, Any]], expected: Sequen
 def without_wall_time(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What must be bit-identical when a run is repeated."""
     return [{name: value for name, value in record.items() if name not in WALL_TIME} for record in records]
+
+
+def train_composed(argv: list[str], run_dir: str) -> None:
+    """`train`, with the model that the folders hold."""
+    from megavlm.checkpoint.hf.source import with_model_of_origins
+
+    train(argv, run_dir, prepare=with_model_of_origins)

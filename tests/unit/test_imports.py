@@ -215,6 +215,14 @@ def patches(module: Module) -> Iterator[Finding]:
                 yield target.lineno, f"changes {meaning}: only {BACKEND} patches torch and megatron-core"
 
 
+def helpers(module: Module) -> Iterator[Finding]:
+    """Yield imports of a test module or a conftest.py: changing one test must not break another."""
+    for i in module.imports:
+        within_tests = i.target.split(".")[1:] if within(i.target, "tests") else []
+        if any(part.startswith("test_") or part == "conftest" for part in within_tests):
+            yield i.line, f"imports {i.target}: what tests share is in tests/support, fixtures are in a conftest.py"
+
+
 def everywhere(module: Module) -> Iterator[Finding]:
     for node in module.nodes:
         if isinstance(node, ast.Global):
@@ -232,8 +240,9 @@ RULES: tuple[Rule, ...] = (
     cpu_backend,
     code_out_of_files,
     patches,
+    helpers,
 )
-TEST_RULES: tuple[Rule, ...] = (everywhere,)
+TEST_RULES: tuple[Rule, ...] = (everywhere, helpers)
 
 
 def findings(module: Module, rules: tuple[Rule, ...] = RULES) -> list[str]:
@@ -263,7 +272,7 @@ def test_the_shipped_code_keeps_the_rules() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_tests_keep_the_rules_that_hold_everywhere() -> None:
+def test_the_tests_keep_their_rules() -> None:
     found = [line for module in modules_in("tests") for line in findings(module, TEST_RULES)]
     assert not found, "\n".join(found)
 
@@ -343,6 +352,9 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone(modul
         ("megavlm.model.vlm", "import torch.nn as nn\nsetattr(nn, 'Linear', f)", "patches"),
         ("megavlm.model.vlm", "import torch\nfor torch.x in y: pass", "patches"),
         ("tools.plan", "def f():\n    global x\n    x = 1", "global x"),
+        ("tests.dist.test_a", "from tests.dist.test_b import train", "tests/support"),
+        ("tests.dist.test_a", "from tests.dist import test_b", "tests/support"),
+        ("tests.gpu.model", "def f():\n    from tests.gpu.conftest import world", "tests/support"),
     ],
 )
 def test_the_checker_catches(name: str, source: str, message: str) -> None:
@@ -365,6 +377,7 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
         ("megavlm.model.vlm", "import torch\nx = torch.zeros(2)\nx[0] = 1\nself.torch = x"),
         ("megavlm.model.vlm", "import torch\ntorch.load(f, weights_only=True)"),
         ("megavlm.pipeline.images", "import torch\ntorch.tensor(1)"),
+        ("tests.dist.test_a", "from tests.support.training import train\nfrom tests.fake import device"),
     ],
 )
 def test_the_checker_lets_pass(name: str, source: str) -> None:

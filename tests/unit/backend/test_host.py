@@ -2,58 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from megavlm.backend.host import DirectTransfers, StreamTransfers, host_like, transfers_of
-
-
-class Streams:
-    """`torch.cuda`'s streams and events: "computing" is the current one until another is entered."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, ...]] = []
-        self.current = self.stream_of("computing")
-        self.names = iter(("out", "back"))
-
-    def stream_of(self, name: str) -> Any:
-        log = self.log
-
-        class Stream:
-            def wait_stream(self, other: Any) -> None:
-                log.append((name, "waits for", str(other)))
-
-            def wait_event(self, event: Any) -> None:
-                log.append((name, "waits for", str(event)))
-
-            def __str__(self) -> str:
-                return name
-
-        return Stream()
-
-    def event(self) -> Any:
-        log = self.log
-
-        class Event:
-            where = ""
-
-            def record(self, stream: Any) -> None:
-                self.where = f"copies of {stream}"
-                log.append((str(stream), "records"))
-
-            def __str__(self) -> str:
-                return self.where
-
-        return Event()
-
-    @contextmanager
-    def entered(self, stream: Any) -> Any:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+from tests.support.transfers import Streams
 
 
 @pytest.fixture

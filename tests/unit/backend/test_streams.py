@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megavlm.backend.streams import AtOnce, SideStream, beside, give_each_stream_a_workspace
-from tests.unit.backend.test_host import Streams
+from tests.support.transfers import Streams
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from megavlm.data.anyres import TileGroup
 from megavlm.data.batch_sampler import Skipped
 from megavlm.data.rank_loader import Imbalance, StepData
 from megavlm.data.wire import lay_out, packed, room, size_of, unpacked
-from tests.unit.pipeline.test_micro_batches import batch
+from tests.support.micro_batch import micro_batch
 
 
 def step() -> StepData:
-    first = batch(1, dtype=torch.bfloat16)
+    first = micro_batch(1, dtype=torch.bfloat16)
     odd = replace(
-        batch(2),
+        micro_batch(2),
         cu_seqlens=torch.tensor([0, 5, 64], dtype=torch.int32),  # 12 bytes: what follows begins at 16
         feature_positions=torch.empty(0, dtype=torch.int64),
         positions=torch.arange(3 * 2 * 32).view(3, 2, 32),

@@ -10,24 +10,10 @@ import torch
 from megavlm.data.batch import MicroBatch
 from megavlm.data.staging import Staging
 from megavlm.pipeline.micro_batches import DevicePrefetcher
-from tests.unit.model.test_offload import LateTransfers
+from tests.support.micro_batch import PATCHES, PIXELS, TOKENS, micro_batch
+from tests.support.transfers import LateTransfers
 
-PATCHES, PIXELS, TOKENS, STEP = 64, 48, 32, 8
-
-
-def batch(number: int, *, dtype: torch.dtype = torch.float32) -> MicroBatch:
-    tokens = torch.full((2, TOKENS), number)
-    return MicroBatch(
-        tokens=tokens,
-        labels=tokens + 1,
-        loss_mask=torch.ones(2, TOKENS),
-        positions=torch.arange(TOKENS).expand(2, TOKENS),
-        grids=((8, 8),),
-        feature_positions=torch.arange(16),
-        patches=torch.randn(PATCHES, PIXELS, generator=torch.Generator().manual_seed(number)).to(dtype),
-        cu_seqlens=torch.tensor([0, TOKENS, 2 * TOKENS], dtype=torch.int32),
-        features=torch.zeros(1, requires_grad=True),
-    )
+STEP = 8
 
 
 class Noted(LateTransfers):
@@ -49,7 +35,7 @@ def size(one: MicroBatch) -> int:
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_one_is_used_and_one_is_on_its_way(chunks: int) -> None:
     """Chunks take turns of two, as interleaved on two pipeline ranks; nothing of the plain schedule's is kept."""
-    batches = [batch(number) for number in range(STEP)]
+    batches = [micro_batch(number) for number in range(STEP)]
     transfers = Noted()
     moving = DevicePrefetcher(batches, transfers, chunks=chunks)
     iterators = [moving.for_a_chunk() for _ in range(chunks)]
@@ -76,7 +62,10 @@ def test_the_next_one_begins_when_one_is_handed_out() -> None:
     transfers = Noted()
     calls = []
     taking = DevicePrefetcher(
-        [batch(0), batch(1), batch(2)], transfers, chunks=1, meanwhile=lambda: calls.append(len(transfers.events))
+        [micro_batch(0), micro_batch(1), micro_batch(2)],
+        transfers,
+        chunks=1,
+        meanwhile=lambda: calls.append(len(transfers.events)),
     ).for_a_chunk()
     assert transfers.events == []
     next(taking)
@@ -109,7 +98,7 @@ def test_patches_travel_in_the_models_type_and_page_locked(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.cuda, "device", Here)
     monkeypatch.setattr(torch, "empty", allocate)
-    plain = batch(1)
+    plain = micro_batch(1)
     staged = Staging(torch.bfloat16, torch.device("cuda", 3))(plain)
     assert devices == [torch.device("cuda", 3)], "not the first device, where a context would be opened"
     travels = staged.travelling()

@@ -20,7 +20,7 @@ from megavlm.planner.memory import kept_bytes, rank_memory, standing
 from megavlm.planner.peaks import peak_tflops
 from megavlm.planner.report import report
 from megavlm.planner.search import search
-from tests.unit.planner.test_search import SMALL
+from tests.support.small_run import SMALL
 
 H100 = PROFILES["h100"]
 LAYER = "language.layers.0"

@@ -11,7 +11,7 @@ import yaml
 
 from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
-from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, TrainConfig, VisionConfig
+from megavlm.config.schema import VisionConfig
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
 from megavlm.planner.auto import planned, predict
@@ -29,17 +29,7 @@ from megavlm.planner.report import report
 from megavlm.planner.search import search, timeline_of
 from megavlm.planner.step import Encoder, hideable
 from megavlm.planner.timeline import Timeline
-
-SMALL = Config(
-    model=ModelConfig(
-        vision=VisionConfig(num_layers=6, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, image_size=64),
-        language=LanguageConfig(
-            num_layers=6, hidden_size=512, ffn_hidden_size=1536, num_attention_heads=8, vocab_size=4096
-        ),
-    ),
-    train=TrainConfig(seq_length=256, global_batch_size=16, precision="bf16"),
-    data=DataConfig(source="synthetic"),
-)
+from tests.support.small_run import SMALL
 
 
 def test_finds_what_judging_every_layout_finds() -> None:

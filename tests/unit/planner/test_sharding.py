@@ -14,7 +14,7 @@ from megavlm.planner.cost import gradient_seconds, optimizer_seconds
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.memory import rank_memory, standing
 from megavlm.planner.search import search
-from tests.unit.planner.test_search import SMALL
+from tests.support.small_run import SMALL
 
 KINDS: tuple[Sharding, ...] = get_args(Sharding)
 LAYER = "language.layers.0"

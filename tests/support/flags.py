@@ -1,0 +1,54 @@
+"""Flags of the runs that several tests compare: models, dropout, half a run."""
+
+from __future__ import annotations
+
+QWEN3 = (
+    "--vision-activation gelu_tanh --vision-position-embedding learned_rope2d "
+    "--vision-position-interpolation bilinear --vision-temporal-patch-size 2 --vision-deepstack-layers 0 2 3 "
+    "--projector-hidden-size 128 --language-mrope-section 2 2 2 --language-mrope-interleaved --language-qk-norm"
+)
+
+
+# What the model is and which samples it sees; each is compared with its own run on one process.
+MODELS = {
+    "plain": "",
+    "rich": "--language-tie-embeddings --language-num-query-groups 2 --language-qk-norm --language-add-qkv-bias "
+    "--vision-class-token --vision-pre-norm --vision-normalization RMSNorm --vision-activation swiglu "
+    "--vision-position-embedding rope2d --vision-qk-norm head --vision-layer-scale --vision-feature-layer -2",
+    "frozen-vision": "--freeze vision",
+    "frozen-vision-projector": "--freeze vision projector --language-tie-embeddings",
+    "frozen-language": "--freeze language --vision-qk-norm full",
+    # The first sample of each global batch has images, the others none: with DP 2 and micro-batches of one, rank 1
+    # never sees an image, and most micro-batches of rank 0 are text only.
+    "one-image-rank": "--imageless-samples 1 2 3 --images-per-sample 1",
+    "no-image": "--images-per-sample 0",
+    "padded-heads": "--vision-num-attention-heads 3 --vision-hidden-size 36 --language-vocab-size 101",
+    "shared-kv": "--language-num-query-groups 1",
+    "recompute": "--recompute-granularity full",
+    # Windows of 4 patches on grids of 4 and 6; images that turn three ways.
+    "qwen2.5-vl": "--vision-normalization RMSNorm --vision-activation swiglu --no-vision-patch-bias "
+    "--vision-position-embedding rope2d --vision-temporal-patch-size 2 --vision-window-size 16 "
+    "--vision-full-attention-layers 1 4 --projector-hidden-size 128 --language-mrope-section 1 2 3 "
+    "--language-add-qkv-bias --language-num-query-groups 2 --language-tie-embeddings",
+    "qwen3-vl": QWEN3,
+    # The mergers train in the middle of a tower that does not.
+    "qwen3-vl-frozen-vision": f"{QWEN3} --freeze vision --recompute-granularity full",
+    "smolvlm": "--projector-kind linear --no-projector-bias --vision-position-interpolation bucket "
+    "--language-tie-embeddings",
+    # Base tiles and grids of one tile and of 2 × 2, reduced; samples of two images, which are base tiles alone.
+    "llava-onevision": "--projector-anyres-max-tiles 2 --image-sizes 16 32 --vision-activation gelu_tanh "
+    "--no-vision-post-norm --language-add-qkv-bias --language-num-query-groups 2",
+    "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
+}
+
+
+# Dropout on: the random state must be restored too, for the same layout to go on bit for bit.
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1".split()
+
+
+PADDED = (
+    "--language-tie-embeddings --language-num-query-groups 2 --vision-num-attention-heads 3 --vision-hidden-size 36"
+)
+
+
+HALF = "--train-iters 4".split()

@@ -1,0 +1,152 @@
+"""Tiny processors of Transformers, with templates and tokenizers as model folders have them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import transformers
+from numpy.typing import NDArray
+from PIL import Image
+from transformers import PreTrainedTokenizerFast
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from tests.support import chat_templates as templates
+from tests.support.tokenizers import EXTRA, QWEN, SMOL, byte_level, llama
+
+Pixels = NDArray[np.uint8]
+
+
+def bare(kind: type, **attributes: Any) -> Any:
+    """A reference processor without tokenizer and video processor: its expansion of an image needs neither."""
+    processor = kind.__new__(kind)
+    for name, value in attributes.items():
+        setattr(processor, name, value)
+    return processor
+
+
+def picture(height: int, width: int, seed: int = 0) -> Pixels:
+    """Smooth shapes with noise: neither side of a rounding is favoured."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (-(-height // 6), -(-width // 6), 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    return np.clip(smooth + rng.integers(-20, 21, smooth.shape), 0, 255).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A processor as a model's folder makes it. Constructors ask for video processors, which need torchvision: so
+    processors are made without, of the same parts."""
+
+    kind: Any
+    image_processor: Any
+    template: str
+    tokenizer: str
+    attributes: dict[str, Any]
+    config: dict[str, Any]
+
+
+TILE = {"height": 28, "width": 28}
+
+
+PINPOINTS = [[28 * rows, 28 * columns] for rows in range(1, 4) for columns in range(1, 4)]
+
+
+CASES = {
+    "llava": Whole(
+        transformers.LlavaProcessor,
+        LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size=TILE),
+        templates.LLAVA,
+        "llama",
+        {
+            "patch_size": 14,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+            "image_token": "<image>",
+        },
+        {"vision_config": {"patch_size": 14, "model_type": "clip_vision_model"}},
+    ),
+    "onevision": Whole(
+        transformers.LlavaOnevisionProcessor,
+        LlavaOnevisionImageProcessorPil(size=TILE, image_grid_pinpoints=PINPOINTS),
+        templates.ONEVISION,
+        "qwen",
+        {
+            "num_image_tokens": 4,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_9",
+            "image_token": "<image>",
+            "video_token": "<video>",
+        },
+        {"vision_config": {"patch_size": 14}, "vision_aspect_ratio": "anyres_max_9"},
+    ),
+    "internvl": Whole(
+        transformers.InternVLProcessor,
+        GotOcr2ImageProcessorPil(size=TILE, min_patches=1, max_patches=6, crop_to_patches=True),
+        templates.INTERNVL,
+        "qwen",
+        {
+            "image_seq_length": 1,
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+            "multimodal_pattern": re.compile("(?P<image><IMG_CONTEXT>)|(?P<video><video>)"),
+        },
+        {"vision_config": {"patch_size": [14, 14]}, "downsample_ratio": 0.5},
+    ),
+    "qwen2.5-vl": Whole(
+        transformers.Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}),
+        templates.QWEN2_5_VL,
+        "qwen",
+        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        {"vision_config": {"patch_size": 14, "spatial_merge_size": 2}},
+    ),
+    "qwen3-vl": Whole(
+        transformers.Qwen3VLProcessor,
+        Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 4096, "longest_edge": 65536}),
+        templates.QWEN3_VL,
+        "qwen",
+        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
+    ),
+    "smolvlm": Whole(
+        transformers.SmolVLMProcessor,
+        SmolVLMImageProcessorPil(size={"longest_edge": 96}, max_image_size={"longest_edge": 32}),
+        templates.SMOLVLM,
+        "smol",
+        {
+            "image_seq_len": 4,
+            "fake_image_token": "<fake_token_around_image>",
+            "image_token": "<image>",
+            "global_image_token": "<global-img>",
+            "video_token": "<video>",
+            "video_processor": SimpleNamespace(num_frames=1, fps=1),
+        },
+        {"vision_config": {"patch_size": 8}, "scale_factor": 2},
+    ),
+}
+
+
+def tokenizers_in(root: Path) -> dict[str, Path]:
+    made = {
+        "qwen": PreTrainedTokenizerFast(
+            tokenizer_object=byte_level((*QWEN, *EXTRA)), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        ),
+        "smol": PreTrainedTokenizerFast(
+            tokenizer_object=byte_level(SMOL), bos_token="<|im_start|>", eos_token="<end_of_utterance>"
+        ),
+        "llama": PreTrainedTokenizerFast(tokenizer_object=llama(), bos_token="<s>", eos_token="</s>"),
+    }
+    for name, tokenizer in made.items():
+        tokenizer.save_pretrained(root / name)
+    return {name: root / name for name in made}
