@@ -37,7 +37,7 @@ def main() -> None:
     )
     engine = cpu_model.our_engine(options, activate())
     share = arguments.micro_batches // engine.groups.dims.dp
-    first = engine.groups.at.dp * share
+    first = engine.groups.coords.dp * share
     batches = [cpu_model.micro_batch(options, seed=first + index) for index in range(share)]
     step = cpu_model.our_step(engine, batches)
     step()  # allocates the optimizer's state

@@ -227,7 +227,7 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
     groups = build_groups(plan.dims, tied_owners=(), seed=0, timeout_minutes=10)
     source = SyntheticSource(config)
     engine = build_engine(config, plan, groups, vocab_size=source.vocab_size, backend=chosen)
-    share = range(groups.at.dp, config.train.global_batch_size, plan.dims.dp)
+    share = range(groups.coords.dp, config.train.global_batch_size, plan.dims.dp)
     batches = [
         batch_of(source, [source.sample(index)], seq_length=config.train.seq_length, with_patches=True)
         for index in share

@@ -1,7 +1,7 @@
-"""Which device this process computes on. Choose it before megatron-core is imported anywhere.
+"""Choose the device of this process, and patch megatron-core for it before anything imports megatron-core.
 
-A GPU run uses megatron-core nearly as it is (`backend.everywhere`), a CPU run also installs `backend.cpu`. Nothing else
-patches anything.
+`backend.mcore_patches` holds the few patches that every device needs, `backend.cpu` those that a CPU run adds. No other
+package patches modules of torch or megatron-core.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def activate(*, launches_in_order: bool = False) -> Backend:
             )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        from megavlm.backend import everywhere, transformer_engine
+        from megavlm.backend import mcore_patches, transformer_engine
 
         transformer_engine.loading_error()  # before megatron-core tries
-        everywhere.install()
+        mcore_patches.install()
         return Backend(device=device, communication="nccl", name=torch.cuda.get_device_name(device))
     from megavlm.backend import cpu
 

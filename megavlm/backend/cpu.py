@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megavlm.backend import everywhere, transformer_engine
+from megavlm.backend import mcore_patches, transformer_engine
 
 # Everything of megatron-core that a run touches; imported here so that none of it binds the real torch later.
 _MODULES = (
@@ -77,9 +77,8 @@ def install() -> None:
             module.torch = proxy  # type: ignore[attr-defined]
     _patch_tensor_methods()
     _patch_rng()
-    _patch_optimizer()
     _patch_gradient_passes()
-    everywhere.install()
+    mcore_patches.install()
 
 
 class _CpuTorch(types.ModuleType):
@@ -220,20 +219,6 @@ def _fork(tracker: Any, name: str = "model-parallel-rng") -> Any:
     finally:
         tracker.states_[name] = torch.get_rng_state()
         torch.set_rng_state(outer)
-
-
-def _patch_optimizer() -> None:
-    # Without TE or Apex megatron-core takes torch's Adam, whose per-parameter `step` it cannot shard and resume.
-    # Ours keeps `step` in the parameter group, as TE's and Apex's do, so megatron-core's path for those applies.
-    from megavlm.backend.adamw import AdamW
-
-    optimizer: Any = importlib.import_module("megatron.core.optimizer")
-    optimizer.Adam = AdamW
-    optimizer.USING_PYTORCH_OPTIMIZER = False
-    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    distributed.Adam = AdamW
-    distributed.HAVE_APEX_OR_TE = True
-    distributed.USING_APEX_OPTIMIZER = True
 
 
 def _patch_gradient_passes() -> None:

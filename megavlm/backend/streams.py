@@ -1,4 +1,4 @@
-"""Work beside the computing stream: on a CUDA stream of its own, which fills what the computing one leaves idle."""
+"""A second CUDA stream for work that fills what the computing stream leaves idle."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ import torch
 from torch import Tensor
 
 
-class Beside(Protocol):
-    """Work in three acts. What the computing stream queues between the first and the last waits for none of it."""
+class SideStream(Protocol):
+    """Fork, run, join. The computing stream waits for nothing that runs between a fork and its join."""
 
-    def begin(self) -> None:
-        """Work comes after what the computing stream has queued so far, and not after what it queues later."""
+    def fork(self) -> None:
+        """Order the work after everything that the computing stream has queued so far, and after nothing later."""
 
-    def work(self, inputs: Iterable[Tensor] = ()) -> AbstractContextManager[Any]:
-        """`with beside.work(inputs):` queues what is computed inside; `inputs` may be let go afterwards."""
+    def run(self, inputs: Iterable[Tensor] = ()) -> AbstractContextManager[Any]:
+        """Return a context that queues its operations on this stream; the caller may free `inputs` afterwards."""
 
-    def end(self, outputs: Iterable[Tensor]) -> None:
-        """Let the computing stream, from now on, wait for the work and use its `outputs`."""
-
-
-def beside(device: torch.device) -> Beside:
-    """The work beside others that a device can do."""
-    return SideStream(device) if device.type == "cuda" else AtOnce()
+    def join(self, outputs: Iterable[Tensor]) -> None:
+        """Let the computing stream wait for the work, and use its `outputs`."""
 
 
-class AtOnce:
-    """On a CPU: work is done where it is asked for."""
+def side_stream(device: torch.device) -> SideStream:
+    """Return the side stream of a device: on a CPU, one that runs everything at once."""
+    return CudaStream(device) if device.type == "cuda" else InlineStream()
 
-    def begin(self) -> None: ...
 
-    def work(self, inputs: Iterable[Tensor] = ()) -> AbstractContextManager[Any]:
+class InlineStream:
+    """A CPU has no streams: work runs where it is queued."""
+
+    def fork(self) -> None: ...
+
+    def run(self, inputs: Iterable[Tensor] = ()) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def end(self, outputs: Iterable[Tensor]) -> None: ...
+    def join(self, outputs: Iterable[Tensor]) -> None: ...
 
 
-class SideStream:
-    """On a GPU. One thread queues for both streams, so no state of the process (FP8's switch, generators) is met by
-    two at a time.
+class CudaStream:
+    """A CUDA stream. One thread queues work on it and on the computing stream, so global state (FP8's switch, random
+    generators) is never used by two threads.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,31 +51,33 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)
         give_each_stream_a_workspace()
 
-    def begin(self) -> None:
+    def fork(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     @contextmanager
-    def work(self, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
+    def run(self, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
             yield
-        _used_by(self._stream, inputs)
+        _record_stream(self._stream, inputs)
 
-    def end(self, outputs: Iterable[Tensor]) -> None:
+    def join(self, outputs: Iterable[Tensor]) -> None:
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
-        _used_by(computing, outputs)
+        _record_stream(computing, outputs)
 
 
-def _used_by(stream: Any, tensors: Iterable[Tensor]) -> None:
-    """Memory that another stream's allocator owns is given out again only after `stream`'s present work."""
+def _record_stream(stream: Any, tensors: Iterable[Tensor]) -> None:
+    """Keep the memory of tensors that another stream allocated until the present work of `stream` is done."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(stream)
 
 
 def give_each_stream_a_workspace() -> None:
-    """Transformer Engine gives all its matrix products of a device one scratch memory, whatever stream they run on:
-    two at a time would write into each other's. Afterwards each stream has its own (32 MiB from Hopper on). Idempotent.
+    """Give each stream its own cuBLAS workspace in Transformer Engine (32 MiB from Hopper on). Idempotent.
+
+    Transformer Engine keeps one workspace per device for all streams: two matrix products that run at the same time
+    would write into the same memory.
     """
     try:
         gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")

@@ -16,39 +16,44 @@ from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
-from megavlm.optim.shards import Held, layout_of
+from megavlm.optim.shards import ParamShard, shard_layout
 
 _KINDS = ("param", "exp_avg", "exp_avg_sq")  # master weights and moments, as checkpoints name them
 
 
-def held_state(optimizer: Any, entries: Mapping[str, Any]) -> list[Held]:
+def param_shards(optimizer: Any, entries: Mapping[str, Any]) -> list[ParamShard]:
     """This rank's part of each parameter whose state ranks share, sharded as `entries` say; else nothing."""
     parts = _parts(optimizer)
     _begin_state(parts)
     of = {id(entry.data): entry for entry in entries.values()}
-    held: list[Held] = []
+    shards: list[ParamShard] = []
     for part in parts:
         if isinstance(part, ShardedOptimizer):
-            held += part.held()
+            shards += part.param_shards()
         elif isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
             for param in part.model_param_gbuf_map:
                 run, replica = part._get_model_param_range_map(param)["param"], part.distributed_optimizer_instance_id
-                layout = layout_of(of[id(param)], run.start, run.end, replica=replica)
-                held.append(Held(param, layout, part._get_main_param_and_optimizer_states(param)))
-    return held
+                layout = shard_layout(of[id(param)], run.start, run.end, replica=replica)
+                shards.append(ParamShard(param, layout, part._get_main_param_and_optimizer_states(param)))
+    return shards
 
 
 def sharded_optimizer_state(
-    optimizer: Any, entries: Mapping[str, Any], held: Sequence[Held], *, loading: bool, metadata: Mapping[str, Any]
+    optimizer: Any,
+    entries: Mapping[str, Any],
+    shards: Sequence[ParamShard],
+    *,
+    loading: bool,
+    metadata: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What is saved, or filled in place when loading, where this rank holds `held` of shared state."""
+    """What is saved, or filled in place when loading, where this rank holds `shards` of shared state."""
     parts = _parts(optimizer)
     if not _is_shared(parts):  # parameter groups list their parameters by number: each part keeps its own
         states = [part.sharded_state_dict(dict(entries), is_loading=loading, metadata=dict(metadata)) for part in parts]
         return states[0] if len(states) == 1 else {"parts": dict(enumerate(states))}
     tensors = [
         tensor
-        for each in held
+        for each in shards
         for kind in _KINDS
         for tensor in each.layout.parts(each.state[kind], prefix=f"optimizer.state.{kind}.")
     ]

@@ -22,10 +22,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megavlm.checkpoint import folders, safety
 from megavlm.checkpoint.optimizer import (
-    held_state,
     load_loss_scale,
     load_optimizer_state,
     loss_scale_state,
+    param_shards,
     sharded_optimizer_state,
 )
 from megavlm.checkpoint.writing import write
@@ -225,10 +225,10 @@ def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(trained.chunks)
     }
     parameters = {key: entry for chunk in chunks.values() for key, entry in chunk.items()}
-    held = held_state(trained.optimizer, parameters)
-    optimizer = sharded_optimizer_state(trained.optimizer, parameters, held, loading=loading, metadata=metadata)
+    shards = param_shards(trained.optimizer, parameters)
+    optimizer = sharded_optimizer_state(trained.optimizer, parameters, shards, loading=loading, metadata=metadata)
     for name, chunk in chunks.items():
-        chunks[name] = _filled_in_place(entries_to_load(chunk)) if loading else entries_to_save(chunk, held)
+        chunks[name] = _filled_in_place(entries_to_load(chunk)) if loading else entries_to_save(chunk, shards)
     return {**chunks, "optimizer": optimizer, "random": _random_state()}
 
 
@@ -243,7 +243,7 @@ def _filled_in_place(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharded_histories(trained: Trained) -> dict[str, Any]:
-    replica = trained.groups.at.dp * trained.groups.dims.tp + trained.groups.at.tp
+    replica = trained.groups.coords.dp * trained.groups.dims.tp + trained.groups.coords.tp
     return {key: entry for chunk in trained.chunks for key, entry in sharded_histories(chunk, replica=replica).items()}
 
 

@@ -96,7 +96,7 @@ class DigitsSource(ComputedSource):
         )
 
     def questions(self, per_kind: int) -> list[Question]:
-        """Held-out questions, `per_kind` of each kind: the same for every call and every run."""
+        """ParamShard-out questions, `per_kind` of each kind: the same for every call and every run."""
         kinds = list(PHRASINGS)
         scenes = [
             self._canvases.held_out_scene(index, kind=kinds[index % len(kinds)])

@@ -63,7 +63,7 @@ def build_data_loader(
         patch_shards=patch_shards,
     )
     assert isinstance(source, FilesSource)
-    if exchange.reads and groups.at.dp == 0:
+    if exchange.reads and groups.coords.dp == 0:
         for warning in source.warnings():
             print(f"warning: {warning}", flush=True)
     forward = any(is_stream(each) for each in config.data.sources)
@@ -107,7 +107,7 @@ def _stream_loader(
     config: Config, source: FilesSource, collator: Collator, groups: Groups, staging: Staging
 ) -> RankLoader:
     """Each replica reads a share of its own, and knows nothing of the others'."""
-    at, dims, data, train = groups.at, groups.dims, config.data, config.train
+    at, dims, data, train = groups.coords, groups.dims, config.data, config.train
     streams = {
         number: open_stream(
             each, run_dir=Path(train.run_dir), rank=at.dp, world=dims.dp, seed=train.seed, shuffle=data.shuffle
@@ -140,7 +140,7 @@ def _loader(config: Config, sampler: BatchSampler, collator: Collator, groups: G
     return RankLoader(
         sampler,
         collator,
-        dp_rank=groups.at.dp,
+        dp_rank=groups.coords.dp,
         dp_size=groups.dims.dp,
         micro_batch_size=config.train.micro_batch_size,
         global_batch_size=config.train.global_batch_size,

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megavlm.backend.adamw import local
-from megavlm.optim.host import HostAdamW
+from megavlm.optim.host_adamw import HostAdamW
+from megavlm.parallel.dtensor import local_part
 
 
 class LiveBytes(TorchDispatchMode):
@@ -110,10 +110,10 @@ def standing_tensors(engine: Any) -> list[Tensor]:
     """Return the tensors that persist between steps: parameters, gradients, optimizer state, main weights."""
     found: list[Tensor] = []
     for chunk in engine.parts:
-        found += [local(param) for param in chunk.parameters()]
+        found += [local_part(param) for param in chunk.parameters()]
         found += [param.main_grad for param in chunk.parameters() if getattr(param, "main_grad", None) is not None]
     for inner in _optimizers(engine):
-        found += [local(param) for group in inner.param_groups for param in group["params"]]
+        found += [local_part(param) for group in inner.param_groups for param in group["params"]]
         found += _state(inner)
     return found
 

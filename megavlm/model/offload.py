@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from megavlm.backend.adamw import local
-from megavlm.backend.host import Transfers
+from megavlm.backend.host_copies import HostCopies
+from megavlm.parallel.dtensor import local_part
 
 # Numbers below which a tensor stays: its transfer would cost a latency and save next to nothing.
 _SMALLEST = 1024
@@ -36,8 +36,8 @@ _PLAIN = (Tensor, FakeTensor)  # whose storage is their own; the latter stand in
 class Offload:
     """All chunks of a rank. `begin_pass`, then each layer of a chunk within `layer`; `expect_backward` at the end."""
 
-    def __init__(self, transfers: Transfers, *, smallest: int = _SMALLEST) -> None:
-        self._transfers = transfers
+    def __init__(self, copies: HostCopies, *, smallest: int = _SMALLEST) -> None:
+        self._copies = copies
         self._smallest = smallest
         self._last: _Layer | None = None  # of this pass
         self._leaving: _Layer | None = None  # of any: its tensors are on their way, and still here
@@ -50,7 +50,7 @@ class Offload:
         """While this is active, what autograd saves goes, but for the layer's own parameters, tensors in `stays`
         (which other layers use as well), and small ones.
         """
-        layer = _Layer(self._transfers, module, stays, before=self._last, smallest=self._smallest)
+        layer = _Layer(self._copies, module, stays, before=self._last, smallest=self._smallest)
         with saved_tensors_hooks(layer.pack, _unpacked):
             yield
         if not layer.send():
@@ -68,15 +68,15 @@ class Offload:
 class _Stored:
     """Bytes that a layer saved: on the device, on the host, or both. Gone when autograd has let go of all views."""
 
-    def __init__(self, transfers: Transfers, here: Tensor) -> None:
-        self.transfers = transfers
+    def __init__(self, copies: HostCopies, here: Tensor) -> None:
+        self.copies = copies
         self.here: Tensor | None = here
         self.host: Tensor | None = None
         self.arriving: Any = None  # ticket of the copy back
 
     def __del__(self) -> None:
         if self.arriving is not None:  # fetched and never asked for: its memory must not be used before it arrived
-            self.transfers.wait(self.arriving)
+            self.copies.wait(self.arriving)
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class _Layer:
     """What one layer saves in one pass. Autograd owns the tensors: those that it lets go are gone from here too."""
 
     def __init__(
-        self, transfers: Transfers, module: nn.Module, stays: tuple[Any, ...], *, before: _Layer | None, smallest: int
+        self, copies: HostCopies, module: nn.Module, stays: tuple[Any, ...], *, before: _Layer | None, smallest: int
     ) -> None:
-        self._transfers = transfers
+        self._copies = copies
         self._module: nn.Module | None = module
         self._stays = {leaf.untyped_storage()._cdata for leaf in tree_leaves(stays) if isinstance(leaf, Tensor)}
         self._before = before
@@ -112,7 +112,7 @@ class _Layer:
         if isinstance(tensor, nn.Parameter):
             return tensor
         if self._module is not None:  # asked for now: parameters that ranks share are whole only while the layer runs
-            self._stays |= {local(param).untyped_storage()._cdata for param in self._module.parameters()}
+            self._stays |= {local_part(param).untyped_storage()._cdata for param in self._module.parameters()}
             self._module = None
         if not self._goes(tensor):
             return tensor.detach()
@@ -120,7 +120,7 @@ class _Layer:
             return self._saved(tensor)
 
     def _goes(self, tensor: Tensor) -> bool:
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type == self._transfers.kind
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type == self._copies.kind
         return plain and tensor.numel() >= self._smallest and tensor.untyped_storage()._cdata not in self._stays
 
     def _saved(self, tensor: Tensor) -> _Saved:
@@ -137,7 +137,7 @@ class _Layer:
 
     def _stored(self, key: Any, storage: torch.UntypedStorage, make: Callable[[], Tensor]) -> _Stored:
         if key not in self._known:
-            self._known[key] = _Stored(self._transfers, make()), storage
+            self._known[key] = _Stored(self._copies, make()), storage
             self._all.append(weakref.ref(self._known[key][0]))
         return self._known[key][0]
 
@@ -150,14 +150,14 @@ class _Layer:
         alive = self._alive()
         if not alive:
             return False
-        hosts, self._sent = self._transfers.send([stored.here for stored in alive if stored.here is not None])
+        hosts, self._sent = self._copies.to_host([stored.here for stored in alive if stored.here is not None])
         for stored, host in zip(alive, hosts, strict=True):
             stored.host = host
         return True
 
     def let_go(self) -> None:
         """Free the device's memory once the copies are done."""
-        self._transfers.wait(self._sent)
+        self._copies.wait(self._sent)
         self._here = False
         for stored in self._alive():
             stored.here = None
@@ -168,7 +168,7 @@ class _Layer:
             return
         self._here = True
         alive = self._alive()
-        tensors, ticket = self._transfers.fetch([stored.host for stored in alive if stored.host is not None])
+        tensors, ticket = self._copies.to_device([stored.host for stored in alive if stored.host is not None])
         for stored, tensor in zip(alive, tensors, strict=True):
             stored.here, stored.arriving = tensor, ticket
 
@@ -176,7 +176,7 @@ class _Layer:
         """What is stored, on the device: its backward pass has begun. The layer before will be asked for next."""
         self.fetch()
         if stored.arriving is not None:
-            self._transfers.wait(stored.arriving)
+            self._copies.wait(stored.arriving)
             stored.arriving = stored.host = None
         if self._before is not None:
             self._before.fetch()

@@ -117,7 +117,7 @@ class View:
         """
         samples, length = self.batch.tokens.shape
         places = self.batch.feature_positions
-        first = self.groups.at.tp * (length // self.groups.dims.tp) if sequence_parallel(self.config) else 0
+        first = self.groups.coords.tp * (length // self.groups.dims.tp) if sequence_parallel(self.config) else 0
         return (places % length - first) * samples + places // length
 
     def with_features_merged(self, hidden: Tensor, features: Tensor) -> Tensor:

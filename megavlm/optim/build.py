@@ -14,15 +14,15 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megavlm.backend.adamw import AdamW
 from megavlm.config.schema import Config
 from megavlm.config.sharding_rules import shards_gradients
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
+from megavlm.optim.adamw import AdamW
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.gathers import wait_before_reading
-from megavlm.optim.host import HostAdamW
+from megavlm.optim.host_adamw import HostAdamW
 from megavlm.optim.joined import JoinedOptimizer
+from megavlm.optim.param_gather import wait_before_reading
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import module_of

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from megavlm.backend.adamw import local
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
-from megavlm.optim.shards import Layout, layout_of, rows_of
+from megavlm.optim.shards import ShardLayout, rows_of, shard_layout
+from megavlm.parallel.dtensor import local_part
 from megavlm.parallel.groups import Groups
 from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, VISION_LAYER
 
@@ -88,7 +88,7 @@ class FullyShardedChunk(_BaseDataParallel):
         for param in self.trained.values():
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            param.main_grad = local(param.grad)
+            param.main_grad = local_part(param.grad)
         if self.groups.replicas is not None:
             for gradients in _portions(self._gradients(), _REDUCED_AT_ONCE):
                 together = torch.cat([gradient.flatten() for gradient in gradients])
@@ -107,7 +107,7 @@ class FullyShardedChunk(_BaseDataParallel):
         return {
             f"{prefix}{name}/{index}": part
             for name, param in self.module.named_parameters()
-            for index, part in enumerate(self.layouts[name].parts(local(param).to(self.dtype)))
+            for index, part in enumerate(self.layouts[name].parts(local_part(param).to(self.dtype)))
         }
 
     @torch.no_grad()
@@ -116,18 +116,18 @@ class FullyShardedChunk(_BaseDataParallel):
         self.reshard()
         frozen = ((name, param) for name, param in self.module.named_parameters() if name not in self.trained)
         for name, param in frozen:
-            for index, part in enumerate(self.layouts[name].parts(local(param))):
+            for index, part in enumerate(self.layouts[name].parts(local_part(param))):
                 assert part.data is not None
                 part.data.copy_(state_dict[f"{name}/{index}"])
 
 
-def _layouts(chunk: VLMChunk, groups: Groups) -> dict[str, Layout]:
+def _layouts(chunk: VLMChunk, groups: Groups) -> dict[str, ShardLayout]:
     """Of each parameter of a chunk, while it is whole."""
     entries = {id(entry.data): entry for entry in chunk.sharded_state_dict().values()}
     replica = groups.replicas.rank() if groups.replicas is not None else 0
     rank, ranks = groups.shard.rank(), groups.shard.size()
     return {
-        name: layout_of(entries[id(param)], *rows_of(param.shape, rank=rank, ranks=ranks), replica=replica)
+        name: shard_layout(entries[id(param)], *rows_of(param.shape, rank=rank, ranks=ranks), replica=replica)
         for name, param in chunk.named_parameters()
     }
 

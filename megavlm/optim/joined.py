@@ -24,7 +24,7 @@ class JoinedOptimizer(ChainedOptimizer):
     """Parts that step together: the gradient norm, and clipping to it, is that of all their parameters."""
 
     def __init__(self, parts: Sequence[Any], *, clip: float) -> None:
-        """`clip` is the largest norm of mean gradients; 0 clips nothing. Parts update by `backend.adamw`."""
+        """`clip` is the largest norm of mean gradients; 0 clips nothing. Parts update by `optim.adamw`."""
         super().__init__(list(parts))
         self.clip = clip or math.inf
         self._tokens: Tensor | None = None

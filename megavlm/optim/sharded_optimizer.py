@@ -9,9 +9,10 @@ from megatron.core.optimizer import FP32Optimizer, _get_param_groups
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor
 
-from megavlm.backend.adamw import AdamW, local
+from megavlm.optim.adamw import AdamW
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.shards import Held
+from megavlm.optim.shards import ParamShard
+from megavlm.parallel.dtensor import local_part
 from megavlm.parallel.groups import Groups
 
 
@@ -39,11 +40,13 @@ class ShardedOptimizer(FP32Optimizer):
         return False  # they are where the optimizer looks for them, in fp32
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        return [local(gradient) for gradient in super().get_main_grads_for_grad_norm()]
+        return [local_part(gradient) for gradient in super().get_main_grads_for_grad_norm()]
 
-    def held(self) -> Iterator[Held]:
+    def param_shards(self) -> Iterator[ParamShard]:
         """Of each trained parameter of the chunks: this rank's rows of master weights and moments."""
         for chunk in self.chunks:
             chunk.reshard()
             for name, param in chunk.trained.items():
-                yield Held(param, chunk.layouts[name], {"param": local(param), **self.optimizer.state[param]})
+                yield ParamShard(
+                    param, chunk.layouts[name], {"param": local_part(param), **self.optimizer.state[param]}
+                )

@@ -62,7 +62,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """One parameter: its slices, and the numbers `start` … `end − 1` that this rank holds."""
 
     slices: tuple[Slice, ...]
@@ -93,17 +93,17 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Held:
+class ParamShard:
     """What this rank holds of a trained parameter: where it lies, and fp32 weights (`param`) and moments themselves."""
 
     param: Tensor
-    layout: Layout
+    layout: ShardLayout
     state: Mapping[str, Tensor]
 
 
-def layout_of(entry: ShardedTensor | ShardedTensorFactory, start: int, end: int, *, replica: int) -> Layout:
+def shard_layout(entry: ShardedTensor | ShardedTensorFactory, start: int, end: int, *, replica: int) -> ShardLayout:
     """Where the numbers `start` … `end − 1` of a parameter lie, by the parameter's entry in a sharded state dict."""
-    return Layout(tuple(_slices(entry)), start, end, replica)
+    return ShardLayout(tuple(_slices(entry)), start, end, replica)
 
 
 def rows_of(shape: torch.Size, *, rank: int, ranks: int) -> tuple[int, int]:

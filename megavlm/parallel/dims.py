@@ -37,14 +37,14 @@ class Dims:
             pp=rank // (self.tp * self.dp),
         )
 
-    def block(self, dp: int) -> tuple[int, ...]:
+    def replica_ranks(self, dp: int) -> tuple[int, ...]:
         """Global ranks of a model replica, by their place in it: tp + TP·pp."""
         return tuple(tp + self.tp * (dp + self.dp * pp) for pp in range(self.pp) for tp in range(self.tp))
 
     def encoders(self, width: int) -> tuple[tuple[int, ...], ...]:
         """Global ranks of each colocated encoder: `width` neighbours in their replica."""
-        blocks = [self.block(dp) for dp in range(self.dp)]
-        return tuple(block[place : place + width] for block in blocks for place in range(0, len(block), width))
+        replicas = [self.replica_ranks(dp) for dp in range(self.dp)]
+        return tuple(replica[first : first + width] for replica in replicas for first in range(0, len(replica), width))
 
     def chunks_of(self, pp_rank: int) -> tuple[int, ...]:
         """Chunks that a pipeline rank owns, in execution order: r, r+PP, r+2·PP, …"""

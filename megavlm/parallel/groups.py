@@ -27,7 +27,7 @@ class Groups:
     """The groups of this rank. `collection` is what megatron-core's modules take."""
 
     dims: Dims
-    at: Coordinates
+    coords: Coordinates
     collection: ProcessGroupCollection
     tied: dist.ProcessGroup | None  # where tied embeddings lie on two stages: the two ranks that hold a copy
 
@@ -62,23 +62,23 @@ class Groups:
         return self.collection.inter_dist_opt if self.shard.size() < self.dp_cp.size() else None
 
     @property
-    def block(self) -> dist.ProcessGroup:
+    def mp(self) -> dist.ProcessGroup:
         """The ranks of one model replica, TP × PP: rank tp + TP·pp of it stands at (tp, pp)."""
         return self.collection.mp
 
     @property
-    def block_rank(self) -> int:
-        return self.at.tp + self.dims.tp * self.at.pp
+    def mp_rank(self) -> int:
+        return self.coords.tp + self.dims.tp * self.coords.pp
 
     @property
     def is_first_tp(self) -> bool:
         """Whether this rank speaks for the tensor-parallel ranks of its stage, which know the same."""
-        return self.at.tp == 0
+        return self.coords.tp == 0
 
     @property
     def is_reader(self) -> bool:
         """Whether this rank reads its replica's samples, and writes down what was skipped."""
-        return self.is_first_tp and self.at.pp == 0
+        return self.is_first_tp and self.coords.pp == 0
 
 
 def start(backend: Backend, *, timeout_minutes: float) -> None:
@@ -129,13 +129,13 @@ def build_groups(
         get_embedding_ranks=lambda ranks, split=None: ranks[:1],
         create_gloo_process_groups=False,
     )
-    at = dims.coordinates(dist.get_rank())
-    model_parallel_cuda_manual_seed(seed + 100 * at.pp + 10_000 * at.dp, force_reset_rng=True)
+    coords = dims.coordinates(dist.get_rank())
+    model_parallel_cuda_manual_seed(seed + 100 * coords.pp + 10_000 * coords.dp, force_reset_rng=True)
     tied = _tied_group(dims, sorted(set(tied_owners)), timeout=timedelta(minutes=timeout_minutes))
     collection = ProcessGroupCollection.use_mpu_process_groups()
     if shard_size is not None and shard_size < dims.dp:
         _share_in_groups(collection, dims, shard_size, timeout=timedelta(minutes=timeout_minutes))
-    return Groups(dims=dims, at=at, collection=collection, tied=tied)
+    return Groups(dims=dims, coords=coords, collection=collection, tied=tied)
 
 
 def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, *, timeout: timedelta) -> None:
@@ -187,8 +187,8 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, ti
     draws = dist.get_global_rank(together, 0) if same_dropout else dist.get_rank()
     get_cuda_rng_tracker().add(ENCODER_RNG, seed + 1_000_000 * (1 + draws))
     dims = Dims(tp=tp, pp=1, vpp=1, dp=groups.dims.world // tp)
-    at = Coordinates(tp=together.rank(), dp=apart.rank(), pp=0)
-    return Groups(dims=dims, at=at, collection=collection, tied=None)
+    coords = Coordinates(tp=together.rank(), dp=apart.rank(), pp=0)
+    return Groups(dims=dims, coords=coords, collection=collection, tied=None)
 
 
 def _group_among(candidates: Sequence[Sequence[int]], *, timeout: timedelta) -> dist.ProcessGroup:

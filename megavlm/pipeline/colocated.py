@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.backend.streams import AtOnce, Beside, beside
+from megavlm.backend.streams import InlineStream, SideStream, side_stream
 from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
@@ -53,7 +53,7 @@ class Colocated:
         self._window: _Window | None = None
         self._upcoming: Sequence[MicroBatch] | None = None
         self._ahead: _Ahead | None = None
-        self._beside: Beside = beside(encoder.device) if config.parallel.encode_ahead else AtOnce()
+        self._side_stream: SideStream = side_stream(encoder.device) if config.parallel.encode_ahead else InlineStream()
 
     def prefetch(self, batches: Sequence[MicroBatch]) -> None:
         """Encode this window beside what trains on the next one to be handed out: `advance` says when. For frozen
@@ -66,7 +66,7 @@ class Colocated:
         """Queue a pass of what is encoded ahead, if anything is. Returns whether there may be more."""
         if self._ahead is None:
             return False
-        with self._beside.work(_patches(self._ahead.batches)):
+        with self._side_stream.run(_patches(self._ahead.batches)):
             return self._ahead.passes.advance()
 
     def encode(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -76,7 +76,7 @@ class Colocated:
         Every rank of the replica calls it, with the same micro-batches.
         """
         images, owners = self._assigned(batches)
-        rank, ranks = self._groups.block_rank, self._groups.block.size()
+        rank, ranks = self._groups.mp_rank, self._groups.mp.size()
         encoder = np.repeat(np.asarray(owners, dtype=np.int64), [image.features for image in images])
         rows = senders(encoder, width=self._width)
         exchange = exchange_of(rows, self._shards(batches), merging=self._groups.dims.tp, ranks=ranks)
@@ -85,7 +85,7 @@ class Colocated:
 
         text = [self._for_language(batch) for batch in batches]
         leaves: tuple[Tensor, ...] = ()
-        if self._groups.at.pp == 0:
+        if self._groups.coords.pp == 0:
             counts = self._merged_here(batches, exchange)
             leaves = tuple(part.detach().requires_grad_(self._keeps()) for part in features.split(counts))
             text = [replace(batch, features=leaf) for batch, leaf in zip(text, leaves, strict=True)]
@@ -100,25 +100,25 @@ class Colocated:
             window, self._window = self._window, None
             found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in window.leaves]
             gradients = torch.cat(found) if found else self.encoder.no_features()
-            self.encoder.backward(self._send(gradients, window.exchange.gradients(self._groups.block_rank)))
+            self.encoder.backward(self._send(gradients, window.exchange.gradients(self._groups.mp_rank)))
         self.encoder.reduce()
 
     def _assigned(self, batches: Sequence[MicroBatch]) -> tuple[list[EncoderInput], tuple[int, ...]]:
-        return assign_images(batches, self._config.model, encoders=self._groups.block.size() // self._width)
+        return assign_images(batches, self._config.model, encoders=self._groups.mp.size() // self._width)
 
     def _share(self, batches: Sequence[MicroBatch]) -> Tensor:
         """What this rank sends of its images' features, encoded ahead or now."""
         if self._ahead is None or self._ahead.batches is not batches:
             return self._passes(batches).finish()
-        with self._beside.work(_patches(batches)):
+        with self._side_stream.run(_patches(batches)):
             features = self._ahead.passes.finish()
         self._ahead = None
-        self._beside.end([features])
+        self._side_stream.join([features])
         return features
 
     def _passes(self, batches: Sequence[MicroBatch]) -> Passes:
         images, owners = self._assigned(batches)
-        here = self._groups.block_rank // self._width
+        here = self._groups.mp_rank // self._width
         mine = [image for image, owner in zip(images, owners, strict=True) if owner == here]
         return self.encoder.forward(held_inputs(mine, batches), batches)
 
@@ -127,7 +127,7 @@ class Colocated:
             return
         batches, self._upcoming = self._upcoming, None
         self._ahead = _Ahead(batches, self._passes(batches))
-        self._beside.begin()
+        self._side_stream.fork()
 
     def _keeps(self) -> bool:
         return self.encoder.trained and torch.is_grad_enabled()
@@ -147,18 +147,18 @@ class Colocated:
         places = batch.feature_positions
         if sequence_parallel(self._config):
             shards = shard_of(places, length=batch.tokens.shape[1], shards=self._groups.dims.tp)
-            places = places[shards == self._groups.at.tp]
+            places = places[shards == self._groups.coords.tp]
         return replace(batch, patches=None, feature_positions=places)
 
     def _merged_here(self, batches: Sequence[MicroBatch], exchange: Exchange) -> list[int]:
         """Rows of each micro-batch that this rank merges."""
         counts = [batch.feature_positions.numel() for batch in batches]
-        wanted = exchange.wants[self._groups.block_rank]
+        wanted = exchange.wants[self._groups.mp_rank]
         return [int(part.sum()) for part in np.split(wanted, np.cumsum(counts)[:-1])]
 
     def _send(self, values: Tensor, route: Route) -> Tensor:
         """Rows [before, …] → rows [after, …]."""
-        if self._groups.block.size() == 1:
+        if self._groups.mp.size() == 1:
             return values
         order = torch.from_numpy(np.concatenate(route.send)).to(values.device, non_blocking=True)
         outgoing = values.flatten(1).index_select(0, order)
@@ -168,7 +168,7 @@ class Colocated:
             outgoing,
             output_split_sizes=[len(rows) for rows in route.receive],
             input_split_sizes=[len(rows) for rows in route.send],
-            group=self._groups.block,
+            group=self._groups.mp,
         )
         places = torch.from_numpy(np.concatenate(route.receive)).to(values.device, non_blocking=True)
         return torch.empty_like(incoming).index_copy_(0, places, incoming).view(-1, *values.shape[1:])

@@ -107,7 +107,7 @@ class Encoder:
         else:
             features = yield from self._looked_up(self._cache, inputs, batches)
         length = run_length(len(features), self._groups.dims.tp)
-        return features[self._groups.at.tp * length :][:length]
+        return features[self._groups.coords.tp * length :][:length]
 
     def _computed(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> Generator[None, None, Tensor]:
         passes = [self._pass(group, batches) for group in split_into_passes(inputs, self._chunk_patches)]

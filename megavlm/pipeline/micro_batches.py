@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megavlm.backend.host import Transfers
+from megavlm.backend.host_copies import HostCopies
 from megavlm.data.batch import MicroBatch
 
 
@@ -23,7 +23,7 @@ class DevicePrefetcher:
     def __init__(
         self,
         batches: Sequence[MicroBatch],
-        transfers: Transfers,
+        host_copies: HostCopies,
         *,
         chunks: int,
         meanwhile: Callable[[], object] | None = None,
@@ -32,7 +32,7 @@ class DevicePrefetcher:
         whenever a chunk takes one.
         """
         self._batches = batches
-        self._transfers = transfers
+        self._host_copies = host_copies
         self._meanwhile = meanwhile
         self._awaited_by = [chunks] * len(batches)
         self._on_the_way: dict[int, tuple[MicroBatch, Any]] = {}
@@ -49,7 +49,7 @@ class DevicePrefetcher:
         if index not in self._here:
             self._send(index)
             batch, ticket = self._on_the_way.pop(index)
-            self._transfers.wait(ticket)
+            self._host_copies.wait(ticket)
             self._here[index] = _seen(batch)
             self._send(index + 1)
         self._awaited_by[index] -= 1
@@ -61,7 +61,7 @@ class DevicePrefetcher:
             return
         batch = self._batches[index]
         names, values = zip(*batch.travelling().items(), strict=True)
-        copies, ticket = self._transfers.fetch(values)
+        copies, ticket = self._host_copies.to_device(values)
         copied: dict[str, Any] = dict(zip(names, copies, strict=True))
         self._on_the_way[index] = replace(batch, **copied), ticket
 

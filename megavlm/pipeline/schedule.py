@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megavlm.backend import Backend
-from megavlm.backend.host import transfers_of
+from megavlm.backend.host_copies import host_copies_of
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
 from megavlm.model.modules import fp8_fields
@@ -82,7 +82,7 @@ class Schedule:
         self.groups = groups
         self.backend = backend
         self.num_sources = num_sources
-        self._transfers = transfers_of(backend.device)
+        self._host_copies = host_copies_of(backend.device)
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
         self._communicator = Transfers(groups, config, sends_copies=backend.is_cpu) if dims.pp > 1 else None
 
@@ -116,7 +116,7 @@ class Schedule:
             batches = self.colocated.encode(batches)
         # While chunks take micro-batches, passes of the next step's encoder are queued.
         meanwhile = self.colocated.advance if self.colocated is not None else None
-        moving = DevicePrefetcher(batches, self._transfers, chunks=len(self.chunks), meanwhile=meanwhile)
+        moving = DevicePrefetcher(batches, self._host_copies, chunks=len(self.chunks), meanwhile=meanwhile)
         iterators = [moving.for_a_chunk() for _ in self.chunks]
         single = len(self.chunks) == 1
         arguments: dict[str, Any] = {}

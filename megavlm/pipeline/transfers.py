@@ -40,7 +40,7 @@ class Transfers(P2PCommunicator):
         step = Shape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, len(batches))
         known = [[chunk.transferred(batch) for batch in batches] for chunk in chunks]
         ends = {kind: deque[Size]() for kind in (FORWARD, BACKWARD)}
-        for each in orders(step)[self._groups.at.pp]:
+        for each in orders(step)[self._groups.coords.pp]:
             received, sent = known[each.chunk // dims.pp][each.micro]
             size = received if each.kind == FORWARD else sent
             if size is not None:

@@ -18,7 +18,7 @@ from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBE
 from megavlm.planner.orders import peak_in_flight
 from megavlm.planner.parameters import local_parameters, vocabulary_shard
 
-HOST_PIECE = 2**24  # numbers that `optim/host.py` moves together
+HOST_PIECE = 2**24  # numbers that `optim/host_adamw.py` moves together
 LOSS_WORK = 2**25  # bytes of fp32 logits that `model/cross_entropy.py` makes at a time: about a GPU's second cache
 
 

@@ -18,7 +18,7 @@ from megatron.core import fp8_utils
 from torch import Tensor, nn
 
 from megavlm.config.schema import Config
-from megavlm.optim.shards import Held
+from megavlm.optim.shards import ParamShard
 from megavlm.planner.layers import keeps_fp8
 
 
@@ -67,13 +67,13 @@ def _begin_with(param: Any, plain: Tensor) -> None:
     param.clear_high_precision_init_val = kept.clear  # several may call it
 
 
-def entries_to_save(entries: Mapping[str, Any], held: Iterable[Held]) -> dict[str, Any]:
+def entries_to_save(entries: Mapping[str, Any], shards: Iterable[ParamShard]) -> dict[str, Any]:
     """A chunk's entries in a checkpoint, in place of parameters in FP8 what this rank holds of their master weights."""
     in_fp8 = {id(entry.data): key for key, entry in entries.items() if fp8_utils.is_float8tensor(entry.data)}
     plain = {key: entry for key, entry in entries.items() if id(entry.data) not in in_fp8}
     masters = {
         f"{in_fp8[id(each.param)]}/{number}": part
-        for each in held
+        for each in shards
         if id(each.param) in in_fp8
         for number, part in enumerate(each.layout.parts(each.state["param"].to(each.param.dtype)))
     }

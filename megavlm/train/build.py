@@ -134,7 +134,7 @@ def build(config: Config, backend: Backend) -> Run:
         run_dir=run_dir,
         progress=progress,
         sinks=sinks,
-        skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.at.dp:05d}.jsonl" if groups.is_reader else None),
+        skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.coords.dp:05d}.jsonl" if groups.is_reader else None),
     )
 
 
@@ -162,15 +162,15 @@ def _about_offload(config: Config, plan: Plan, backend: Backend) -> Iterator[str
 def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
     """The ranks of this replica that need pixels; None on a rank that needs none."""
     if plan.encoder:
-        return groups.block
-    return groups.tp if plan.owner_of(PATCH_EMBED) == groups.at.pp else None
+        return groups.mp
+    return groups.tp if plan.owner_of(PATCH_EMBED) == groups.coords.pp else None
 
 
 def _patch_shards(config: Config, plan: Plan, groups: Groups) -> PatchShards | None:
     """A colocated encoder's pixels go only to the ranks that encode them."""
     if not plan.encoder:
         return None
-    return partial(patches_by_rank, model=config.model, ranks=groups.block.size(), width=plan.vision_tp)
+    return partial(patches_by_rank, model=config.model, ranks=groups.mp.size(), width=plan.vision_tp)
 
 
 def _start(config: Config, run_dir: Path) -> Path | None:

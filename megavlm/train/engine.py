@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megavlm.backend import Backend
-from megavlm.backend.host import transfers_of
+from megavlm.backend.host_copies import host_copies_of
 from megavlm.checkpoint.state import Trained
 from megavlm.config import sequence_parallel
 from megavlm.config.precision_rules import sequence_multiple
@@ -32,8 +32,8 @@ from megavlm.optim.build import (
     wrap_chunks,
 )
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.gathers import gather_parameters
 from megavlm.optim.joined import JoinedOptimizer
+from megavlm.optim.param_gather import gather_parameters
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import Colocated
 from megavlm.pipeline.encoder import Encoder, encoder_config
@@ -127,7 +127,7 @@ class Engine:
         """Name the phases of steps of so many micro-batches for a profiler; None: no longer."""
         phases = None
         if micro_batches is not None:
-            phases = Phases(self.groups.dims, rank=self.groups.at.pp, micro_batches=micro_batches)
+            phases = Phases(self.groups.dims, rank=self.groups.coords.pp, micro_batches=micro_batches)
         self.schedule.config.timers = phases
         for optimizer in getattr(self.optimizer, "chained_optimizers", ()):
             optimizer.config.timers = phases
@@ -170,12 +170,12 @@ def build_engine(
     pipeline = pipeline_config(config, plan.dims)
     bare = [
         VLMChunk(config, plan, index, vocab_size=vocab_size, groups=groups, pipeline=pipeline).to(backend.device)
-        for index in plan.dims.chunks_of(groups.at.pp)
+        for index in plan.dims.chunks_of(groups.coords.pp)
     ]
     apart = _Apart.of(config, plan, groups, vocab_size=vocab_size, backend=backend)
     parts = [*bare, *([apart.chunk] if apart else [])]
     if "activations" in config.parallel.offload:
-        offload = Offload(transfers_of(backend.device))
+        offload = Offload(host_copies_of(backend.device))
         for chunk in parts:
             chunk.offload = offload
     with plain_weights(parts):

@@ -1,4 +1,4 @@
-"""Held-out questions: asked through the training pipeline, scored by exact match."""
+"""ParamShard-out questions: asked through the training pipeline, scored by exact match."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def generate(
     micro-batches, as the interleaved schedule wants them.
     """
     groups = engine.groups
-    mine = list(prompts[groups.at.dp :: groups.dims.dp])
+    mine = list(prompts[groups.coords.dp :: groups.dims.dp])
     round_size = micro_batch_size * groups.dims.pp
     work = [*mine, *[prompts[0]] * (-max(len(mine), 1) % round_size + (0 if mine else 1))]
     answers: list[list[int]] = [[] for _ in work]

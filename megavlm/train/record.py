@@ -37,7 +37,7 @@ class Counts:
 
 def counts_of(run: Run, step: StepData, *, stop: bool) -> Counts:
     """This rank's share: only one rank of each replica counts the batch, every rank may ask to stop."""
-    at = run.engine.groups.at
+    at = run.engine.groups.coords
     if at.tp or at.pp:
         return Counts(stop=stop)
     counted = stats(step.batches)

@@ -73,11 +73,11 @@ CASES = {
 @contextlib.contextmanager
 def offloaded_apart(counter: Any) -> Iterator[None]:
     """Count what offloading allocates on the host as the host's: here both are one memory."""
-    from megavlm.backend import host
-    from megavlm.optim import host as optimizer
+    from megavlm.backend import host_copies as host
+    from megavlm.optim import host_adamw as optimizer
 
-    allocate = counter.on_host(host.host_like)
-    with patch.object(host, "host_like", allocate), patch.object(optimizer, "host_like", allocate):
+    allocate = counter.on_host(host.empty_on_host)
+    with patch.object(host, "empty_on_host", allocate), patch.object(optimizer, "empty_on_host", allocate):
         yield
 
 
@@ -103,7 +103,7 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend.activate())
     counts = step_counts(run.engine, run.data_loader.next_step().batches, offloaded_apart)
-    plan, rank = run.plan, run.engine.groups.at.pp
+    plan, rank = run.plan, run.engine.groups.coords.pp
     step = predict(config, plan.dims, PROFILES["cpu"])
     host = step.host[rank] if step.host else HostMemory()
     there = sum(p.numel() for chunk in run.engine.parts for p in chunk.parameters())  # of shared ones all rows

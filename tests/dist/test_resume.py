@@ -109,7 +109,7 @@ def train_with_lazy_counts(argv: list[str], run_dir: str) -> None:
     """As `train`, with an optimizer that counts steps as Transformer Engine's: in groups that this rank has any of."""
     from unittest.mock import patch
 
-    from megavlm.backend.adamw import AdamW
+    from megavlm.optim.adamw import AdamW
 
     step = AdamW.step
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavlm.backend.adamw import AdamW
-from megavlm.backend.host import transfers_of
+from megavlm.backend.host_copies import host_copies_of
 from megavlm.model.offload import Offload
-from megavlm.optim.host import HostAdamW
+from megavlm.optim.adamw import AdamW
+from megavlm.optim.host_adamw import HostAdamW
 
 WIDTH, LAYERS, ROWS = (1024, 8, 2048) if torch.cuda.is_available() else (64, 8, 32)
 
@@ -62,7 +62,7 @@ def test_gradients_are_the_same_and_memory_is_less(world: Any) -> None:
 
     step(None)
     expected, whole = step(None)
-    offload = Offload(transfers_of(device))
+    offload = Offload(host_copies_of(device))
     for _ in range(3):
         found, less = step(offload)
         for mine, other in zip(found, expected, strict=True):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.backend.adamw import AdamW
-from megavlm.optim import host
-from megavlm.optim.host import HostAdamW
+from megavlm.optim import host_adamw
+from megavlm.optim.adamw import AdamW
+from megavlm.optim.host_adamw import HostAdamW
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SIZES = ((5,), (33, 17), (10_003,), (0,))
@@ -91,9 +91,9 @@ def test_in_place_of_torchs_it_counts_steps_in_the_group() -> None:
 def test_a_piece_is_sent_before_the_one_before_it_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     for name in ("send", "arrive", "send_back"):
-        plain = getattr(host._Piece, name)
+        plain = getattr(host_adamw._Piece, name)
         monkeypatch.setattr(
-            host._Piece, name, lambda self, name=name, plain=plain: (events.append(name), plain(self))[1]
+            host_adamw._Piece, name, lambda self, name=name, plain=plain: (events.append(name), plain(self))[1]
         )
     params = [torch.nn.Parameter(torch.ones(size)) for size in (3, 100, 40, 30)]
     for param in params:

@@ -78,7 +78,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     batches = [hf.batch_of(config, sizes, seed=number) for number, sizes in enumerate(reference.images)]
     worst: dict[str, float] = {}
     logits = engine.schedule.logits(batches)
-    if groups.at.pp == plan.dims.pp - 1:
+    if groups.coords.pp == plan.dims.pp - 1:
         expected = load_file(reference.logits)
         for number, ours in enumerate(logits):
             worst[f"logits {number}"] = _relative(ours, expected[str(number)])

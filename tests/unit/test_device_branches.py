@@ -16,10 +16,10 @@ QUESTION = re.compile(
 
 # The doctor and the planner only report; tests/fake runs all of a step on a device that is not there.
 ASKED = {
-    "backend/__init__.py": "chooses the backend: tests/unit/backend/test_everywhere.py, tests/fake",
-    "backend/host.py": "pins memory, copies on streams: tests/unit/backend/test_host.py with stand-ins",
+    "backend/__init__.py": "chooses the backend: tests/unit/backend/test_mcore_patches.py, tests/fake",
+    "backend/host_copies.py": "pins memory, copies on streams: tests/unit/backend/test_host_copies.py with stand-ins",
     "backend/streams.py": "a second stream: tests/unit/backend/test_streams.py with stand-ins",
-    "backend/transformer_engine.py": "loads it or hides it: tests/unit/backend/test_everywhere.py",
+    "backend/transformer_engine.py": "loads it or hides it: tests/unit/backend/test_mcore_patches.py",
     "checkpoint/state.py": "saves the GPU's random state beside the CPU's: tests/fake (saved)",
     "config/device_defaults.py": "the table of defaults: tests/dist/test_gpu_defaults.py",
     "data/batch.py": "asks the host's tensors alone: tests/fake counts what a step waits for",
@@ -27,7 +27,7 @@ ASKED = {
     "data/staging.py": "copies ahead of use: tests/unit/pipeline/test_micro_batches.py with stand-ins",
     "model/modules.py": "Transformer Engine's parts: tests/parity/test_transformer_engine.py, test_gpu_defaults.py",
     "model/varlen.py": "one call for all sequences: tests/unit/model/test_packing.py with a stand-in",
-    "optim/host.py": "waits for a copy: tests/unit/model/test_offload.py, tests/parity/test_adamw.py",
+    "optim/host_adamw.py": "waits for a copy: tests/unit/model/test_offload.py, tests/parity/test_adamw.py",
     "parallel/user_buffers.py": "refuses a CPU: tests/unit/parallel/test_user_buffers.py",
     "pipeline/encoder.py": "the size of a pass: tests/dist/test_gpu_defaults.py",
     "pipeline/schedule.py": "gloo sends a copy of what is freed: tests/dist/test_parity.py, without it tests/fake",

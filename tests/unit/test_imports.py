@@ -369,7 +369,7 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
         ("megavlm.train.build", "from megavlm.data.rank_loader import Loader\nimport megavlm.errors"),
         ("megavlm.model.vlm", "from megavlm.parallel.groups import Groups\nfrom . import flops"),
         ("megavlm.planner.plan", "from megavlm.model.flops import layer_cost"),
-        ("megavlm.precision.fp8_weights", "from megavlm.optim.shards import Held"),
+        ("megavlm.precision.fp8_weights", "from megavlm.optim.shards import ParamShard"),
         (GROUPS, "from megatron.core import parallel_state\nparallel_state.initialize_model_parallel()"),
         (BACKEND, "def f():\n    from megavlm.backend import cpu"),
         (CPU_BACKEND, "import torch\ntorch.cuda.current_device = f"),

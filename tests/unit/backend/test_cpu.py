@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel import random as mcore_random  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megavlm.backend.adamw import AdamW  # noqa: E402
 from megavlm.model.attention import CoreAttention  # noqa: E402
 from megavlm.model.packing import packed  # noqa: E402
+from megavlm.optim.adamw import AdamW  # noqa: E402
 
 
 def core_attention() -> CoreAttention:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.backend.streams import AtOnce, SideStream, beside, give_each_stream_a_workspace
-from tests.support.transfers import Streams
+from megavlm.backend.streams import CudaStream, InlineStream, give_each_stream_a_workspace, side_stream
+from tests.support.host_copies import Streams
 
 
 @pytest.fixture
@@ -31,23 +31,23 @@ def _tensor(streams: Streams, name: str) -> Any:
 
 
 def test_work_waits_for_what_was_queued_before_it_and_is_waited_for_where_told(streams: Streams) -> None:
-    side = beside(torch.device("cuda", 0))
-    assert isinstance(side, SideStream)
-    side.begin()
+    side = side_stream(torch.device("cuda", 0))
+    assert isinstance(side, CudaStream)
+    side.fork()
     assert streams.log == [("beside", "waits for", "computing")]
     streams.log.clear()
     for _ in range(2):  # what computes meanwhile is waited for by nobody
-        with side.work([_tensor(streams, "pixels"), torch.zeros(1)]):
+        with side.run([_tensor(streams, "pixels"), torch.zeros(1)]):
             assert str(streams.current) == "beside"
         assert str(streams.current) == "computing"
     assert streams.log == [("pixels", "is used by", "beside")] * 2
     streams.log.clear()
-    side.end([_tensor(streams, "features")])
+    side.join([_tensor(streams, "features")])
     assert streams.log == [("computing", "waits for", "beside"), ("features", "is used by", "computing")]
 
 
 def test_a_cpu_works_at_once() -> None:
-    assert isinstance(beside(torch.device("cpu")), AtOnce)
+    assert isinstance(side_stream(torch.device("cpu")), InlineStream)
 
 
 def test_two_streams_do_not_share_scratch_memory(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:

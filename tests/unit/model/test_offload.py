@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megavlm.backend.host import DirectTransfers, Transfers
+from megavlm.backend.host_copies import DirectCopies, HostCopies
 from megavlm.model.offload import Offload
-from tests.support.transfers import LateTransfers
+from tests.support.host_copies import LateCopies
 
 WIDTH, ROWS = 64, 32
 
@@ -82,15 +82,15 @@ def test_gradients_are_the_same_in_any_order_of_passes(blocks, order: str, recom
                 losses.pop(step[1]).backward()
         return [*gradients(blocks), *(state.grad for state in states if state.grad is not None)]
 
-    late = LateTransfers()
+    late = LateCopies()
     expected = play(None)
     assert_same(play(Offload(late)), expected)
-    assert_same(play(Offload(DirectTransfers())), expected)
+    assert_same(play(Offload(DirectCopies())), expected)
     assert late.events.count("fetch") > 0
 
 
 def test_copies_run_one_layer_behind_and_one_ahead(blocks) -> None:
-    late = LateTransfers()
+    late = LateCopies()
     offload = Offload(late)
     loss = run(blocks, batches(1)[0], offload)
     # The first layer's memory is let go when the second's copies are queued, and so on; the last one's is still here.
@@ -105,7 +105,7 @@ def test_copies_run_one_layer_behind_and_one_ahead(blocks) -> None:
 
 
 def test_two_layers_are_on_the_device_at_most(blocks) -> None:
-    late = LateTransfers()
+    late = LateCopies()
     loss = run(blocks, batches(1)[0], Offload(late))
     one = (ROWS * WIDTH + 3 * ROWS * 128) * 4  # inputs of both products, of GELU and of the norm
     assert one < late.peak <= 2 * one
@@ -118,7 +118,7 @@ def test_two_layers_are_on_the_device_at_most(blocks) -> None:
 
 def test_parameters_small_tensors_and_what_layers_share_stay() -> None:
     net, states, angles = block(), batches(1)[0], torch.randn(ROWS, 128, requires_grad=True)
-    late = LateTransfers()
+    late = LateCopies()
     offload = Offload(late)
     offload.begin_pass()
     with offload.layer(net, (angles, None)):
@@ -144,7 +144,7 @@ def test_one_storage_is_moved_once_and_views_stay_views(blocks) -> None:
         states = torch.randn(count, size, requires_grad=True)
         compute(states.tanh()).backward()
         expected, states.grad = states.grad, None
-        late = LateTransfers()
+        late = LateCopies()
         offload = Offload(late, smallest=16)
         offload.begin_pass()
         held = states.tanh()
@@ -163,7 +163,7 @@ def test_one_storage_is_moved_once_and_views_stay_views(blocks) -> None:
 
 def test_a_pass_fetches_nothing_of_another(blocks) -> None:
     """And its last layer's tensors before anything else of it is computed, if they were let go."""
-    late = LateTransfers()
+    late = LateCopies()
     offload = Offload(late)
     first, second = (run(blocks, states, offload) for states in batches(2))
     late.events.clear()
@@ -178,7 +178,7 @@ def test_a_pass_fetches_nothing_of_another(blocks) -> None:
 
 
 def test_the_last_layer_is_fetched_while_what_follows_it_runs(blocks) -> None:
-    late = LateTransfers()
+    late = LateCopies()
     offload = Offload(late)
     offload.begin_pass()
     (states,) = batches(1)
@@ -197,7 +197,7 @@ def test_the_last_layer_is_fetched_while_what_follows_it_runs(blocks) -> None:
 
 def test_an_exception_leaves_nothing_behind(blocks) -> None:
     """In forward and in backward passes; what follows is right, and what was on its way is waited for."""
-    late = LateTransfers()
+    late = LateCopies()
     offload = Offload(late)
     states = batches(2)
     run(blocks, states[0], None).backward()
@@ -231,7 +231,7 @@ def test_an_exception_leaves_nothing_behind(blocks) -> None:
 
 
 def test_a_layer_that_saves_nothing_is_passed_over(blocks) -> None:
-    late = LateTransfers()
+    late = LateCopies()
     offload = Offload(late)
     blocks.insert(3, nn.Identity())
     run(blocks, batches(1)[0], offload).backward()
@@ -242,5 +242,5 @@ def test_a_layer_that_saves_nothing_is_passed_over(blocks) -> None:
 
 
 def test_the_stand_in_is_what_the_code_asks_for() -> None:
-    kinds: list[Transfers] = [LateTransfers(), DirectTransfers()]
+    kinds: list[HostCopies] = [LateCopies(), DirectCopies()]
     assert all(each.kind == "cpu" for each in kinds)

@@ -10,22 +10,22 @@ import torch
 from megavlm.data.batch import MicroBatch
 from megavlm.data.staging import Staging
 from megavlm.pipeline.micro_batches import DevicePrefetcher
+from tests.support.host_copies import LateCopies
 from tests.support.micro_batch import PATCHES, PIXELS, TOKENS, micro_batch
-from tests.support.transfers import LateTransfers
 
 STEP = 8
 
 
-class Noted(LateTransfers):
+class Noted(LateCopies):
     """Counts bytes that live on the device, copies of fp32, bf16 and integers alike."""
 
     @property
     def bytes_here(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.here)
 
-    def fetch(self, hosts):
+    def to_device(self, hosts):
         self.fetched = getattr(self, "fetched", 0) + sum(host.numel() * host.element_size() for host in hosts)
-        return super().fetch(hosts)
+        return super().to_device(hosts)
 
 
 def size(one: MicroBatch) -> int:

@@ -32,7 +32,7 @@ def test_sequences_are_as_long_as_layers_take_them(multiple: int, length: int, m
     prompts = [source.sample(index) for index in range(2)]
     prompts = [replace(sample, tokens=sample.tokens[:20], trained=sample.trained[:20]) for sample in prompts]
     engine: Any = SimpleNamespace(
-        groups=SimpleNamespace(at=SimpleNamespace(dp=0), dims=SimpleNamespace(dp=1, pp=1, tp=1)),
+        groups=SimpleNamespace(coords=SimpleNamespace(dp=0), dims=SimpleNamespace(dp=1, pp=1, tp=1)),
         sequence_multiple=multiple,
         evaluating=lambda evaluating: None,
         schedule=SimpleNamespace(logits=logits, backend=SimpleNamespace(device="cpu")),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megavlm.backend.adamw import AdamW
-from megavlm.optim.host import HostAdamW
+from megavlm.optim.adamw import AdamW
+from megavlm.optim.host_adamw import HostAdamW
 from megavlm.optim.joined import divisor_of
 
 

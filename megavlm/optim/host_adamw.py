@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.backend.adamw import AdamW, local
-from megavlm.backend.host import host_like
+from megavlm.backend.host_copies import empty_on_host
+from megavlm.optim.adamw import AdamW
+from megavlm.parallel.dtensor import local_part
 from megavlm.planner.memory import HOST_PIECE
 
 
@@ -28,12 +29,14 @@ class HostAdamW(AdamW):
     def _moments(self, p: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[p]
         if not state:
-            size = local(p).shape
+            size = local_part(p).shape
             state.update({name: torch.zeros(size, dtype=p.dtype) for name in ("exp_avg", "exp_avg_sq")})
         return state
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        parts = [part for p in params for part in _parts(local(p), local(p.grad), self._moments(p), self.piece)]
+        parts = [
+            part for p in params for part in _parts(local_part(p), local_part(p.grad), self._moments(p), self.piece)
+        ]
         pieces = [_Piece(each) for each in _together(parts, self.piece)]
         divisor = None if self.divisor is None else _to_host(self.divisor)  # arrives before the first piece
         pieces[0].send()
@@ -112,4 +115,4 @@ def _together(parts: Sequence[_Part], size: int) -> Iterator[list[_Part]]:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    return host_like(tensor).copy_(tensor, non_blocking=True)
+    return empty_on_host(tensor).copy_(tensor, non_blocking=True)

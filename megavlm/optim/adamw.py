@@ -15,7 +15,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from megavlm.parallel.dtensor import local_part
 
 
 class AdamW(torch.optim.Optimizer):
@@ -59,7 +60,7 @@ class AdamW(torch.optim.Optimizer):
         assert closure is None, "a closure would recompute the forward pass outside the pipeline schedule"
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            params = [p for p in group["params"] if p.grad is not None and local(p).numel()]
+            params = [p for p in group["params"] if p.grad is not None and local_part(p).numel()]
             if params:
                 self._update(group, params)
         return None
@@ -85,13 +86,13 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         moments = [self._moments(p) for p in params]
-        values, gradients = [local(p) for p in params], [local(p.grad) for p in params]
+        values, gradients = [local_part(p) for p in params], [local_part(p.grad) for p in params]
         self._fused(group, values, gradients, moments, self.divisor)
 
     def _moments(self, p: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[p]
         if not state:
-            state.update(exp_avg=torch.zeros_like(local(p)), exp_avg_sq=torch.zeros_like(local(p)))
+            state.update(exp_avg=torch.zeros_like(local_part(p)), exp_avg_sq=torch.zeros_like(local_part(p)))
         return state
 
     def _fused(
@@ -121,10 +122,3 @@ class AdamW(torch.optim.Optimizer):
             maximize=False,
             grad_scale=divisor,
         )
-
-
-def local(tensor: Any) -> Tensor:
-    """A sharded tensor's part on this rank; other tensors as they are."""
-    with torch.no_grad():
-        part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    return part

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.backend.host import DirectTransfers, StreamTransfers, host_like, transfers_of
-from tests.support.transfers import Streams
+from megavlm.backend.host_copies import DirectCopies, StreamCopies, empty_on_host, host_copies_of
+from tests.support.host_copies import Streams
 
 
 @pytest.fixture
@@ -30,17 +30,17 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 def test_copies_wait_for_what_was_computed_and_are_waited_for(streams: Streams) -> None:
-    transfers = StreamTransfers(torch.device("cpu"))
+    copies = StreamCopies(torch.device("cpu"))
     sources = [torch.arange(4.0), torch.arange(3)]
-    hosts, sent = transfers.send(sources)
+    hosts, sent = copies.to_host(sources)
     copied = [("copies",)] * 2
     assert streams.log == [("out", "waits for", "computing"), *[("out", *each) for each in copied], ("out", "records")]
     streams.log.clear()
-    transfers.wait(sent)
+    copies.wait(sent)
     assert streams.log == [("computing", "waits for", "copies of out")]
     streams.log.clear()
-    tensors, fetched = transfers.fetch(hosts)
-    transfers.wait(fetched)
+    tensors, fetched = copies.to_device(hosts)
+    copies.wait(fetched)
     assert streams.log == [
         ("back", "waits for", "computing"),
         *[("back", *each) for each in copied],
@@ -53,12 +53,12 @@ def test_copies_wait_for_what_was_computed_and_are_waited_for(streams: Streams) 
 
 
 def test_each_device_has_its_own_kind_of_copies(streams: Streams) -> None:
-    assert isinstance(transfers_of(torch.device("cpu")), DirectTransfers)
-    found = transfers_of(torch.device("cuda", 0))
-    assert isinstance(found, StreamTransfers)
+    assert isinstance(host_copies_of(torch.device("cpu")), DirectCopies)
+    found = host_copies_of(torch.device("cuda", 0))
+    assert isinstance(found, StreamCopies)
     assert found.kind == "cuda"
 
 
 def test_host_memory_of_a_cpu_is_not_pinned() -> None:
-    host = host_like(torch.zeros(3, 2, dtype=torch.bfloat16))
+    host = empty_on_host(torch.zeros(3, 2, dtype=torch.bfloat16))
     assert (host.shape, host.dtype, host.is_pinned()) == ((3, 2), torch.bfloat16, False)

@@ -19,17 +19,17 @@ backend.activate()
 from megatron.core.optimizer import clip_grads  # noqa: E402
 from megatron.core.utils import local_multi_tensor_l2_norm  # noqa: E402
 
-from megavlm.backend import everywhere, transformer_engine  # noqa: E402
+from megavlm.backend import mcore_patches, transformer_engine  # noqa: E402
 
 
 def test_the_norm_is_megatron_cores() -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(5, 7), torch.randn(3), torch.zeros(4)]
-    found, _ = everywhere.norm(0, None, [gradients], False)
+    found, _ = mcore_patches.norm(0, None, [gradients], False)
     expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     assert found.shape == (1,)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert clip_grads.l2_norm_impl is everywhere.norm
+    assert clip_grads.l2_norm_impl is mcore_patches.norm
     assert clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm
 
 

@@ -56,7 +56,7 @@ class Streams:
         self.current = before
 
 
-class LateTransfers:
+class LateCopies:
     """A device whose copies are done as late as they may be: when somebody waits for them, in the order of two queues.
 
     Until then, memory that they fill is full of NaN (bytes 0xFF). Knows what it keeps alive, and what happened.
@@ -73,7 +73,7 @@ class LateTransfers:
         self.peak = 0
         self.sizes: list[int] = []  # fp32 numbers of what was sent
 
-    def send(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         self.here.update(sources)
         self.sizes += [source.numel() // 4 for source in sources]
         hosts = [torch.full_like(source, 255) for source in sources]
@@ -81,7 +81,7 @@ class LateTransfers:
         self._happened("send")
         return hosts, ("out", len(self.out))
 
-    def fetch(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         tensors = [torch.full_like(host, 255) for host in hosts]
         self.here.update(tensors)
         self.back += list(zip(tensors, hosts, strict=True))

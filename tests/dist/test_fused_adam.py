@@ -1,4 +1,4 @@
-"""Runs whose optimizer is torch's own, as on a GPU without Transformer Engine and Apex: saved and resumed."""
+"""Runs in which megatron-core finds a fused Adam, as on a GPU with Transformer Engine or Apex: saved and resumed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from tests.support.pool import Pools
 from tests.support.training import SMALL, metrics, train, without_wall_time
 
 
-def train_with_torchs_adam(argv: list[str], run_dir: str) -> None:
-    """As `train`, with megatron-core told what it finds on such a machine."""
-    import torch
+def train_with_fused_adam(argv: list[str], run_dir: str) -> None:
+    """As `train`, with megatron-core told what it finds on such a machine. Ours takes the same arguments as theirs."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
+    from megavlm.optim.adamw import AdamW
+
     with (
-        patch.multiple(optimizer, Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True),
-        patch.multiple(distrib_optimizer, Adam=torch.optim.Adam, HAVE_APEX_OR_TE=False, USING_APEX_OPTIMIZER=False),
+        patch.multiple(optimizer, Adam=AdamW, USING_PYTORCH_OPTIMIZER=False),
+        patch.multiple(distrib_optimizer, Adam=AdamW, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True),
     ):
         train(argv, run_dir)
 
@@ -41,17 +42,17 @@ OFFLOAD = "--offload optimizer"
 )
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str) -> None:
     argv = [*SMALL, *DROPOUT, *SHORT, *flags.split()]
-    pools(2).run(train_with_torchs_adam, argv, str(tmp_path / "whole"))
-    pools(2).run(train_with_torchs_adam, [*argv, "--train-iters", "2"], str(tmp_path / "halves"))
-    pools(2).run(train_with_torchs_adam, argv, str(tmp_path / "halves"))
+    pools(2).run(train_with_fused_adam, argv, str(tmp_path / "whole"))
+    pools(2).run(train_with_fused_adam, [*argv, "--train-iters", "2"], str(tmp_path / "halves"))
+    pools(2).run(train_with_fused_adam, argv, str(tmp_path / "halves"))
     assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_fused_adam_goes_on(pools: Pools, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_a_fused_adam(pools: Pools, tmp_path: Path) -> None:
     """And the other way round: the same numbers as with one of them from beginning to end."""
     argv = [*SMALL, *SHORT]
     pools(2).run(train, argv, str(tmp_path / "whole"))
-    for runs, length in ((train, "1"), (train_with_torchs_adam, "3"), (train, "4")):
+    for runs, length in ((train, "1"), (train_with_fused_adam, "3"), (train, "4")):
         pools(2).run(runs, [*argv, "--train-iters", length], str(tmp_path / "parts"))
     assert without_wall_time(metrics(tmp_path / "parts")) == without_wall_time(metrics(tmp_path / "whole"))

@@ -1,0 +1,92 @@
+"""Pinned host memory, and copies between host and device that overlap with computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+def empty_on_host(tensor: Tensor) -> Tensor:
+    """Return an uninitialised host tensor of the same shape and type; it is pinned (page-locked) if `tensor` is on a
+    GPU, so that copies are asynchronous.
+
+    torch caches freed pinned memory, and reuses it only after the copies that use it are done.
+    """
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+class HostCopies(Protocol):
+    """Copies of contiguous tensors. Computation queued after `wait(ticket)` runs after the ticket's copies."""
+
+    kind: str  # of the device: "cuda" or "cpu"
+
+    def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """Start copies to the host, after the computation queued so far; the caller leaves `sources` unchanged until it
+        has waited for the ticket. Returns the host tensors and the ticket.
+        """
+
+    def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """Start copies to the device, after the computation queued so far. Returns the tensors and the ticket."""
+
+    def wait(self, ticket: Any) -> None: ...
+
+
+def host_copies_of(device: torch.device) -> HostCopies:
+    """Return the implementation for a device."""
+    return StreamCopies(device) if device.type == "cuda" else DirectCopies()
+
+
+class DirectCopies:
+    """On a CPU: synchronous copies within host memory."""
+
+    kind = "cpu"
+
+    def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        return [empty_on_host(source).copy_(source) for source in sources], None
+
+    def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        return [host.clone() for host in hosts], None
+
+    def wait(self, ticket: Any) -> None:
+        pass
+
+
+class StreamCopies:
+    """On a GPU: one stream per direction, since each direction has its own copy engine. Tickets are CUDA events."""
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        hosts = [empty_on_host(source) for source in sources]
+        with self._queued_on(self._out) as copied:
+            for host, source in zip(hosts, sources, strict=True):
+                host.copy_(source, non_blocking=True)
+        return hosts, copied
+
+    def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        # Allocated on the computing stream, which also frees it: `record_stream` is not needed.
+        tensors = [torch.empty(host.shape, dtype=host.dtype, device=self._device) for host in hosts]
+        with self._queued_on(self._back) as copied:
+            for tensor, host in zip(tensors, hosts, strict=True):
+                tensor.copy_(host, non_blocking=True)
+        return tensors, copied
+
+    def wait(self, ticket: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(ticket)
+
+    @contextmanager
+    def _queued_on(self, stream: Any) -> Iterator[Any]:
+        """Queue the copies inside on `stream`, after the current stream's work; the event marks their end."""
+        copied = torch.cuda.Event()
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield copied
+        copied.record(stream)
