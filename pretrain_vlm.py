@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> None:
     """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     config = with_plan(with_model(parse(argv)), world=world)
-    if config.train.dry_run:
+    if config.run.dry_run:
         return dry_run(config, world=world)
     check(config, world=world)
 
@@ -45,7 +45,7 @@ def with_model(config: Config) -> Config:
 
 def with_plan(config: Config, *, world: int) -> Config:
     """Return the configuration with the planner's layout if `--plan auto`; all ranks compute the same."""
-    if config.parallel.plan != "auto":
+    if config.placement.plan != "auto":
         return config
     from megavlm.data.vocabulary import with_vocabulary
     from megavlm.planner.auto import planned
@@ -66,11 +66,11 @@ def dry_run(config: Config, *, world: int) -> None:
     config = with_vocabulary(config)
     dims = dims_of(config, world=world)
     print(table(make_plan(config, dims), config))
-    on_gpu = config.train.precision != "fp32"
+    on_gpu = config.precision.dtype != "fp32"
     print(memory_table(memory_of(config, dims, on_gpu=on_gpu)))
     if offloaded := offload_line(config, dims, on_gpu=on_gpu):
         print(offloaded)
-    if config.data.sources:
+    if config.data.datasets:
         from megavlm.data import shares
 
         print(shares.table(config))

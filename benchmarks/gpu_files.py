@@ -24,7 +24,7 @@ def flags_of(shape: Shape, folder: Path) -> str:
     _write_records(shape, folder)
     workers = max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
     return (
-        f"--sources {folder / 'records.jsonl'} --tokenizer {folder / 'model'} --image-processor {folder / 'model'} "
+        f"--datasets {folder / 'records.jsonl'} --tokenizer {folder / 'model'} --image-processor {folder / 'model'} "
         f"--num-workers {workers} --packing-window {SAMPLES}"
     )
 

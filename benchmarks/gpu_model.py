@@ -19,7 +19,7 @@ from megavlm.checkpoint.hf.families.qwen_vl import inputs as qwen_inputs
 from megavlm.config.cli import parse
 from megavlm.config.load import to_yaml
 from megavlm.config.rules import check
-from megavlm.config.schema import Config, ModelConfig, TrainConfig
+from megavlm.config.schema import Config, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.images import grid_of
 from megavlm.data.sample import Image, Sample, collate
@@ -130,9 +130,9 @@ def run_config(shape: Shape, *, precision: str, flags: str = "") -> Config:
         seq_length=shape.seq_length,
         micro_batch_size=1,
         global_batch_size=1,
-        precision="bf16" if precision == "fp8" else precision,  # type: ignore[arg-type]
     )
-    config = Config(model=shape.model, train=train, optimizer=OPTIMIZER)
+    dtype = PrecisionConfig("bf16" if precision == "fp8" else precision)  # type: ignore[arg-type]
+    config = Config(model=shape.model, precision=dtype, train=train, optimizer=OPTIMIZER)
     words = (["--fp8", "hybrid"] if precision == "fp8" else []) + flags.split()
     return with_flags(config, words) if words else config
 
@@ -217,7 +217,7 @@ def predicted_memory(shape: Shape, *, precision: str, on_gpu: bool, flags: str =
     """What the planner says that a step takes at its peak."""
     config = run_config(shape, precision="fp32" if precision == "fp32" else "bf16", flags=flags)
     case = replace(case_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=on_gpu), work=workload(shape))
-    return rank_memory(case, (0, len(case.names)), 0, recompute=(config.train.recompute_granularity,))
+    return rank_memory(case, (0, len(case.names)), 0, recompute=(config.execution.recompute_granularity,))
 
 
 def layers_that_fit(shape: Shape, *, memory: float) -> int:

@@ -79,7 +79,7 @@ class Ours(Side):
         from megavlm.data.source import build_source
 
         prepare_data(config)
-        source = build_source(config, run_dir=Path(config.train.run_dir), rank=0, barrier=lambda: None)
+        source = build_source(config, run_dir=Path(config.run.run_dir), rank=0, barrier=lambda: None)
         self.data_loader = build_data_loader(config, source, groups, device=self.backend.device, vision_group=groups.tp)
 
         def step() -> float:

@@ -147,7 +147,7 @@ def predicted_gain(question: Question, side: Side, *, profile: str) -> float | N
     def seconds(flags: str) -> float:
         config = parse([*SHARED.split(), *question.model.split(), *flags.split()])
         step = predict(config, dims_of(config, world=2), hardware_of(profile))
-        return step.seconds - (step.hideable if config.parallel.encode_ahead else 0.0)
+        return step.seconds - (step.hideable if config.placement.encode_ahead else 0.0)
 
     return None if "--vision-cache" in side.flags else seconds(question.baseline.flags) / seconds(side.flags)
 
@@ -233,7 +233,7 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
         for index in share
     ]
     spent_on_vision = watched(engine)
-    upcoming = batches if config.parallel.encode_ahead else None
+    upcoming = batches if config.placement.encode_ahead else None
     first = engine.train_step(batches, upcoming=upcoming)  # allocates the optimizer's state
     spent_on_vision.clear()
     dist.barrier()

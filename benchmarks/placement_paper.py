@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megavlm.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megavlm.config.schema import Config, DataConfig, ModelConfig, PlacementConfig, PrecisionConfig, TrainConfig
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, Hardware
 from megavlm.planner.layers import EMBEDDING, layer_names
@@ -81,20 +81,21 @@ def run_of(layout: Layout, count: int, side: int, micro_batches: int) -> Config:
     features = (side // (sizes.vision.patch_size * sizes.projector.pixel_shuffle)) ** 2
     config = Config(
         model=sizes,
-        train=TrainConfig(seq_length=count * features + TEXT, global_batch_size=micro_batches, precision="bf16"),
-        data=DataConfig(source="synthetic", images_per_sample=(count,), image_sizes=(side,)),
+        precision=PrecisionConfig("bf16"),
+        train=TrainConfig(seq_length=count * features + TEXT, global_batch_size=micro_batches),
+        data=DataConfig(kind="synthetic", images_per_sample=(count,), image_sizes=(side,)),
     )
     degrees = replace(config.parallel, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp)
     return replace(config, parallel=degrees)
 
 
 def gains(config: Config, layout: Layout, hardware: Hardware) -> Gains:
-    def seconds(parallel: ParallelConfig) -> float:
-        changed = replace(config, parallel=parallel)
+    def seconds(placement: PlacementConfig) -> float:
+        changed = replace(config, placement=placement)
         return predict(changed, dims_of(changed, world=layout.tp * layout.pp), hardware).seconds
 
-    even = config.parallel
-    colocated = seconds(replace(even, placement="colocated"))
+    even = config.placement
+    colocated = seconds(replace(even, encoder="colocated"))
     in_first = seconds(replace(even, pipeline_cuts=glued(config.model, layout.pp)))
     return Gains(in_first / colocated, seconds(even) / colocated)
 

@@ -132,7 +132,7 @@ def worker(steps: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in order:
             config = config_of(CASES[name])
-            config = replace(config, train=replace(config.train, run_dir=folder))
+            config = replace(config, run=replace(config.run, run_dir=folder))
             check(config, world=2)
             destroy_groups()
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -13,7 +13,7 @@ from typing import Any
 
 import placement_paper
 
-from megavlm.config.schema import Config, DataConfig, TrainConfig
+from megavlm.config.schema import Config, DataConfig, PrecisionConfig, TrainConfig
 from megavlm.model.flops import step_flops
 from megavlm.planner.auto import predict
 from megavlm.planner.case import times
@@ -39,13 +39,21 @@ class Rates:
 
 
 def rates(
-    *, name: str, world: int, batch: int, seq_length: int, degrees: dict[str, Any], train: dict[str, Any]
+    *,
+    name: str,
+    world: int,
+    batch: int,
+    seq_length: int,
+    degrees: dict[str, Any],
+    micro_batch: int = 1,
+    fp8: Any = "none",
 ) -> Rates:
     """A step of text alone on H100s."""
     config = Config(
         model=model(name),
-        train=TrainConfig(seq_length=seq_length, global_batch_size=batch, precision="bf16", **train),
-        data=DataConfig(source="synthetic", images_per_sample=(0,)),
+        precision=PrecisionConfig("bf16", fp8=fp8),
+        train=TrainConfig(seq_length=seq_length, global_batch_size=batch, micro_batch_size=micro_batch),
+        data=DataConfig(kind="synthetic", images_per_sample=(0,)),
     )
     config = replace(config, parallel=replace(config.parallel, **degrees))
     seconds = predict(config, dims_of(config, world=world), profile("h100")).seconds
@@ -60,7 +68,7 @@ def lines() -> Iterator[str]:
                 rates(
                     **MEGATRON,  # type: ignore[arg-type]
                     degrees={"tensor_model_parallel_size": tp, "overlap_grad_reduce": overlap},
-                    train={"micro_batch_size": samples},
+                    micro_batch=samples,
                 ).mfu
                 for overlap in (False, True)
             ]
@@ -72,7 +80,7 @@ def lines() -> Iterator[str]:
         "overlap_grad_reduce": True,
     }
     for fp8 in ("hybrid", "none"):
-        run = rates(**LLAMA, degrees=degrees, train={"fp8": fp8})  # type: ignore[arg-type]
+        run = rates(**LLAMA, degrees=degrees, fp8=fp8)  # type: ignore[arg-type]
         yield f"Llama-3-70B, FP8 {fp8}: {run.tflops:.0f} TFLOP/s, {run.tokens:,.0f} tokens/s a GPU"
     layout = placement_paper.Layout("qwen2_5_vl_7b", 4, 2)
     for gpu in ("h100", "a100"):

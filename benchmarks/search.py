@@ -13,7 +13,7 @@ import time
 
 import record
 
-from megavlm.config.schema import Config, DataConfig, TrainConfig
+from megavlm.config.schema import Config, DataConfig, PrecisionConfig, TrainConfig
 from megavlm.planner.hardware import profile
 from megavlm.planner.models import model
 from megavlm.planner.search import search
@@ -35,9 +35,9 @@ def main() -> None:
 
 def measure(gpus: int) -> dict[str, int | float | str]:
     """One search, in a process that has searched nothing of this size before."""
-    train = TrainConfig(seq_length=SEQUENCE, global_batch_size=8 * gpus, precision="bf16")
-    data = DataConfig(source="synthetic", image_sizes=(SIDE,), images_per_sample=(IMAGES,))
-    config = Config(model=model(MODEL), train=train, data=data)
+    train = TrainConfig(seq_length=SEQUENCE, global_batch_size=8 * gpus)
+    data = DataConfig(kind="synthetic", image_sizes=(SIDE,), images_per_sample=(IMAGES,))
+    config = Config(model=model(MODEL), precision=PrecisionConfig("bf16"), train=train, data=data)
     clock, processor = time.perf_counter(), time.process_time()
     outcome = search(config, gpus, profile(GPU))
     return {

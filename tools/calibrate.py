@@ -25,6 +25,8 @@ from megavlm.config.schema import (
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
     TrainConfig,
     VisionConfig,
 )
@@ -95,10 +97,10 @@ def config_of(size: tuple[int, int, int, int, int], precision: str, run_dir: str
         train=TrainConfig(
             seq_length=max(tokens, patches**2 + 64),
             global_batch_size=processes,
-            precision="bf16" if precision == "bf16" else "fp32",
-            run_dir=run_dir,
         ),
-        data=DataConfig(source="synthetic"),
+        precision=PrecisionConfig(dtype="bf16" if precision == "bf16" else "fp32"),
+        run=RunConfig(run_dir=run_dir),
+        data=DataConfig(kind="synthetic"),
         optimizer=OptimizerConfig(lr=1e-5),
         logging=LoggingConfig(tensorboard=False),
     )

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megavlm.config.fields import with_values
 from megavlm.config.load import from_yaml_file, to_yaml
-from megavlm.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
+from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from megavlm.config.words import plain
 from megavlm.errors import UserError
 from megavlm.planner.candidates import Space
@@ -99,10 +100,12 @@ def configuration(options: argparse.Namespace) -> Config:
     if options.config is not None:
         config = from_yaml_file(options.config)
     else:
-        train = TrainConfig(
-            seq_length=4096, global_batch_size=8 * options.gpus, precision="bf16", run_dir="runs/planned"
+        config = Config(
+            precision=PrecisionConfig(dtype="bf16"),
+            train=TrainConfig(seq_length=4096, global_batch_size=8 * options.gpus),
+            data=DataConfig(kind="synthetic"),
+            run=RunConfig(run_dir="runs/planned"),
         )
-        config = Config(train=train, data=DataConfig(source="synthetic"))
         if options.model is not None:
             config = replace(config, model=model(options.model))
         else:
@@ -112,12 +115,11 @@ def configuration(options: argparse.Namespace) -> Config:
 
         config = with_model_of_origins(config)
     given = {
-        "seq_length": options.seq_length,
-        "global_batch_size": options.global_batch_size,
-        "precision": options.precision,
+        ("train", "seq_length"): options.seq_length,
+        ("train", "global_batch_size"): options.global_batch_size,
+        ("precision", "dtype"): options.precision,
     }
-    train = replace(config.train, **{name: value for name, value in given.items() if value is not None})
-    config = replace(config, train=train)
+    config = with_values(config, {path: value for path, value in given.items() if value is not None})
     if options.freeze is not None:
         config = replace(config, model=replace(config.model, freeze=tuple(options.freeze)))
     if options.vision_tp is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megavlm.config.schema import SourceConfig
+from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import is_stream, open_records
 from megavlm.data.records.writing import SKIPPED, Notes, write_shards
 from megavlm.errors import UserError
@@ -51,12 +51,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    source = SourceConfig(path=options.source, kind=options.kind, image_root=options.image_root)
+    source = DatasetConfig(path=options.source, kind=options.kind, image_root=options.image_root)
     if options.shard_mib < 1:
         raise UserError(f"--shard-mib {options.shard_mib} is less than 1: use 64 or more")
     if is_stream(source):
         raise UserError(
-            f"{options.source} contains tars, which training reads directly: use --sources {options.source}"
+            f"{options.source} contains tars, which training reads directly: use --datasets {options.source}"
         )
     records = open_records(source)
     count = len(records)
@@ -84,7 +84,7 @@ def prepare(options: argparse.Namespace) -> None:
         print(f"  {number} {reason}")
     if notes.skipped:
         print(f"  {options.out / SKIPPED} lists them")
-    print(f"train on it: pretrain_vlm.py --sources {options.out} …")
+    print(f"train on it: pretrain_vlm.py --datasets {options.out} …")
 
 
 def _progress(total: int) -> Callable[[int, Notes], None]:

@@ -61,7 +61,7 @@ def write(config: Config, out: Path, *, shown: int) -> Path:
     from megavlm.preview.collect import look
     from megavlm.preview.page import page
 
-    names = ", ".join(source.name or Path(source.path).stem for source in config.data.sources)
+    names = ", ".join(source.name or Path(source.path).stem for source in config.data.datasets)
     text = page(look(config, shown=shown, title=f"Data of {names}"))
     temporary = out.with_name(out.name + ".tmp")
     try:

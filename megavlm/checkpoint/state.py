@@ -172,7 +172,7 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
         raise UserError(
             f"checkpoint {folder} was made with --data-parallel-sharding {kind}: give the same option to resume it"
         )
-    if placement != config.parallel.placement and kind == "none":
+    if placement != config.placement.encoder and kind == "none":
         raise UserError(
             f"checkpoint {folder} was made with --placement {placement} --data-parallel-sharding none: give the same "
             "--placement to resume it"

@@ -6,5 +6,5 @@ from megavlm.config.schema import Config
 
 
 def data_source(config: Config) -> str:
-    """Return `--data`; its default is files if `--sources` is given, else synthetic."""
-    return config.data.source or ("files" if config.data.sources else "synthetic")
+    """Return `--data`; its default is files if `--datasets` is given, else synthetic."""
+    return config.data.kind or ("files" if config.data.datasets else "synthetic")

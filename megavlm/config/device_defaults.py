@@ -26,7 +26,7 @@ class DeviceDefault:
 
 DEVICE_DEFAULTS: tuple[DeviceDefault, ...] = (
     DeviceDefault(
-        option="parallel.encoder_chunk_patches",
+        option="placement.encoder_chunk_patches",
         cpu=lambda config, dp: 4096,
         gpu=lambda config, dp: 16384,
         why="a GPU computes a layer of 4,096 patches in less time than the host takes to launch it",
@@ -48,7 +48,7 @@ def with_device_defaults(config: Config, *, on_gpu: bool, dp: int) -> Config:
 
 def chunk_patches(config: Config, *, on_gpu: bool) -> int:
     """Return the maximum number of patches per pass of a colocated encoder on a CPU or a GPU."""
-    colocated = replace(config, parallel=replace(config.parallel, placement="colocated"))
-    found = with_device_defaults(colocated, on_gpu=on_gpu, dp=1).parallel.encoder_chunk_patches
+    colocated = replace(config, placement=replace(config.placement, encoder="colocated"))
+    found = with_device_defaults(colocated, on_gpu=on_gpu, dp=1).placement.encoder_chunk_patches
     assert found is not None, "the table has it"
     return found

@@ -30,6 +30,10 @@ def _data(kind: str) -> Callable[[Config], bool]:
     return lambda config: data_source(config) == kind
 
 
+def _colocated(config: Config) -> bool:
+    return config.placement.encoder == "colocated"
+
+
 def _trains(module: str) -> Callable[[Config], bool]:
     return lambda config: module not in config.model.freeze or module in adapted_parts(config)
 
@@ -58,21 +62,28 @@ EFFECTS = (
             *("shuffle", "packing", "packing_window", "balance", "max_bad_sample_rate"),
         ),
         _data("files"),
-        "without --sources",
-        "name your data sets with --sources",
+        "without --datasets",
+        "name your data sets with --datasets",
     ),
     Effect("data", ("packing_window",), lambda config: config.data.packing, "with --no-packing", "use --packing"),
     Effect(
         "parallel",
-        ("vision_tensor_model_parallel_size", "encoder_chunk_patches", "encoder_keep_chunks"),
-        lambda config: config.parallel.placement == "colocated",
+        ("vision_tensor_model_parallel_size",),
+        _colocated,
         "without a colocated encoder",
         "add --placement colocated",
     ),
     Effect(
-        "parallel",
+        "placement",
+        ("encoder_chunk_patches", "encoder_keep_chunks"),
+        _colocated,
+        "without a colocated encoder",
+        "add --placement colocated",
+    ),
+    Effect(
+        "placement",
         ("vision_cache_size",),
-        lambda config: config.parallel.vision_cache is not None,
+        lambda config: config.placement.vision_cache is not None,
         "without a cache",
         "add --vision-cache DIR",
     ),
@@ -86,7 +97,7 @@ EFFECTS = (
     Effect(
         "optimizer",
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-        lambda config: config.train.precision == "fp16",
+        lambda config: config.precision.dtype == "fp16",
         "without a loss scale, which only fp16 has",
         "add --precision fp16",
     ),
@@ -95,23 +106,23 @@ EFFECTS = (
         for module in ("vision", "projector", "language")
     ),
     Effect(
-        "train",
+        "precision",
         ("fp8_recipe", "fp8_parts", "first_last_layers_bf16", "fp8_param_gather", *_DELAYED),
-        lambda config: config.train.fp8 != "none",
+        lambda config: config.precision.fp8 != "none",
         "without FP8",
         "add --fp8 hybrid",
     ),
     Effect(
-        "train",
+        "precision",
         _DELAYED,
-        lambda config: config.train.fp8_recipe == "delayed",
+        lambda config: config.precision.fp8_recipe == "delayed",
         "without delayed scaling",
         "use --fp8-recipe delayed",
     ),
     Effect(
-        "train",
+        "precision",
         ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-        lambda config: config.train.first_last_layers_bf16,
+        lambda config: config.precision.first_last_layers_bf16,
         "without --first-last-layers-bf16",
         "add it",
     ),

@@ -150,6 +150,7 @@ class Option:
     default: Any
     help: str
     aliases: tuple[str, ...]
+    own_flag: str | None  # None: the flag follows from the path
     common: str | None  # its group in `--help`; None: only `--help-all` lists it
 
     @property
@@ -164,6 +165,8 @@ class Option:
     @property
     def flag(self) -> str:
         """Name on the command line: `--vision-num-layers`, `--train-iters`."""
+        if self.own_flag is not None:
+            return self.own_flag
         prefix = [self.path[-2]] if self.path[-2] in PREFIXED_SECTIONS else []
         return "--" + "-".join([*prefix, self.path[-1]]).replace("_", "-")
 
@@ -193,7 +196,7 @@ def _options(section: Any, path: tuple[str, ...]) -> Iterable[Option]:
             continue
         assert field.default is not MISSING, f"{section.__name__}.{field.name} must be made with option()"
         kind = _kind(hints[field.name])
-        # The metadata's keys are `option`'s arguments: help, aliases, common.
+        # The metadata's keys are help, aliases, own_flag and common.
         yield Option(path=(*path, field.name), kind=kind, default=field.default, **field.metadata)
     for name in nested:
         yield from _options(hints[name], (*path, name))

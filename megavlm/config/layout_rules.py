@@ -26,7 +26,7 @@ def launches_in_order(config: Config) -> bool:
     transfers and --encode-ahead need the opposite: their kernels must be able to start before earlier launches.
     """
     parallel = config.parallel
-    return parallel.tensor_model_parallel_size > 1 and not (shards_gradients(config) or parallel.encode_ahead)
+    return parallel.tensor_model_parallel_size > 1 and not (shards_gradients(config) or config.placement.encode_ahead)
 
 
 def overlapped(config: Config, *, dp: int) -> Config:
@@ -41,7 +41,7 @@ def overlapped(config: Config, *, dp: int) -> Config:
         reduce = pays or bool(gather)
     if gather is None:
         sharded = parallel.data_parallel_sharding != "none"
-        gather = pays and reduce and sharded and not config.train.cuda_graphs
+        gather = pays and reduce and sharded and not config.execution.cuda_graphs
     return replace(config, parallel=replace(parallel, overlap_grad_reduce=reduce, overlap_param_gather=gather))
 
 
@@ -96,7 +96,7 @@ def mlps_divide_over_tp(config: Config) -> str | None:
 def _vision_tp(config: Config) -> tuple[str, int]:
     """Return the option that sets the tensor parallelism of vision tower and projector, and its value."""
     parallel = config.parallel
-    if parallel.placement == "stages":
+    if config.placement.encoder == "stages":
         return "--tensor-model-parallel-size", parallel.tensor_model_parallel_size
     return "--vision-tp", parallel.vision_tensor_model_parallel_size
 
@@ -107,7 +107,7 @@ def encoders_divide_replica(config: Config) -> str | None:
     shared = parallel.vision_tensor_model_parallel_size
     if shared == 1:
         return None
-    if parallel.placement != "colocated":
+    if config.placement.encoder != "colocated":
         return (
             f"--vision-tp {shared} needs a colocated encoder: add --placement colocated, or leave it out "
             "(in pipeline stages the encoder uses --tp)"
@@ -118,7 +118,7 @@ def encoders_divide_replica(config: Config) -> str | None:
             f"--vision-tp {shared} does not divide the {ranks} processes of a model replica "
             f"(--tensor-model-parallel-size × --pipeline-model-parallel-size): set --vision-tp to {divisors(ranks)}"
         )
-    if parallel.encode_ahead:
+    if config.placement.encode_ahead:
         return (
             f"--encode-ahead runs the encoder concurrently with other communication, but with --vision-tp "
             f"{shared} the encoder communicates itself: leave one of them out"
@@ -163,17 +163,17 @@ def interleaving_has_stages(config: Config) -> str | None:
 
 def features_can_be_reused(config: Config) -> str | None:
     """Features computed before their step or by another run must not depend on the time of computation."""
-    model, parallel = config.model, config.parallel
-    asked = {"--encode-ahead": parallel.encode_ahead, "--vision-cache": parallel.vision_cache is not None}
+    model, placement = config.model, config.placement
+    asked = {"--encode-ahead": placement.encode_ahead, "--vision-cache": placement.vision_cache is not None}
     for option in (name for name, given in asked.items() if given):
-        if parallel.placement != "colocated":
+        if placement.encoder != "colocated":
             return f"{option} needs a colocated encoder: add --placement colocated, or leave it out"
         if not {"vision", "projector"} <= set(model.freeze):
             return f"{option} needs a frozen encoder: add --freeze vision projector, or leave it out"
         if model.hidden_dropout or model.attention_dropout:
             return f"{option} needs features without dropout: set --hidden-dropout and --attention-dropout to 0"
-    if parallel.vision_cache == "" or (parallel.vision_cache or "").startswith("~"):
-        return f"--vision-cache {shown(parallel.vision_cache or '')} is not a path: write the full folder name"
+    if placement.vision_cache is not None and (not placement.vision_cache or placement.vision_cache.startswith("~")):
+        return f"--vision-cache {shown(placement.vision_cache)} is not a path: write the full folder name"
     return None
 
 
@@ -183,14 +183,14 @@ def tp_overlap_has_sequences(config: Config) -> str | None:
         return None
     if not sequence_parallel(config):
         return "--tp-comm-overlap needs --tp 2 or more with --sequence-parallel: add them, or leave it out"
-    if config.train.precision == "fp32":
+    if config.precision.dtype == "fp32":
         return "--tp-comm-overlap needs --precision bf16 or fp16: choose one, or leave it out"
     return None
 
 
 def graphs_can_be_captured(config: Config) -> str | None:
     """A CUDA graph replays fixed kernels on fixed memory, so that shapes and buffers must not change per call."""
-    if not config.train.cuda_graphs:
+    if not config.execution.cuda_graphs:
         return None
     parallel, model = config.parallel, config.model
     conflicts = {
@@ -201,13 +201,13 @@ def graphs_can_be_captured(config: Config) -> str | None:
         "pipeline stages, because several micro-batches are in flight: use --pp 1": (
             parallel.pipeline_model_parallel_size > 1
         ),
-        "recomputation: use --recompute-granularity none": config.train.recompute_granularity != "none",
+        "recomputation: use --recompute-granularity none": config.execution.recompute_granularity != "none",
         "dropout, whose random masks would repeat: set --hidden-dropout and --attention-dropout to 0": bool(
             model.hidden_dropout or model.attention_dropout or (config.lora.rank and config.lora.dropout)
         ),
         "sharded parameters and gradients: use --data-parallel-sharding optimizer": shards_gradients(config),
-        "offloaded activations: leave --offload activations out": "activations" in parallel.offload,
-        "FP8, whose scales change each step: use --fp8 none": config.train.fp8 != "none",
+        "offloaded activations: leave --offload activations out": "activations" in config.execution.offload,
+        "FP8, whose scales change each step: use --fp8 none": config.precision.fp8 != "none",
         "overlapped parameter gathers: leave --overlap-param-gather out": bool(parallel.overlap_param_gather),
     }
     return next((f"--cuda-graphs does not support {what}" for what, given in conflicts.items() if given), None)

@@ -28,10 +28,44 @@ def _plain_data(value: Any) -> Any:
     return [_plain_data(item) for item in value] if isinstance(value, tuple) else value
 
 
+# Where options of configurations written by earlier versions are now.
+_MOVED = {
+    "data.source": "data.kind",
+    "data.sources": "data.datasets",
+    "parallel.placement": "placement.encoder",
+    "parallel.offload": "execution.offload",
+    "train.precision": "precision.dtype",
+    **{f"train.{name}": f"run.{name}" for name in ("run_dir", "dry_run")},
+    **{
+        f"parallel.{name}": f"placement.{name}"
+        for name in (
+            *("encoder_chunk_patches", "encoder_keep_chunks", "encode_ahead", "vision_cache", "vision_cache_size"),
+            *("plan", "hardware", "pipeline_cuts"),
+        )
+    },
+    **{
+        f"train.{name}": f"execution.{name}"
+        for name in (
+            *("transformer_impl", "gradient_accumulation_fusion", "recompute_granularity"),
+            *("cuda_graphs", "compile_small_ops"),
+        )
+    },
+    **{
+        f"train.{name}": f"precision.{name}"
+        for name in (
+            *("fp8", "fp8_recipe", "fp8_parts", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+            *("fp8_param_gather", "first_last_layers_bf16"),
+            *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        )
+    },
+}
+
+
 def from_dict(data: object) -> Config:
     """Return the configuration of nested mappings as YAML returns them; absent keys keep their defaults.
 
-    Raises UserError naming `section.key` for an unknown key (with a suggestion) or a value of the wrong type.
+    Keys of earlier versions are accepted where the option only moved (`_MOVED`). Raises UserError naming
+    `section.key` for an unknown key (with a suggestion) or a value of the wrong type.
     """
     table = {option.key: option for option in options()}
     sections = {".".join(option.path[:depth]) for option in options() for depth in range(1, len(option.path))}
@@ -48,7 +82,7 @@ def _values(
             f"{where} expects a mapping of options, got {shown(data)}: give it `key: value` lines or leave it out"
         )
     for name, value in data.items():
-        key = f"{prefix}{name}"
+        key = _MOVED.get(f"{prefix}{name}", f"{prefix}{name}")
         if key in table:
             yield table[key].path, table[key].kind.from_yaml(value, name=key)
         elif key in sections:

@@ -15,6 +15,9 @@ FILES = "checkpoints and logging"
 COMMON_GROUPS = (MODEL, DATA, LAYOUT, TRAINING, PRECISION, FILES)
 
 
-def option(default: Any, help: str, *aliases: str, common: str | None = None) -> Any:
-    """Return a dataclass field with its help line, short flag aliases (`"--tp"`) and group in `--help`, if any."""
-    return field(default=default, metadata={"help": help, "aliases": aliases, "common": common})
+def option(default: Any, help: str, *aliases: str, flag: str | None = None, common: str | None = None) -> Any:
+    """Return a dataclass field with its help line, short flag aliases (`"--tp"`) and group in `--help`, if any.
+
+    `flag` replaces the flag that follows from the field's name.
+    """
+    return field(default=default, metadata={"help": help, "aliases": aliases, "own_flag": flag, "common": common})

@@ -21,12 +21,12 @@ def layer_precision(name: str, config: Config) -> Precision:
     projector, embedding, norms, attention scores and the output layer are always "high".
     """
     part, _, rest = name.partition(".layers.")
-    train = config.train
-    if train.fp8 == "none" or part not in train.fp8_parts or not rest:
+    precision = config.precision
+    if precision.fp8 == "none" or part not in precision.fp8_parts or not rest:
         return "high"
     number, last = int(rest.partition(".")[0]), _layers_of(part, config)
-    if train.first_last_layers_bf16:
-        inside = train.num_layers_at_start_in_bf16 <= number < last - train.num_layers_at_end_in_bf16
+    if precision.first_last_layers_bf16:
+        inside = precision.num_layers_at_start_in_bf16 <= number < last - precision.num_layers_at_end_in_bf16
         return "fp8" if inside else "high"
     return "fp8"
 
@@ -45,28 +45,28 @@ def fp8_multiple(recipe: str) -> int:
 
 def fp8_in(part: str, config: Config) -> bool:
     """Return whether any layer of a part of the model may run in FP8."""
-    return config.train.fp8 != "none" and part in config.train.fp8_parts
+    return config.precision.fp8 != "none" and part in config.precision.fp8_parts
 
 
 def sequence_multiple(part: str, config: Config, *, tp: int) -> int:
     """Return the multiple to which a part's sequence is padded, for sequence parallelism and FP8."""
     shards = tp if sequence_parallel(config) else 1
-    return shards * fp8_multiple(config.train.fp8_recipe) if fp8_in(part, config) else shards
+    return shards * fp8_multiple(config.precision.fp8_recipe) if fp8_in(part, config) else shards
 
 
 def fp8_belongs_to_bf16(config: Config) -> str | None:
-    train = config.train
-    if train.fp8 != "none" and train.precision != "bf16":
-        return f"--fp8 {train.fp8} needs --precision bf16, but that is {train.precision}: add --precision bf16"
-    if train.fp8 != "none" and not train.fp8_parts:
-        return f"--fp8 {train.fp8} has no --fp8-parts: name language or vision, or use --fp8 none"
+    precision = config.precision
+    if precision.fp8 != "none" and precision.dtype != "bf16":
+        return f"--fp8 {precision.fp8} needs --precision bf16, but that is {precision.dtype}: add --precision bf16"
+    if precision.fp8 != "none" and not precision.fp8_parts:
+        return f"--fp8 {precision.fp8} has no --fp8-parts: name language or vision, or use --fp8 none"
     return None
 
 
 def delayed_scaling_takes_all_layers(config: Config) -> str | None:
     """Delayed scaling updates its history at the end of an FP8 region, which spans all layers of a chunk."""
-    train = config.train
-    if train.fp8 != "none" and train.fp8_recipe == "delayed" and train.first_last_layers_bf16:
+    precision = config.precision
+    if precision.fp8 != "none" and precision.fp8_recipe == "delayed" and precision.first_last_layers_bf16:
         return (
             "--first-last-layers-bf16 does not support --fp8-recipe delayed: use --fp8-recipe tensorwise, or leave "
             "--first-last-layers-bf16 out"
@@ -75,38 +75,38 @@ def delayed_scaling_takes_all_layers(config: Config) -> str | None:
 
 
 def some_layer_is_left_to_fp8(config: Config) -> str | None:
-    train = config.train
-    kept = train.num_layers_at_start_in_bf16 + train.num_layers_at_end_in_bf16
-    for part in train.fp8_parts if train.fp8 != "none" and train.first_last_layers_bf16 else ():
+    precision = config.precision
+    kept = precision.num_layers_at_start_in_bf16 + precision.num_layers_at_end_in_bf16
+    for part in precision.fp8_parts if precision.fp8 != "none" and precision.first_last_layers_bf16 else ():
         if kept >= (layers := _layers_of(part, config)):
             return (
-                f"--num-layers-at-start-in-bf16 {train.num_layers_at_start_in_bf16} and --num-layers-at-end-in-bf16 "
-                f"{train.num_layers_at_end_in_bf16} leave none of the {layers} {part} layers to FP8: together use at "
-                f"most {layers - 1}"
+                f"--num-layers-at-start-in-bf16 {precision.num_layers_at_start_in_bf16} and "
+                f"--num-layers-at-end-in-bf16 {precision.num_layers_at_end_in_bf16} leave none of the {layers} {part} "
+                f"layers to FP8: together use at most {layers - 1}"
             )
     return None
 
 
 def colocated_encoders_stay_high(config: Config) -> str | None:
     """Ranks run different numbers of encoder passes, so that the collectives of FP8 scaling would not match."""
-    if fp8_in("vision", config) and config.parallel.placement == "colocated":
+    if fp8_in("vision", config) and config.placement.encoder == "colocated":
         return "--fp8-parts vision cannot be combined with --placement colocated: use --fp8-parts language"
     return None
 
 
 def fp8_weights_are_gathered(config: Config) -> str | None:
     """FP8 weights need the distributed optimizer, which keeps their fp32 main weights."""
-    train, sharding = config.train, config.parallel.data_parallel_sharding
-    if not train.fp8_param_gather:
+    precision, sharding = config.precision, config.parallel.data_parallel_sharding
+    if not precision.fp8_param_gather:
         return None
     if sharding != "optimizer":
         return (
             f"--fp8-param-gather needs --data-parallel-sharding optimizer, but that is {sharding}: change it, or leave "
             "--fp8-param-gather out"
         )
-    if train.fp8_recipe == "mxfp8":
+    if precision.fp8_recipe == "mxfp8":
         return "--fp8-param-gather does not support --fp8-recipe mxfp8: use --fp8-recipe tensorwise, or leave it out"
-    trained = [part for part in train.fp8_parts if part not in (*config.model.freeze, *adapted_parts(config))]
+    trained = [part for part in precision.fp8_parts if part not in (*config.model.freeze, *adapted_parts(config))]
     if not trained:
         return (
             "--fp8-param-gather finds no weights that are trained in FP8 (frozen and adapted ones are not gathered): "
@@ -117,7 +117,7 @@ def fp8_weights_are_gathered(config: Config) -> str | None:
 
 def fp8_fits_the_tokens(config: Config) -> str | None:
     """The tokens of a micro-batch on one rank must be a multiple of what FP8 products support."""
-    train = config.train
+    train, precision = config.train, config.precision
     if not fp8_in("language", config):
         return None
     tp = config.parallel.tensor_model_parallel_size
@@ -127,15 +127,15 @@ def fp8_fits_the_tokens(config: Config) -> str | None:
     step = multiple // math.gcd(multiple, train.micro_batch_size)
     return (
         f"--seq-length {train.seq_length} × --micro-batch-size {train.micro_batch_size} is not a multiple of "
-        f"{multiple}, which --fp8-recipe {train.fp8_recipe} and sequence parallelism over "
-        f"{multiple // fp8_multiple(train.fp8_recipe)} need: --seq-length: {nearest(train.seq_length, step)}"
+        f"{multiple}, which --fp8-recipe {precision.fp8_recipe} and sequence parallelism over "
+        f"{multiple // fp8_multiple(precision.fp8_recipe)} need: --seq-length: {nearest(train.seq_length, step)}"
     )
 
 
 def fp8_fits_the_widths(config: Config) -> str | None:
     """The widths of linear layers, divided by TP, must be multiples of what FP8 products support."""
-    train, model, tp = config.train, config.model, config.parallel.tensor_model_parallel_size
-    multiple = fp8_multiple(train.fp8_recipe)
+    precision, model, tp = config.precision, config.model, config.parallel.tensor_model_parallel_size
+    multiple = fp8_multiple(precision.fp8_recipe)
     widths: list[tuple[str, int, int]] = []
     for part, sizes in (("vision", model.vision), ("language", model.language)):
         if fp8_in(part, config):
@@ -145,15 +145,15 @@ def fp8_fits_the_widths(config: Config) -> str | None:
         if width % step:
             return (
                 f"{flag} {width} is not a multiple of {step}, which FP8 products need (--fp8-recipe "
-                f"{train.fp8_recipe}, --tp {tp}): {nearest(width, step)}"
+                f"{precision.fp8_recipe}, --tp {tp}): {nearest(width, step)}"
             )
     return None
 
 
 def fp8_fits_the_heads(config: Config) -> str | None:
     """The widths of the attention projections on one rank must be multiples of what FP8 products support."""
-    train, model, tp = config.train, config.model, config.parallel.tensor_model_parallel_size
-    step = fp8_multiple(train.fp8_recipe) * tp
+    precision, model, tp = config.precision, config.model, config.parallel.tensor_model_parallel_size
+    step = fp8_multiple(precision.fp8_recipe) * tp
     vision_heads = -(-model.vision.num_attention_heads // tp) * tp  # padded, where TP does not divide them
     heads = model.language.num_attention_heads
     width = model.language.kv_channels or model.language.hidden_size // heads
@@ -168,7 +168,7 @@ def fp8_fits_the_heads(config: Config) -> str | None:
             if number * width % step:
                 return (
                     f"--{part}-num-attention-heads: {number} {what} heads of {width} channels are not a multiple of "
-                    f"{step}, which FP8 products need (--fp8-recipe {train.fp8_recipe}, --tp {tp}): use another "
+                    f"{step}, which FP8 products need (--fp8-recipe {precision.fp8_recipe}, --tp {tp}): use another "
                     f"number or width of heads, a smaller --tp, or --fp8 none"
                 )
     return None

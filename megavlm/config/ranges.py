@@ -51,14 +51,14 @@ RANGES = (
             "parallel.pipeline_model_parallel_size",
             "parallel.virtual_pipeline_model_parallel_size",
             "parallel.vision_tensor_model_parallel_size",
-            "parallel.encoder_chunk_patches",
+            "placement.encoder_chunk_patches",
             "parallel.hybrid_shard_size",
             "parallel.ddp_bucket_size",
             "train.train_iters",
             "train.micro_batch_size",
             "train.global_batch_size",
             "train.seq_length",
-            "train.fp8_amax_history_len",
+            "precision.fp8_amax_history_len",
             "optimizer.lr_decay_iters",
             "optimizer.loss_scale_window",
             "optimizer.hysteresis",
@@ -76,10 +76,10 @@ RANGES = (
         lambda value: value >= 0,
         (
             "lora.rank",
-            "train.num_layers_at_start_in_bf16",
-            "train.num_layers_at_end_in_bf16",
-            "train.fp8_margin",
-            "parallel.encoder_keep_chunks",
+            "precision.num_layers_at_start_in_bf16",
+            "precision.num_layers_at_end_in_bf16",
+            "precision.fp8_margin",
+            "placement.encoder_keep_chunks",
             "optimizer.min_lr",
             "optimizer.vision_lr",
             "optimizer.projector_lr",
@@ -114,7 +114,7 @@ RANGES = (
             "model.language.rope_low_freq_factor",
             "model.language.rope_high_freq_factor",
             "parallel.distributed_timeout_minutes",
-            "parallel.vision_cache_size",
+            "placement.vision_cache_size",
             "lora.alpha",
             "optimizer.lr",
             "optimizer.adam_eps",
@@ -145,7 +145,7 @@ RANGES = (
 )
 
 # The bounds of these depend on other options; rules.py and the planner check them.
-UNRANGED = ("model.vision.feature_layer", "parallel.pipeline_cuts")
+UNRANGED = ("model.vision.feature_layer", "placement.pipeline_cuts")
 
 
 def out_of_range(config: Config) -> Iterator[str]:

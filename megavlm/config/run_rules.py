@@ -62,7 +62,7 @@ def loss_scale_starts_above_its_floor(config: Config) -> str | None:
 
 def one_optimizer_scales_the_loss(config: Config) -> str | None:
     """With a trained colocated encoder there are two optimizers, which would detect overflow independently."""
-    if config.train.precision != "fp16" or config.parallel.placement != "colocated":
+    if config.precision.dtype != "fp16" or config.placement.encoder != "colocated":
         return None
     if {"vision", "projector"} <= set(config.model.freeze):
         return None
@@ -100,23 +100,23 @@ def synthetic_samples_fit(config: Config) -> str | None:
     return None
 
 
-def files_have_sources(config: Config) -> str | None:
+def files_have_datasets(config: Config) -> str | None:
     data = config.data
-    if data.sources and data.source not in (None, "files"):
-        return f"--data {data.source} does not use --sources: leave one of them out"
-    if data.source == "files" and not data.sources:
-        return "--data files needs --sources: name your data sets, for example --sources PATH,image_root=DIR"
-    for source in data.sources:
-        if not source.path:
-            return "--sources has an entry without a path: write path: FILE"
-        if source.path.startswith("~"):
-            return f"--sources {shown(source.path)} starts with ~, which only a shell expands: write the full path"
-        if source.weight <= 0:
-            return f"--sources {shown(source.path)} has weight {source.weight}: it must be greater than 0"
-    names = [source.name or Path(source.path).stem for source in data.sources]
+    if data.datasets and data.kind not in (None, "files"):
+        return f"--data {data.kind} does not use --datasets: leave one of them out"
+    if data.kind == "files" and not data.datasets:
+        return "--data files needs --datasets: name your data sets, for example --datasets PATH,image_root=DIR"
+    for dataset in data.datasets:
+        if not dataset.path:
+            return "--datasets has an entry without a path: write path: FILE"
+        if dataset.path.startswith("~"):
+            return f"--datasets {shown(dataset.path)} starts with ~, which only a shell expands: write the full path"
+        if dataset.weight <= 0:
+            return f"--datasets {shown(dataset.path)} has weight {dataset.weight}: it must be greater than 0"
+    names = [dataset.name or Path(dataset.path).stem for dataset in data.datasets]
     for name in names:
         if names.count(name) > 1:
-            return f"--sources has two data sets named {shown(name)}: set different names (name=…)"
+            return f"--datasets has two data sets named {shown(name)}: set different names (name=…)"
     return None
 
 
@@ -135,7 +135,7 @@ def profile_sees_iterations(config: Config) -> str | None:
 
 
 def run_dir_is_a_folder(config: Config) -> str | None:
-    run_dir = config.train.run_dir
+    run_dir = config.run.run_dir
     if not run_dir:
         return "--run-dir is empty: name the folder to write to"
     if run_dir.startswith("~"):
@@ -178,7 +178,7 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     one_optimizer_scales_the_loss,
     imageless_samples_exist,
     synthetic_samples_fit,
-    files_have_sources,
+    files_have_datasets,
     profile_sees_iterations,
     run_dir_is_a_folder,
     load_is_a_path,

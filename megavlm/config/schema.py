@@ -2,6 +2,7 @@
 
 A field made with `option(default, help, *aliases)` becomes the flag `--kebab-case-name` (fields of the vision,
 projector, language and lora sections carry that prefix) and the YAML key `section.name`. Names are Megatron's.
+`flag=` names another flag where the key would say too little without its section (`data.kind` is `--data`);
 `common=` names the group in which `--help` lists the option; `--help-all` lists every option. Rules that relate
 fields to one another live in `rules.py`.
 """
@@ -11,208 +12,41 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megavlm.config.layout_schema import ExecutionConfig, ParallelConfig, PlacementConfig, PrecisionConfig
 from megavlm.config.model_schema import LanguageConfig, LoraConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.config.option import DATA, FILES, LAYOUT, MODEL, PRECISION, TRAINING, option
+from megavlm.config.option import DATA, FILES, MODEL, TRAINING, option
 
 __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DatasetConfig",
     "EvaluationConfig",
+    "ExecutionConfig",
     "LanguageConfig",
     "LoggingConfig",
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PlacementConfig",
+    "PrecisionConfig",
     "ProjectorConfig",
-    "SourceConfig",
+    "RunConfig",
     "TrainConfig",
     "VisionConfig",
 ]
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """How ranks split the model, the batch and the optimizer state."""
-
-    tensor_model_parallel_size: int = option(1, "Number of ranks that split each layer.", "--tp", common=LAYOUT)
-    pipeline_model_parallel_size: int = option(1, "Number of pipeline stages.", "--pp", common=LAYOUT)
-    virtual_pipeline_model_parallel_size: int = option(
-        1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp", common=LAYOUT
-    )
-    context_parallel_size: int = option(1, "Number of ranks that split each sequence; only 1 is supported.", "--cp")
-    expert_model_parallel_size: int = option(1, "Number of ranks that split the experts; only 1 is supported.", "--ep")
-    sequence_parallel: bool | None = option(
-        None,
-        "Shard activations outside attention and MLP along the sequence over TP ranks; default: on if TP > 1.",
-        "--sp",
-    )
-    placement: Literal["stages", "colocated"] = option(
-        "stages",
-        "Run the vision encoder as pipeline stages, or colocated: a copy on every rank encodes a share of the "
-        "images before the language pipeline starts.",
-        common=LAYOUT,
-    )
-    vision_tensor_model_parallel_size: int = option(
-        1,
-        "Colocated encoder: number of ranks that split an encoder too large for one GPU; must divide TP × PP.",
-        "--vision-tp",
-    )
-    encoder_chunk_patches: int | None = option(
-        None,
-        "Colocated encoder: maximum number of patches per encoder pass (at least one image), which bounds "
-        "activation memory; default: 16384 on a GPU, 4096 on a CPU.",
-    )
-    encoder_keep_chunks: int = option(
-        1,
-        "Colocated encoder: number of encoder chunks per step whose activations are kept for the backward pass; "
-        "the rest are recomputed.",
-    )
-    encode_ahead: bool = option(
-        False,
-        "Colocated, frozen encoder: encode the images of the next step during this step (on a GPU: on a side stream).",
-    )
-    vision_cache: str | None = option(
-        None,
-        "Colocated, frozen encoder: folder of cached image features, which runs with the same encoder can share; "
-        "default: no cache.",
-    )
-    vision_cache_size: float = option(
-        10.0, "Size limit of --vision-cache in GiB; least recently used entries are evicted."
-    )
-    plan: Literal["manual", "auto"] = option(
-        "manual",
-        "Use the given layout and micro-batch size, or those that the planner predicts to be fastest (auto).",
-        common=LAYOUT,
-    )
-    hardware: str = option(
-        "cpu",
-        "Device for --plan auto: a100, h100, h200, b200, gh200, cpu, or a JSON file from tools/calibrate.py.",
-        common=LAYOUT,
-    )
-    pipeline_cuts: tuple[int, ...] | None = option(
-        None,
-        "Layer indices at which model chunks after the first begin (PP × VPP − 1 numbers; --dry-run lists the "
-        "layers); default: chunks of equal FLOPs.",
-    )
-    data_parallel_sharding: Literal["none", "optimizer", "optimizer_gradients", "full"] = option(
-        "optimizer",
-        "Shard nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2), or also parameters (full, ZeRO-3) over "
-        "data-parallel ranks.",
-        common=LAYOUT,
-    )
-    hybrid_shard_size: int | None = option(
-        None,
-        "Number of data-parallel ranks per shard group; groups replicate one another (HSDP). Default: one group "
-        "of all ranks.",
-    )
-    offload: tuple[Literal["optimizer", "activations"], ...] = option(
-        (),
-        "Keep Adam's moments (then updated by the CPU) or saved activations in host memory; default: neither.",
-        common=PRECISION,
-    )
-    overlap_grad_reduce: bool | None = option(
-        None, "Overlap gradient reduction with the backward pass; default: on if DP > 1."
-    )
-    overlap_param_gather: bool | None = option(
-        None,
-        "Overlap the all-gather of parameters with the forward pass; default: on if DP > 1 and optimizer state is "
-        "sharded, except with --cuda-graphs.",
-    )
-    ddp_bucket_size: int | None = option(
-        None,
-        "Number of parameters per gradient bucket, which is reduced in one collective; default: the larger of 40 "
-        "million and 1 million × DP.",
-    )
-    tp_comm_overlap: bool = option(
-        False,
-        "Overlap tensor-parallel communication of language layers with their matrix products; needs GPUs with "
-        "Transformer Engine.",
-    )
-    distributed_timeout_minutes: float = option(
-        10.0, "Timeout of collectives in minutes; a collective that exceeds it ends the run."
-    )
-
-
-@dataclass(frozen=True)
 class TrainConfig:
+    """How long a run trains, and on what batches."""
+
     train_iters: int = option(100, "Number of optimizer steps of the whole run.", common=TRAINING)
     micro_batch_size: int = option(1, "Sequences per micro-batch of a data-parallel rank.", "--mbs", common=TRAINING)
     global_batch_size: int = option(8, "Sequences per optimizer step over all ranks.", "--gbs", common=TRAINING)
     seq_length: int = option(64, "Sequence length in tokens, image tokens included.", common=DATA)
     seed: int = option(1234, "Random seed of weights, data order and dropout.", common=TRAINING)
-    precision: Literal["fp32", "bf16", "fp16"] = option(
-        "fp32",
-        "Type of parameters and activations; main weights, Adam's moments and gradient sums are fp32.",
-        common=PRECISION,
-    )
-    transformer_impl: Literal["auto", "te", "torch"] = option(
-        "auto",
-        "Implementation of transformer layers: Transformer Engine, PyTorch, or auto (Transformer Engine if it and "
-        "a GPU are available).",
-    )
-    gradient_accumulation_fusion: bool = option(
-        True,
-        "Transformer Engine layers: add weight gradients to the fp32 gradient buffer inside the matrix product; "
-        "off with sharded gradients or offloaded activations.",
-    )
-    fp8: Literal["none", "hybrid", "e4m3"] = option(
-        "none",
-        "FP8 format of linear layers: e4m3, or hybrid with e5m2 for output gradients. Needs --precision bf16.",
-        common=PRECISION,
-    )
-    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = option(
-        "tensorwise",
-        "FP8 scaling: delayed (per tensor, amax history), tensorwise (per tensor, current amax), blockwise, or "
-        "mxfp8 (32-element blocks, Blackwell GPUs).",
-    )
-    fp8_parts: tuple[Literal["vision", "language"], ...] = option(
-        ("language",), "FP8: parts of the model whose transformer layers use FP8."
-    )
-    first_last_layers_bf16: bool = option(False, "FP8: keep the first and the last layers of each part in bf16.")
-    num_layers_at_start_in_bf16: int = option(
-        1, "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16."
-    )
-    num_layers_at_end_in_bf16: int = option(
-        1, "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16."
-    )
-    fp8_margin: int = option(
-        0, "FP8 delayed scaling: divide scales by 2 to the power of this margin, as headroom against overflow."
-    )
-    fp8_amax_history_len: int = option(1024, "FP8 delayed scaling: length of the amax history in passes.")
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = option(
-        "max",
-        "FP8 delayed scaling: compute the scale from the maximum of the amax history or from its most recent entry.",
-    )
-    fp8_param_gather: bool = option(
-        False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine."
-    )
-    recompute_granularity: Literal["none", "selective", "full"] = option(
-        "none",
-        "Recompute nothing, attention (selective), or whole layers (full) in the backward pass.",
-        common=PRECISION,
-    )
-    cuda_graphs: bool = option(
-        False,
-        "GPU: capture each language layer in a CUDA graph, which saves launch time of small layers; needs "
-        "sequences of one length.",
-    )
-    compile_small_ops: bool = option(
-        False,
-        "PyTorch layers: compile the activation function and the rotary embedding to one kernel each; needs a "
-        "compiler (GPU: Triton).",
-    )
-    run_dir: str = option(
-        "runs/latest",
-        "Output folder; its latest checkpoint resumes.",
-        common=FILES,
-    )
-    dry_run: bool = option(
-        False,
-        "Print the plan and memory estimate and exit.",
-        common=FILES,
-    )
 
 
 @dataclass(frozen=True)
@@ -246,8 +80,8 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class SourceConfig:
-    """One data set of the user (`data.sources`, or `--sources PATH,weight=2,image_root=DIR …`)."""
+class DatasetConfig:
+    """One data set of the user (`data.datasets`, or `--datasets PATH,weight=2,image_root=DIR …`)."""
 
     path: str = option("", "File of records, or for webdataset the folder of tars or its meta-dataset file.")
     kind: Literal["auto", "llava", "messages", "text", "webdataset"] = option(
@@ -263,14 +97,14 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: Literal["synthetic", "digits", "files"] | None = option(
+    kind: Literal["synthetic", "digits", "files"] | None = option(
         None,
-        "Kind of data: your files (--sources), synthetic, or digits (demo); default: files if --sources is given, "
+        "Kind of data: your files (--datasets), synthetic, or digits (demo); default: files if --datasets is given, "
         "else synthetic.",
-        "--data",
+        flag="--data",
         common=DATA,
     )
-    sources: tuple[SourceConfig, ...] = option(
+    datasets: tuple[DatasetConfig, ...] = option(
         (),
         "Data sets of --data files, as PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME]; default: none.",
         common=DATA,
@@ -353,6 +187,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class RunConfig:
+    """The run itself."""
+
+    run_dir: str = option(
+        "runs/latest",
+        "Output folder; its latest checkpoint resumes.",
+        common=FILES,
+    )
+    dry_run: bool = option(
+        False,
+        "Print the plan and memory estimate and exit.",
+        common=FILES,
+    )
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     eval_interval: int = option(
         0, "Number of steps between evaluations; 0: only one at the end. Only --data digits has an evaluation."
@@ -379,9 +229,13 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -37,7 +37,7 @@ def buckets_are_reduced_apart(config: Config) -> str | None:
 
 
 def loss_scale_has_an_optimizer(config: Config) -> str | None:
-    if config.train.precision == "fp16" and shards_gradients(config):
+    if config.precision.dtype == "fp16" and shards_gradients(config):
         return (
             f"--data-parallel-sharding {config.parallel.data_parallel_sharding} does not support the loss scaling that "
             "--precision fp16 needs: use --precision bf16, or --data-parallel-sharding optimizer"
@@ -54,7 +54,7 @@ def hybrid_shards_something(config: Config) -> str | None:
             f"--hybrid-shard-size {parallel.hybrid_shard_size} has nothing to shard with --data-parallel-sharding none:"
             " choose another sharding, or leave it out"
         )
-    if parallel.placement == "colocated":
+    if config.placement.encoder == "colocated":
         return "--hybrid-shard-size does not support --placement colocated: leave it out, or use --placement stages"
     return None
 

@@ -11,6 +11,8 @@ _LARGEST = 256
 
 # Renamed options: the old name and what replaces it.
 _RENAMED = {
+    "sources": "--datasets",
+    "source": "--data",
     "use-distributed-optimizer": "--data-parallel-sharding optimizer",
     "no-use-distributed-optimizer": "--data-parallel-sharding none",
 }

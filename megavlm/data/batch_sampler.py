@@ -151,7 +151,7 @@ class PackedBatchSampler:
             taken += len(more)
             empty = 0 if window.sequences else empty + 1
             if empty == _EMPTY_WINDOWS:
-                raise UserError(f"--sources: none of {read} samples can be used: {_summary(skipped)}")
+                raise UserError(f"--datasets: none of {read} samples can be used: {_summary(skipped)}")
             if taken == len(window.sequences):
                 number, taken = number + 1, 0
         return GlobalBatch(tuple(sequences), {**self.start, "window": number, "taken": taken}, read, tuple(skipped))

@@ -188,7 +188,7 @@ class DataLoader:
                 was = "other data" if places is None else f"{len(places)} data-parallel replicas"
                 raise UserError(
                     f"the checkpoint is of a run on {was}, but WebDataset streams go on exactly only where they were "
-                    f"left: use the same --sources and the same number of replicas, now {self._replicas.size()}"
+                    f"left: use the same --datasets and the same number of replicas, now {self._replicas.size()}"
                 )
             state = places[self._replicas.rank()]
         if self._loader is not None:

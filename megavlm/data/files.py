@@ -40,7 +40,7 @@ class StreamSample:
 
 
 class FilesSource:
-    """Samples of `--sources`: conversations as tokens, images as patches.
+    """Samples of `--datasets`: conversations as tokens, images as patches.
 
     An item is a number of the shuffled, blended stream (`order.py`), or a sample that a WebDataset handed out
     (`streaming.py`), which has no number. The data sets are opened when the first sample is
@@ -59,7 +59,7 @@ class FilesSource:
             train_on=config.data.train_on,
             model_type=model_type(tokenizer_path(config)),
         )
-        self.names = tuple(name_of(source) for source in config.data.sources)
+        self.names = tuple(name_of(source) for source in config.data.datasets)
         self.vocab_size = vocab_size(config.model.language)
         self.image_token = self.tokenizer.image
         self.pad_token = self.tokenizer.pad
@@ -82,7 +82,7 @@ class FilesSource:
     @cached_property
     def records(self) -> Mapping[int, Records]:
         """The data sets that are numbered. Raises UserError for one that cannot be opened."""
-        sources = enumerate(self._config.data.sources)
+        sources = enumerate(self._config.data.datasets)
         return {number: open_records(source) for number, source in sources if not is_stream(source)}
 
     @cached_property
@@ -90,9 +90,10 @@ class FilesSource:
         data = self._config.data
         return Order(
             lengths=tuple(
-                len(self.records[number]) if number in self.records else _ENDLESS for number in range(len(data.sources))
+                len(self.records[number]) if number in self.records else _ENDLESS
+                for number in range(len(data.datasets))
             ),
-            weights=tuple(source.weight for source in data.sources),
+            weights=tuple(source.weight for source in data.datasets),
             seed=self._config.train.seed,
             shuffle=data.shuffle,
         )

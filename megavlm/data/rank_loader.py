@@ -98,7 +98,7 @@ class RankLoader:
         if state.keys() != self._sampler.start.keys():
             raise UserError(
                 "the checkpoint is of a run on other data, whose place cannot be taken up: begin a new run with --load "
-                "and another --run-dir, or go on with the data (--data, --sources) that it had"
+                "and another --run-dir, or go on with the data (--data, --datasets) that it had"
             )
         self._drop_prefetched()
         self._place = dict(state)

@@ -28,9 +28,9 @@ def prepare_data(config: Config) -> None:
     """
     if data_source(config) != "files":
         return
-    for source in config.data.sources:
+    for source in config.data.datasets:
         if is_stream(source):
-            prepare_stream(source, run_dir=Path(config.train.run_dir), log=print)
+            prepare_stream(source, run_dir=Path(config.run.run_dir), log=print)
         else:
             open_records(source)
 
@@ -66,7 +66,7 @@ def build_data_loader(
     if exchange.reads and groups.coords.dp == 0:
         for warning in source.warnings():
             print(f"warning: {warning}", flush=True)
-    forward = any(is_stream(each) for each in config.data.sources)
+    forward = any(is_stream(each) for each in config.data.datasets)
     replicas = groups.dp if forward else None
     loader = None
     if exchange.reads:
@@ -110,9 +110,9 @@ def _stream_loader(
     at, dims, data, train = groups.coords, groups.dims, config.data, config.train
     streams = {
         number: open_stream(
-            each, run_dir=Path(train.run_dir), rank=at.dp, world=dims.dp, seed=train.seed, shuffle=data.shuffle
+            each, run_dir=Path(config.run.run_dir), rank=at.dp, world=dims.dp, seed=train.seed, shuffle=data.shuffle
         )
-        for number, each in enumerate(data.sources)
+        for number, each in enumerate(data.datasets)
         if is_stream(each)
     }
     sampler = StreamBatchSampler(

@@ -15,7 +15,7 @@ def table(config: Config) -> str:
     """
     if data_source(config) != "files":
         return ""
-    sources = config.data.sources
+    sources = config.data.datasets
     counts = apportioned([source.weight for source in sources], BLOCK)
     width = max(len("data"), *(len(name_of(source)) for source in sources))
     lines = [f"{'data':{width}}  {'records':>12}  share of samples"]

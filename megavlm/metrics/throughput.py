@@ -32,5 +32,5 @@ def mfu(tflops_per_device: float, peak: float | None) -> float | None:
 
 def peak_of_run(device_name: str, config: Config) -> float | None:
     """Return the device's peak in TFLOP/s for the run's MFU: the FP8 peak if the run uses FP8."""
-    fp8 = config.train.fp8 != "none"
-    return peak_tflops(device_name, "fp8" if fp8 else config.train.precision)
+    fp8 = config.precision.fp8 != "none"
+    return peak_tflops(device_name, "fp8" if fp8 else config.precision.dtype)

@@ -50,7 +50,7 @@ def modules_of(name: str, config: Config, groups: Groups) -> Modules:
         # Adapters read what the linear layer reads, which a norm inside it would keep to itself.
         return te_modules(transformer_engine, fused_norm=module_of(name) not in adapted_parts(config))
     fp8 = _operands(config, groups) if layer_precision(name, config) == "fp8" else None
-    return torch_modules(fp8, compiled=config.train.compile_small_ops)
+    return torch_modules(fp8, compiled=config.execution.compile_small_ops)
 
 
 def torch_modules(fp8: Callable[[], Operands] | None = None, *, compiled: bool = False) -> Modules:
@@ -96,15 +96,16 @@ def cross_entropy_of(config: Config) -> CrossEntropy:
 
 def _operands(config: Config, groups: Groups) -> Callable[[], Operands]:
     """What makes a layer's operands: each layer has histories of its own."""
-    train = config.train
-    if train.fp8_recipe == "tensorwise":
-        return partial(current_operands, train.fp8, groups.tp)
-    recipe = DelayedRecipe(train.fp8_amax_history_len, train.fp8_amax_compute_algo, train.fp8_margin)
-    return partial(delayed_operands, train.fp8, recipe, groups.collection.tp_dp_cp)
+    if config.precision.fp8_recipe == "tensorwise":
+        return partial(current_operands, config.precision.fp8, groups.tp)
+    recipe = DelayedRecipe(
+        config.precision.fp8_amax_history_len, config.precision.fp8_amax_compute_algo, config.precision.fp8_margin
+    )
+    return partial(delayed_operands, config.precision.fp8, recipe, groups.collection.tp_dp_cp)
 
 
 def execution_of(config: Config, groups: Groups) -> Execution:
-    if config.train.fp8 == "none":
+    if config.precision.fp8 == "none":
         return Execution()
     if implementation(config) == "torch":
         return EmulatedExecution()
@@ -118,16 +119,15 @@ def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
 
     Emulated FP8 is none of its business. Which layers stay high is `layer_precision`'s to say, not its own option's.
     """
-    train = config.train
     if implementation(config) != "te" or not any(fp8_in(part, config) for part in parts):
         return {}
     return {
-        "fp8": train.fp8,
-        "fp8_recipe": train.fp8_recipe,
-        "fp8_margin": train.fp8_margin,
-        "fp8_amax_history_len": train.fp8_amax_history_len,
-        "fp8_amax_compute_algo": train.fp8_amax_compute_algo,
-        "fp8_param": train.fp8_param_gather,
+        "fp8": config.precision.fp8,
+        "fp8_recipe": config.precision.fp8_recipe,
+        "fp8_margin": config.precision.fp8_margin,
+        "fp8_amax_history_len": config.precision.fp8_amax_history_len,
+        "fp8_amax_compute_algo": config.precision.fp8_amax_compute_algo,
+        "fp8_param": config.precision.fp8_param_gather,
     }
 
 
@@ -141,8 +141,7 @@ def accumulation_fields(config: Config, part: str) -> dict[str, Any]:
 
     Sharded gradients have no `main_grad`; offloading hands the layer a weight in backward that lacks its marks.
     """
-    train, parallel = config.train, config.parallel
-    sums_in_place = not shards_gradients(config) and "activations" not in parallel.offload
-    if implementation(config) != "te" or not train.gradient_accumulation_fusion or not sums_in_place:
+    sums_in_place = not shards_gradients(config) and "activations" not in config.execution.offload
+    if implementation(config) != "te" or not config.execution.gradient_accumulation_fusion or not sums_in_place:
         return {}
     return {"gradient_accumulation_fusion": True, "disable_parameter_transpose_cache": not fp8_in(part, config)}

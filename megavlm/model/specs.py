@@ -47,9 +47,9 @@ def common_config(config: Config, *, tp: int, **overrides: Any) -> TransformerCo
     tensor-parallel weights, which the gradient norm relies on. Weights that are kept in FP8 begin as zeros: Transformer
     Engine rounds them at once, and what memory held by chance would enter the histories of scales.
     """
-    dtype = DTYPES[config.train.precision]
+    dtype = DTYPES[config.precision.dtype]
     begin = nn.init.zeros_ if overrides.get("fp8_param") else _leave_as_is
-    recompute = config.train.recompute_granularity
+    recompute = config.execution.recompute_granularity
     return TransformerConfig(
         tensor_model_parallel_size=tp,
         sequence_parallel=sequence_parallel(config),

@@ -184,7 +184,7 @@ class Fp8Execution(Execution):
     def __init__(self, config: Config, groups: Groups) -> None:
         self.config = config
         self.groups = groups
-        self.delayed = config.train.fp8_recipe == "delayed"
+        self.delayed = config.precision.fp8_recipe == "delayed"
 
     def chunk(self, layers: Sequence[tuple[str, Any]]) -> AbstractContextManager[Any]:
         for name, layer in layers:

@@ -73,11 +73,11 @@ class View:
             return None
         width = vision.hidden_size // vision.num_attention_heads
         angles = rope2d(self.layout.coordinates(self.device), head_width=width, base=vision.rotary_base)
-        return rotation(angles, DTYPES[self.config.train.precision])
+        return rotation(angles, DTYPES[self.config.precision.dtype])
 
     @cached_property
     def language_rope(self) -> Rotation:
-        return rotation(rope(self.batch.positions, self.config.model.language), DTYPES[self.config.train.precision])
+        return rotation(rope(self.batch.positions, self.config.model.language), DTYPES[self.config.precision.dtype])
 
     @property
     def tile_groups(self) -> tuple[TileGroup, ...]:

@@ -84,7 +84,7 @@ class VLMChunk(MegatronModule):
         self.carried_on = carried_features([*earlier, *self.names])
         self.is_first = index == 0
         self.sequence_parallel = sequence_parallel(config)
-        self.full_recompute = config.train.recompute_granularity == "full"
+        self.full_recompute = config.execution.recompute_granularity == "full"
         self.execution = execution_of(config, groups)
         self.input_tensor: Tensor | None = None
         build = _Builder(config, groups, vocab_size=vocab_size, ties_locally=EMBEDDING in self.names)
@@ -96,7 +96,7 @@ class VLMChunk(MegatronModule):
             _attach(self, name, part)
         language = {name: part for name, part in self.parts.items() if name.startswith(LANGUAGE_LAYER)}
         self.transformer_layers = [(n, part) for n, part in self.parts.items() if isinstance(part, TransformerLayer)]
-        self.graphs = LayerGraphs(language) if config.train.cuda_graphs else None
+        self.graphs = LayerGraphs(language) if config.execution.cuda_graphs else None
         self.offload: Offload | None = None  # set by who builds all chunks of a rank, which share one
         self.has_tied_copy = config.model.language.tie_embeddings and (EMBEDDING in self.names) != (
             OUTPUT in self.names

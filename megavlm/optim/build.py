@@ -43,7 +43,7 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         use_distributed_optimizer=parallel.data_parallel_sharding != "none",
         num_distributed_optimizer_instances=groups.dp_cp.size() // groups.shard.size(),
         average_in_collective=False,
-        fp8_param_gather=config.train.fp8_param_gather,
+        fp8_param_gather=config.precision.fp8_param_gather,
     )
     # Only the first chunk's gradients end on the critical path; bucketing the others buys no overlap.
     wrapped = [
@@ -68,7 +68,7 @@ def with_whole_gradients(config: Config) -> Config:
 def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> JoinedOptimizer:
     """AdamW over this rank's (shard of the) parameters, grouped by module and by whether weights decay."""
     options = config.optimizer
-    dtype = DTYPES[config.train.precision]
+    dtype = DTYPES[config.precision.dtype]
     megatron_config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=options.lr,
@@ -87,7 +87,7 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Jo
         params_dtype=dtype,
         use_distributed_optimizer=config.parallel.data_parallel_sharding != "none",
         overlap_param_gather=bool(config.parallel.overlap_param_gather),
-        fp8_recipe=config.train.fp8_recipe if config.train.fp8_param_gather else None,
+        fp8_recipe=config.precision.fp8_recipe if config.precision.fp8_param_gather else None,
     )
     if shards_gradients(config):
         parts = [ShardedOptimizer(chunks, megatron_config, _overrides(config), groups)]
@@ -101,7 +101,7 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Jo
         ).chained_optimizers
     for part in parts:
         if not part.is_stub_optimizer:
-            _choose_update(part, on_host="optimizer" in config.parallel.offload)
+            _choose_update(part, on_host="optimizer" in config.execution.offload)
     return JoinedOptimizer(parts, clip=options.clip_grad)
 
 

@@ -40,7 +40,7 @@ class FullyShardedChunk(_BaseDataParallel):
     def __init__(self, chunk: VLMChunk, config: Config, groups: Groups) -> None:
         super().__init__(config=chunk.config, module=chunk)
         self.ddp_config = DistributedDataParallelConfig()  # megatron-core asks it whether this is its own FSDP
-        self.dtype = DTYPES[config.train.precision]
+        self.dtype = DTYPES[config.precision.dtype]
         self.groups = groups
         self.layouts = _layouts(chunk, groups)
         attributes = {name: dict(vars(param)) for name, param in chunk.named_parameters()}

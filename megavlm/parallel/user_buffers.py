@@ -28,13 +28,13 @@ def start_user_buffers(config: Config, backend: Backend) -> None:
             "--tp-comm-overlap needs Transformer Engine: pip install -e '.[gpu]', or leave it out"
         ) from error
     train, modes = config.train, engine.UserBufferQuantizationMode
-    in_fp8 = train.fp8 != "none"
+    in_fp8 = config.precision.fp8 != "none"
     try:
         engine.initialize_ub(
             [train.seq_length * train.micro_batch_size, config.model.language.hidden_size],
             config.parallel.tensor_model_parallel_size,
             quantization_modes=[modes.NONE, modes.FP8] if in_fp8 else [modes.NONE],
-            dtype=torch.float16 if train.precision == "fp16" else torch.bfloat16,
+            dtype=torch.float16 if config.precision.dtype == "fp16" else torch.bfloat16,
             bootstrap_backend=backend.communication,
         )
     except (AssertionError, RuntimeError) as error:

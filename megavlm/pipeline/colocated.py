@@ -53,7 +53,7 @@ class Colocated:
         self._window: _Window | None = None
         self._upcoming: Sequence[MicroBatch] | None = None
         self._ahead: _Ahead | None = None
-        self._side_stream: SideStream = side_stream(encoder.device) if config.parallel.encode_ahead else InlineStream()
+        self._side_stream: SideStream = side_stream(encoder.device) if config.placement.encode_ahead else InlineStream()
 
     def prefetch(self, batches: Sequence[MicroBatch]) -> None:
         """Encode this window beside what trains on the next one to be handed out: `advance` says when. For frozen

@@ -82,7 +82,7 @@ class Encoder:
         self._model = config.model
         self._deepstack = len(config.model.vision.deepstack_layers)
         tower_trained = any(module_of(name) == "vision" for name in trained)
-        self._keep = config.parallel.encoder_keep_chunks if tower_trained else None
+        self._keep = config.placement.encoder_keep_chunks if tower_trained else None
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         self._dropout = dropout > 0 or (self.trained and config.lora.dropout > 0)
         self._passes: list[_Pass] = []
@@ -237,13 +237,12 @@ def encoder_config(config: Config) -> Config:
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=1,
         virtual_pipeline_model_parallel_size=1,
-        pipeline_cuts=None,
         sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
         overlap_grad_reduce=False,
         overlap_param_gather=False,
         tp_comm_overlap=False,
     )
-    return replace(config, parallel=parallel)
+    return replace(config, parallel=parallel, placement=replace(config.placement, pipeline_cuts=None))
 
 
 def pixels_of(image: EncoderInput, batches: Sequence[MicroBatch]) -> Tensor:

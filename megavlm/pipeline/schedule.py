@@ -53,7 +53,7 @@ def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
         overlap_p2p_comm=interleaved,  # two stages would cross their batched messages
         batch_p2p_comm=not interleaved,
         # After each batched transfer the host would wait for the device, and so for what is encoded beside.
-        batch_p2p_sync=not config.parallel.encode_ahead,
+        batch_p2p_sync=not config.placement.encode_ahead,
         # With it, the first micro-batch of a step tells Transformer Engine that weights have changed.
         **fp8_fields(config, "vision", "language"),
     )

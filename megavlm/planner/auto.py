@@ -26,9 +26,9 @@ def planned(config: Config, world: int) -> Config:
 
     Raises UserError where no layout can run, with the most frequent reason.
     """
-    if config.parallel.plan != "auto":
+    if config.placement.plan != "auto":
         return config
-    hardware = profile(config.parallel.hardware)
+    hardware = profile(config.placement.hardware)
     outcome = search(config, world, hardware, space=Space(offload=()), top=1)
     if not outcome.best:
         outcome = search(config, world, hardware, top=1)
@@ -41,15 +41,15 @@ def planned(config: Config, world: int) -> Config:
 
 def _manual(config: Config) -> Config:
     """What was found is what RUN_DIR/config.yaml says: starting again does not search again."""
-    return replace(config, parallel=replace(config.parallel, plan="manual"))
+    return replace(config, placement=replace(config.placement, plan="manual"))
 
 
 def predict(config: Config, dims: Dims, hardware: Hardware) -> Step:
     """What a step of a configured layout takes, at the cuts that it would run with."""
-    hardware = for_precision(hardware, config.train.precision)
+    hardware = for_precision(hardware, config.precision.dtype)
     plan, case = make_plan(config, dims), case_of(config, dims, on_gpu=hardware.on_gpu)
     first = encoder_layers(case) if plan.placement == "colocated" else 0
-    modes = (config.train.recompute_granularity,) * len(plan.chunks)
+    modes = (config.execution.recompute_granularity,) * len(plan.chunks)
     cuts = tuple(accumulate(len(names) for names in plan.chunks))[:-1]
     tables = layer_tables(case, hardware, modes=modes[:1], first=first)
     return step_of(tables, hardware, cuts, modes, encoder=_encoder(config, case, hardware) if first else None)
@@ -62,7 +62,7 @@ def _encoder(config: Config, case: Case, hardware: Hardware) -> Encoder:
         hardware,
         images=max(1, round(sum(counts) / max(1, len(counts)))) * config.train.micro_batch_size,
         chunk_patches=chunk_patches(config, on_gpu=hardware.on_gpu),
-        kept=config.parallel.encoder_keep_chunks,
+        kept=config.placement.encoder_keep_chunks,
         vision_tp=config.parallel.vision_tensor_model_parallel_size,
     )
 

@@ -56,13 +56,15 @@ class Candidate:
             pipeline_model_parallel_size=self.dims.pp,
             virtual_pipeline_model_parallel_size=self.dims.vpp,
             data_parallel_sharding=self.sharding,
-            pipeline_cuts=cuts or None,
-            placement=self.placement,
             vision_tensor_model_parallel_size=self.vision_tp,
-            offload=self.offload,
         )
-        train = replace(config.train, micro_batch_size=self.micro_batch, recompute_granularity=self.recompute)
-        return replace(config, parallel=parallel, train=train)
+        return replace(
+            config,
+            parallel=parallel,
+            placement=replace(config.placement, encoder=self.placement, pipeline_cuts=cuts or None),
+            execution=replace(config.execution, recompute_granularity=self.recompute, offload=self.offload),
+            train=replace(config.train, micro_batch_size=self.micro_batch),
+        )
 
 
 def with_offload(candidate: Candidate, space: Space) -> Iterator[Candidate]:

@@ -108,7 +108,7 @@ def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
         work=times(sample, train.micro_batch_size),
         dims=dims,
         micro_batches=train.global_batch_size // (train.micro_batch_size * dims.dp),
-        precision=train.precision,
+        precision=config.precision.dtype,
         sequence_parallel=sequence_parallel(config),
         sharding=config.parallel.data_parallel_sharding,
         shard_size=config.parallel.hybrid_shard_size,
@@ -116,12 +116,12 @@ def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
         trained=trained_layers(config),
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),
-        offload=config.parallel.offload,
+        offload=config.execution.offload,
         kept_in_fp8=frozenset(name for name in layer_names(config.model) if keeps_fp8(name, config)),
         on_gpu=on_gpu,
-        te=on_gpu and train.transformer_impl != "torch",
-        fused_gradients=train.gradient_accumulation_fusion,
-        compiled_small_ops=train.compile_small_ops,
+        te=on_gpu and config.execution.transformer_impl != "torch",
+        fused_gradients=config.execution.gradient_accumulation_fusion,
+        compiled_small_ops=config.execution.compile_small_ops,
     )
 
 

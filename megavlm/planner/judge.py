@@ -236,7 +236,7 @@ class Judge:
             self.hardware,
             images=self.images * micro_batch,
             chunk_patches=chunk_patches(self.config, on_gpu=self.hardware.on_gpu),
-            kept=self.config.parallel.encoder_keep_chunks,
+            kept=self.config.placement.encoder_keep_chunks,
             vision_tp=vision_tp,
         )
 

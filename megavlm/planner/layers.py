@@ -59,7 +59,7 @@ def trains_weights(name: str, config: Config) -> bool:
 
 def keeps_fp8(name: str, config: Config) -> bool:
     """Whether a layer's linears keep their weights in FP8 alone: `--fp8-param-gather`, where there is gathering."""
-    in_fp8 = config.train.fp8_param_gather and layer_precision(name, config) == "fp8"
+    in_fp8 = config.precision.fp8_param_gather and layer_precision(name, config) == "fp8"
     return in_fp8 and trains_weights(name, config)
 
 

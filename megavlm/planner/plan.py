@@ -73,7 +73,7 @@ def make_plan(config: Config, dims: Dims) -> Plan:
 
     A frozen tower has no backward pass, and takes a third of the time of a trained one.
     """
-    placement = config.parallel.placement
+    placement = config.placement.encoder
     encoder = encoder_names(config.model) if placement == "colocated" else ()
     names = layer_names(config.model)[len(encoder) :]
     if dims.chunks > len(names):
@@ -81,7 +81,7 @@ def make_plan(config: Config, dims: Dims) -> Plan:
             f"--pp {dims.pp} × --vpp {dims.vpp} needs {dims.chunks} chunks, but the model has only {len(names)} layers "
             "to cut between: lower --pp or --vpp"
         )
-    cuts = config.parallel.pipeline_cuts
+    cuts = config.placement.pipeline_cuts
     if cuts is None:
         flops = layer_flops(config, typical_workload(config))
         cuts = even_cuts([flops[name] for name in names], dims.chunks)

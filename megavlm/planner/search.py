@@ -38,13 +38,13 @@ class Outcome:
 def search(config: Config, world: int, hardware: Hardware, *, space: Space | None = None, top: int = 10) -> Outcome:
     """The `top` fastest layouts of a configuration on `world` devices, and why others cannot run."""
     space = space or Space()
-    judge = Judge(config, for_precision(hardware, config.train.precision))
+    judge = Judge(config, for_precision(hardware, config.precision.dtype))
     rejected: list[Rejected] = []
     queue: list[tuple[float, int, Candidate, str | None]] = []  # least seconds, number, candidate, what it lacks
     tried = 0
-    asked = config.parallel
+    vision_tp = config.parallel.vision_tensor_model_parallel_size
     offloads = hardware.on_gpu and bool(space.offload)
-    for wanted in candidates(world, space, vision_tp=asked.vision_tensor_model_parallel_size, offload=asked.offload):
+    for wanted in candidates(world, space, vision_tp=vision_tp, offload=config.execution.offload):
         tried += 1
         candidate, reason = judge.with_fitting_encoder(wanted)
         if reason and (judge.rule(candidate) or not offloads):
@@ -93,6 +93,6 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
 
 def timeline_of(estimate: Estimate, config: Config, hardware: Hardware) -> Timeline:
     """The estimate's pipeline played through once more, with every pass."""
-    judge = Judge(config, for_precision(hardware, config.train.precision))
+    judge = Judge(config, for_precision(hardware, config.precision.dtype))
     tables, partition = judge.tables(estimate.candidate), estimate.partition
     return play(tables, tables.case.shape, partition.cuts, partition.recompute, keep_events=True)

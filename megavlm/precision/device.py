@@ -26,27 +26,27 @@ def device_at_hand() -> Device:
 
 def implementation(config: Config) -> str:
     """What layers are made of, "te" or "torch". Raises UserError where what was asked for is not there."""
-    return choose_implementation(config.train.transformer_impl, device_at_hand())
+    return choose_implementation(config.execution.transformer_impl, device_at_hand())
 
 
 def check_device(config: Config) -> None:
     """Raises UserError, one line, where this device cannot run the configuration."""
     chosen = implementation(config)
-    if config.train.fp8 != "none":
-        check_fp8(config.train.fp8_recipe, device_at_hand(), implementation=chosen)
+    if config.precision.fp8 != "none":
+        check_fp8(config.precision.fp8_recipe, device_at_hand(), implementation=chosen)
         if chosen == "te":
             check_te_fp8(config)
-        elif config.train.fp8_param_gather:
+        elif config.precision.fp8_param_gather:
             raise UserError(
                 "--fp8-param-gather needs Transformer Engine: torch's layers keep their weights in bf16 and would only "
                 "pretend, so leave it out"
             )
-    if config.train.compile_small_ops and chosen == "te":
+    if config.execution.compile_small_ops and chosen == "te":
         raise UserError(
             "--compile-small-ops compiles torch's layers, Transformer Engine's are fused: leave it out, or add "
             "--transformer-impl torch"
         )
-    if config.train.cuda_graphs:
+    if config.execution.cuda_graphs:
         if device_at_hand().capability is None:
             raise UserError("--cuda-graphs needs a CUDA device, and there is none here: leave it out")
         if chosen == "te":
@@ -57,7 +57,7 @@ def check_te_fp8(config: Config) -> None:
     """Raises UserError where Transformer Engine's FP8 layers are not known to work with the rest."""
     sharding = config.parallel.data_parallel_sharding
     # Its own tests of `fully_shard` have the other recipes.
-    if shards_gradients(config) and config.train.fp8_recipe == "blockwise":
+    if shards_gradients(config) and config.precision.fp8_recipe == "blockwise":
         raise UserError(
             f"--fp8-recipe blockwise is not known to work with --data-parallel-sharding {sharding}: use --fp8-recipe "
             "tensorwise, or --data-parallel-sharding optimizer"
@@ -66,7 +66,7 @@ def check_te_fp8(config: Config) -> None:
 
 def emulates_fp8(config: Config) -> bool:
     """Whether FP8 layers round in torch and multiply in bf16, instead of running FP8 kernels."""
-    return config.train.fp8 != "none" and implementation(config) == "torch"
+    return config.precision.fp8 != "none" and implementation(config) == "torch"
 
 
 def _version_of(package: str) -> tuple[int, ...] | None:

@@ -21,10 +21,9 @@ _TENSORS = ("amax_history", "scale")
 
 def history_of(config: Config) -> dict[str, Any] | None:
     """What a checkpoint says of the histories in it; None where there are none. Others do not fit each other."""
-    train = config.train
-    if train.fp8 == "none" or train.fp8_recipe != "delayed":
+    if config.precision.fp8 == "none" or config.precision.fp8_recipe != "delayed":
         return None
-    return {"format": train.fp8, "amax_history_len": train.fp8_amax_history_len}
+    return {"format": config.precision.fp8, "amax_history_len": config.precision.fp8_amax_history_len}
 
 
 def histories(chunk: nn.Module) -> dict[str, Tensor]:

@@ -24,10 +24,10 @@ from megavlm.preview.findings import Findings, PackedSegment, Shown, SourceShare
 def look(config: Config, *, shown: int, title: str) -> Findings:
     """The first window as a run reads it, with `shown` of its samples in full.
 
-    Raises UserError where the run has no `--sources`, or where they cannot be opened.
+    Raises UserError where the run has no `--datasets`, or where they cannot be opened.
     """
     if data_source(config) != "files":
-        raise UserError("there is nothing to preview without --sources: name your data sets, or a --config that does")
+        raise UserError("there is nothing to preview without --datasets: name your data sets, or a --config that does")
     source = FilesSource(config)
     measured = _window(config, source)
     usable = [sample for sample in measured if sample.pieces]
@@ -48,8 +48,8 @@ def look(config: Config, *, shown: int, title: str) -> Findings:
 
 def _window(config: Config, source: FilesSource) -> list[Measured]:
     """The first samples of the run; with streams among the sources, those of its first replica if it has but one."""
-    size, run_dir = config.data.packing_window, Path(config.train.run_dir)
-    tars = {number: given for number, given in enumerate(config.data.sources) if is_stream(given)}
+    size, run_dir = config.data.packing_window, Path(config.run.run_dir)
+    tars = {number: given for number, given in enumerate(config.data.datasets) if is_stream(given)}
     if not tars:
         return [source.measure(item) for item in range(size)]
     for given in tars.values():
@@ -89,7 +89,7 @@ def _shares(config: Config, source: FilesSource, read: int) -> tuple[SourceShare
             weight=given.weight,
             drawn=drawn.count(number),
         )
-        for number, given in enumerate(config.data.sources)
+        for number, given in enumerate(config.data.datasets)
     )
 
 

@@ -13,6 +13,7 @@ from megavlm.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     ProjectorConfig,
+    RunConfig,
     TrainConfig,
     VisionConfig,
 )
@@ -49,13 +50,12 @@ def demo() -> Config:
         ),
         # Tensors have a few kilobytes, so that fewer collectives save more than smaller activations would.
         parallel=ParallelConfig(sequence_parallel=False),
-        train=TrainConfig(
-            train_iters=520, micro_batch_size=64, global_batch_size=128, seq_length=24, run_dir="runs/demo"
-        ),
+        train=TrainConfig(train_iters=520, micro_batch_size=64, global_batch_size=128, seq_length=24),
         optimizer=OptimizerConfig(
             lr=1.5e-3, lr_decay_style="WSD", lr_warmup_iters=50, lr_wsd_decay_iters=220, weight_decay=0.1
         ),
-        data=DataConfig(source="digits"),
+        data=DataConfig(kind="digits"),
+        run=RunConfig(run_dir="runs/demo"),
         checkpoint=CheckpointConfig(save_interval=200),
         evaluation=EvaluationConfig(eval_interval=200, eval_samples=96),
         logging=LoggingConfig(log_interval=10),

@@ -76,7 +76,7 @@ def build(config: Config, backend: Backend) -> Run:
     """
     start(backend, timeout_minutes=config.parallel.distributed_timeout_minutes)
     check_device(config)
-    rank, run_dir = dist.get_rank(), Path(config.train.run_dir)
+    rank, run_dir = dist.get_rank(), Path(config.run.run_dir)
     dims = dims_of(config, world=dist.get_world_size())
     on_rank_0(partial(_make_run_dir, run_dir))
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
@@ -106,7 +106,7 @@ def build(config: Config, backend: Backend) -> Run:
         source,
         groups,
         device=backend.device,
-        dtype=DTYPES[config.train.precision],
+        dtype=DTYPES[config.precision.dtype],
         vision_group=_vision_group(plan, groups),
         patch_shards=_patch_shards(config, plan, groups),
     )
@@ -140,18 +140,18 @@ def build(config: Config, backend: Backend) -> Run:
 
 def _about_layers(config: Config) -> Iterator[str]:
     """Why layers are not made of Transformer Engine's parts, where it is installed and was not forgone."""
-    if config.train.transformer_impl == "auto" and (error := device_at_hand().te_error):
+    if config.execution.transformer_impl == "auto" and (error := device_at_hand().te_error):
         yield f"Transformer Engine cannot be loaded ({error}): layers are torch's, and slower"
 
 
 def _about_offload(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
     """What a user of `--offload` should know of this machine."""
-    if not config.parallel.offload:
+    if not config.execution.offload:
         return
     if backend.is_cpu:
         yield "--offload copies within one memory on a CPU: same numbers, nothing saved"
         return
-    if "optimizer" in config.parallel.offload and torch.get_num_threads() == 1:
+    if "optimizer" in config.execution.offload and torch.get_num_threads() == 1:
         yield "--offload optimizer updates in one thread: set OMP_NUM_THREADS to the cores per GPU"
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -183,7 +183,7 @@ def _start(config: Config, run_dir: Path) -> Path | None:
 
 def _weights(config: Config, folder: Path | None, *, vocab_size: int, image_token: int) -> Fill | None:
     """Where a run's first weights come from, unless the seed or a checkpoint with optimizer state gives them."""
-    run_dir = Path(config.train.run_dir)
+    run_dir = Path(config.run.run_dir)
     if folder is not None:
         on_rank_0(partial(carry_sidecar, folder, run_dir))
         return partial(state.load_weights, folder=folder, config=config) if state.is_weights_only(folder) else None

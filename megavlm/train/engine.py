@@ -174,7 +174,7 @@ def build_engine(
     ]
     apart = _Apart.of(config, plan, groups, vocab_size=vocab_size, backend=backend)
     parts = [*bare, *([apart.chunk] if apart else [])]
-    if "activations" in config.parallel.offload:
+    if "activations" in config.execution.offload:
         offload = Offload(host_copies_of(backend.device))
         for chunk in parts:
             chunk.offload = offload
@@ -240,17 +240,17 @@ class _Apart:
 
 
 def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCache | None:
-    folder = config.parallel.vision_cache
+    folder = config.placement.vision_cache
     if folder is None:
         return None
     model = config.model
-    known = {"vision": model.vision, "projector": model.projector, "precision": config.train.precision}
+    known = {"vision": model.vision, "projector": model.projector, "precision": config.precision.dtype}
     weights = encoder_hash(chunk.named_parameters(), known)
     if groups.dims.tp > 1:  # the hash of all parts; another division rounds differently, and has another
         hashes: list[Any] = [None] * groups.dims.tp
         dist.all_gather_object(hashes, weights, group=groups.tp)
         weights = b"".join(hashes)
-    return FeatureCache(Path(folder), size=int(config.parallel.vision_cache_size * 2**30), encoder=weights)
+    return FeatureCache(Path(folder), size=int(config.placement.vision_cache_size * 2**30), encoder=weights)
 
 
 def _connect(

@@ -37,7 +37,7 @@ def fit(run: Run) -> None:
             before = time.perf_counter()
             with mark("data"):
                 step = run.data_loader.next_step()
-                ahead = config.parallel.encode_ahead and iteration < config.train.train_iters
+                ahead = config.placement.encode_ahead and iteration < config.train.train_iters
                 upcoming = run.data_loader.peek().batches if ahead else None
             fetched = time.perf_counter()
             counters = counts_of(run, step, stop=stop.requested).values()

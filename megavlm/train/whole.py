@@ -25,8 +25,11 @@ def groups_of_one(backend: Backend, *, seed: int = 0) -> Groups:
 
 def whole_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
     """The model as one chunk, its weights not set (on CPU they take no memory until they are)."""
-    parallel = replace(config.parallel, placement="stages", vision_tensor_model_parallel_size=1)
-    config = replace(config, parallel=parallel)
+    config = replace(
+        config,
+        parallel=replace(config.parallel, vision_tensor_model_parallel_size=1),
+        placement=replace(config.placement, encoder="stages"),
+    )
     assert config.model.language.vocab_size is not None
     return VLMChunk(
         config,

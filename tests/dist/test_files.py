@@ -184,7 +184,7 @@ def tars(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def streamed(folder: Path, tars: Path) -> list[str]:
-    sources = ["--sources", f"{tars},weight=3", str(folder / "book.txt"), "--tokenizer", str(folder / "tokenizer")]
+    sources = ["--datasets", f"{tars},weight=3", str(folder / "book.txt"), "--tokenizer", str(folder / "tokenizer")]
     return [*FILES, *sources, "--train-iters", "8"]
 
 

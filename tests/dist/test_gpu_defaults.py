@@ -43,7 +43,7 @@ FAST = [
     Case(2, "qwen2.5-vl"),
     Case(2, "lora", te=True),
     Case(2, "frozen-vision", te=True),
-    Case(2, "rich", COLOCATED, te=True, exercises=("parallel.encoder_chunk_patches",)),
+    Case(2, "rich", COLOCATED, te=True, exercises=("placement.encoder_chunk_patches",)),
     Case(2, "plain", FULL),
     Case(4, "lora", "--pp 2 --vpp 2"),
     Case(4, "qwen3-vl", "--tp 2 --data-parallel-sharding none"),

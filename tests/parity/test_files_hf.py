@@ -16,7 +16,7 @@ import transformers
 from PIL import Image
 from transformers.models.internvl import InternVLVisionConfig
 
-from megavlm.config.schema import DataConfig, SourceConfig
+from megavlm.config.schema import DataConfig, DatasetConfig
 from megavlm.data.files import FilesSource
 from megavlm.data.source import batch_of
 from tests.support import hf
@@ -135,7 +135,7 @@ def test_a_record_gives_the_logits_that_transformers_gives(
     path, images = write_record(tmp_path, sizes)
 
     config = hf.config_for(folder, seq_length=640)
-    config = replace(config, data=DataConfig(sources=(SourceConfig(path=str(path)),)))
+    config = replace(config, data=DataConfig(datasets=(DatasetConfig(path=str(path)),)))
     source = FilesSource(config)
     (sample,) = source.pieces(0)
     batch = batch_of(source, [sample], seq_length=640, with_patches=True)

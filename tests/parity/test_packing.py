@@ -29,7 +29,7 @@ CONFIGS = {
         base(), model=replace(base().model, vision=replace(base().model.vision, deepstack_layers=(0,)))
     ),
     "tiled": tiled(base()),
-    "recomputed": replace(base(), train=replace(base().train, recompute_granularity="full")),
+    "recomputed": replace(base(), execution=replace(base().execution, recompute_granularity="full")),
 }
 
 

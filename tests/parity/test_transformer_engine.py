@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.config.schema import Config, LoraConfig
+from megavlm.config.schema import Config, LoraConfig, PrecisionConfig
 from megavlm.data.source import batch_of, batch_of_rows
 from megavlm.model import te
 from megavlm.model.modules import fp8_fields
@@ -70,7 +70,7 @@ def global_name(local: str) -> str:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single: Single, engine: Any) -> None:
     # No data parallelism here, and so no sums to add gradients to.
-    config = replace(CONFIGS[name], train=replace(CONFIGS[name].train, gradient_accumulation_fusion=False))
+    config = replace(CONFIGS[name], execution=replace(CONFIGS[name].execution, gradient_accumulation_fusion=False))
     ours = build(config, single)
     engine()
     theirs = build(config, single)
@@ -129,9 +129,9 @@ def build(config: Config, single: Single) -> Any:
     return chunk
 
 
-def in_fp8(recipe: str, **train: Any) -> Config:
+def in_fp8(recipe: str, **more: Any) -> Config:
     config = base()
-    return replace(config, train=replace(config.train, precision="bf16", fp8="hybrid", fp8_recipe=recipe, **train))
+    return replace(config, precision=PrecisionConfig("bf16", fp8="hybrid", fp8_recipe=recipe, **more))
 
 
 @pytest.mark.parametrize(

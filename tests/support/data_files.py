@@ -73,7 +73,7 @@ def write_text(folder: Path, *, lines: int, seed: int = 1) -> Path:
 def sources_of(folder: Path) -> list[str]:
     """Flags for the data sets that the functions above wrote to a folder."""
     return [
-        "--sources",
+        "--datasets",
         f"{folder / 'train.jsonl'},image_root={folder / 'images'},weight=3",
         str(folder / "book.txt"),
         "--tokenizer",

@@ -17,7 +17,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, with_model_of_origins
-from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainConfig
+from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import MicroBatch
 from megavlm.data.images import grid_of
@@ -43,9 +43,14 @@ def save(theirs: transformers.PreTrainedModel, folder: Path, **options: Any) -> 
 
 def config_for(folder: Path, **train: Any) -> Config:
     """A run that starts from the folder."""
-    training = TrainConfig(**{"seq_length": LENGTH, "run_dir": str(folder / "run"), **train})
+    training = TrainConfig(**{"seq_length": LENGTH, **train})
     optimizer = OptimizerConfig(lr=1e-3, lr_decay_style="constant", weight_decay=0.0, adam_beta2=0.999, clip_grad=0.0)
-    config = Config(train=training, optimizer=optimizer, checkpoint=CheckpointConfig(init_from=str(folder)))
+    config = Config(
+        train=training,
+        optimizer=optimizer,
+        run=RunConfig(run_dir=str(folder / "run")),
+        checkpoint=CheckpointConfig(init_from=str(folder)),
+    )
     return with_model_of_origins(config)
 
 

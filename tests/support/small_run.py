@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, TrainConfig, VisionConfig
+from megavlm.config.schema import (
+    Config,
+    DataConfig,
+    LanguageConfig,
+    ModelConfig,
+    PrecisionConfig,
+    TrainConfig,
+    VisionConfig,
+)
 
 SMALL = Config(
     model=ModelConfig(
@@ -11,6 +19,7 @@ SMALL = Config(
             num_layers=6, hidden_size=512, ffn_hidden_size=1536, num_attention_heads=8, vocab_size=4096
         ),
     ),
-    train=TrainConfig(seq_length=256, global_batch_size=16, precision="bf16"),
-    data=DataConfig(source="synthetic"),
+    precision=PrecisionConfig("bf16"),
+    train=TrainConfig(seq_length=256, global_batch_size=16),
+    data=DataConfig(kind="synthetic"),
 )

@@ -86,7 +86,7 @@ class ChatFormat:
             raise BadSample(Reason.EMPTY, "the assistant says nothing")
         if self.template is None:
             raise UserError(
-                "the tokenizer has no chat template, and --sources have conversations: set --chat-template to "
+                "the tokenizer has no chat template, and --datasets have conversations: set --chat-template to "
                 f"one of {', '.join(BUILT_IN)}, or to a .jinja file"
             )
         rendered, spans = self._render(self.template, conversation)

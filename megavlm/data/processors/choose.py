@@ -82,5 +82,5 @@ def _checked(processor: Processor, model: ModelConfig) -> Processor:
             + ": name the folder of a LLaVA-OneVision model, or change --projector-anyres-max-tiles"
         )
     if model.vision.in_channels != 3:
-        raise UserError(f"--vision-in-channels {model.vision.in_channels}: images from --sources have 3 channels")
+        raise UserError(f"--vision-in-channels {model.vision.in_channels}: images from --datasets have 3 channels")
     return processor

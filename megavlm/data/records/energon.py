@@ -227,7 +227,7 @@ class EnergonStream:
         return hashlib.sha256(repr(shards).encode()).hexdigest()[:16]
 
     def _wrong(self, what: str) -> UserError:
-        return UserError(f"--sources {self._source} {what}")
+        return UserError(f"--datasets {self._source} {what}")
 
 
 _DIFFERENCES = {

@@ -1,4 +1,4 @@
-"""From an entry of `--sources` to records: which files, which kind, where their images are."""
+"""From an entry of `--datasets` to records: which files, which kind, where their images are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from megavlm.config.schema import SourceConfig
+from megavlm.config.schema import DatasetConfig
 from megavlm.config.words import shown
 from megavlm.data.bad import BadSample
 from megavlm.data.conversation import Records
@@ -31,7 +31,7 @@ _UNREADABLE = {
 }
 
 
-def name_of(source: SourceConfig) -> str:
+def name_of(source: DatasetConfig) -> str:
     """What metrics and messages call a source."""
     return source.name or Path(source.path).stem
 
@@ -40,7 +40,7 @@ def is_remote(path: str) -> bool:
     return bool(_REMOTE.match(path))
 
 
-def is_stream(source: SourceConfig) -> bool:
+def is_stream(source: DatasetConfig) -> bool:
     """Whether a source is WebDataset tars, which are read forward (`Stream`) and not by number (`Records`)."""
     if source.kind != "auto":
         return source.kind == "webdataset"
@@ -50,7 +50,7 @@ def is_stream(source: SourceConfig) -> bool:
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in (".nv-meta", "*.tar"))
 
 
-def open_records(source: SourceConfig) -> Records:
+def open_records(source: DatasetConfig) -> Records:
     """The records of a source that is no stream, in the order of the file (of a folder: its files sorted by name).
 
     Raises UserError for what is wrong with the source as a whole; what is wrong with a record, `read` raises.
@@ -71,7 +71,7 @@ def open_records(source: SourceConfig) -> Records:
     return FileRecords(name_of(source), container, convert)
 
 
-def _files(source: SourceConfig, path: Path) -> list[Path]:
+def _files(source: DatasetConfig, path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -84,7 +84,7 @@ def _files(source: SourceConfig, path: Path) -> list[Path]:
     return found
 
 
-def _open_file(source: SourceConfig, file: Path) -> Container:
+def _open_file(source: DatasetConfig, file: Path) -> Container:
     try:
         with file.open("rb") as opened:
             head = opened.read(4096)
@@ -112,7 +112,7 @@ def _open_file(source: SourceConfig, file: Path) -> Container:
         raise _wrong(source, f"is no JSON array ({error}): repair it, or {line}", file) from error
 
 
-def _shape(source: SourceConfig, container: Container) -> Shape:
+def _shape(source: DatasetConfig, container: Container) -> Shape:
     """The kind of the records: the given one, if they look like it, or that of the first that can be read."""
     fields: list[str] = []
     for index in range(min(len(container), _LOOKED_AT)):
@@ -133,6 +133,6 @@ def _shape(source: SourceConfig, container: Container) -> Shape:
     )
 
 
-def _wrong(source: SourceConfig, what: str, file: Path | None = None) -> UserError:
+def _wrong(source: DatasetConfig, what: str, file: Path | None = None) -> UserError:
     inside = "" if file is None or file == Path(source.path) else f": {file.name}"
-    return UserError(f"--sources {source.path}{inside} {what}")
+    return UserError(f"--datasets {source.path}{inside} {what}")

@@ -22,7 +22,7 @@ def pyarrow_parquet() -> Any:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise UserError("--sources has parquet files, which need pyarrow: pip install pyarrow") from error
+        raise UserError("--datasets has parquet files, which need pyarrow: pip install pyarrow") from error
     return parquet
 
 

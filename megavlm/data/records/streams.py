@@ -1,4 +1,4 @@
-"""From an entry of `--sources` that is WebDataset tars to a stream of conversations."""
+"""From an entry of `--datasets` that is WebDataset tars to a stream of conversations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megavlm.config.schema import SourceConfig
+from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import tars
 from megavlm.data.records.opening import is_remote, name_of
 from megavlm.errors import UserError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megavlm.data.records.energon import EnergonStream
 
 
-def prepare_stream(source: SourceConfig, *, run_dir: Path, log: Callable[[str], None] = lambda _: None) -> None:
+def prepare_stream(source: DatasetConfig, *, run_dir: Path, log: Callable[[str], None] = lambda _: None) -> None:
     """Index a source's tars where nobody has: in their folder, or in `run_dir` where that cannot be written to.
 
     One rank calls it and the others wait before they `open_stream`. Reads every header of every tar, once.
@@ -25,15 +25,15 @@ def prepare_stream(source: SourceConfig, *, run_dir: Path, log: Callable[[str], 
     if is_remote(source.path) or path.suffix in (".yaml", ".yml"):
         return
     if not path.exists():
-        raise UserError(f"--sources {source.path} is not a file or folder: check the path")
+        raise UserError(f"--datasets {source.path} is not a file or folder: check the path")
     try:
         tars.prepare(path, cache=_cache(run_dir), log=log)
     except (OSError, ValueError) as error:
-        raise UserError(f"--sources {source.path} {error}: name a folder of .tar files with samples") from error
+        raise UserError(f"--datasets {source.path} {error}: name a folder of .tar files with samples") from error
 
 
 def open_stream(
-    source: SourceConfig, *, run_dir: Path, rank: int, world: int, seed: int, shuffle: bool = True
+    source: DatasetConfig, *, run_dir: Path, rank: int, world: int, seed: int, shuffle: bool = True
 ) -> EnergonStream:
     """The share of data-parallel rank `rank` of `world` in a prepared source.
 
@@ -43,7 +43,7 @@ def open_stream(
         from megavlm.data.records.energon import EnergonStream
     except ImportError as error:
         raise UserError(
-            f"--sources {source.path} is WebDataset, for which megatron-energon is missing ({error}): "
+            f"--datasets {source.path} is WebDataset, for which megatron-energon is missing ({error}): "
             "pip install 'megatron-energon>=7.4,<8'"
         ) from error
     path = Path(source.path)

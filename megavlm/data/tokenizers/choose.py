@@ -43,7 +43,7 @@ def tokenizer_path(config: Config) -> Path:
     given = config.data.tokenizer or config.checkpoint.init_from or config.checkpoint.language_from
     if given is None:
         raise UserError(
-            "--sources need a tokenizer: give --tokenizer a Hugging Face folder or a SentencePiece model, or a "
+            "--datasets need a tokenizer: give --tokenizer a Hugging Face folder or a SentencePiece model, or a "
             "model to --init-from"
         )
     return Path(given)

@@ -65,11 +65,11 @@ def test_flags_of_every_kind() -> None:
     assert config.optimizer.lr == 1e-4
     assert config.model.freeze == ("vision", "projector")
     assert config.parallel.tensor_model_parallel_size == 2
-    assert config.train.precision == "bf16"
+    assert config.precision.dtype == "bf16"
     assert config.checkpoint.save is False
     assert config.model.vision.class_token is True
-    assert config.parallel.pipeline_cuts == (3, 9)
-    assert config.train.run_dir == "out/a"
+    assert config.placement.pipeline_cuts == (3, 9)
+    assert config.run.run_dir == "out/a"
     assert config.model.language.num_query_groups == 2
     assert config.parallel.sequence_parallel is False
     assert config.model.vision.feature_layer == -2
@@ -80,7 +80,7 @@ def yaml_file(tmp_path: Path) -> str:
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {freeze: [vision], language: {num_query_groups: 2}}\n"
-        "parallel: {sequence_parallel: true, pipeline_cuts: [3], tensor_model_parallel_size: 2}\n"
+        "parallel: {sequence_parallel: true, tensor_model_parallel_size: 2}\nplacement: {pipeline_cuts: [3]}\n"
         "train: {train_iters: 7, seed: 5}\n"
         "checkpoint: {load: elsewhere}\n"
     )
@@ -104,10 +104,10 @@ def test_none_and_nothing_override_values(yaml_file: str) -> None:
     config = parse(["--config", yaml_file, *unset.split()])
     assert config.model.freeze == ()
     assert config.parallel.sequence_parallel is None
-    assert config.parallel.pipeline_cuts is None
+    assert config.placement.pipeline_cuts is None
     assert config.checkpoint.load is None
     assert config.model.language.num_query_groups is None
-    assert parse(["--pipeline-cuts"]).parallel.pipeline_cuts == ()
+    assert parse(["--pipeline-cuts"]).placement.pipeline_cuts == ()
 
 
 def test_the_last_of_a_repeated_flag_counts() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megavlm.config.cli import parse
 from megavlm.config.fields import Kind, Option, options, with_values
 from megavlm.config.load import from_dict, from_yaml_file, to_yaml
-from megavlm.config.schema import Config, SourceConfig
+from megavlm.config.schema import Config, DatasetConfig
 from megavlm.errors import UserError
 
 SCALARS: dict[type, st.SearchStrategy[Any]] = {
@@ -23,8 +23,8 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
     float: st.floats(allow_nan=False, allow_infinity=False),
     # No surrogates and no NUL: neither is in a path that a command line can give.
     str: st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
-    SourceConfig: st.builds(
-        SourceConfig,
+    DatasetConfig: st.builds(
+        DatasetConfig,
         # A path that begins with a dash looks like a flag: it has to be called ./-.
         path=st.text(st.characters(codec="utf-8", exclude_characters="\0,"), max_size=20).map(lambda text: f"/{text}"),
         kind=st.sampled_from(["auto", "llava", "webdataset"]),
@@ -53,13 +53,13 @@ def config_of(values: dict[Option, Any]) -> Config:
 
 def plain(value: Any) -> Any:
     """A value as YAML would hold it."""
-    if isinstance(value, SourceConfig):
+    if isinstance(value, DatasetConfig):
         return asdict(value)
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def word_for(value: Any) -> str:
-    if not isinstance(value, SourceConfig):
+    if not isinstance(value, DatasetConfig):
         return str(value)
     rest = {key: item for key, item in asdict(value).items() if key != "path" and item is not None}
     return ",".join([value.path, *(f"{key}={item}" for key, item in rest.items())])

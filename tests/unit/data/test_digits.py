@@ -18,7 +18,7 @@ from megavlm.errors import UserError
 CONFIG = Config(
     model=ModelConfig(vision=VisionConfig(image_size=64, patch_size=16, in_channels=1)),
     train=TrainConfig(seq_length=48),
-    data=DataConfig(source="digits"),
+    data=DataConfig(kind="digits"),
 )
 SCANS = load_scans()
 TRAINING, HELD_OUT = (set(part.tolist()) for part in split_scans(SCANS.labels))

@@ -115,7 +115,7 @@ def config_for(folder: Path, *more: str) -> Config:
 
 def in_order(folder: Path) -> FilesSource:
     config = config_for(folder, "--no-shuffle")
-    return FilesSource(replace(config, data=replace(config.data, sources=config.data.sources[:1])))
+    return FilesSource(replace(config, data=replace(config.data, datasets=config.data.datasets[:1])))
 
 
 @pytest.mark.parametrize(("number", "reason"), enumerate(LINES.values()))
@@ -176,7 +176,7 @@ def test_a_worker_that_is_killed_is_explained(tmp_path: Path) -> None:
 
 def test_every_record_comes_once_an_epoch(tmp_path: Path) -> None:
     config = config_for(write_all(tmp_path, samples=30))
-    config = replace(config, data=replace(config.data, sources=config.data.sources[:1], packing_window=30))
+    config = replace(config, data=replace(config.data, datasets=config.data.datasets[:1], packing_window=30))
     source = FilesSource(config)
     sampler = build_batch_sampler(config, InlineCollator(source, seq_length=96, with_patches=True))
     assert isinstance(sampler, PackedBatchSampler)

@@ -17,7 +17,7 @@ from megavlm.parallel.dims import Dims
 from megavlm.planner.plan import make_plan, typical_workload
 from tests.support.data_files import write_tokenizer
 
-FILES = ["--tokenizer", "tokenizer", "--sources", "a.json", "--chat-template", "chatml", "--seq-length", "64"]
+FILES = ["--tokenizer", "tokenizer", "--datasets", "a.json", "--chat-template", "chatml", "--seq-length", "64"]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_it_is_that_of_the_source(files: list[str], tmp_path: Path) -> None:
     ):
         assert with_vocabulary(config).model.language.vocab_size == source.vocab_size
     with pytest.raises(UserError, match="need a tokenizer"):
-        with_vocabulary(parse(["--sources", "a.json"]))
+        with_vocabulary(parse(["--datasets", "a.json"]))
 
 
 def test_a_tokenizers_size_is_planned_and_counted(files: list[str]) -> None:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.config.schema import Config, TrainConfig
+from megavlm.config.schema import Config, PrecisionConfig
 from megavlm.metrics.throughput import mfu, model_tflops_per_device, peak_of_run, tokens_per_second
 
 
@@ -18,8 +18,8 @@ def test_mfu_is_a_share_of_the_peak_and_unknown_without_one() -> None:
 
 
 def test_a_run_is_measured_against_the_peak_of_its_precision() -> None:
-    config = Config(train=TrainConfig(precision="bf16"))
+    config = Config(precision=PrecisionConfig("bf16"))
     assert peak_of_run("NVIDIA H200", config) == 989
-    assert peak_of_run("NVIDIA H200", replace(config, train=TrainConfig(precision="fp32"))) is None
-    in_fp8 = replace(config, train=TrainConfig(precision="bf16", fp8="hybrid"))
+    assert peak_of_run("NVIDIA H200", replace(config, precision=PrecisionConfig("fp32"))) is None
+    in_fp8 = replace(config, precision=PrecisionConfig("bf16", fp8="hybrid"))
     assert peak_of_run("NVIDIA H200", in_fp8) == 1979

@@ -22,8 +22,8 @@ def test_memory_follows_the_default_of_the_device_that_is_planned_for() -> None:
     found = {}
     for name, own in (("cpu", 4096), ("h100", 16384)):
         for patches in (None, 4096, 16384):
-            parallel = replace(COLOCATED.parallel, encoder_chunk_patches=patches)
-            config = replace(COLOCATED, parallel=parallel)
+            placement = replace(COLOCATED.placement, encoder_chunk_patches=patches)
+            config = replace(COLOCATED, placement=placement)
             found[patches] = predict(config, dims_of(config, world=1), PROFILES[name])
         assert found[None].memory == found[own].memory
         assert found[None].encoder == found[own].encoder

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.config.schema import Config, TrainConfig
+from megavlm.config.schema import Config, PrecisionConfig, TrainConfig
 from megavlm.parallel.dims import Dims
 from megavlm.planner.case import Case, case_of
 from megavlm.planner.explain import Explained, Part, explained, played
@@ -18,11 +18,12 @@ from megavlm.planner.terms import HostTime
 H100 = profile("h100")
 
 
-def case(model: str = "llava", **train: object) -> Case:
+def case(model: str = "llava", **precision: object) -> Case:
     sizes = llava_1_5_7b() if model == "llava" else qwen2_5_vl_7b()
     config = Config(
         model=sizes,
-        train=TrainConfig(seq_length=4096, micro_batch_size=1, global_batch_size=1, precision="bf16", **train),  # type: ignore[arg-type]
+        precision=PrecisionConfig("bf16", **precision),  # type: ignore[arg-type]
+        train=TrainConfig(seq_length=4096, micro_batch_size=1, global_batch_size=1),
     )
     return case_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=True)
 

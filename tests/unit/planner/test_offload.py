@@ -31,8 +31,9 @@ SPACE = Space(tp=(1,), pp=(1,), micro_batch=(1,), recompute=("none",), placement
 def case(*offload: Offloaded, sharding: Sharding = "optimizer", precision: str = "bf16", dp: int = 8) -> Case:
     config = replace(
         SMALL,
-        parallel=replace(SMALL.parallel, data_parallel_sharding=sharding, offload=offload),
-        train=replace(SMALL.train, precision=precision),
+        parallel=replace(SMALL.parallel, data_parallel_sharding=sharding),
+        execution=replace(SMALL.execution, offload=offload),
+        precision=replace(SMALL.precision, dtype=precision),
     )
     return case_of(config, Dims(1, 1, 1, dp), on_gpu=True)
 
@@ -97,7 +98,7 @@ def test_the_bus_and_the_host_take_time() -> None:
 
 def room_for(*offload: Offloaded, hardware: Hardware = H100) -> Hardware:
     """A device in which a layout fits with so much offloaded, and little more."""
-    config = replace(SMALL, parallel=replace(SMALL.parallel, offload=offload))
+    config = replace(SMALL, execution=replace(SMALL.execution, offload=offload))
     peak = predict(config, Dims(1, 1, 1, 8), hardware).peak
     return replace(hardware, memory=1.02 * peak)
 
@@ -115,14 +116,14 @@ def test_the_search_offloads_as_little_as_gives_room() -> None:
         assert best.step.peak <= hardware.memory
         assert best.step.seconds > roomy.best[0].step.seconds
         config = from_dict(to_dict(to_yaml(outcome.config(SMALL))))
-        assert config.parallel.offload == wanted
+        assert config.execution.offload == wanted
         check(config, world=8)
         assert "host memory of the fullest rank" in report(outcome)
         assert not search(SMALL, 8, hardware, space=replace(SPACE, offload=())).best
 
 
 def test_what_a_run_offloads_it_offloads_in_every_layout() -> None:
-    config = replace(SMALL, parallel=replace(SMALL.parallel, offload=("optimizer",)))
+    config = replace(SMALL, execution=replace(SMALL.execution, offload=("optimizer",)))
     best = search(config, 8, H100, space=SPACE).best[0]
     assert best.candidate.offload == ("optimizer",)
     assert best.step.host[0].moments > 0
@@ -134,7 +135,7 @@ def test_a_node_without_room_is_refused() -> None:
     small = replace(hardware, host=replace(host, memory=1e6))
     outcome = search(SMALL, 8, small, space=SPACE)
     assert not outcome.best
-    step = predict(replace(SMALL, parallel=replace(SMALL.parallel, offload=BOTH)), Dims(1, 1, 1, 8), small)
+    step = predict(replace(SMALL, execution=replace(SMALL.execution, offload=BOTH)), Dims(1, 1, 1, 8), small)
     assert "of a node's memory" in (node_complaint(step.host, 8, small) or "")
     assert node_complaint(step.host, 8, hardware) is None
     assert any("--offload needs" in each.reason for each in outcome.rejected)
@@ -142,7 +143,7 @@ def test_a_node_without_room_is_refused() -> None:
 
 def test_whole_optimizers_are_held_against_the_node_too() -> None:
     """Eight ranks that share their moments fit its memory; eight that each have all of them do not."""
-    config = replace(SMALL, parallel=replace(SMALL.parallel, offload=("optimizer",)))
+    config = replace(SMALL, execution=replace(SMALL.execution, offload=("optimizer",)))
     shared = predict(config, Dims(1, 1, 1, 8), H100).host[0].total
     hardware = replace(H100, host=replace(H100.own_host, memory=8 * 2 * shared))
     outcome = search(config, 8, hardware, space=replace(SPACE, sharding=("optimizer", "none")))
@@ -151,7 +152,7 @@ def test_whole_optimizers_are_held_against_the_node_too() -> None:
 
 
 def test_a_run_says_where_its_node_has_too_little() -> None:
-    config, dims = replace(SMALL, parallel=replace(SMALL.parallel, offload=BOTH)), Dims(1, 1, 1, 8)
+    config, dims = replace(SMALL, execution=replace(SMALL.execution, offload=BOTH)), Dims(1, 1, 1, 8)
     needed = predict(config, dims, H100).host[0].total
     few, many = (offload_complaint(config, dims, node_memory=4 * needed, devices=count) for count in (2, 8))
     assert few is None, "three quarters of four times as much hold two"
@@ -160,14 +161,14 @@ def test_a_run_says_where_its_node_has_too_little() -> None:
 
 
 def test_plan_auto_offloads_only_where_nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto = replace(SMALL, parallel=replace(SMALL.parallel, plan="auto", hardware="h100"))
-    assert planned(auto, 8).parallel.offload == ()
+    auto = replace(SMALL, placement=replace(SMALL.placement, plan="auto", hardware="h100"))
+    assert planned(auto, 8).execution.offload == ()
     space = Space(micro_batch=(1,), recompute=("full",), offload=())  # that which takes least
     tight = H100
     while found := search(SMALL, 8, tight, space=space, top=1_000).best:  # with less memory it cuts otherwise
         tight = replace(H100, memory=0.99 * min(each.step.peak for each in found))
     monkeypatch.setitem(PROFILES, "h100", tight)
-    assert planned(auto, 8).parallel.offload
+    assert planned(auto, 8).execution.offload
 
 
 def test_a_cpu_offloads_nothing_by_itself() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.config.cli import parse
-from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ParallelConfig, ProjectorConfig, VisionConfig
+from megavlm.config.schema import Config, LanguageConfig, ModelConfig, PlacementConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.model.flops import Workload, layer_cost, layer_flops, step_flops, window_patches, window_squares
 from megavlm.parallel.dims import Dims, dims_for
@@ -88,7 +88,7 @@ def test_chunks_are_the_layer_list_in_order(pp, vpp):
 
 def test_cuts_by_hand_and_their_mistakes():
     def planned(*cuts):
-        config = replace(Config(), parallel=ParallelConfig(pipeline_cuts=cuts))
+        config = replace(Config(), placement=PlacementConfig(pipeline_cuts=cuts))
         return make_plan(config, Dims(tp=1, pp=3, vpp=1, dp=1))
 
     assert planned(2, 8).chunks[0] == ("patch_embed", "vision.layers.0")
@@ -159,7 +159,7 @@ def test_a_frozen_tower_weighs_a_third():
 
 def test_trained_before_knows_what_is_frozen():
     # patch_embed, layer 0 | layers 1-3, norm | projector, embedding, language 0-1 | the rest
-    config = replace(parse(WORDS), parallel=ParallelConfig(pipeline_cuts=(2, 6, 10)))
+    config = replace(parse(WORDS), placement=PlacementConfig(pipeline_cuts=(2, 6, 10)))
     plan = make_plan(config, Dims(tp=1, pp=4, vpp=1, dp=1))
 
     def before(chunk, *freeze):

@@ -86,8 +86,12 @@ def test_encoding_ahead_hides_what_the_busiest_rank_leaves() -> None:
     assert hideable(frozen, timeline, communication=0.5) == 1.5
     assert hideable(frozen, timeline, communication=9.0) == 3.0
     assert hideable(replace(frozen, backward=1.0), timeline, communication=0.5) == 0.0
-    layout = replace(SMALL.parallel, pipeline_model_parallel_size=2, placement="colocated")
-    config = replace(SMALL, parallel=layout, model=replace(SMALL.model, freeze=("vision", "projector")))
+    config = replace(
+        SMALL,
+        parallel=replace(SMALL.parallel, pipeline_model_parallel_size=2),
+        placement=replace(SMALL.placement, encoder="colocated"),
+        model=replace(SMALL.model, freeze=("vision", "projector")),
+    )
     step = predict(config, Dims(1, 2, 1, 1), PROFILES["a100"])
     assert 0 < step.hideable <= step.encoder
 
@@ -99,9 +103,9 @@ def test_rules_reject_in_their_own_words() -> None:
 
 
 def test_plan_auto_settles_on_a_layout() -> None:
-    auto = replace(SMALL, parallel=replace(SMALL.parallel, plan="auto", hardware="h100"))
+    auto = replace(SMALL, placement=replace(SMALL.placement, plan="auto", hardware="h100"))
     config = planned(auto, 4)
-    assert config.parallel.plan == "manual"
+    assert config.placement.plan == "manual"
     check(config, world=4)
     assert planned(config, 4) is config
     assert planned(auto, 4) == config

@@ -199,7 +199,7 @@ def test_what_is_found_in_files(data: Path) -> None:
 def test_what_is_found_in_tars(data: Path, tmp_path: Path) -> None:
     tars = tmp_path / "tars"
     assert prepare([str(data / "train.jsonl"), str(tars), "--image-root", str(data / "images")]) == 0
-    given = ["--sources", f"{tars},weight=3", str(data / "book.txt"), "--tokenizer", str(data / "tokenizer")]
+    given = ["--datasets", f"{tars},weight=3", str(data / "book.txt"), "--tokenizer", str(data / "tokenizer")]
     options = ["--seq-length", "96", "--packing-window", "48", "--run-dir", str(tmp_path / "run")]
     found = look(parse([*given, *options]), shown=5, title="t")
     assert found.read == 48
@@ -221,4 +221,4 @@ def test_the_tool(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([str(tmp_path / "none.yaml")]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 2
-    assert "--sources" in said[0]
+    assert "--datasets" in said[0]

@@ -1,4 +1,4 @@
-"""`--sources` by looking at them, and one line of what is wrong with them."""
+"""`--datasets` by looking at them, and one line of what is wrong with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megavlm.config.schema import SourceConfig
+from megavlm.config.schema import DatasetConfig
 from megavlm.data.bad import BadSample, Reason
 from megavlm.data.conversation import Conversation, ImageRef, Records, Turn
 from megavlm.data.records import is_stream, name_of, open_records
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, **fields: Any) -> Records:
-    return open_records(SourceConfig(path=str(path), **fields))
+    return open_records(DatasetConfig(path=str(path), **fields))
 
 
 def conversations(records: Records) -> list[Conversation]:
@@ -136,7 +136,7 @@ def test_what_is_wrong_with_a_source_is_one_line(folder: Path, name: str, data: 
         (folder / name).write_bytes(data)
     with pytest.raises(UserError, match=message) as caught:
         opened(folder / name)
-    assert str(caught.value).startswith(f"--sources {folder / name} ")
+    assert str(caught.value).startswith(f"--datasets {folder / name} ")
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -172,13 +172,13 @@ def test_which_sources_are_streams(folder: Path) -> None:
     (folder / "tars").mkdir()
     (folder / "tars" / "0.tar").write_bytes(b"")
     streams = ["s3://bucket/data", str(folder / "tars"), "x.tar", "blend.yaml"]
-    assert all(is_stream(SourceConfig(path=path)) for path in streams)
-    assert not is_stream(SourceConfig(path=str(folder)))
-    assert is_stream(SourceConfig(path=str(folder), kind="webdataset"))
+    assert all(is_stream(DatasetConfig(path=path)) for path in streams)
+    assert not is_stream(DatasetConfig(path=str(folder)))
+    assert is_stream(DatasetConfig(path=str(folder), kind="webdataset"))
     with pytest.raises(UserError, match="is remote"):
-        open_records(SourceConfig(path="s3://bucket/d.jsonl", kind="llava"))
+        open_records(DatasetConfig(path="s3://bucket/d.jsonl", kind="llava"))
 
 
 def test_names(folder: Path) -> None:
-    assert name_of(SourceConfig(path="x/llava_665k.json")) == "llava_665k"
-    assert name_of(SourceConfig(path="x/", name="y")) == "y"
+    assert name_of(DatasetConfig(path="x/llava_665k.json")) == "llava_665k"
+    assert name_of(DatasetConfig(path="x/", name="y")) == "y"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.config.schema import SourceConfig
+from megavlm.config.schema import DatasetConfig
 from megavlm.data.bad import BadSample, Reason
 from megavlm.data.conversation import Conversation, ImageRef
 from megavlm.data.records import open_stream, prepare_stream
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(folder: Path, *, rank: int = 0, world: int = 1, seed: int = 7, **options: Any) -> Any:
-    source = SourceConfig(path=str(folder))
+    source = DatasetConfig(path=str(folder))
     run_dir = folder.parent / "run"
     prepare_stream(source, run_dir=run_dir)
     return open_stream(source, run_dir=run_dir, rank=rank, world=world, seed=seed, **options)

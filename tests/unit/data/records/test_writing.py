@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from megavlm.config.schema import SourceConfig
+from megavlm.config.schema import DatasetConfig
 from megavlm.data.conversation import Conversation, ImageRef
 from megavlm.data.records import open_records, open_stream, prepare_stream, writing
 from tools.prepare_data import main
@@ -74,8 +74,8 @@ def inlined(conversation: Conversation) -> list[Any]:
 
 
 def read_back(out: Path, count: int) -> list[Any]:
-    prepare_stream(SourceConfig(path=str(out)), run_dir=out)
-    stream = open_stream(SourceConfig(path=str(out)), run_dir=out, rank=0, world=1, seed=0, shuffle=False)
+    prepare_stream(DatasetConfig(path=str(out)), run_dir=out)
+    stream = open_stream(DatasetConfig(path=str(out)), run_dir=out, rank=0, world=1, seed=0, shuffle=False)
     found = list(islice(iter(stream), count))
     assert all(isinstance(item, Conversation) for item in found), found
     return [inlined(item) for item in found if isinstance(item, Conversation)]
@@ -91,7 +91,7 @@ def test_what_goes_in_comes_out(source: Path, tmp_path: Path, capsys: pytest.Cap
     told = capsys.readouterr().out
     assert "36 samples in" in told
     assert "4 records skipped" in told
-    records = open_records(SourceConfig(path=str(source), image_root=str(tmp_path / "images")))
+    records = open_records(DatasetConfig(path=str(source), image_root=str(tmp_path / "images")))
     assert read_back(out, 36) == [inlined(records.read(index)) for index in GOOD]
     assert len(list(out.glob("*.tar"))) > 3
     skipped = [json.loads(line) for line in (out / "skipped.jsonl").read_text().splitlines()]
