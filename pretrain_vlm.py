@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megavlm.config import launches_in_order
 from megavlm.config.cli import parse
+from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -22,6 +23,7 @@ def main(argv: Sequence[str]) -> None:
     if config.run.dry_run:
         return dry_run(config, world=world)
     check(config, world=world)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost peer is an error of the connection, not the end of the run
 
     from megavlm import backend
 
@@ -47,15 +49,15 @@ def with_plan(config: Config, *, world: int) -> Config:
     """Return the configuration with the planner's layout if `--plan auto`; all ranks compute the same."""
     if config.placement.plan != "auto":
         return config
-    from megavlm.data.vocabulary import with_vocabulary
+    from megavlm.data.vocabulary import vocab_size_of
     from megavlm.planner.auto import planned
 
-    return planned(with_vocabulary(config), world)
+    return planned(config, world, vocab_size=vocab_size_of(config))
 
 
 def dry_run(config: Config, *, world: int) -> None:
     """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
-    from megavlm.data.vocabulary import with_vocabulary
+    from megavlm.data.vocabulary import vocab_size_of
     from megavlm.planner.auto import memory_of, offload_line
     from megavlm.planner.memory import table as memory_table
     from megavlm.planner.plan import dims_of, make_plan, table
@@ -63,7 +65,7 @@ def dry_run(config: Config, *, world: int) -> None:
     parallel = config.parallel
     world = max(world, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     check(config, world=world)
-    config = with_vocabulary(config)
+    config = resolve(config, vocab_size=vocab_size_of(config))
     dims = dims_of(config, world=world)
     print(table(make_plan(config, dims), config))
     on_gpu = config.precision.dtype != "fp32"
@@ -104,6 +106,7 @@ def _speaks() -> bool:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--dry-run | head` ends quietly when head has its lines
     status = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

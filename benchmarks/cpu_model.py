@@ -118,11 +118,13 @@ def our_engine(options: Config, backend: Backend) -> Any:
     """An engine for whatever layout this process is part of."""
     import torch.distributed as dist
 
+    from megavlm.config.resolve import resolve
     from megavlm.parallel.groups import build_groups, start
     from megavlm.planner.plan import dims_of, make_plan
     from megavlm.train.engine import build_engine
 
     start(backend, timeout_minutes=5)
+    options = resolve(options, vocab_size=VOCABULARY)
     plan = make_plan(options, dims_of(options, world=dist.get_world_size()))
     groups = build_groups(plan.dims, tied_owners=(), seed=options.train.seed, timeout_minutes=5)
     return build_engine(options, plan, groups, vocab_size=VOCABULARY, backend=backend)

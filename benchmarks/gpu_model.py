@@ -120,7 +120,7 @@ def _toy(model: ModelConfig) -> ModelConfig:
     if vision.full_attention_layers:
         vision = replace(vision, full_attention_layers=(1,))
         language = replace(language, num_query_groups=2, mrope_section=(2, 3, 3))
-    projector = replace(model.projector, hidden_size=256 if model.projector.pixel_shuffle > 1 else None)
+    projector = replace(model.projector, hidden_size=256 if model.projector.pixel_shuffle > 1 else 64)
     return ModelConfig(vision=vision, projector=projector, language=replace(language, vocab_size=128))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megavlm.config import overlapped
 from megavlm.config.device_defaults import with_device_defaults
+from megavlm.config.resolve import resolve
 from megavlm.data.batch import MicroBatch
 
 
@@ -51,11 +52,13 @@ class Ours(Side):
         start(self.backend, timeout_minutes=5)
         destroy_groups()
         dims = dims_of(config, world=1)
-        config = overlapped(with_device_defaults(config, on_gpu=self.on_gpu, dp=dims.dp), dp=dims.dp)
+        config = overlapped(with_device_defaults(resolve(config), on_gpu=self.on_gpu, dp=dims.dp), dp=dims.dp)
         plan = make_plan(config, dims)
         groups = build_groups(plan.dims, tied_owners=(), seed=1, timeout_minutes=5)
-        fill = _random if task["weights"] is None else _loading(config, shape, task["weights"])
-        self.engine = build_engine(config, plan, groups, vocab_size=shape.vocabulary, backend=self.backend, fill=fill)
+        weights = _random if task["weights"] is None else _loading(config, shape, task["weights"])
+        self.engine = build_engine(
+            config, plan, groups, vocab_size=shape.vocabulary, backend=self.backend, weights=weights
+        )
         first = self.engine.chunks[0].module.parts["language.layers.0"]
         first.register_forward_pre_hook(watch.begin, with_kwargs=True)
         self.attention = type(first.self_attention.core_attention).__name__

@@ -213,6 +213,7 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
     import torch.distributed as dist
 
     from megavlm.config.cli import parse
+    from megavlm.config.resolve import resolve
     from megavlm.config.rules import check
     from megavlm.data.source import batch_of
     from megavlm.data.synthetic import SyntheticSource
@@ -222,10 +223,11 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
 
     config = parse([*argv, "--run-dir", tempfile.gettempdir()])
     check(config, world=dist.get_world_size())
+    source = SyntheticSource(config)
+    config = resolve(config, vocab_size=source.vocab_size)
     destroy_groups()
     plan = make_plan(config, dims_of(config, world=dist.get_world_size()))
     groups = build_groups(plan.dims, tied_owners=(), seed=0, timeout_minutes=10)
-    source = SyntheticSource(config)
     engine = build_engine(config, plan, groups, vocab_size=source.vocab_size, backend=chosen)
     share = range(groups.coords.dp, config.train.global_batch_size, plan.dims.dp)
     batches = [

@@ -15,6 +15,7 @@ from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, refuse, with_model_o
 from megavlm.config.cli import parse
 from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.lora import adapted_parts
+from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, TrainConfig
 from megavlm.data.anyres import TileGroup, Tiling, features_of_group
@@ -71,6 +72,7 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     parallel = config.parallel
     world = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     check(config, world=world)
+    given, config = config, resolve(config)
     make_plan(config, dims_of(config, world=world))
     origin = Origin.of(options.source, *ALL_PARTS)
 
@@ -88,7 +90,7 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     start = time.perf_counter()
     plan = make_plan(single, ONE)
     folder = import_checkpoint(origin, shapes, config, plan, root=options.out / "checkpoints")
-    (options.out / "config.yaml").write_text(to_yaml(_loading(config, options.out)))
+    (options.out / "config.yaml").write_text(to_yaml(_loading(given, options.out)))
     parameters = sum(map(math.prod, shapes.values()))
     print(f"{folder}: {parameters / 1e6:.1f} million parameters in {time.perf_counter() - start:.1f} s")
     print(f"start from it: torchrun … pretrain_vlm.py --config {options.out / 'config.yaml'} --run-dir RUN")
@@ -158,13 +160,13 @@ def _trained(source: Path) -> tuple[Path, Any, Config]:
             "runs that started with --init-from or an imported checkpoint can be exported"
         )
     summary = state.read_summary(checkpoint)
-    return checkpoint, sidecar, from_dict({"model": summary["model"], "lora": summary.get("lora", {})})
+    return checkpoint, sidecar, resolve(from_dict({"model": summary["model"], "lora": summary.get("lora", {})}))
 
 
 def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compare both models' logits in fp32 on the same random images and text."""
     _nothing_left(rest)
-    config = with_model_of_origins(Config(checkpoint=CheckpointConfig(init_from=str(options.folder))))
+    config = resolve(with_model_of_origins(Config(checkpoint=CheckpointConfig(init_from=str(options.folder)))))
     origin = Origin.of(options.folder, *ALL_PARTS)
 
     from megavlm import backend

@@ -29,8 +29,10 @@ from megavlm.checkpoint.optimizer import (
     sharded_optimizer_state,
 )
 from megavlm.checkpoint.writing import write
+from megavlm.config.load import from_dict
 from megavlm.config.lora import is_adapter
 from megavlm.config.precision_rules import fp8_in, layer_precision
+from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, LoraConfig
 from megavlm.errors import UserError
 from megavlm.model.specs import language_config, vision_config
@@ -149,13 +151,14 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
     """Refuse a checkpoint of another model, naming the first option that differs."""
-    expected = _jsonable(asdict(config.model))
+    # Earlier versions saved sizes that follow from others as null.
+    made_with = resolve(from_dict({"model": summary["model"]}), vocab_size=config.model.language.vocab_size).model
+    expected, saved = asdict(config.model), asdict(made_with)
     for section, fields in expected.items():
-        saved = summary["model"].get(section)
         pairs = fields.items() if isinstance(fields, dict) else [(section, fields)]
         for name, value in pairs:
-            before = saved.get(name) if isinstance(fields, dict) and isinstance(saved, dict) else saved
-            if before != value and name not in _MAY_CHANGE and (before is not None or name != "vocab_size"):
+            before = saved[section][name] if isinstance(fields, dict) else saved[section]
+            if before != value and name not in _MAY_CHANGE:
                 option = f"{section}.{name}" if isinstance(fields, dict) else name
                 raise UserError(
                     f"checkpoint {folder} was made with model.{option} = {before}, but this run has {value}: "

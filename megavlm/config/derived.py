@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from megavlm.config.schema import Config, LanguageConfig, ModelConfig
-
-
-def with_vocab_size(config: Config, vocab_size: int) -> Config:
-    """Return the configuration with the model's vocabulary: as given, or `vocab_size`, the tokenizer's."""
-    if config.model.language.vocab_size is not None:
-        return config
-    language = replace(config.model.language, vocab_size=vocab_size)
-    return replace(config, model=replace(config.model, language=language))
+from megavlm.config.schema import LanguageConfig, ModelConfig
 
 
 def vocab_size(language: LanguageConfig) -> int:
     """Return the vocabulary size; the caller must have filled in the tokenizer's size if it was not given."""
-    assert language.vocab_size is not None, "the vocabulary's size is known once the tokenizer is: with_vocab_size"
+    assert language.vocab_size is not None, "the vocabulary's size is known once the tokenizer is: config.resolve"
     return language.vocab_size
 
 

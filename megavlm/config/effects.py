@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from megavlm.config.data_source import data_source
 from megavlm.config.fields import Option, options, value_at, with_values
 from megavlm.config.lora import adapted_parts
+from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config
 
 
@@ -27,7 +27,7 @@ class Effect:
 
 
 def _data(kind: str) -> Callable[[Config], bool]:
-    return lambda config: data_source(config) == kind
+    return lambda config: data_kind(config) == kind
 
 
 def _colocated(config: Config) -> bool:

@@ -196,6 +196,8 @@ def _options(section: Any, path: tuple[str, ...]) -> Iterable[Option]:
             continue
         assert field.default is not MISSING, f"{section.__name__}.{field.name} must be made with option()"
         kind = _kind(hints[field.name])
+        if field.default is None:  # also where `resolve` fills it in, so that the type does not say it
+            kind = replace(kind, optional=True)
         # The metadata's keys are help, aliases, own_flag and common.
         yield Option(path=(*path, field.name), kind=kind, default=field.default, **field.metadata)
     for name in nested:

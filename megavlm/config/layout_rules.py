@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from megavlm.config.data_source import data_source
-from megavlm.config.derived import query_groups
 from megavlm.config.lora import adapted_parts
+from megavlm.config.resolve import data_kind, is_set, resolve_model
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.sharding_rules import SHARDING_RULES, shards_gradients
 from megavlm.config.words import divisors, nearest, shown
@@ -58,8 +57,8 @@ def heads_divide_over_tp(config: Config) -> str | None:
 
 def adapters_find_whole_heads(config: Config) -> str | None:
     """LoRA needs TP to divide the key/value heads: ranks that share a head hold no complete rows of q, k and v."""
-    tp, language = config.parallel.tensor_model_parallel_size, config.model.language
-    groups = query_groups(language)
+    tp = config.parallel.tensor_model_parallel_size
+    groups = resolve_model(config.model).language.num_query_groups
     if groups % tp and "language" in adapted_parts(config):
         return (
             f"--tp {tp} with {groups} key/value heads cannot have adapters (--lora-rank {config.lora.rank}): use a "
@@ -70,8 +69,8 @@ def adapters_find_whole_heads(config: Config) -> str | None:
 
 def query_groups_divide_over_tp(config: Config) -> str | None:
     """TP divides the key/value heads, or the heads divide TP, so that equally many ranks share each."""
-    tp, groups = config.parallel.tensor_model_parallel_size, config.model.language.num_query_groups
-    if groups is not None and groups % tp and tp % groups:
+    tp, groups = config.parallel.tensor_model_parallel_size, resolve_model(config.model).language.num_query_groups
+    if groups % tp and tp % groups:
         return (
             f"--language-num-query-groups {groups} and --tensor-model-parallel-size {tp} do not divide one another: "
             f"set --tensor-model-parallel-size to {divisors(groups)} or a multiple of {groups}"
@@ -127,7 +126,7 @@ def encoders_divide_replica(config: Config) -> str | None:
 
 
 def _projector_width(model: ModelConfig) -> tuple[str, int]:
-    if model.projector.kind == "mlp" and model.projector.hidden_size is not None:
+    if model.projector.kind == "mlp" and is_set(model.projector, "hidden_size"):
         return "--projector-hidden-size", model.projector.hidden_size
     return "--language-hidden-size (the width of the projector)", model.language.hidden_size
 
@@ -194,8 +193,7 @@ def graphs_can_be_captured(config: Config) -> str | None:
         return None
     parallel, model = config.parallel, config.model
     conflicts = {
-        "packed sequences, whose lengths vary: add --no-packing": data_source(config) == "files"
-        and config.data.packing,
+        "packed sequences, whose lengths vary: add --no-packing": data_kind(config) == "files" and config.data.packing,
         "tensor parallelism, because graphs would share its buffers: use --tp 1": parallel.tensor_model_parallel_size
         > 1,
         "pipeline stages, because several micro-batches are in flight: use --pp 1": (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megavlm.config.data_source import data_source
 from megavlm.config.lora import adapted_parts, never_run, unmatched
+from megavlm.config.resolve import data_kind, is_set, resolve_model
 from megavlm.config.schema import Config
 from megavlm.config.words import divisors, nearest
 
@@ -35,7 +35,7 @@ def vision_rotary_pairs(config: Config) -> str | None:
 
 def language_heads_divide_hidden(config: Config) -> str | None:
     language = config.model.language
-    if language.kv_channels is None and language.hidden_size % language.num_attention_heads:
+    if not is_set(language, "kv_channels") and language.hidden_size % language.num_attention_heads:
         return (
             f"--language-hidden-size {language.hidden_size} is not divisible by --language-num-attention-heads "
             f"{language.num_attention_heads}: change either, or set --language-kv-channels"
@@ -46,9 +46,9 @@ def language_heads_divide_hidden(config: Config) -> str | None:
 def language_rotary_pairs(config: Config) -> str | None:
     """Rotary embedding rotates pairs of channels, so that the head width must be even."""
     language = config.model.language
-    if language.kv_channels is not None and language.kv_channels % 2:
+    if is_set(language, "kv_channels") and language.kv_channels % 2:
         return f"--language-kv-channels {language.kv_channels} must be even for rotary embedding: add or subtract 1"
-    if language.kv_channels is None and (head := language.hidden_size // language.num_attention_heads) % 2:
+    if not is_set(language, "kv_channels") and (head := language.hidden_size // language.num_attention_heads) % 2:
         return (
             f"--language-hidden-size {language.hidden_size} / --language-num-attention-heads "
             f"{language.num_attention_heads} is {head}, and rotary embedding needs an even head width: change either, "
@@ -83,7 +83,7 @@ def mrope_sections_fill_the_head(config: Config) -> str | None:
     sections = language.mrope_section
     if language.mrope_interleaved and not sections:
         return "--language-mrope-interleaved sets the order of M-RoPE sections: add --language-mrope-section"
-    pairs = (language.kv_channels or language.hidden_size // language.num_attention_heads) // 2
+    pairs = resolve_model(config.model).language.kv_channels // 2
     if sections and (len(sections) != 3 or sum(sections) != pairs):
         return (
             f"--language-mrope-section {' '.join(map(str, sections))} must be three numbers (time, height, width) that "
@@ -94,7 +94,7 @@ def mrope_sections_fill_the_head(config: Config) -> str | None:
 
 def query_groups_divide_heads(config: Config) -> str | None:
     language = config.model.language
-    if language.num_query_groups is not None and language.num_attention_heads % language.num_query_groups:
+    if is_set(language, "num_query_groups") and language.num_attention_heads % language.num_query_groups:
         return (
             f"--language-num-query-groups {language.num_query_groups} must divide --language-num-attention-heads "
             f"{language.num_attention_heads}: use {divisors(language.num_attention_heads)}"
@@ -146,7 +146,7 @@ def deepstack_layers_exist(config: Config) -> str | None:
 def patches_tile_images(config: Config) -> str | None:
     vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
     sides = [("--vision-image-size", vision.image_size)]
-    if data_source(config) == "synthetic":
+    if data_kind(config) == "synthetic":
         sides += [("--image-sizes", side) for side in config.data.image_sizes]
     for flag, side in sides:
         count, remedy = side // vision.patch_size, nearest(side, vision.patch_size * shuffle)
@@ -169,7 +169,7 @@ def tiled_images_are_expressible(config: Config) -> str | None:
         return "--projector-anyres-max-tiles and --vision-deepstack-layers cannot be combined: leave one of them out"
     if model.language.mrope_section:
         return "--projector-anyres-max-tiles and --language-mrope-section cannot be combined: leave one of them out"
-    if data_source(config) == "digits":
+    if data_kind(config) == "digits":
         return "--data digits has no tiled images: leave --projector-anyres-max-tiles out, or use --data synthetic"
     for side in data.image_sizes:
         if side % model.vision.image_size:

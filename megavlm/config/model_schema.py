@@ -76,7 +76,7 @@ class ProjectorConfig:
     kind: Literal["linear", "mlp"] = option(
         "mlp", "Type of the projector: one linear layer, or an MLP (linear, GELU, linear)."
     )
-    hidden_size: int | None = option(None, "Inner width of the MLP projector; default: --language-hidden-size.")
+    hidden_size: int = option(None, "Inner width of the MLP projector; default: --language-hidden-size.")
     pixel_shuffle: int = option(
         1, "Concatenate each N×N block of neighbouring patches into one feature before the projector."
     )
@@ -98,11 +98,11 @@ class LanguageConfig:
     hidden_size: int = option(128, "Hidden size of the language model.")
     ffn_hidden_size: int = option(256, "Inner width of the language MLP.")
     num_attention_heads: int = option(4, "Number of query heads of the language model.")
-    num_query_groups: int | None = option(
+    num_query_groups: int = option(
         None, "Number of key/value heads (grouped-query attention); default: the number of query heads."
     )
-    kv_channels: int | None = option(None, "Width of an attention head; default: hidden size / attention heads.")
-    vocab_size: int | None = option(
+    kv_channels: int = option(None, "Width of an attention head; default: hidden size / attention heads.")
+    vocab_size: int = option(
         None, "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results."
     )
     rotary_base: float = option(10000.0, "Base of the rotary position embedding.")

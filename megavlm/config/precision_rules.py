@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megavlm.config.derived import query_groups
 from megavlm.config.layout_rules import sequence_parallel
 from megavlm.config.lora import adapted_parts
+from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config
 from megavlm.config.words import nearest
 
@@ -155,11 +155,10 @@ def fp8_fits_the_heads(config: Config) -> str | None:
     precision, model, tp = config.precision, config.model, config.parallel.tensor_model_parallel_size
     step = fp8_multiple(precision.fp8_recipe) * tp
     vision_heads = -(-model.vision.num_attention_heads // tp) * tp  # padded, where TP does not divide them
-    heads = model.language.num_attention_heads
-    width = model.language.kv_channels or model.language.hidden_size // heads
+    language = resolve_model(model).language
     parts = {
         "vision": (vision_heads, vision_heads, model.vision.hidden_size // model.vision.num_attention_heads),
-        "language": (heads, query_groups(model.language), width),
+        "language": (language.num_attention_heads, language.num_query_groups, language.kv_channels),
     }
     for part, (queries, groups, width) in parts.items():
         if not fp8_in(part, config):

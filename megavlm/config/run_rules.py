@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megavlm.config.data_source import data_source
+from megavlm.config.resolve import data_kind, is_set, resolve
 from megavlm.config.schema import Config, DataConfig, VisionConfig
 from megavlm.config.words import shown
 
@@ -35,13 +35,13 @@ def warmup_fits(config: Config) -> str | None:
 
 def wsd_decay_fits(config: Config) -> str | None:
     optimizer = config.optimizer
-    if optimizer.lr_decay_style != "WSD" and optimizer.lr_wsd_decay_iters is not None:
+    if optimizer.lr_decay_style != "WSD" and is_set(optimizer, "lr_wsd_decay_iters"):
         return (
             f"--lr-wsd-decay-iters belongs to --lr-decay-style WSD, but that is {optimizer.lr_decay_style}: change the "
             f"style, or set --lr-wsd-decay-iters none"
         )
     flag, end = _decay_end(config)
-    length = optimizer.lr_wsd_decay_iters or max(1, end // 10)
+    length = resolve(config).optimizer.lr_wsd_decay_iters
     if optimizer.lr_decay_style == "WSD" and optimizer.lr_warmup_iters + length > end:
         return (
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} + --lr-wsd-decay-iters {length} do not fit into {flag} "
@@ -86,7 +86,7 @@ def synthetic_samples_fit(config: Config) -> str | None:
     The data source counts the tokens of tiled images and rejects those that do not fit.
     """
     data, length = config.data, config.train.seq_length
-    if data_source(config) != "synthetic" or config.model.projector.anyres_max_tiles is not None:
+    if data_kind(config) != "synthetic" or config.model.projector.anyres_max_tiles is not None:
         return None
     images = max(data.images_per_sample, default=0)
     features = _most_features(data, config.model.vision, config.model.projector.pixel_shuffle)
@@ -160,7 +160,7 @@ def load_is_a_path(config: Config) -> str | None:
 
 def _decay_end(config: Config) -> tuple[str, int]:
     """Return the option that sets the end of the decay, and its value."""
-    if config.optimizer.lr_decay_iters is not None:
+    if is_set(config.optimizer, "lr_decay_iters"):
         return "--lr-decay-iters", config.optimizer.lr_decay_iters
     return "--train-iters", config.train.train_iters
 

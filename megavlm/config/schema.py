@@ -4,7 +4,8 @@ A field made with `option(default, help, *aliases)` becomes the flag `--kebab-ca
 projector, language and lora sections carry that prefix) and the YAML key `section.name`. Names are Megatron's.
 `flag=` names another flag where the key would say too little without its section (`data.kind` is `--data`);
 `common=` names the group in which `--help` lists the option; `--help-all` lists every option. Rules that relate
-fields to one another live in `rules.py`.
+fields to one another live in `rules.py`. A field whose default is None, but whose type does not have None, is a plain
+value from `resolve.resolve` on, which computes its default from other fields.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class OptimizerConfig:
         "cosine", "Shape of the decay after the warm-up.", common=TRAINING
     )
     lr_warmup_iters: int = option(0, "Steps of linear learning-rate warm-up.", common=TRAINING)
-    lr_decay_iters: int | None = option(None, "Step at which the learning-rate decay ends; default: --train-iters.")
-    lr_wsd_decay_iters: int | None = option(
+    lr_decay_iters: int = option(None, "Step at which the learning-rate decay ends; default: --train-iters.")
+    lr_wsd_decay_iters: int = option(
         None, "WSD: number of steps of the final decay; default: a tenth of the steps before the decay ends."
     )
     weight_decay: float = option(0.01, "Decoupled weight decay (AdamW); not applied to norms and biases.")
@@ -97,7 +98,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    kind: Literal["synthetic", "digits", "files"] | None = option(
+    kind: Literal["synthetic", "digits", "files"] = option(
         None,
         "Kind of data: your files (--datasets), synthetic, or digits (demo); default: files if --datasets is given, "
         "else synthetic.",

@@ -9,7 +9,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from megavlm.config.derived import vocab_size, with_vocab_size
+from megavlm.config.derived import vocab_size
+from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup
 from megavlm.data.bad import BadSample, Reason
@@ -51,7 +52,7 @@ class FilesSource:
         """Raises UserError where tokenizer, chat template or image processor are missing or do not fit the model."""
         self.processor: Processor = processor_for(config)
         self.tokenizer = tokenizer_for(config, image_text=self.processor.image_token)
-        self._config = config = with_vocab_size(config, self.tokenizer.vocab_size)
+        self._config = config = resolve(config, vocab_size=self.tokenizer.vocab_size)
         self.chat = ChatFormat.of(
             self.tokenizer,
             template=config.data.chat_template,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megavlm.config.data_source import data_source
+from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import BatchSampler, PackedBatchSampler, SequentialBatchSampler
 from megavlm.data.collator import Collator, InlineCollator, WorkerCollator
@@ -26,7 +26,7 @@ def prepare_data(config: Config) -> None:
 
     Raises UserError for one that cannot be read.
     """
-    if data_source(config) != "files":
+    if data_kind(config) != "files":
         return
     for source in config.data.datasets:
         if is_stream(source):
@@ -51,7 +51,7 @@ def build_data_loader(
     of patches that each of them needs, if not all. Patches have the type `dtype`.
     """
     staging = Staging(dtype, device)
-    if data_source(config) != "files":
+    if data_kind(config) != "files":
         in_order = SequentialBatchSampler(count=config.train.global_batch_size)
         in_thread = InlineCollator(source, seq_length=config.train.seq_length, with_patches=vision_group is not None)
         return DataLoader(_loader(config, in_order, in_thread, groups, staging))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megavlm.config.data_source import data_source
+from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.order import BLOCK, apportioned
 from megavlm.data.records import is_stream, name_of, open_records
@@ -13,7 +13,7 @@ def table(config: Config) -> str:
 
     Raises UserError for a data set that cannot be read.
     """
-    if data_source(config) != "files":
+    if data_kind(config) != "files":
         return ""
     sources = config.data.datasets
     counts = apportioned([source.weight for source in sources], BLOCK)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megavlm.config.data_source import data_source
+from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.bad import BadSample
 from megavlm.data.batch import MicroBatch
@@ -76,9 +76,9 @@ def build_source(
 
     Rank 0 writes what the source stores in `run_dir` (the tokenizer); the others call `barrier` to wait for it.
     """
-    if data_source(config) == "digits":
+    if data_kind(config) == "digits":
         return DigitsSource.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
-    if data_source(config) == "files":
+    if data_kind(config) == "files":
         return FilesSource(config)
     return SyntheticSource(config)
 

@@ -1,23 +1,22 @@
-"""How many tokens a run's model knows, before anything is built: plans, memory and FLOPs count with it."""
+"""The size of a run's vocabulary, known before anything is built: plans, memory and FLOPs count with it."""
 
 from __future__ import annotations
 
-from megavlm.config.data_source import data_source
-from megavlm.config.derived import with_vocab_size
+from megavlm.config.resolve import data_kind, is_set
 from megavlm.config.schema import Config
 from megavlm.data.digits import VOCABULARY as DIGITS
 from megavlm.data.files import FilesSource
 from megavlm.data.synthetic import VOCABULARY as SYNTHETIC
 
 
-def with_vocabulary(config: Config) -> Config:
-    """Return the configuration with the model's vocabulary, from the tokenizer where no option gives it.
+def vocab_size_of(config: Config) -> int:
+    """Return the number of tokens of the model: as given, or the tokenizer's.
 
-    Raises UserError where there is no tokenizer, or one that the model has no place for.
+    Raises UserError if there is no tokenizer, or if its tokens are more than the model has.
     """
-    if config.model.language.vocab_size is not None:
-        return config
-    kind = data_source(config)
+    if is_set(config.model.language, "vocab_size"):
+        return config.model.language.vocab_size
+    kind = data_kind(config)
     if kind == "files":
-        return with_vocab_size(config, FilesSource(config).vocab_size)
-    return with_vocab_size(config, DIGITS if kind == "digits" else SYNTHETIC)
+        return FilesSource(config).vocab_size
+    return DIGITS if kind == "digits" else SYNTHETIC

@@ -153,7 +153,7 @@ def _in_module(module: str, param: torch.nn.Parameter, name: str) -> bool:
 def build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
     """Warm-up and decay; `step(1)` before each update, so iteration k (from 1) uses the rate of step k."""
     options = config.optimizer
-    decay = options.lr_decay_iters or config.train.train_iters
+    decay = options.lr_decay_iters
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -166,6 +166,6 @@ def build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
         end_wd=options.weight_decay,
         wd_incr_steps=decay,
         wd_incr_style="constant",
-        wsd_decay_steps=options.lr_wsd_decay_iters or max(1, decay // 10),
+        wsd_decay_steps=options.lr_wsd_decay_iters,
         lr_wsd_decay_style="linear",
     )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from megavlm.config.device_defaults import chunk_patches
+from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
@@ -20,7 +21,7 @@ from megavlm.planner.step import Encoder, Step, colocated_encoder, encoder_layer
 from megavlm.planner.tables import layer_tables
 
 
-def planned(config: Config, world: int) -> Config:
+def planned(config: Config, world: int, *, vocab_size: int | None = None) -> Config:
     """The configuration with the layout that a search finds for this many processes, where `--plan auto` asks for one.
     It offloads more than the configuration says only where no layout can run otherwise.
 
@@ -29,9 +30,10 @@ def planned(config: Config, world: int) -> Config:
     if config.placement.plan != "auto":
         return config
     hardware = profile(config.placement.hardware)
-    outcome = search(config, world, hardware, space=Space(offload=()), top=1)
+    run = resolve(config, vocab_size=vocab_size)
+    outcome = search(run, world, hardware, space=Space(offload=()), top=1)
     if not outcome.best:
-        outcome = search(config, world, hardware, top=1)
+        outcome = search(run, world, hardware, top=1)
     if not outcome.best:
         reasons = [each.reason for each in outcome.rejected]
         common = max(set(reasons), key=reasons.count)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.config.data_source import data_source
+from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.bad import BadSample
 from megavlm.data.batch_sampler import Measured, Skipped
@@ -26,7 +26,7 @@ def look(config: Config, *, shown: int, title: str) -> Findings:
 
     Raises UserError where the run has no `--datasets`, or where they cannot be opened.
     """
-    if data_source(config) != "files":
+    if data_kind(config) != "files":
         raise UserError("there is nothing to preview without --datasets: name your data sets, or a --config that does")
     source = FilesSource(config)
     measured = _window(config, source)

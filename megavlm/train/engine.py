@@ -43,7 +43,7 @@ from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_con
 from megavlm.planner.plan import Plan
 from megavlm.precision.fp8_weights import plain_weights
 
-Fill = Callable[[Sequence[VLMChunk]], None]  # sets the weights of this rank's chunks; every rank calls it
+WeightInit = Callable[[Sequence[VLMChunk]], None]  # sets the weights of this rank's chunks; every rank calls it
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ def build_engine(
     *,
     vocab_size: int,
     backend: Backend,
-    fill: Fill | None = None,
+    weights: WeightInit | None = None,
     num_sources: int = 0,
 ) -> Engine:
-    """Build and wrap this rank's chunks, then their optimizer and schedules; `fill` sets the weights, else the seed."""
+    """Build this rank's chunks, their optimizer and schedules; their weights come from `weights` or the seed."""
     pipeline = pipeline_config(config, plan.dims)
     bare = [
         VLMChunk(config, plan, index, vocab_size=vocab_size, groups=groups, pipeline=pipeline).to(backend.device)
@@ -179,8 +179,8 @@ def build_engine(
         for chunk in parts:
             chunk.offload = offload
     with plain_weights(parts):
-        if fill is not None:
-            fill(parts)
+        if weights is not None:
+            weights(parts)
         else:
             for chunk in parts:
                 initialize(chunk, config, vocab_size=vocab_size)

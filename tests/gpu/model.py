@@ -38,11 +38,12 @@ LENGTHS = (160, 176, 96, 80)  # of samples that share a sequence
 
 def config_of(flags: Sequence[str]) -> Any:
     from megavlm.config.cli import parse
+    from megavlm.config.resolve import resolve
     from megavlm.config.rules import check
 
     config = parse([*MODEL, *flags])
     check(config, world=1)
-    return config
+    return resolve(config)
 
 
 def engine_of(config: Any, backend: Any) -> Any:

@@ -17,6 +17,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, with_model_of_origins
+from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import MicroBatch
@@ -51,7 +52,7 @@ def config_for(folder: Path, **train: Any) -> Config:
         run=RunConfig(run_dir=str(folder / "run")),
         checkpoint=CheckpointConfig(init_from=str(folder)),
     )
-    return with_model_of_origins(config)
+    return resolve(with_model_of_origins(config))
 
 
 def engine_for(config: Config, folder: Path, single: Single) -> Engine:
@@ -60,7 +61,7 @@ def engine_for(config: Config, folder: Path, single: Single) -> Engine:
     assert vocabulary is not None
     fill = partial(load_weights, origins=[Origin.of(folder, *ALL_PARTS)], config=config, vocab_size=vocabulary)
     plan = make_plan(config, single.groups.dims)
-    return build_engine(config, plan, single.groups, vocab_size=vocabulary, backend=single.backend, fill=fill)
+    return build_engine(config, plan, single.groups, vocab_size=vocabulary, backend=single.backend, weights=fill)
 
 
 def batch_of(

@@ -54,6 +54,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     from megavlm.checkpoint.hf.load import load_weights
     from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, with_model_of_origins
     from megavlm.config.cli import parse
+    from megavlm.config.resolve import resolve
     from megavlm.config.rules import check
     from megavlm.model.weights import index_of, named_shards, real_shape
     from megavlm.parallel.groups import build_groups, destroy_groups
@@ -65,6 +66,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     argv += " --data-parallel-sharding none --images-per-sample 0"  # synthetic images, of which none are used
     config = with_model_of_origins(parse(shlex.split(argv)))
     check(config, world=dist.get_world_size())
+    config = resolve(config)
     destroy_groups()
     plan = make_plan(config, dims_of(config, world=dist.get_world_size()))
     tied = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
@@ -74,7 +76,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     def fill(chunks: Any) -> None:
         load_weights(chunks, [Origin.of(reference.folder, *ALL_PARTS)], config, vocab_size=vocabulary)
 
-    engine = build_engine(config, plan, groups, vocab_size=vocabulary, backend=backend.activate(), fill=fill)
+    engine = build_engine(config, plan, groups, vocab_size=vocabulary, backend=backend.activate(), weights=fill)
     batches = [hf.batch_of(config, sizes, seed=number) for number, sizes in enumerate(reference.images)]
     worst: dict[str, float] = {}
     logits = engine.schedule.logits(batches)

@@ -14,13 +14,13 @@ activate()  # before the module below imports megatron-core
 
 from megavlm.checkpoint.state import check_model  # noqa: E402
 from megavlm.config.cli import parse  # noqa: E402
-from megavlm.config.derived import with_vocab_size  # noqa: E402
+from megavlm.config.resolve import resolve  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
 
 
 def test_a_vocabulary_that_an_earlier_version_left_unset_fits() -> None:
     before = json.loads(json.dumps({"model": asdict(parse([]).model)}))
-    check_model(before, with_vocab_size(parse([]), 160), Path("run"))
+    check_model(before, resolve(parse([]), vocab_size=160), Path("run"))
     other = json.loads(json.dumps({"model": asdict(parse(["--language-vocab-size", "99"]).model)}))
     with pytest.raises(UserError, match=r"model\.language\.vocab_size = 99, but this run has 160"):
-        check_model(other, with_vocab_size(parse([]), 160), Path("run"))
+        check_model(other, resolve(parse([]), vocab_size=160), Path("run"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -222,3 +223,15 @@ def test_parsing_imports_neither_torch_nor_megatron() -> None:
     root = Path(__file__).parents[3]
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("argv", ["--help-all", "--recipe demo --dry-run"])
+def test_a_reader_that_stops_early_ends_the_program_quietly(argv: str) -> None:
+    """As `pretrain_vlm.py --dry-run | head` does: no BrokenPipeError."""
+    words = [sys.executable, str(Path(__file__).parents[3] / "pretrain_vlm.py"), *argv.split()]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == -signal.SIGPIPE

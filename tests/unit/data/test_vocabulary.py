@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from megavlm.config.cli import parse
+from megavlm.config.resolve import resolve
 from megavlm.data.digits import DigitsSource
 from megavlm.data.files import FilesSource
 from megavlm.data.synthetic import SyntheticSource
-from megavlm.data.vocabulary import with_vocabulary
+from megavlm.data.vocabulary import vocab_size_of
 from megavlm.errors import UserError
 from megavlm.model.flops import step_flops
 from megavlm.parallel.dims import Dims
@@ -36,22 +37,21 @@ def test_it_is_that_of_the_source(files: list[str], tmp_path: Path) -> None:
         (unset, SyntheticSource(unset)),
         (parse(files), FilesSource(parse(files))),
     ):
-        assert with_vocabulary(config).model.language.vocab_size == source.vocab_size
+        assert vocab_size_of(config) == source.vocab_size
     with pytest.raises(UserError, match="need a tokenizer"):
-        with_vocabulary(parse(["--datasets", "a.json"]))
+        vocab_size_of(parse(["--datasets", "a.json"]))
 
 
 def test_a_tokenizers_size_is_planned_and_counted(files: list[str]) -> None:
     """As if the option had said it: counted as 256 tokens, the last stage had too many layers."""
     dims = Dims(tp=1, pp=4, vpp=1, dp=1)
-    known = with_vocabulary(parse(files))
-    size = known.model.language.vocab_size
+    size = vocab_size_of(parse(files))
+    known = resolve(parse(files), vocab_size=size)
     said = parse([*files, "--language-vocab-size", str(size)])
     assert make_plan(known, dims) == make_plan(said, dims)
-    assert size is not None
     assert size != 256
     work = typical_workload(known)
     fewer = step_flops(parse([*files, "--language-vocab-size", str(size - 1)]), work)
     assert step_flops(known, work) - fewer == 6 * work.tokens * known.model.language.hidden_size
-    with pytest.raises(AssertionError, match="with_vocab_size"):
+    with pytest.raises(AssertionError, match=r"config\.resolve"):
         make_plan(parse(files), dims)

@@ -51,7 +51,7 @@ def language(settings: Settings, *, kind: str | None = None, tied: bool | None =
         ffn_hidden_size=settings.need("intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=settings.get("num_key_value_heads", heads),
-        kv_channels=settings.values.get("head_dim"),
+        kv_channels=settings.values.get("head_dim") or settings.need("hidden_size") // heads,
         vocab_size=settings.need("vocab_size"),
         norm_epsilon=settings.get("rms_norm_eps", 1e-6),
         add_qkv_bias=kind == "qwen2",

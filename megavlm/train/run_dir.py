@@ -1,0 +1,67 @@
+"""Write what RUN_DIR holds beside metrics and checkpoints: the configuration, the plan, and where weights come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import megavlm
+from megavlm.backend import Backend
+from megavlm.checkpoint.hf.compose import is_llava, write_composed_sidecar
+from megavlm.checkpoint.hf.sidecar import carry_sidecar, write_sidecar
+from megavlm.checkpoint.hf.source import ALL_PARTS, origins_of
+from megavlm.config.load import to_yaml
+from megavlm.config.schema import Config
+from megavlm.errors import UserError
+from megavlm.planner.plan import Plan
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Create RUN_DIR. Raises UserError if it cannot be created."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
+
+
+def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend) -> None:
+    """Write `config.yaml` (as given, for `--config`), `plan.json` and `environment.json`."""
+    try:
+        (run_dir / "config.yaml").write_text(to_yaml(config))
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
+    (run_dir / "plan.json").write_text(plan.dumps())
+    environment = {
+        "megavlm": megavlm.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": version("megatron-core"),
+        "device": backend.name,
+        "communication": backend.communication,
+        "world": dist.get_world_size(),
+        "threads": torch.get_num_threads(),
+        "hostname": platform.node(),
+        "cpus": os.cpu_count(),
+        "command": sys.argv,
+    }
+    (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+
+
+def write_sidecars(run_dir: Path, config: Config, checkpoint: Path | None, *, image_token: int) -> None:
+    """Write RUN_DIR/hf, the files of a Hugging Face model that an export needs, if the run starts from such a model."""
+    if checkpoint is not None:
+        carry_sidecar(checkpoint, run_dir)
+        return
+    origins = origins_of(config)
+    for origin in origins:
+        if origin.parts == ALL_PARTS:
+            write_sidecar(origin, run_dir)
+    if is_llava(origins, config.model):
+        write_composed_sidecar(origins, config.model, run_dir, image_token=image_token)
