@@ -14,6 +14,8 @@ import torch
 from theirs import OPTIMIZER, llava_config, qwen_config
 from torch import Tensor
 
+from megavlm.arch.flops import Workload, layer_cost, step_flops, window_patches, window_squares
+from megavlm.arch.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, layer_names
 from megavlm.checkpoint.hf.families.llava import inputs as llava_inputs
 from megavlm.checkpoint.hf.families.qwen_vl import inputs as qwen_inputs
 from megavlm.config.cli import parse
@@ -23,12 +25,10 @@ from megavlm.config.schema import Config, ModelConfig, PrecisionConfig, TrainCon
 from megavlm.data.batch import MicroBatch
 from megavlm.data.images import grid_of
 from megavlm.data.sample import Image, Sample, collate
-from megavlm.model.flops import Workload, layer_cost, step_flops, window_patches, window_squares
 from megavlm.parallel.dims import Dims
-from megavlm.planner.case import case_of
-from megavlm.planner.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, layer_names
 from megavlm.planner.memory import Memory, rank_memory
 from megavlm.planner.models import llava_1_5_7b, qwen2_5_vl_7b
+from megavlm.planner.scenario import scenario_of
 
 LEAST_LAYERS = 3  # language layers below which the output layer is most of the language model
 _PAD, _RESERVED = 0, 8  # tokens at the end of the vocabulary that text leaves alone
@@ -216,7 +216,7 @@ def language_flops(shape: Shape) -> float:
 def predicted_memory(shape: Shape, *, precision: str, on_gpu: bool, flags: str = "") -> Memory:
     """What the planner says that a step takes at its peak."""
     config = run_config(shape, precision="fp32" if precision == "fp32" else "bf16", flags=flags)
-    case = replace(case_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=on_gpu), work=workload(shape))
+    case = replace(scenario_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=on_gpu), work=workload(shape))
     return rank_memory(case, (0, len(case.names)), 0, recompute=(config.execution.recompute_granularity,))
 
 

@@ -147,7 +147,7 @@ def predicted_gain(question: Question, side: Side, *, profile: str) -> float | N
     def seconds(flags: str) -> float:
         config = parse([*SHARED.split(), *question.model.split(), *flags.split()])
         step = predict(config, dims_of(config, world=2), hardware_of(profile))
-        return step.seconds - (step.hideable if config.placement.encode_ahead else 0.0)
+        return step.seconds - (step.overlappable if config.placement.encode_ahead else 0.0)
 
     return None if "--vision-cache" in side.flags else seconds(question.baseline.flags) / seconds(side.flags)
 
@@ -170,9 +170,9 @@ def shown(name: str, timings: Sequence[Timing], gain: str = "") -> None:
 
 def vision_share(argv: Sequence[str]) -> float:
     """Vision's and the projector's share of forward FLOPs."""
+    from megavlm.arch.flops import layer_cost
+    from megavlm.arch.layers import encoder_names, layer_names
     from megavlm.config.cli import parse
-    from megavlm.model.flops import layer_cost
-    from megavlm.planner.layers import encoder_names, layer_names
     from megavlm.planner.plan import typical_workload
 
     config = parse(list(argv))

@@ -14,10 +14,10 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megavlm.arch.layers import EMBEDDING, layer_names
 from megavlm.config.schema import Config, DataConfig, ModelConfig, PlacementConfig, PrecisionConfig, TrainConfig
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, Hardware
-from megavlm.planner.layers import EMBEDDING, layer_names
 from megavlm.planner.models import model
 from megavlm.planner.plan import dims_of
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import gpu_model
 
-from megavlm.model.flops import attends_in_windows
+from megavlm.arch.flops import attends_in_windows
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
+from megavlm.arch.parameters import local_parameters
 from megavlm.parallel.dims import Dims
-from megavlm.planner.case import Case, case_of
-from megavlm.planner.explain import Explained, Part, explained, played
+from megavlm.planner.explain import Explained, StepPart, explained, played
 from megavlm.planner.hardware import Hardware, profile
-from megavlm.planner.layers import LANGUAGE_LAYER, VISION_LAYER
-from megavlm.planner.parameters import local_parameters
-from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, Passes
+from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, MemoryPasses
+from megavlm.planner.scenario import Scenario, scenario_of
 from megavlm.planner.terms import TE_HOST, HostTime, work_terms
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance-model.md"
@@ -77,15 +77,15 @@ def predictions() -> list[Predicted]:
 
 def predicted(shape: gpu_model.Shape, gpu: str) -> Predicted:
     hardware = profile(gpu)
-    programs: dict[str, Passes] = {"before": BEFORE, "now": NOW, "possible": POSSIBLE}
+    programs: dict[str, MemoryPasses] = {"before": BEFORE, "now": NOW, "possible": POSSIBLE}
     steps = {name: explained(case(shape), hardware, passes, OURS) for name, passes in programs.items()}
     fp8 = {f"{name}, FP8": explained(case(shape, "fp8"), hardware, p, OURS) for name, p in programs.items()}
     return Predicted(shape, gpu, {**steps, **fp8, "Transformers": transformers(shape, hardware)})
 
 
-def case(shape: gpu_model.Shape, precision: str = "bf16") -> Case:
+def case(shape: gpu_model.Shape, precision: str = "bf16") -> Scenario:
     config = gpu_model.run_config(shape, precision=precision)
-    return replace(case_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=True), work=gpu_model.workload(shape))
+    return replace(scenario_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=True), work=gpu_model.workload(shape))
 
 
 def transformers(shape: gpu_model.Shape, hardware: Hardware) -> Explained:
@@ -97,7 +97,7 @@ def transformers(shape: gpu_model.Shape, hardware: Hardware) -> Explained:
     return played(parts, trained * THEIR_UPDATE, hardware, THEIRS)
 
 
-def _their_part(name: str, whole: Case, hardware: Hardware, counted: dict[str, Any]) -> Part:
+def _their_part(name: str, whole: Scenario, hardware: Hardware, counted: dict[str, Any]) -> StepPart:
     vision = whole.model.vision
     key = name
     if name.startswith(VISION_LAYER):
@@ -107,7 +107,7 @@ def _their_part(name: str, whole: Case, hardware: Hardware, counted: dict[str, A
         key = f"{LANGUAGE_LAYER}1"
     sides = [counted.get(f"{key} {way}") for way in ("forward", "backward")]
     if sides[0] is None:  # patches and their norm run before the first layer that is followed
-        return Part(name)
+        return StepPart(name)
     passes, host = [], []
     for side, rates, each in zip(sides, (hardware.forward, hardware.backward), THEIRS.operation, strict=True):
         launches, moved = (side["launches"], side["moved_bytes"]) if side else (0, 0)
@@ -118,7 +118,7 @@ def _their_part(name: str, whole: Case, hardware: Hardware, counted: dict[str, A
     numbered = name.startswith((VISION_LAYER, LANGUAGE_LAYER))
     python = THEIRS.layer if numbered else (0.0, 0.0)
     terms = {**work_terms(name, whole, hardware), "passes": (passes[0], passes[1])}
-    return Part(name, terms, (host[0] + python[0], host[1] + python[1]))
+    return StepPart(name, terms, (host[0] + python[0], host[1] + python[1]))
 
 
 def counts() -> dict[str, Any]:

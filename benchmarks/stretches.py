@@ -24,9 +24,9 @@ def follow_ours(engine: Any, enter: Enter) -> None:
 
     run = vlm.VLMChunk._run
 
-    def followed(self: Any, name: str, hidden: Any, view: Any, **kwargs: Any) -> Tensor:
+    def followed(self: Any, name: str, hidden: Any, context: Any, **kwargs: Any) -> Tensor:
         enter(f"{name} forward")
-        output = run(self, name, hidden, view, **kwargs)
+        output = run(self, name, hidden, context, **kwargs)
         if output is not hidden:  # an identity's backward is its layer's
             _begin_backward(output, name, enter)
         return output
@@ -37,13 +37,13 @@ def follow_ours(engine: Any, enter: Enter) -> None:
         enter("gradients")
         return finalize(*args, **kwargs)
 
-    def mark(name: str) -> AbstractContextManager[Any]:
+    def followed_range(name: str) -> AbstractContextManager[Any]:
         enter(name)
         return nullcontext()
 
     vlm.VLMChunk._run = followed  # type: ignore[method-assign]
     engine.schedule.config.finalize_model_grads_func = finalized
-    engines.mark = mark
+    engines.profiler_range = followed_range
 
 
 def follow_theirs(model: Any, optimizer: Any, enter: Enter) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megavlm.arch.layers import module_of
 from megavlm.config.fields import with_values
 from megavlm.config.load import from_yaml_file, to_yaml
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
@@ -16,7 +17,6 @@ from megavlm.errors import UserError
 from megavlm.planner.candidates import Space
 from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile
-from megavlm.planner.layers import module_of
 from megavlm.planner.models import MODELS, model
 from megavlm.planner.plan import make_plan
 from megavlm.planner.report import report

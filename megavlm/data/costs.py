@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megavlm.arch.flops import Workload, layer_cost, window_patches, window_squares
+from megavlm.arch.layers import layer_names, module_of
 from megavlm.config.schema import ModelConfig
-from megavlm.model.flops import Workload, layer_cost, window_patches, window_squares
-from megavlm.planner.layers import layer_names, module_of
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megavlm.arch.layers import module_of
 from megavlm.config.lora import adapted_parts
 from megavlm.config.precision_rules import fp8_in, layer_precision
 from megavlm.config.schema import Config
@@ -27,7 +28,6 @@ from megavlm.model.norm import Norm
 from megavlm.model.parts import Execution, Modules, with_bias_inside
 from megavlm.model.rotary import Rotary
 from megavlm.parallel.groups import Groups
-from megavlm.planner.layers import module_of
 from megavlm.precision.device import implementation
 from megavlm.precision.emulated import EmulatedColumnParallelLinear, EmulatedRowParallelLinear, same_when_repeated
 from megavlm.precision.scaling import DelayedRecipe, Operands, current_operands, delayed_operands

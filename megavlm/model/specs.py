@@ -21,16 +21,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from megavlm.arch.flops import head_width
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.config import sequence_parallel
 from megavlm.config.derived import query_groups
 from megavlm.config.schema import Config
 from megavlm.model.attention import Attention
-from megavlm.model.flops import head_width
 from megavlm.model.modules import fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm
 from megavlm.model.parts import Modules
 from megavlm.parallel.groups import Groups
-from megavlm.planner.layers import LANGUAGE_LAYER, VISION_LAYER
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

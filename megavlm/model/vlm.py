@@ -23,25 +23,8 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
 from torch import Tensor, nn
 
-from megavlm.config import sequence_parallel
-from megavlm.config.lora import adapted_parts
-from megavlm.config.schema import Config
-from megavlm.data.batch import MicroBatch
-from megavlm.model import specs
-from megavlm.model.deepstack import pack, unpack
-from megavlm.model.flops import attends_in_windows
-from megavlm.model.graphs import LayerGraphs
-from megavlm.model.language import Embedding, Output
-from megavlm.model.lora import add_adapters
-from megavlm.model.marks import mark
-from megavlm.model.modules import accumulation_fields, cross_entropy_of, execution_of
-from megavlm.model.norm import Norm
-from megavlm.model.offload import Offload
-from megavlm.model.projector import Projector
-from megavlm.model.view import View
-from megavlm.model.vision import PatchEmbed
-from megavlm.parallel.groups import Groups
-from megavlm.planner.layers import (
+from megavlm.arch.flops import attends_in_windows
+from megavlm.arch.layers import (
     DEEPSTACK,
     EMBEDDING,
     LANGUAGE_LAYER,
@@ -56,6 +39,23 @@ from megavlm.planner.layers import (
     trained_layers,
     trains_weights,
 )
+from megavlm.backend.profiler_range import profiler_range
+from megavlm.config import sequence_parallel
+from megavlm.config.lora import adapted_parts
+from megavlm.config.schema import Config
+from megavlm.data.batch import MicroBatch
+from megavlm.model import specs
+from megavlm.model.context import MicroBatchContext
+from megavlm.model.deepstack import pack, unpack
+from megavlm.model.graphs import LayerGraphs
+from megavlm.model.language import Embedding, Output
+from megavlm.model.lora import add_adapters
+from megavlm.model.modules import accumulation_fields, cross_entropy_of, execution_of
+from megavlm.model.norm import Norm
+from megavlm.model.offload import Offload
+from megavlm.model.projector import Projector
+from megavlm.model.vision import PatchEmbed
+from megavlm.parallel.groups import Groups
 from megavlm.planner.plan import Plan
 from megavlm.precision.fp8_weights import building
 
@@ -114,9 +114,11 @@ class VLMChunk(MegatronModule):
 
     def transferred(self, batch: MicroBatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """Shapes of what this chunk receives from the one before and sends to the next; None at the ends."""
-        view = View(batch, self.run_config, self.groups, device=batch.tokens.device, encoder_apart=self.encoder_apart)
-        received = None if self.is_first else _shape_before(self.names[0], self.carried, view)
-        return received, None if self.next_name is None else _shape_before(self.next_name, self.carried_on, view)
+        context = MicroBatchContext(
+            batch, self.run_config, self.groups, device=batch.tokens.device, encoder_apart=self.encoder_apart
+        )
+        received = None if self.is_first else _shape_before(self.names[0], self.carried, context)
+        return received, None if self.next_name is None else _shape_before(self.next_name, self.carried_on, context)
 
     def set_input_tensor(self, tensors: list[Tensor | None] | Tensor | None) -> None:
         """Called by the schedule before forward: what the previous chunk sent."""
@@ -138,46 +140,50 @@ class VLMChunk(MegatronModule):
 
     def _forward(self, batch: MicroBatch, *, logits: bool) -> Tensor:
         device = next(iter(self.parameters())).device
-        view = View(batch, self.run_config, self.groups, device=device, encoder_apart=self.encoder_apart)
-        hidden, carried = self._received(view)
+        context = MicroBatchContext(
+            batch, self.run_config, self.groups, device=device, encoder_apart=self.encoder_apart
+        )
+        hidden, carried = self._received(context)
         with self.execution.chunk(self.transformer_layers):
             for name in self.names:
                 if name.startswith(DEEPSTACK):
-                    carried.append(self._run(name, hidden, view))
+                    carried.append(self._run(name, hidden, context))
                     continue
-                hidden = self._run(name, hidden, view, logits=logits)
+                hidden = self._run(name, hidden, context, logits=logits)
                 if carried and name.startswith(LANGUAGE_LAYER):
-                    hidden = view.with_features(hidden, carried.pop(0))
+                    hidden = context.with_features(hidden, carried.pop(0))
         assert hidden is not None
         if OUTPUT in self.names:
             return hidden
         output = pack(hidden, carried).contiguous()
         return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
 
-    def _run(self, name: str, hidden: Any, view: View, *, logits: bool = False) -> Tensor:
-        with mark(name):
-            return self._output(name, hidden, view, logits=logits)
+    def _run(self, name: str, hidden: Any, context: MicroBatchContext, *, logits: bool = False) -> Tensor:
+        with profiler_range(name):
+            return self._output(name, hidden, context, logits=logits)
 
-    def _output(self, name: str, hidden: Any, view: View, *, logits: bool) -> Tensor:
+    def _output(self, name: str, hidden: Any, context: MicroBatchContext, *, logits: bool) -> Tensor:
         part: Any = self.parts[name]
-        batch = view.batch
+        batch = context.batch
         if name.startswith(VISION_LAYER):
             windowed = attends_in_windows(self.run_config.model.vision, int(name.removeprefix(VISION_LAYER)))
-            packing = view.window_packing if windowed else view.image_packing
-            kwargs = {"rotary_pos_emb": view.vision_rope, "packed_seq_params": packing}
+            packing = context.window_packing if windowed else context.image_packing
+            kwargs = {"rotary_pos_emb": context.vision_rope, "packed_seq_params": packing}
             return self._transform(name, part, hidden, kwargs)
         if name.startswith(LANGUAGE_LAYER):
-            if self.graphs is not None and view.language_packing is None:
-                return self.graphs(name, hidden, view.language_rope)
-            kwargs = {"rotary_pos_emb": view.language_rope, "packed_seq_params": view.language_packing}
+            if self.graphs is not None and context.language_packing is None:
+                return self.graphs(name, hidden, context.language_rope)
+            kwargs = {"rotary_pos_emb": context.language_rope, "packed_seq_params": context.language_packing}
             return self._transform(name, part, hidden, kwargs)
         if name == PATCH_EMBED:
-            return part(batch.patches, view.layout)
+            return part(batch.patches, context.layout)
         if name == PROJECTOR or name.startswith(DEEPSTACK):
-            return part(hidden, view.layout, tile_groups=view.tile_groups, sequence_parallel=self.sequence_parallel)
+            return part(
+                hidden, context.layout, tile_groups=context.tile_groups, sequence_parallel=self.sequence_parallel
+            )
         if name == EMBEDDING:
             if batch.features is not None:
-                return view.with_features_merged(part(batch), batch.features[:, 0])
+                return context.with_features_merged(part(batch), batch.features[:, 0])
             return part(batch, hidden)
         if name == OUTPUT:
             tied = self.run_config.model.language.tie_embeddings and not self.has_tied_copy
@@ -202,7 +208,7 @@ class VLMChunk(MegatronModule):
             return self.execution.recomputed(layer, run, hidden)
         return run(hidden)
 
-    def _received(self, view: View) -> tuple[Any, list[Tensor]]:
+    def _received(self, context: MicroBatchContext) -> tuple[Any, list[Tensor]]:
         """Hidden states and carried features from the previous chunk; what nothing trained lies before is cut off.
 
         The schedule sends `input.grad` back in any case. Zeros that are already there spare the backward pass
@@ -210,13 +216,13 @@ class VLMChunk(MegatronModule):
         """
         tensor = self.input_tensor
         if tensor is None:
-            features = view.batch.features
+            features = context.batch.features
             return None, [] if features is None else list(features.split(1, dim=1))[1:]
         if not self.upstream_trained and torch.is_grad_enabled():
             tensor.grad = torch.zeros_like(tensor)
             tensor = tensor.detach()
         hidden, carried = unpack(
-            tensor, hidden=view.trailing_dims(self.names[0]), carried=[view.feature_shape] * self.carried
+            tensor, hidden=context.trailing_dims(self.names[0]), carried=[context.feature_shape] * self.carried
         )
         return hidden if self.hidden_trained else hidden.detach(), carried
 
@@ -255,10 +261,10 @@ class VLMChunk(MegatronModule):
         return state
 
 
-def _shape_before(name: str, carried: int, view: View) -> tuple[int, ...]:
+def _shape_before(name: str, carried: int, context: MicroBatchContext) -> tuple[int, ...]:
     """Of the one tensor that reaches layer `name` with so many layers' features beside the hidden states."""
-    hidden = (view.rows(name), *view.trailing_dims(name))
-    return (prod(hidden) + carried * prod(view.feature_shape), 1, 1) if carried else hidden
+    hidden = (context.rows(name), *context.trailing_dims(name))
+    return (prod(hidden) + carried * prod(context.feature_shape), 1, 1) if carried else hidden
 
 
 def carried_features(earlier: Sequence[str]) -> int:

@@ -14,10 +14,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from megavlm.arch.layers import VISION_LAYER
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.model.vlm import VLMChunk, is_padded_for_tp
-from megavlm.planner.layers import VISION_LAYER
 
 
 def named_shards(chunk: VLMChunk) -> Iterator[ShardedTensor]:

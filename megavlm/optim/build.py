@@ -14,6 +14,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megavlm.arch.layers import module_of
 from megavlm.config.schema import Config
 from megavlm.config.sharding_rules import shards_gradients
 from megavlm.model.specs import DTYPES
@@ -25,7 +26,6 @@ from megavlm.optim.joined import JoinedOptimizer
 from megavlm.optim.param_gather import wait_before_reading
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.parallel.groups import Groups
-from megavlm.planner.layers import module_of
 
 
 def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> list[Any]:

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, VISION_LAYER
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.shards import ShardLayout, rows_of, shard_layout
 from megavlm.parallel.dtensor import local_part
 from megavlm.parallel.groups import Groups
-from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, VISION_LAYER
 
 _REDUCED_AT_ONCE = 2**25  # numbers that HSDP's all-reduce takes together
 

@@ -19,18 +19,18 @@ from megavlm.backend.streams import InlineStream, SideStream, side_stream
 from megavlm.config import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
-from megavlm.model.view import shard_of
+from megavlm.model.context import shard_of
 from megavlm.parallel.groups import Groups
-from megavlm.pipeline.encoder import Encoder, Passes
+from megavlm.pipeline.encoder import EncoderPasses, EncoderRunner
+from megavlm.pipeline.feature_exchange import FeatureExchange, Route, Rows, feature_exchange_of, senders
 from megavlm.pipeline.images import EncoderInput, assign_images, held_inputs
-from megavlm.pipeline.routes import Exchange, Route, Rows, exchange_of, senders
 
 
 @dataclass(frozen=True)
 class _Window:
     """Micro-batches on their way through the language model."""
 
-    exchange: Exchange
+    exchange: FeatureExchange
     leaves: tuple[Tensor, ...]  # per micro-batch [F', 1 + DeepStack layers, H]; none on ranks that do not embed
 
 
@@ -39,13 +39,13 @@ class _Ahead:
     """A share of a window whose passes are queued one by one, beside what trains on the window before."""
 
     batches: Sequence[MicroBatch]
-    passes: Passes
+    passes: EncoderPasses
 
 
-class Colocated:
+class ColocatedEncoder:
     """Encodes windows of micro-batches over the encoders of a model replica."""
 
-    def __init__(self, encoder: Encoder, config: Config, groups: Groups) -> None:
+    def __init__(self, encoder: EncoderRunner, config: Config, groups: Groups) -> None:
         self.encoder = encoder
         self._config = config
         self._groups = groups
@@ -79,7 +79,7 @@ class Colocated:
         rank, ranks = self._groups.mp_rank, self._groups.mp.size()
         encoder = np.repeat(np.asarray(owners, dtype=np.int64), [image.features for image in images])
         rows = senders(encoder, width=self._width)
-        exchange = exchange_of(rows, self._shards(batches), merging=self._groups.dims.tp, ranks=ranks)
+        exchange = feature_exchange_of(rows, self._shards(batches), merging=self._groups.dims.tp, ranks=ranks)
         features = self._send(self._share(batches), exchange.features(rank))
         self._begin_upcoming()
 
@@ -116,7 +116,7 @@ class Colocated:
         self._side_stream.join([features])
         return features
 
-    def _passes(self, batches: Sequence[MicroBatch]) -> Passes:
+    def _passes(self, batches: Sequence[MicroBatch]) -> EncoderPasses:
         images, owners = self._assigned(batches)
         here = self._groups.mp_rank // self._width
         mine = [image for image, owner in zip(images, owners, strict=True) if owner == here]
@@ -150,7 +150,7 @@ class Colocated:
             places = places[shards == self._groups.coords.tp]
         return replace(batch, patches=None, feature_positions=places)
 
-    def _merged_here(self, batches: Sequence[MicroBatch], exchange: Exchange) -> list[int]:
+    def _merged_here(self, batches: Sequence[MicroBatch], exchange: FeatureExchange) -> list[int]:
         """Rows of each micro-batch that this rank merges."""
         counts = [batch.feature_positions.numel() for batch in batches]
         wanted = exchange.wants[self._groups.mp_rank]

@@ -21,20 +21,20 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
+from megavlm.arch.layers import encoder_names, module_of, trained_layers
+from megavlm.backend.profiler_range import profiler_range
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
 from megavlm.model.deepstack import unpack
-from megavlm.model.marks import mark
 from megavlm.parallel.groups import ENCODER_RNG, Groups
 from megavlm.pipeline.feature_cache import FeatureCache
+from megavlm.pipeline.feature_exchange import shard_size
 from megavlm.pipeline.images import EncoderInput, split_into_passes
-from megavlm.pipeline.routes import run_length
-from megavlm.planner.layers import encoder_names, module_of, trained_layers
 
 
-class Passes:
-    """Passes of an encoder that are queued one by one, and what they end with: features."""
+class EncoderPasses:
+    """EncoderPasses of an encoder that are queued one by one, and what they end with: features."""
 
     def __init__(self, passes: Generator[None, None, Tensor]) -> None:
         """`passes` stops after each and returns the features."""
@@ -59,7 +59,7 @@ class Passes:
 
 
 @dataclass
-class _Pass:
+class _EncoderPass:
     """One pass: what it takes, and what is known of it until its backward. Pixels are on the device while it runs."""
 
     inputs: Sequence[EncoderInput]
@@ -69,7 +69,7 @@ class _Pass:
     output: Tensor | None = None  # with its graph, where that is kept
 
 
-class Encoder:
+class EncoderRunner:
     """`module` is the chunk of all encoder layers, wrapped for data parallelism if any are trained."""
 
     def __init__(self, module: Any, config: Config, groups: Groups, *, cache: FeatureCache | None = None) -> None:
@@ -85,19 +85,19 @@ class Encoder:
         self._keep = config.placement.encoder_keep_chunks if tower_trained else None
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         self._dropout = dropout > 0 or (self.trained and config.lora.dropout > 0)
-        self._passes: list[_Pass] = []
+        self._passes: list[_EncoderPass] = []
         self.device = next(iter(module.parameters())).device
         self._chunk_patches = chunk_patches(config, on_gpu=self.device.type == "cuda")
         self._dtype = next(iter(module.parameters())).dtype
 
-    def forward(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> Passes:
-        """Passes that end with this rank's run of the features [R, 1 + DeepStack layers, Hl] of some of a window's
-        images, without a graph. None runs before it is asked for.
+    def forward(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> EncoderPasses:
+        """Return the passes that encode `inputs`. None runs before it is asked for; the last one ends with this rank's
+        contiguous shard of the feature rows, [R, 1 + DeepStack layers, Hl], detached.
 
-        Ranks that hold an encoder together call it with the same images, and each gets another run (`run_length`).
+        All ranks that share an encoder must call it with the same images; each gets its own shard (`shard_size`).
         Where gradients are enabled and something is trained, `backward` must follow.
         """
-        return Passes(self._run_of_features(inputs, batches))
+        return EncoderPasses(self._run_of_features(inputs, batches))
 
     def _run_of_features(
         self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]
@@ -106,7 +106,7 @@ class Encoder:
             features = yield from self._computed(inputs, batches)
         else:
             features = yield from self._looked_up(self._cache, inputs, batches)
-        length = run_length(len(features), self._groups.dims.tp)
+        length = shard_size(len(features), self._groups.dims.tp)
         return features[self._groups.coords.tp * length :][:length]
 
     def _computed(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> Generator[None, None, Tensor]:
@@ -156,7 +156,7 @@ class Encoder:
         while self._passes:  # what is kept goes first, and frees its memory
             one = self._passes.pop()
             output = self._again(one) if one.output is None else one.output
-            with mark("backward of the encoder"):
+            with profiler_range("backward of the encoder"):
                 torch.autograd.backward(output, parts[len(self._passes)])
 
     def _of_all_ranks(self, run: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class Encoder:
         ranks, rows = self._groups.dims.tp, sum(one.features for one in self._passes)
         if ranks == 1 or not rows:
             return run
-        length = run_length(rows, ranks)
+        length = shard_size(rows, ranks)
         padded = run.new_zeros(length, *run.shape[1:])
         padded[: len(run)] = run
         whole = run.new_empty(ranks * length, *run.shape[1:])
@@ -179,7 +179,7 @@ class Encoder:
         """Sum gradients over all encoders."""
         finalize_model_grads([self.module], pg_collection=self._groups.collection)
 
-    def _again(self, one: _Pass) -> Tensor:
+    def _again(self, one: _EncoderPass) -> Tensor:
         tracker = get_cuda_rng_tracker()
         now = tracker.get_states()
         tracker.set_states(dict(one.random))
@@ -187,19 +187,19 @@ class Encoder:
         tracker.set_states(now)
         return output
 
-    def _run(self, one: _Pass, *, graph: bool) -> Tensor:
+    def _run(self, one: _EncoderPass, *, graph: bool) -> Tensor:
         # What is encoded ahead has no dropout, and leaves the generators alone, which the pipeline draws from.
         draws = get_cuda_rng_tracker().fork(ENCODER_RNG) if self._dropout else nullcontext()
-        with mark("forward of the encoder"), draws, torch.set_grad_enabled(graph):
+        with profiler_range("forward of the encoder"), draws, torch.set_grad_enabled(graph):
             width = self._model.language.hidden_size
             output = self.module(self._taken(one))
             first, others = unpack(output, hidden=(1, width), carried=[(one.features, 1, width)] * self._deepstack)
             return torch.cat([first, *others], dim=1)
 
-    def _pass(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> _Pass:
-        return _Pass(inputs, batches, features=sum(image.features for image in inputs))
+    def _pass(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> _EncoderPass:
+        return _EncoderPass(inputs, batches, features=sum(image.features for image in inputs))
 
-    def _taken(self, one: _Pass) -> MicroBatch:
+    def _taken(self, one: _EncoderPass) -> MicroBatch:
         """What the encoder's layers read of a pass's images."""
         none = torch.empty(0, 0, dtype=torch.int64)
         return MicroBatch(
@@ -213,7 +213,7 @@ class Encoder:
             patches=self._pixels(one),
         )
 
-    def _pixels(self, one: _Pass) -> Tensor:
+    def _pixels(self, one: _EncoderPass) -> Tensor:
         """[P, D] patches of a pass, on the device: each image goes there from where it lies, page-locked as a rule."""
         found = [pixels_of(image, one.batches) for image in one.inputs]
         pixels = found[0].new_empty(sum(map(len, found)), found[0].shape[1], device=self.device)

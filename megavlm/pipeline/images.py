@@ -11,13 +11,13 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from megavlm.arch.flops import Workload, layer_cost, window_patches, window_squares
+from megavlm.arch.layers import encoder_names
 from megavlm.config.schema import ModelConfig
 from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import MicroBatch
-from megavlm.model.flops import Workload, layer_cost, window_patches, window_squares
-from megavlm.pipeline.routes import Rows
+from megavlm.pipeline.feature_exchange import Rows
 from megavlm.planner.assign import assign_longest_first
-from megavlm.planner.layers import encoder_names
 
 Grid = tuple[int, int]
 

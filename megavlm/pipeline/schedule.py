@@ -26,10 +26,10 @@ from megavlm.model.modules import fp8_fields
 from megavlm.model.specs import common_config, padded_heads
 from megavlm.parallel.dims import Dims
 from megavlm.parallel.groups import Groups
-from megavlm.pipeline.colocated import Colocated
+from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.micro_batches import DevicePrefetcher
+from megavlm.pipeline.p2p import BatchShapedP2P
 from megavlm.pipeline.tied import sum_tied_gradients
-from megavlm.pipeline.transfers import Transfers
 
 
 def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
@@ -46,7 +46,7 @@ def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
         qk_layernorm=language.qk_norm or config.model.vision.qk_norm != "none",
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if interleaved else None,
-        # Vision and language stages differ in sequence length and width: `Transfers` knows by how much.
+        # Vision and language stages differ in sequence length and width: `BatchShapedP2P` knows by how much.
         variable_seq_lengths=dims.pp > 1,
         moe_token_dispatcher_type="alltoall",
         deallocate_pipeline_outputs=True,
@@ -70,7 +70,7 @@ class Schedule:
         groups: Groups,
         backend: Backend,
         num_sources: int = 0,
-        colocated: Colocated | None = None,
+        colocated: ColocatedEncoder | None = None,
     ) -> None:
         """`num_sources` data sets have their losses summed apart, where batches tell them apart. `colocated` encodes
         images before the pipeline runs, where they are no layers of it.
@@ -84,7 +84,7 @@ class Schedule:
         self.num_sources = num_sources
         self._host_copies = host_copies_of(backend.device)
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
-        self._communicator = Transfers(groups, config, sends_copies=backend.is_cpu) if dims.pp > 1 else None
+        self._communicator = BatchShapedP2P(groups, config, sends_copies=backend.is_cpu) if dims.pp > 1 else None
 
     def train(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward of one optimizer step's micro-batches.
@@ -169,7 +169,7 @@ def finalize_gradients(
     force_all_reduce: bool = False,
     *,
     groups: Groups,
-    colocated: Colocated | None = None,
+    colocated: ColocatedEncoder | None = None,
     counted: Callable[[Tensor], None],
 ) -> None:
     """Finish the gradients after the last backward pass: reduce them over DP and TP, add up tied copies, then run a

@@ -11,14 +11,14 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
 from megavlm.planner.candidates import Space
-from megavlm.planner.case import Case, case_of
 from megavlm.planner.hardware import HOST_USABLE, Hardware, for_precision, profile
-from megavlm.planner.host import line, node_complaint
+from megavlm.planner.host_memory import line, node_memory_error
+from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import Memory
 from megavlm.planner.plan import make_plan
+from megavlm.planner.scenario import Scenario, scenario_of
 from megavlm.planner.search import search
-from megavlm.planner.step import Encoder, Step, colocated_encoder, encoder_layers, step_of
-from megavlm.planner.tables import layer_tables
+from megavlm.planner.step import EncoderEstimate, StepEstimate, colocated_encoder, encoder_layers, step_of
 
 
 def planned(config: Config, world: int, *, vocab_size: int | None = None) -> Config:
@@ -46,21 +46,21 @@ def _manual(config: Config) -> Config:
     return replace(config, placement=replace(config.placement, plan="manual"))
 
 
-def predict(config: Config, dims: Dims, hardware: Hardware) -> Step:
+def predict(config: Config, dims: Dims, hardware: Hardware) -> StepEstimate:
     """What a step of a configured layout takes, at the cuts that it would run with."""
     hardware = for_precision(hardware, config.precision.dtype)
-    plan, case = make_plan(config, dims), case_of(config, dims, on_gpu=hardware.on_gpu)
-    first = encoder_layers(case) if plan.placement == "colocated" else 0
+    plan, scenario = make_plan(config, dims), scenario_of(config, dims, on_gpu=hardware.on_gpu)
+    first = encoder_layers(scenario) if plan.placement == "colocated" else 0
     modes = (config.execution.recompute_granularity,) * len(plan.chunks)
     cuts = tuple(accumulate(len(names) for names in plan.chunks))[:-1]
-    tables = layer_tables(case, hardware, modes=modes[:1], first=first)
-    return step_of(tables, hardware, cuts, modes, encoder=_encoder(config, case, hardware) if first else None)
+    profiles = layer_profiles(scenario, hardware, modes=modes[:1], first=first)
+    return step_of(profiles, hardware, cuts, modes, encoder=_encoder(config, scenario, hardware) if first else None)
 
 
-def _encoder(config: Config, case: Case, hardware: Hardware) -> Encoder:
+def _encoder(config: Config, scenario: Scenario, hardware: Hardware) -> EncoderEstimate:
     counts = config.data.images_per_sample
     return colocated_encoder(
-        case,
+        scenario,
         hardware,
         images=max(1, round(sum(counts) / max(1, len(counts)))) * config.train.micro_batch_size,
         chunk_patches=chunk_patches(config, on_gpu=hardware.on_gpu),
@@ -81,13 +81,13 @@ def offload_line(config: Config, dims: Dims, *, on_gpu: bool) -> str | None:
     return line(step.host, dims.world, hardware) if step.host else None
 
 
-def offload_complaint(config: Config, dims: Dims, *, node_memory: float, devices: int) -> str | None:
+def offload_memory_error(config: Config, dims: Dims, *, node_memory: float, devices: int) -> str | None:
     """Why what GPUs offload is more than a node with so many of them can spare of its memory (bytes), if so."""
     hardware = profile("h100")
     spare = replace(hardware.own_host, memory=HOST_USABLE * node_memory)
     hardware = replace(hardware, devices_per_node=devices, host=spare)
     host = predict(config, dims, hardware).host
-    return node_complaint(host, dims.world, hardware) if host else None
+    return node_memory_error(host, dims.world, hardware) if host else None
 
 
 def _profile(on_gpu: bool) -> str:

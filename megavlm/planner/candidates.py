@@ -8,7 +8,7 @@ from typing import Literal
 
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims
-from megavlm.planner.case import Offloaded, Recompute, Sharding
+from megavlm.planner.scenario import Offloaded, Recompute, Sharding
 
 _STAGES: tuple[Sharding, ...] = ("none", "optimizer", "optimizer_gradients", "full")  # of ZeRO
 

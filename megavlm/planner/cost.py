@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megavlm.model.flops import layer_cost
+from megavlm.arch.flops import layer_cost
+from megavlm.arch.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PROJECTOR, VISION_LAYER
+from megavlm.arch.parameters import local_parameters
 from megavlm.planner.activations import FP32, saved_bytes
-from megavlm.planner.case import Case, Recompute
 from megavlm.planner.hardware import Hardware, Link
-from megavlm.planner.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PROJECTOR, VISION_LAYER
-from megavlm.planner.memory import HOST_PIECE, leaves
-from megavlm.planner.parameters import local_parameters
-from megavlm.planner.passes import Pair, Update, moved, program_of, touched_bytes
+from megavlm.planner.memory import HOST_PIECE, is_offloaded
+from megavlm.planner.passes import Pair, Update, memory_traffic, program_of, touched_bytes
+from megavlm.planner.scenario import Recompute, Scenario
 from megavlm.planner.terms import calls_of, host_of, launch_seconds, layer_terms
 
 _ATTENTION_LAUNCHES = 3  # cuDNN's kernel and its two helpers
@@ -34,66 +34,70 @@ class Seconds:
     launch: Pair = (0.0, 0.0)  # of the host, beside the device's: forward, backward
 
 
-def layer_seconds(name: str, case: Case, hardware: Hardware, recompute: Recompute = "none") -> Seconds:
+def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute = "none") -> Seconds:
     """Forward and backward of a layer; `recompute` adds what is computed anew to the backward pass."""
-    passes, host = program_of(case), host_of(case)
-    terms = layer_terms(name, case, hardware, passes)
-    index = case.names.index(name)
-    reached, trained, tp = case.gradient_reaches[index], case.trains(name), case.dims.tp
+    passes, host = program_of(scenario), host_of(scenario)
+    terms = layer_terms(name, scenario, hardware, passes)
+    index = scenario.names.index(name)
+    reached, trained, tp = scenario.gradient_reaches[index], scenario.trains(name), scenario.dims.tp
     link = hardware.link(tp)
-    gathers, reductions = _tensor_parallel_bytes(name, case)
-    again = gathers if trained and case.sequence_parallel else []
+    gathers, reductions = _tensor_parallel_bytes(name, scenario)
+    again = gathers if trained and scenario.sequence_parallel else []
     exchange = _collective(gathers, tp, link) + _collective(reductions, tp, link)
-    issue, issue_back = launch_seconds(name, case, passes, host)
+    issue, issue_back = launch_seconds(name, scenario, passes, host)
     calls = len(gathers) + len(reductions)
-    issue += calls * host.operation[0] * case.on_gpu
+    issue += calls * host.operation[0] * scenario.on_gpu
     forward = sum(pair[0] for pair in terms.values()) + exchange
     if not (trained or reached):
         return Seconds(forward, 0.0, (issue, 0.0))
     # The input's gradient goes the opposite ways, and sequence-sharded inputs are gathered once more for the weight's.
     backward = sum(pair[1] for pair in terms.values()) + exchange + _collective(again, tp, link)
-    issue_back += (calls + len(again)) * host.operation[1] * case.on_gpu
+    issue_back += (calls + len(again)) * host.operation[1] * scenario.on_gpu
     if recompute == "full" and reached and name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
         backward, issue_back = backward + forward, issue_back + issue
     if recompute == "selective" and "attention" in terms:
         backward += terms["attention"][0]
-        issue_back += _ATTENTION_LAUNCHES * host.operation[0] * case.on_gpu
+        issue_back += _ATTENTION_LAUNCHES * host.operation[0] * scenario.on_gpu
     launch = (issue, issue_back)
-    if not leaves(name, case):
+    if not is_offloaded(name, scenario):
         return Seconds(forward, backward, launch)
-    copy = hardware.own_host.link.seconds(saved_bytes(name, case, recompute))
-    if not case.on_gpu:  # one processor copies and computes
+    copy = hardware.own_host.link.seconds(saved_bytes(name, scenario, recompute))
+    if not scenario.on_gpu:  # one processor copies and computes
         return Seconds(forward, backward + 2 * copy, launch)
     # Beside the next layer's forward pass, and the backward pass of the layer after it. Only backward passes depend on
     # what is recomputed, so what a copy out takes beyond a forward pass is counted there as well.
     return Seconds(forward, max(backward, copy) + max(0.0, copy - forward), launch)
 
 
-def features_of(name: str, case: Case) -> tuple[float, float, float, float]:
+def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, float]:
     """(products, attention, traffic, calls) of a forward pass: what `tools/calibrate.py` fits a device's rates to."""
-    cost = layer_cost(name, case.model, case.work)
-    attention = cost.attention_flops / case.dims.tp
-    traffic = moved(name, case, program_of(case)).forward if case.on_gpu else 2 * touched_bytes(name, case)
-    return cost.forward_flops / case.dims.tp - attention, attention, traffic, calls_of(name)
+    cost = layer_cost(name, scenario.model, scenario.work)
+    attention = cost.attention_flops / scenario.dims.tp
+    traffic = (
+        memory_traffic(name, scenario, program_of(scenario)).forward
+        if scenario.on_gpu
+        else 2 * touched_bytes(name, scenario)
+    )
+    return cost.forward_flops / scenario.dims.tp - attention, attention, traffic, calls_of(name)
 
 
-def _tensor_parallel_bytes(name: str, case: Case) -> tuple[list[float], list[float]]:
+def _tensor_parallel_bytes(name: str, scenario: Scenario) -> tuple[list[float], list[float]]:
     """Bytes of the all-gathers and of the reductions of a forward pass, whole tensors.
 
     A transformer layer gathers before and reduces after each of its two blocks; without sequence parallelism the two
     all-reduces move as much as these four. Projector and merge are whole outside their own products.
     """
-    if case.dims.tp == 1:
+    if scenario.dims.tp == 1:
         return [], []
-    e, work, model = case.bytes_each, case.work, case.model
+    e, work, model = scenario.bytes_each, scenario.work, scenario.model
     vision = work.patches * model.vision.hidden_size * e
     text = work.tokens * model.language.hidden_size * e
     if name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
         size = vision if name.startswith(VISION_LAYER) else text
         return [size, size], [size, size]
     if name == PROJECTOR or name.startswith(DEEPSTACK):
-        features = case.features * model.language.hidden_size * e
-        return [vision] * case.sequence_parallel, [features, features]
+        features = scenario.features * model.language.hidden_size * e
+        return [vision] * scenario.sequence_parallel, [features, features]
     if name == EMBEDDING:
         return [], [text, text]  # an all-reduce of whole embeddings
     if name == OUTPUT:
@@ -106,67 +110,67 @@ def _collective(sizes: list[float], ranks: int, link: Link) -> float:
     return sum((ranks - 1) * link.latency + size * (ranks - 1) / ranks / link.bandwidth for size in sizes)
 
 
-def transfer_seconds(size: float, case: Case, hardware: Hardware) -> float:
+def transfer_seconds(size: float, scenario: Scenario, hardware: Hardware) -> float:
     """Sending `size` bytes to the next pipeline rank: the shape is announced first."""
-    dims = case.dims
+    dims = scenario.dims
     if dims.pp == 1:
         return 0.0
     link = hardware.link(2 * dims.tp * dims.dp)
     return 2 * link.latency + link.seconds(size)
 
 
-def carried_bytes(case: Case, index: int) -> float:
+def carried_bytes(scenario: Scenario, index: int) -> float:
     """DeepStack features that travel along where the list is cut before layer `index`, whole on each rank."""
-    if not case.model.vision.deepstack_layers:
+    if not scenario.model.vision.deepstack_layers:
         return 0.0
-    made = sum(name.startswith(DEEPSTACK) for name in case.names[:index])
-    taken = sum(name.startswith(LANGUAGE_LAYER) for name in case.names[:index])
-    return max(0, made - taken) * case.features * case.model.language.hidden_size * case.bytes_each
+    made = sum(name.startswith(DEEPSTACK) for name in scenario.names[:index])
+    taken = sum(name.startswith(LANGUAGE_LAYER) for name in scenario.names[:index])
+    return max(0, made - taken) * scenario.features * scenario.model.language.hidden_size * scenario.bytes_each
 
 
-def gradient_seconds(trained: float, case: Case, hardware: Hardware, *, held: float = 0.0) -> float:
+def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, held: float = 0.0) -> float:
     """Reducing a rank's gradients over data-parallel ranks in fp32, and gathering the weights anew in their own type.
 
     ZeRO-2 and 3 reduce after each micro-batch, and gather all weights that a rank holds (frozen ones too): once a step,
     or (3) for each pass.
     """
-    if case.dims.dp == 1:
+    if scenario.dims.dp == 1:
         return 0.0
-    shards, tp = case.shards, case.dims.tp
-    gradients, weights = trained * FP32, trained * case.bytes_each
-    if case.sharding == "none":  # an all-reduce is both halves in fp32
-        return 2 * _collective([gradients], case.dims.dp, hardware.link(case.dims.dp * tp))
+    shards, tp = scenario.shards, scenario.dims.tp
+    gradients, weights = trained * FP32, trained * scenario.bytes_each
+    if scenario.sharding == "none":  # an all-reduce is both halves in fp32
+        return 2 * _collective([gradients], scenario.dims.dp, hardware.link(scenario.dims.dp * tp))
     link = hardware.link(shards * tp)
     seconds = 0.0
-    if shards < case.dims.dp:
-        replicas = case.dims.dp // shards
-        seconds = 2 * _collective([gradients / shards], replicas, hardware.link(case.dims.dp * tp))
-    if not case.shards_gradients:
+    if shards < scenario.dims.dp:
+        replicas = scenario.dims.dp // shards
+        seconds = 2 * _collective([gradients / shards], replicas, hardware.link(scenario.dims.dp * tp))
+    if not scenario.shards_gradients:
         return seconds + _collective([gradients, weights], shards, link)
-    gathers = 2 * case.micro_batches if case.sharding == "full" else 1
-    seconds += gathers * _collective([held * case.bytes_each], shards, link)
-    return seconds + case.micro_batches * _collective([gradients], shards, link)
+    gathers = 2 * scenario.micro_batches if scenario.sharding == "full" else 1
+    seconds += gathers * _collective([held * scenario.bytes_each], shards, link)
+    return seconds + scenario.micro_batches * _collective([gradients], shards, link)
 
 
-def optimizer_seconds(trained: float, case: Case, hardware: Hardware) -> float:
+def optimizer_seconds(trained: float, scenario: Scenario, hardware: Hardware) -> float:
     """AdamW's passes over memory. With `--offload optimizer` the host updates, and 12 bytes a number cross the bus."""
-    own = trained / case.shards
-    rest, update = update_bytes(trained, case)
-    if "optimizer" in case.offload:
+    own = trained / scenario.shards
+    rest, update = update_bytes(trained, scenario)
+    if "optimizer" in scenario.offload:
         return host_update_seconds(own, hardware) + rest / hardware.memory_bandwidth
     return (rest + update) / hardware.memory_bandwidth
 
 
-def update_bytes(trained: float, case: Case) -> tuple[float, float]:
+def update_bytes(trained: float, scenario: Scenario) -> tuple[float, float]:
     """Bytes that a step's end moves of gradients, and in the update itself, on a rank with so many trained numbers.
 
     Clearing passes over all fp32 gradients that a rank has, all else over those that it updates with. On a CPU, whose
     rate is measured by this count, an update reads and writes gradient, weight and two moments.
     """
-    own = trained / case.shards
-    gradients = own if case.shards_gradients else trained
-    each = program_of(case).update if case.on_gpu else _CPU_UPDATE
-    copied = each.copy * (case.bytes_each != FP32)
+    own = trained / scenario.shards
+    gradients = own if scenario.shards_gradients else trained
+    each = program_of(scenario).update if scenario.on_gpu else _CPU_UPDATE
+    copied = each.copy * (scenario.bytes_each != FP32)
     return gradients * each.zero + own * (each.over_tokens + each.norm + each.clip), own * (each.adam + copied)
 
 
@@ -178,11 +182,13 @@ def host_update_seconds(own: float, hardware: Hardware) -> float:
     return piece * (travel + update) + (own - piece) * max(travel, update)
 
 
-def held_parameters(case: Case, start: int, end: int) -> float:
+def held_parameters(scenario: Scenario, start: int, end: int) -> float:
     """Numbers that one tensor-parallel rank holds of layers start … end−1 (shares with others, under ZeRO-3)."""
-    return sum(local_parameters(name, case.model, case.dims.tp) for name in case.names[start:end])
+    return sum(local_parameters(name, scenario.model, scenario.dims.tp) for name in scenario.names[start:end])
 
 
-def trained_parameters(case: Case, start: int, end: int) -> float:
+def trained_parameters(scenario: Scenario, start: int, end: int) -> float:
     """Trained numbers that one tensor-parallel rank holds of layers start … end−1."""
-    return sum(local_parameters(n, case.model, case.dims.tp) for n in case.names[start:end] if case.trains(n))
+    return sum(
+        local_parameters(n, scenario.model, scenario.dims.tp) for n in scenario.names[start:end] if scenario.trains(n)
+    )

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megavlm.model.flops import attends_in_windows
-from megavlm.planner.case import Case
+from megavlm.arch.flops import attends_in_windows
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.planner.cost import trained_parameters
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.layers import LANGUAGE_LAYER, VISION_LAYER
-from megavlm.planner.passes import Pair, Passes
+from megavlm.planner.passes import MemoryPasses, Pair
+from megavlm.planner.scenario import Scenario
 from megavlm.planner.terms import HostTime, launch_seconds, layer_terms
 
 # cuDNN's kernel looks at every tile of (sequence, head, 128 rows) up to the longest possible sequence; an empty one
@@ -24,7 +24,7 @@ _EMPTY_TILE, _MULTIPROCESSORS, _TILE_ROWS = 0.3e-6, 132, 128
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """A layer, or what ends a step: seconds of the device by term, forward and backward, and the host's."""
 
     name: str
@@ -40,7 +40,7 @@ class Part:
 class Explained:
     """A simulated step: seconds by part, seconds in all, and those of the language part, forward and backward."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     seconds: float
     language: float
 
@@ -57,15 +57,15 @@ class Explained:
         return found
 
 
-def explained(case: Case, hardware: Hardware, passes: Passes, host: HostTime) -> Explained:
+def explained(scenario: Scenario, hardware: Hardware, passes: MemoryPasses, host: HostTime) -> Explained:
     """A step of one micro-batch on one GPU."""
-    assert case.dims.world == 1, "collectives are not part of this"
-    parts = [_part(name, case, hardware, passes, host) for name in case.names]
-    update = trained_parameters(case, 0, len(case.names)) * passes.update.total
+    assert scenario.dims.world == 1, "collectives are not part of this"
+    parts = [_part(name, scenario, hardware, passes, host) for name in scenario.names]
+    update = trained_parameters(scenario, 0, len(scenario.names)) * passes.update.total
     return played(parts, update, hardware, host)
 
 
-def played(parts: Sequence[Part], update: float, hardware: Hardware, host: HostTime) -> Explained:
+def played(parts: Sequence[StepPart], update: float, hardware: Hardware, host: HostTime) -> Explained:
     """Forward pass, backward pass and the update of so many bytes, each part when host and device come to it."""
     issued = ended = 0.0
     begins: dict[str, float] = {}
@@ -81,24 +81,24 @@ def played(parts: Sequence[Part], update: float, hardware: Hardware, host: HostT
         ends[part.name] = ended
     first = next(part.name for part in parts if part.name.startswith(LANGUAGE_LAYER))
     seconds = update / hardware.memory_bandwidth
-    ending = Part("update", {"gradients and update": (seconds, 0.0)})
+    ending = StepPart("update", {"gradients and update": (seconds, 0.0)})
     return Explained((*parts, ending), ended + seconds, ends[first] - begins[first])
 
 
-def _part(name: str, case: Case, hardware: Hardware, passes: Passes, host: HostTime) -> Part:
-    terms = layer_terms(name, case, hardware, passes)
+def _part(name: str, scenario: Scenario, hardware: Hardware, passes: MemoryPasses, host: HostTime) -> StepPart:
+    terms = layer_terms(name, scenario, hardware, passes)
     if name.startswith(VISION_LAYER) and not passes.windows_batched:
-        terms |= _empty_tiles(name, case)
-    return Part(name, terms, launch_seconds(name, case, passes, host))
+        terms |= _empty_tiles(name, scenario)
+    return StepPart(name, terms, launch_seconds(name, scenario, passes, host))
 
 
-def _empty_tiles(name: str, case: Case) -> dict[str, Pair]:
+def _empty_tiles(name: str, scenario: Scenario) -> dict[str, Pair]:
     """Attention over all windows in one call: sequences and their possible length are rounded up to powers of two."""
-    vision = case.model.vision
-    if not attends_in_windows(vision, int(name.removeprefix(VISION_LAYER))) or not case.work.window_squares:
+    vision = scenario.model.vision
+    if not attends_in_windows(vision, int(name.removeprefix(VISION_LAYER))) or not scenario.work.window_squares:
         return {}
-    sequences = case.work.patches**2 / case.work.window_squares  # as if all were alike
-    grid = _power_of_two(sequences) * _power_of_two(case.work.patches) / _TILE_ROWS * vision.num_attention_heads
+    sequences = scenario.work.patches**2 / scenario.work.window_squares  # as if all were alike
+    grid = _power_of_two(sequences) * _power_of_two(scenario.work.patches) / _TILE_ROWS * vision.num_attention_heads
     seconds = grid * _EMPTY_TILE / _MULTIPROCESSORS
     return {"empty tiles of windows": (seconds, 2 * seconds)}
 

@@ -55,5 +55,5 @@ def fit(samples: Sequence[Sample]) -> Rates:
 
 def predicted(sample: Sample, rates: Rates) -> float:
     """Seconds of a pass by these rates."""
-    moved = sample.traffic / rates.bandwidth + sample.calls * rates.overhead
-    return sample.products / rates.matmul + sample.attention / rates.attention + moved
+    memory_traffic = sample.traffic / rates.bandwidth + sample.calls * rates.overhead
+    return sample.products / rates.matmul + sample.attention / rates.attention + memory_traffic

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from megavlm.planner.orders import BACKWARD, FORWARD, WEIGHT
+from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT
 from megavlm.planner.timeline import Event, Timeline
 
 # Fill and text of bars by what they do; the second of each pair for chunks that hold vision layers.

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 
+from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, VISION_LAYER
+from megavlm.arch.parameters import local_parameters, vocabulary_shard
 from megavlm.planner.activations import FP32, columns, hidden_bytes, saved_bytes
-from megavlm.planner.case import Case, Recompute, apart
-from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, VISION_LAYER
-from megavlm.planner.orders import peak_in_flight
-from megavlm.planner.parameters import local_parameters, vocabulary_shard
+from megavlm.planner.scenario import Recompute, Scenario, encoder_scenario
+from megavlm.planner.schedules import peak_in_flight
 
 HOST_PIECE = 2**24  # numbers that `optim/host_adamw.py` moves together
 LOSS_WORK = 2**25  # bytes of fp32 logits that `model/cross_entropy.py` makes at a time: about a GPU's second cache
@@ -38,7 +38,7 @@ class Memory:
         return float(sum(vars(self).values()))
 
     @property
-    def standing(self) -> float:
+    def model_state(self) -> float:
         """What stays from step to step."""
         return self.weights + self.gradients + self.optimizer
 
@@ -46,156 +46,160 @@ class Memory:
         return Memory(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-def standing(name: str, case: Case, *, copies_vocabulary: bool = False) -> Memory:
+def model_state_bytes(name: str, scenario: Scenario, *, copies_vocabulary: bool = False) -> Memory:
     """What a layer takes from step to step. `copies_vocabulary`: a tied output layer away from its embedding."""
-    count = local_parameters(name, case.model, case.dims.tp)
-    if copies_vocabulary and name == OUTPUT and case.model.language.tie_embeddings:
-        count += vocabulary_shard(case.model, case.dims.tp)
-    copies = Memory(weights=_fp8_copies(name, count, case))
-    if case.shards_gradients:
-        stays = case.sharding != "full" or not _is_unit(name, case)
-        return _sharded(count, case, trained=case.trains(name), stays=stays) + copies
-    return _standing(count, case, trained=case.trains(name)) + copies
+    count = local_parameters(name, scenario.model, scenario.dims.tp)
+    if copies_vocabulary and name == OUTPUT and scenario.model.language.tie_embeddings:
+        count += vocabulary_shard(scenario.model, scenario.dims.tp)
+    copies = Memory(weights=_fp8_copies(name, count, scenario))
+    if scenario.shards_gradients:
+        stays = scenario.sharding != "full" or not _is_unit(name, scenario)
+        return _sharded(count, scenario, trained=scenario.trains(name), stays=stays) + copies
+    return _model_state(count, scenario, trained=scenario.trains(name)) + copies
 
 
-def _fp8_copies(name: str, count: float, case: Case) -> float:
+def _fp8_copies(name: str, count: float, scenario: Scenario) -> float:
     """Transformer Engine keeps an FP8 layer's weights in FP8 and transposed, a byte each, whatever ranks share of them.
 
     Weights that are in FP8 alone are these two, and take no more than in bf16.
     """
-    copied = case.on_gpu and name in case.fp8 and name not in case.kept_in_fp8
+    copied = scenario.on_gpu and name in scenario.fp8 and name not in scenario.kept_in_fp8
     return 2 * count * copied
 
 
-def _standing(count: float, case: Case, *, trained: bool) -> Memory:
+def _model_state(count: float, scenario: Scenario, *, trained: bool) -> Memory:
     if not trained:
-        return Memory(weights=count * case.bytes_each)
-    masters = FP32 if case.bytes_each != FP32 else 0
-    state = masters + 2 * FP32 * moments_here(case)
-    return Memory(weights=count * case.bytes_each, gradients=count * FP32, optimizer=count * state / case.shards)
+        return Memory(weights=count * scenario.bytes_each)
+    masters = FP32 if scenario.bytes_each != FP32 else 0
+    state = masters + 2 * FP32 * moments_here(scenario)
+    return Memory(
+        weights=count * scenario.bytes_each, gradients=count * FP32, optimizer=count * state / scenario.shards
+    )
 
 
-def _sharded(count: float, case: Case, *, trained: bool, stays: bool) -> Memory:
+def _sharded(count: float, scenario: Scenario, *, trained: bool, stays: bool) -> Memory:
     """ZeRO-2 and 3: gathered weights that stay from pass to pass, and the rank's rows of all else."""
-    gathered = count * case.bytes_each * stays
+    gathered = count * scenario.bytes_each * stays
     if not trained:
-        return Memory(weights=gathered + count * case.bytes_each / case.shards)
-    state = FP32 + 2 * FP32 * moments_here(case)
-    return Memory(weights=gathered, gradients=count * FP32 / case.shards, optimizer=count * state / case.shards)
+        return Memory(weights=gathered + count * scenario.bytes_each / scenario.shards)
+    state = FP32 + 2 * FP32 * moments_here(scenario)
+    return Memory(weights=gathered, gradients=count * FP32 / scenario.shards, optimizer=count * state / scenario.shards)
 
 
-def moments_here(case: Case) -> bool:
+def moments_here(scenario: Scenario) -> bool:
     """Whether Adam's two moments are on the device."""
-    return "optimizer" not in case.offload
+    return "optimizer" not in scenario.offload
 
 
-def leaves(name: str, case: Case) -> bool:
+def is_offloaded(name: str, scenario: Scenario) -> bool:
     """Whether what a layer saves goes to the host."""
-    return "activations" in case.offload and name.startswith((VISION_LAYER, LANGUAGE_LAYER))
+    return "activations" in scenario.offload and name.startswith((VISION_LAYER, LANGUAGE_LAYER))
 
 
-def kept_bytes(name: str, case: Case, recompute: Recompute = "none") -> float:
+def kept_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> float:
     """What a micro-batch leaves on the device for its backward pass."""
-    return 0.0 if leaves(name, case) else saved_bytes(name, case, recompute)
+    return 0.0 if is_offloaded(name, scenario) else saved_bytes(name, scenario, recompute)
 
 
-def _is_unit(name: str, case: Case) -> bool:
+def _is_unit(name: str, scenario: Scenario) -> bool:
     """Whether a layer's weights are gathered for it alone, as `optim/fully_sharded.py` does."""
-    vocabulary = name in (EMBEDDING, OUTPUT) and not case.model.language.tie_embeddings
+    vocabulary = name in (EMBEDDING, OUTPUT) and not scenario.model.language.tie_embeddings
     return vocabulary or name.startswith((VISION_LAYER, LANGUAGE_LAYER))
 
 
-def _gathered(name: str, case: Case) -> float:
+def _gathered(name: str, scenario: Scenario) -> float:
     """ZeRO-3: a layer's gathered weights on their way, and the next one's."""
-    if case.sharding != "full" or not _is_unit(name, case):
+    if scenario.sharding != "full" or not _is_unit(name, scenario):
         return 0.0
-    return local_parameters(name, case.model, case.dims.tp) * 3 * case.bytes_each
+    return local_parameters(name, scenario.model, scenario.dims.tp) * 3 * scenario.bytes_each
 
 
-def _reduced(name: str, case: Case) -> float:
+def _reduced(name: str, scenario: Scenario) -> float:
     """ZeRO-2 and 3: a layer's gradients and the fp32 copy of them that is reduced."""
-    if not (case.shards_gradients and _is_unit(name, case) and case.trains(name)):
+    if not (scenario.shards_gradients and _is_unit(name, scenario) and scenario.trains(name)):
         return 0.0
-    return local_parameters(name, case.model, case.dims.tp) * (case.bytes_each + FP32)
+    return local_parameters(name, scenario.model, scenario.dims.tp) * (scenario.bytes_each + FP32)
 
 
-def replicated_encoder(case: Case, *, vision_tp: int = 1) -> Memory:
+def replicated_encoder(scenario: Scenario, *, vision_tp: int = 1) -> Memory:
     """Vision tower and projector (`--placement colocated`): whole on every rank, or shared by `vision_tp` of them.
 
     Their state is sharded over all ranks that hold the same.
     """
-    total, alone = Memory(), apart(case, vision_tp)
-    for name in case.names[: case.names.index(EMBEDDING)]:
-        total += _standing(local_parameters(name, case.model, vision_tp), alone, trained=case.trains(name))
+    total, alone = Memory(), encoder_scenario(scenario, vision_tp)
+    for name in scenario.names[: scenario.names.index(EMBEDDING)]:
+        total += _model_state(local_parameters(name, scenario.model, vision_tp), alone, trained=scenario.trains(name))
     return total
 
 
-def transient_bytes(name: str, case: Case, recompute: Recompute = "none", *, last_stage: bool = False) -> float:
+def transient_bytes(name: str, scenario: Scenario, recompute: Recompute = "none", *, last_stage: bool = False) -> float:
     """What a layer's backward pass needs beside what was kept, while everything kept is still there.
 
     Where layers are offloaded that is their own tensors, which have arrived, and the next one's, which begin to; where
     micro-batches take turns also those of the last layer to run forward. As a layer ends its own are gone, but there
     are gradients.
     """
-    needed = _backward_bytes(name, case, recompute) + _gathered(name, case)
-    if leaves(name, case):
-        own = saved_bytes(name, case, recompute)
-        turns = case.dims.pp > 1 and not last_stage
-        return needed + own * (1 + turns) + max(own, _reduced(name, case))
-    if name == OUTPUT and "activations" in case.offload:
-        needed += saved_bytes(case.names[case.names.index(OUTPUT) - 2], case, recompute)  # the last layer, still here
-    return needed + _reduced(name, case)
+    needed = _backward_bytes(name, scenario, recompute) + _gathered(name, scenario)
+    if is_offloaded(name, scenario):
+        own = saved_bytes(name, scenario, recompute)
+        turns = scenario.dims.pp > 1 and not last_stage
+        return needed + own * (1 + turns) + max(own, _reduced(name, scenario))
+    if name == OUTPUT and "activations" in scenario.offload:
+        needed += saved_bytes(
+            scenario.names[scenario.names.index(OUTPUT) - 2], scenario, recompute
+        )  # the last layer, still here
+    return needed + _reduced(name, scenario)
 
 
-def _backward_bytes(name: str, case: Case, recompute: Recompute) -> float:
-    e = case.bytes_each
+def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> float:
+    e = scenario.bytes_each
     if name.startswith((VISION_LAYER, LANGUAGE_LAYER)) and recompute == "full":
-        return saved_bytes(name, case)  # one layer at a time is computed anew; its input replaces its gradient
+        return saved_bytes(name, scenario)  # one layer at a time is computed anew; its input replaces its gradient
     if name == OUTPUT:
-        weight = vocabulary_shard(case.model, case.dims.tp) * e * case.trains(OUTPUT)
-        work = min(LOSS_WORK, case.work.tokens * columns(case) * FP32)
-        return max(weight, work) + 2 * hidden_bytes(name, case)  # the logits' gradient takes their place
-    return 2 * hidden_bytes(name, case)  # the gradient that arrives and the one that leaves
+        weight = vocabulary_shard(scenario.model, scenario.dims.tp) * e * scenario.trains(OUTPUT)
+        work = min(LOSS_WORK, scenario.work.tokens * columns(scenario) * FP32)
+        return max(weight, work) + 2 * hidden_bytes(name, scenario)  # the logits' gradient takes their place
+    return 2 * hidden_bytes(name, scenario)  # the gradient that arrives and the one that leaves
 
 
-def batch_bytes(case: Case, *, with_patches: bool) -> float:
+def batch_bytes(scenario: Scenario, *, with_patches: bool) -> float:
     """One micro-batch's tensors: token ids, labels and positions of 8 bytes, a mask of 4, and its pixels."""
-    axes = 3 if case.model.language.mrope_section else 1
-    text = case.work.tokens * (8 * (2 + axes) + 4) + case.features * 8
-    vision = case.model.vision
-    pixels = case.work.patches * vision.in_channels * vision.patch_size**2 * case.bytes_each
+    axes = 3 if scenario.model.language.mrope_section else 1
+    text = scenario.work.tokens * (8 * (2 + axes) + 4) + scenario.features * 8
+    vision = scenario.model.vision
+    pixels = scenario.work.patches * vision.in_channels * vision.patch_size**2 * scenario.bytes_each
     return text + pixels * with_patches
 
 
-def batches_at_once(case: Case) -> int:
+def batches_at_once(scenario: Scenario) -> int:
     """Micro-batches of which the device holds copies: those that some chunk has taken and another has not (interleaved
     chunks take turns of as many as there are pipeline ranks), and the next one. On a CPU also those on the host, all.
     """
-    taken = case.dims.pp if case.dims.vpp > 1 else 1
-    return min(case.micro_batches, taken + 1) + case.micro_batches * (not case.on_gpu)
+    taken = scenario.dims.pp if scenario.dims.vpp > 1 else 1
+    return min(scenario.micro_batches, taken + 1) + scenario.micro_batches * (not scenario.on_gpu)
 
 
 def rank_memory(
-    case: Case, bounds: Sequence[int], rank: int, *, recompute: Sequence[Recompute], skip: int = 0
+    scenario: Scenario, bounds: Sequence[int], rank: int, *, recompute: Sequence[Recompute], skip: int = 0
 ) -> Memory:
     """Peak of one pipeline rank whose chunks are cut at `bounds` (indices into the layer list, both ends included).
 
     `recompute` is each chunk's mode; `skip` leaves the first layers out, where they are replicated instead.
     """
-    spans = [case.names[a:b] for a, b in pairwise(bounds)]
+    spans = [scenario.names[a:b] for a, b in pairwise(bounds)]
     total, transient = Memory(), 0.0
-    for chunk, count in zip(case.dims.chunks_of(rank), peak_in_flight(case.shape)[rank], strict=True):
-        names = [name for name in spans[chunk] if case.names.index(name) >= skip]
+    for chunk, count in zip(scenario.dims.chunks_of(rank), peak_in_flight(scenario.shape)[rank], strict=True):
+        names = [name for name in spans[chunk] if scenario.names.index(name) >= skip]
         alone = EMBEDDING not in spans[chunk]
         for name in names:
-            total += standing(name, case, copies_vocabulary=alone)
+            total += model_state_bytes(name, scenario, copies_vocabulary=alone)
         mode = recompute[chunk]
-        saved = sum(kept_bytes(name, case, mode) for name in names)
+        saved = sum(kept_bytes(name, scenario, mode) for name in names)
         total += Memory(activations=count * saved)
-        last = rank == case.dims.pp - 1
-        transient = max(transient, *(transient_bytes(name, case, mode, last_stage=last) for name in names), 0.0)
-    with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in case.dims.chunks_of(rank))
-    data = batches_at_once(case) * batch_bytes(case, with_patches=with_patches)
+        last = rank == scenario.dims.pp - 1
+        transient = max(transient, *(transient_bytes(name, scenario, mode, last_stage=last) for name in names), 0.0)
+    with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in scenario.dims.chunks_of(rank))
+    data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=with_patches)
     return total + Memory(transient=transient, data=data)
 
 

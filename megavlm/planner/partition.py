@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megavlm.planner.case import Recompute
-from megavlm.planner.orders import Shape, peak_in_flight
-from megavlm.planner.tables import Array, LayerTables, spans
+from megavlm.planner.layer_profiles import Array, LayerProfiles, spans
+from megavlm.planner.scenario import Recompute
+from megavlm.planner.schedules import PipelineShape, peak_in_flight
 from megavlm.planner.timeline import Timeline, simulate
 
 
@@ -31,27 +31,27 @@ class Partition:
     exact: bool  # none is faster than `seconds`
 
 
-def play(
-    tables: LayerTables,
-    shape: Shape,
+def simulate_partition(
+    profiles: LayerProfiles,
+    shape: PipelineShape,
     cuts: tuple[int, ...],
     recompute: tuple[Recompute, ...],
     *,
     keep_events: bool = False,
 ) -> Timeline:
     """Simulate one partition."""
-    bounds = (0, *cuts, tables.count)
+    bounds = (0, *cuts, profiles.count)
     chunks = list(zip(bounds, bounds[1:], recompute, strict=False))
-    transfer = [float(tables.transfer[cut]) for cut in cuts] if shape.pp > 1 else []
-    durations = tables.durations(chunks, transfer, shape=shape)
+    transfer = [float(profiles.transfer[cut]) for cut in cuts] if shape.pp > 1 else []
+    durations = profiles.durations(chunks, transfer, shape=shape)
     return simulate(shape, durations, keep_events=keep_events)
 
 
-def chunk_bytes(tables: LayerTables, held: int, a: int, b: int, mode: Recompute) -> tuple[float, float]:
+def chunk_bytes(profiles: LayerProfiles, held: int, a: int, b: int, mode: Recompute) -> tuple[float, float]:
     """(bytes that add up over a rank's chunks, transient bytes of which the largest counts) of layers a … b−1."""
-    by_mode = tables.modes[mode]
+    by_mode = profiles.modes[mode]
     saved = float(by_mode.saved[b] - by_mode.saved[a])
-    return float(tables.standing[b] - tables.standing[a]) + held * saved, float(by_mode.transient[a:b].max())
+    return float(profiles.model_state[b] - profiles.model_state[a]) + held * saved, float(by_mode.transient[a:b].max())
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class NoPartition:
 
 
 def best_partition(
-    tables: LayerTables,
-    shape: Shape,
+    profiles: LayerProfiles,
+    shape: PipelineShape,
     *,
     cap: float = float("inf"),
     limit: float = float("inf"),
@@ -75,7 +75,7 @@ def best_partition(
     Partitions slower than `limit` seconds are of no interest. After `simulations` simulations or `nodes` partial
     partitions the best found so far is the answer, and `exact` is False.
     """
-    search = _Search(tables, shape, cap, limit, simulations, nodes)
+    search = _Search(profiles, shape, cap, limit, simulations, nodes)
     bound = search.run()
     if search.best is None:
         return NoPartition(bound)
@@ -87,8 +87,8 @@ def best_partition(
 class _Search:
     """Branch and bound, chunk by chunk from the first."""
 
-    tables: LayerTables
-    shape: Shape
+    profiles: LayerProfiles
+    shape: PipelineShape
     cap: float
     limit: float
     simulations: int
@@ -100,10 +100,10 @@ class _Search:
 
     def run(self) -> float:
         """Search; returns a bound that holds for every partition."""
-        if self.shape.chunks > self.tables.count:
+        if self.shape.chunks > self.profiles.count:
             return float("inf")
         self._held = peak_in_flight(self.shape)
-        self._took = np.stack([self.tables.chunk_seconds(mode, pp=self.shape.pp) for mode in self.tables.modes])
+        self._took = np.stack([self.profiles.chunk_seconds(mode, pp=self.shape.pp) for mode in self.profiles.modes])
         self._rest = self._bounds_of_rests()
         bound = float(self._rest[self.shape.chunks][0])
         if bound < self.limit:
@@ -117,13 +117,13 @@ class _Search:
         Chunks that do not fit their rank alone are left out. With several chunks per rank only the work of one of them
         is known to be on its rank: a weaker bound.
         """
-        tables, m, n = self.tables, self.shape.micro_batches, self.tables.count
+        profiles, m, n = self.profiles, self.shape.micro_batches, self.profiles.count
         places = np.arange(n + 1)
         rising = places[None, :] > places[:, None]
-        standing = spans(tables.standing)
+        model_state = spans(profiles.model_state)
         modes = [
-            (np.where(rising, took, np.inf), standing + _largest(values.transient), spans(values.saved))
-            for took, values in zip(self._took, tables.modes.values(), strict=True)
+            (np.where(rising, took, np.inf), model_state + _largest(values.transient), spans(values.saved))
+            for took, values in zip(self._took, profiles.modes.values(), strict=True)
         ]
         rest = [np.where(places == n, 0.0, np.inf)]
         for k in range(1, self.shape.chunks + 1):
@@ -131,15 +131,15 @@ class _Search:
             held = self._held[index % self.shape.pp][index // self.shape.pp]
             fitting = [np.where(fixed + held * saved <= self.cap, took, np.inf) for took, fixed, saved in modes]
             chunk = fitting[0] if len(fitting) == 1 else np.minimum.reduce(fitting)
-            rest.append(np.maximum(m * chunk, chunk + (2 * tables.transfer + rest[-1])).min(axis=1))
+            rest.append(np.maximum(m * chunk, chunk + (2 * profiles.transfer + rest[-1])).min(axis=1))
         return rest
 
     def _choices(self, index: int, start: int, reach: float) -> Iterator[tuple[float, int, Recompute, float]]:
         """(bound, end, mode, seconds) of chunk `index`, most promising first."""
-        left, tables = self.shape.chunks - index - 1, self.tables
-        ends = np.arange(start + 1, tables.count - left + 1) if left else np.array([tables.count])
-        beyond = 2 * tables.transfer[ends] + self._rest[left][ends]
-        names = list(tables.modes)
+        left, profiles = self.shape.chunks - index - 1, self.profiles
+        ends = np.arange(start + 1, profiles.count - left + 1) if left else np.array([profiles.count])
+        beyond = 2 * profiles.transfer[ends] + self._rest[left][ends]
+        names = list(profiles.modes)
         took = self._took[:, start, ends]
         bounds = reach + np.maximum(took + beyond[None, :], self.shape.micro_batches * took)
         for flat in np.argsort(bounds, axis=None, kind="stable"):
@@ -167,7 +167,7 @@ class _Search:
         """Try every continuation; False when the allowance ended before all were tried or ruled out."""
         shape = self.shape
         if index == shape.chunks:
-            timeline = play(self.tables, shape, cuts[:-1], modes)
+            timeline = simulate_partition(self.profiles, shape, cuts[:-1], modes)
             self.simulations -= 1
             if self.best is None or timeline.seconds < self.best[0]:
                 self.best = (timeline.seconds, timeline.bubble, cuts[:-1], modes)
@@ -179,7 +179,7 @@ class _Search:
                 return True  # sorted: what follows is no better
             if (self.best is not None and self.simulations <= 0) or self._nodes > self.nodes:
                 return False
-            kept, peak = chunk_bytes(self.tables, self._held[rank][round_], start, end, mode)
+            kept, peak = chunk_bytes(self.profiles, self._held[rank][round_], start, end, mode)
             mine = (used[rank][0] + kept, max(used[rank][1], peak))
             if sum(mine) > self.cap:
                 continue
@@ -192,7 +192,7 @@ class _Search:
             further = max(bound, own, fill + shape.micro_batches * load[rank])
             if further >= self._target:
                 continue
-            after = reach + seconds + 2 * float(self.tables.transfer[end])
+            after = reach + seconds + 2 * float(self.profiles.transfer[end])
             if not self._extend(index + 1, end, after, further, load, now, (*cuts, end), (*modes, mode)):
                 return False
         return True

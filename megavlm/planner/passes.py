@@ -1,18 +1,16 @@
 """What a layer costs beside its products: passes over memory by name, and the launches that the host issues.
 
-A pass reads or writes a tensor once. `Passes` says how often a program does so, forward and backward, for each thing
-between two products; one table per program, so that a fusion is a smaller number in one place. A test holds `TORCH`
-against what a step on torch's layers moves, counted on a device that is not there. Transformer Engine's and fused
-numbers are read from its kernels' arguments; launches and seconds of the host are estimates until a GPU has said them.
+A pass reads or writes a tensor once. `MemoryPasses` counts the passes of each operation between two matrix products,
+forward and backward, for one implementation of the layers; fusing an operation changes one number. A test compares
+`TORCH` with the bytes that a step on torch's layers moves on the fake device. The counts of Transformer Engine and of
+fused kernels come from the arguments of their kernels; launches and host seconds are estimates, not measured on a GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megavlm.planner.activations import FP32, LayerSizes, columns, hidden_bytes, layer_sizes, saved_bytes
-from megavlm.planner.case import Case
-from megavlm.planner.layers import (
+from megavlm.arch.layers import (
     DEEPSTACK,
     EMBEDDING,
     LANGUAGE_LAYER,
@@ -23,8 +21,10 @@ from megavlm.planner.layers import (
     VISION_LAYER,
     VISION_NORM,
 )
+from megavlm.arch.parameters import local_parameters
+from megavlm.planner.activations import FP32, LayerSizes, columns, hidden_bytes, layer_sizes, saved_bytes
 from megavlm.planner.memory import LOSS_WORK
-from megavlm.planner.parameters import local_parameters
+from megavlm.planner.scenario import Scenario
 
 Pair = tuple[float, float]  # forward, backward
 # Launches of layers that are neither numbered nor the output, as `benchmarks/host_time.py` counts them.
@@ -48,8 +48,8 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Passes of a transformer layer over tensors of the width named, and bytes of what is counted otherwise."""
+class MemoryPasses:
+    """MemoryPasses of a transformer layer over tensors of the width named, and bytes of what is counted otherwise."""
 
     norm: Pair = (2, 3)  # hidden, two a layer: forward read, written; backward gradient and input read, one written
     residual: Pair = (3, 3)  # hidden, two a layer: two read and one written, each way
@@ -79,7 +79,7 @@ class Passes:
 
 # torch's layers, as `benchmarks/host_time.py` counts them: at f4fb872, and today. Attention cuts samples out of a row;
 # activations keep their input alone and compute the rest anew.
-TORCH_BEFORE = Passes(slices=(0, 2))
+TORCH_BEFORE = MemoryPasses(slices=(0, 2))
 TORCH = replace(
     TORCH_BEFORE,
     swiglu=(5, 11),
@@ -133,7 +133,7 @@ POSSIBLE = replace(NOW, output_weight_gradient=0, update=Update(over_tokens=0, c
 
 
 @dataclass(frozen=True)
-class Moved:
+class MemoryTraffic:
     """Bytes of one layer's passes by term, forward and backward."""
 
     terms: dict[str, Pair]
@@ -147,42 +147,46 @@ class Moved:
         return sum(pair[1] for pair in self.terms.values())
 
 
-def program_of(case: Case) -> Passes:
+def program_of(scenario: Scenario) -> MemoryPasses:
     """The program that runs a case's layers on a GPU: Transformer Engine's, or torch's."""
-    if not case.te:
-        return _TORCH_COMPILED if case.compiled_small_ops else TORCH
-    fused = case.fused_gradients and not case.shards_gradients and "activations" not in case.offload
+    if not scenario.te:
+        return _TORCH_COMPILED if scenario.compiled_small_ops else TORCH
+    fused = scenario.fused_gradients and not scenario.shards_gradients and "activations" not in scenario.offload
     return NOW if fused else _NOW_ADDING
 
 
-def moved(name: str, case: Case, passes: Passes) -> Moved:
+def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> MemoryTraffic:
     """What a layer moves beside its products, on one rank.
 
     Under tensor parallelism a rank has its share of what lies inside the two blocks of a transformer layer, for all
     tokens, and all of what lies between them: for its share of the tokens with sequence parallelism, else for all.
     """
-    e, trained = case.bytes_each, case.trains(name)
+    e, trained = scenario.bytes_each, scenario.trains(name)
     numbered = name.startswith((VISION_LAYER, LANGUAGE_LAYER))
     if numbered or name == LANGUAGE_NORM:
         each = passes.weight_gradient
     else:
         each = passes.output_weight_gradient + 2 * (name == EMBEDDING)  # whose gradient is zeroed before rows are added
-    weights = local_parameters(name, case.model, case.dims.tp) * trained
+    weights = local_parameters(name, scenario.model, scenario.dims.tp) * trained
     added: dict[str, Pair] = {"weight gradients": (0.0, each * weights)} if each * weights else {}
     if numbered:
-        terms = _of_layer(layer_sizes(name, case), case, passes, trained=trained, fp8=name in case.fp8)
-        return Moved({term: _times(pair, e) for term, pair in terms.items() if any(pair)} | added)
+        terms = _of_layer(layer_sizes(name, scenario), scenario, passes, trained=trained, fp8=name in scenario.fp8)
+        return MemoryTraffic({term: _times(pair, e) for term, pair in terms.items() if any(pair)} | added)
     if name == OUTPUT:
-        return Moved({"cross entropy": _times(passes.cross_entropy, case.work.tokens * columns(case)), **added})
+        return MemoryTraffic(
+            {"cross entropy": _times(passes.cross_entropy, scenario.work.tokens * columns(scenario)), **added}
+        )
     if name == LANGUAGE_NORM:
-        return Moved({"norms": _times(passes.norm, hidden_bytes(name, case)), **added})
-    touched = 0.0 if _unused(name, case) else touched_bytes(name, case)
-    return Moved({"other": (2 * touched, 4 * touched), **added})
+        return MemoryTraffic({"norms": _times(passes.norm, hidden_bytes(name, scenario)), **added})
+    touched = 0.0 if _unused(name, scenario) else touched_bytes(name, scenario)
+    return MemoryTraffic({"other": (2 * touched, 4 * touched), **added})
 
 
-def _of_layer(sizes: LayerSizes, case: Case, passes: Passes, *, trained: bool, fp8: bool) -> dict[str, Pair]:
+def _of_layer(
+    sizes: LayerSizes, scenario: Scenario, passes: MemoryPasses, *, trained: bool, fp8: bool
+) -> dict[str, Pair]:
     """Numbers that a transformer layer's passes move."""
-    inside, between = sizes.tokens, sizes.tokens / case.sequence_shards
+    inside, between = sizes.tokens, sizes.tokens / scenario.sequence_shards
     hidden, ffn, gates = sizes.hidden * between, sizes.ffn * inside, sizes.inner
     queries, keys = sizes.heads * sizes.width * inside, sizes.groups * sizes.width * inside
     together = sizes.rotated and passes.rotation_splits
@@ -205,37 +209,37 @@ def _of_layer(sizes: LayerSizes, case: Case, passes: Passes, *, trained: bool, f
         inputs = 2 * hidden + queries + ffn
         outputs = queries + 2 * keys + 2 * hidden + gates * ffn
         terms["casts to FP8"] = (
-            passes.fp8_cast[0] * inputs / case.bytes_each,
-            passes.fp8_cast[1] * outputs / case.bytes_each,
+            passes.fp8_cast[0] * inputs / scenario.bytes_each,
+            passes.fp8_cast[1] * outputs / scenario.bytes_each,
         )
     return terms
 
 
-def touched_bytes(name: str, case: Case) -> float:
+def touched_bytes(name: str, scenario: Scenario) -> float:
     """Bytes that a forward pass writes: as many as it would save if everything were trained."""
-    everything = replace(case, own=frozenset(case.names), trained=frozenset(case.names))
-    return saved_bytes(name, everything) + hidden_bytes(name, case)
+    everything = replace(scenario, own=frozenset(scenario.names), trained=frozenset(scenario.names))
+    return saved_bytes(name, everything) + hidden_bytes(name, scenario)
 
 
-def _unused(name: str, case: Case) -> bool:
-    vision = case.model.vision
+def _unused(name: str, scenario: Scenario) -> bool:
+    vision = scenario.model.vision
     return name == VISION_NORM and not (vision.post_norm and vision.feature_layer == -1)
 
 
-def launches(name: str, case: Case, passes: Passes) -> Pair:
+def launches(name: str, scenario: Scenario, passes: MemoryPasses) -> Pair:
     """Operations that the host issues for a layer, forward and backward."""
     if name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
         return passes.launches_language if name.startswith(LANGUAGE_LAYER) else passes.launches_vision
     if name == OUTPUT:
-        pieces = case.work.tokens * columns(case) * FP32 / LOSS_WORK
+        pieces = scenario.work.tokens * columns(scenario) * FP32 / LOSS_WORK
         ahead, back = passes.launches_output
         return ahead + passes.launches_loss_piece[0] * pieces, back + passes.launches_loss_piece[1] * pieces
-    if _unused(name, case):
+    if _unused(name, scenario):
         return 0.0, 0.0
     return _LAUNCHES.get(PROJECTOR if name.startswith(DEEPSTACK) else name, (2, 2))
 
 
-def _activation(passes: Passes, kind: str) -> Pair:
+def _activation(passes: MemoryPasses, kind: str) -> Pair:
     return {"swiglu": passes.swiglu, "quick_gelu": passes.quick_gelu}.get(kind, passes.gelu)
 
 

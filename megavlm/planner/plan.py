@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+from megavlm.arch.flops import Workload, layer_cost, layer_flops, window_patches, window_squares
+from megavlm.arch.layers import EMBEDDING, OUTPUT, encoder_names, layer_names
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.model.flops import Workload, layer_cost, layer_flops, window_patches, window_squares
 from megavlm.parallel.dims import Dims, dims_for
-from megavlm.planner.layers import EMBEDDING, OUTPUT, encoder_names, layer_names
 
 
 @dataclass(frozen=True)

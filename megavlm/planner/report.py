@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple
 
-from megavlm.planner.host import line as host_line
-from megavlm.planner.host import node_bytes, node_complaint
-from megavlm.planner.judge import GIB, Estimate, Rejected
+from megavlm.planner.evaluator import GIB, Estimate, Rejected
+from megavlm.planner.host_memory import line as host_line
+from megavlm.planner.host_memory import node_bytes, node_memory_error
 from megavlm.planner.memory import table as memory_table
 from megavlm.planner.search import Outcome
 
@@ -35,7 +35,7 @@ def report(outcome: Outcome) -> str:
     step = best.step
     parts = (("pipeline", step.pipeline), ("encoder", step.encoder), ("gradients", step.gradients))
     shares = ", ".join(f"{name} {value:.3f}" for name, value in (*parts, ("optimizer", step.optimizer)) if value)
-    ahead = f"\n  encoding ahead could hide {step.hideable:.3f} s of the encoder's" if step.hideable else ""
+    ahead = f"\n  encoding ahead could hide {step.overlappable:.3f} s of the encoder's" if step.overlappable else ""
     proof = "no cut is faster" if best.partition.exact else f"bound {best.partition.bound:.3f} s"
     return "\n".join(
         [
@@ -62,7 +62,7 @@ def _offloads(outcome: Outcome) -> list[str]:
     for each in outcome.offloaded:
         less = (best.step.peak - each.step.peak) / GIB
         longer = each.step.seconds - best.step.seconds
-        lacks = node_complaint(each.step.host, world, hardware)
+        lacks = node_memory_error(each.step.host, world, hardware)
         lines.append(
             f"  --offload {' '.join(each.candidate.offload)}: {less:.2f} GiB less on the fullest rank, {longer:+.3f} s "
             f"a step, {node_bytes(each.step.host, world, hardware) / GIB:.0f} GiB of a node's memory"

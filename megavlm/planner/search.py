@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, candidates
+from megavlm.planner.evaluator import Estimate, LayoutEvaluator, Rejected
 from megavlm.planner.hardware import Hardware, for_precision
-from megavlm.planner.judge import Estimate, Judge, Rejected
-from megavlm.planner.partition import play
+from megavlm.planner.partition import simulate_partition
 from megavlm.planner.timeline import Timeline
 
 
@@ -38,7 +38,7 @@ class Outcome:
 def search(config: Config, world: int, hardware: Hardware, *, space: Space | None = None, top: int = 10) -> Outcome:
     """The `top` fastest layouts of a configuration on `world` devices, and why others cannot run."""
     space = space or Space()
-    judge = Judge(config, for_precision(hardware, config.precision.dtype))
+    judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype))
     rejected: list[Rejected] = []
     queue: list[tuple[float, int, Candidate, str | None]] = []  # least seconds, number, candidate, what it lacks
     tried = 0
@@ -66,11 +66,11 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
             if isinstance(estimate, Rejected):
                 reason = estimate.reason
             elif estimate is not None:
-                reason = judge.lacks_host(estimate)
+                reason = judge.host_memory_error(estimate)
                 found = found if reason else sorted([*found, estimate], key=lambda each: each.step.seconds)
             if reason is None:
                 continue
-        other = judge.with_room_on_host(candidate, space) if offloads else None
+        other = judge.with_offload_that_fits(candidate, space) if offloads else None
         if other is None:
             rejected.append(Rejected(candidate, reason))
         else:
@@ -79,7 +79,7 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
     for each in found[:top]:
         if whole and each.candidate.dims.dp > 1 and each.candidate.sharding == "optimizer":
             kept = judge.estimate(replace(each.candidate, sharding="none"))
-            if isinstance(kept, Estimate) and (reason := judge.lacks_host(kept)):
+            if isinstance(kept, Estimate) and (reason := judge.host_memory_error(kept)):
                 kept = Rejected(kept.candidate, reason)
             if isinstance(kept, Estimate):
                 found.append(kept)
@@ -93,6 +93,6 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
 
 def timeline_of(estimate: Estimate, config: Config, hardware: Hardware) -> Timeline:
     """The estimate's pipeline played through once more, with every pass."""
-    judge = Judge(config, for_precision(hardware, config.precision.dtype))
-    tables, partition = judge.tables(estimate.candidate), estimate.partition
-    return play(tables, tables.case.shape, partition.cuts, partition.recompute, keep_events=True)
+    judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype))
+    profiles, partition = judge.profiles(estimate.candidate), estimate.partition
+    return simulate_partition(profiles, profiles.scenario.shape, partition.cuts, partition.recompute, keep_events=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
+from megavlm.arch.layers import EMBEDDING
 from megavlm.planner.activations import hidden_bytes
-from megavlm.planner.case import Case, Recompute, apart
 from megavlm.planner.cost import (
     gradient_seconds,
     held_parameters,
@@ -18,19 +18,19 @@ from megavlm.planner.cost import (
     trained_parameters,
 )
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.host import HostMemory, host_memory, of_update, pinned_bytes
-from megavlm.planner.layers import EMBEDDING
+from megavlm.planner.host_memory import HostMemory, host_memory, of_update, pinned_bytes
+from megavlm.planner.layer_profiles import LayerProfiles, measured_once
 from megavlm.planner.memory import Memory, batch_bytes, kept_bytes, rank_memory, replicated_encoder
-from megavlm.planner.partition import play
-from megavlm.planner.tables import LayerTables, measured_once
+from megavlm.planner.partition import simulate_partition
+from megavlm.planner.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.planner.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Encoder:
+class EncoderEstimate:
     """A colocated encoder: what it adds to every rank of a replica. Seconds per step, bytes at its peak."""
 
-    case: Case  # one of its passes, on a layout of its own
+    scenario: Scenario  # one of its passes, on a layout of its own
     forward: float
     backward: float  # recomputation included
     exchange: float  # features out, their gradients back
@@ -43,7 +43,7 @@ class Encoder:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepEstimate:
     """What a step takes, by part, in seconds."""
 
     pipeline: float
@@ -51,7 +51,7 @@ class Step:
     gradients: float
     optimizer: float
     bubble: float  # of the pipeline, share of the ranks' time
-    hideable: float  # of a frozen encoder's seconds: what `--encode-ahead` could take into waiting times
+    overlappable: float  # of a frozen encoder's seconds: what `--encode-ahead` could take into waiting times
     memory: tuple[Memory, ...]  # of each pipeline rank
     host: tuple[HostMemory, ...] = ()  # of each pipeline rank, with `--offload`
 
@@ -64,129 +64,133 @@ class Step:
         return max(memory.total for memory in self.memory)
 
 
-def encoder_layers(case: Case) -> int:
+def encoder_layers(scenario: Scenario) -> int:
     """Layers before the embedding, which a colocated encoder consists of."""
-    return case.names.index(EMBEDDING)
+    return scenario.names.index(EMBEDDING)
 
 
 def colocated_encoder(
-    case: Case, hardware: Hardware, *, images: int, chunk_patches: int, kept: int, vision_tp: int = 1
-) -> Encoder:
+    scenario: Scenario, hardware: Hardware, *, images: int, chunk_patches: int, kept: int, vision_tp: int = 1
+) -> EncoderEstimate:
     """The encoder on each rank of a replica of TP × PP ranks.
 
     `images` are those of one micro-batch, alike; `vision_tp` ranks together are an encoder, which takes ⌈all of the
     step's / encoders⌉ of them in passes of about `chunk_patches`. All passes but the last `kept` are computed again for
     their backward.
     """
-    dims, ranks = case.dims, case.dims.tp * case.dims.pp
-    all_images = images * case.micro_batches
+    dims, ranks = scenario.dims, scenario.dims.tp * scenario.dims.pp
+    all_images = images * scenario.micro_batches
     own = math.ceil(all_images * vision_tp / ranks)
-    standing = replicated_encoder(case, vision_tp=vision_tp)
-    trained = trained_parameters(apart(case, vision_tp), 0, encoder_layers(case))
-    host = of_update(trained / apart(case, vision_tp).shards, case)
+    model_state = replicated_encoder(scenario, vision_tp=vision_tp)
+    trained = trained_parameters(encoder_scenario(scenario, vision_tp), 0, encoder_layers(scenario))
+    host = of_update(trained / encoder_scenario(scenario, vision_tp).shards, scenario)
     if not all_images:
-        return Encoder(apart(case, vision_tp), 0.0, 0.0, 0.0, standing, host)
-    per_image = case.work.patches / images
+        return EncoderEstimate(encoder_scenario(scenario, vision_tp), 0.0, 0.0, 0.0, model_state, host)
+    per_image = scenario.work.patches / images
     in_pass = max(1, min(own, int(chunk_patches // per_image)))
     share = in_pass / images
     alone = replace(
-        apart(case, vision_tp),
+        encoder_scenario(scenario, vision_tp),
         work=replace(
-            case.work,
-            patches=round(case.work.patches * share),
-            patch_squares=round(case.work.patch_squares * share),
-            window_squares=round(case.work.window_squares * share),
+            scenario.work,
+            patches=round(scenario.work.patches * share),
+            patch_squares=round(scenario.work.patch_squares * share),
+            window_squares=round(scenario.work.window_squares * share),
         ),
     )
-    each = measured_once(alone, range(encoder_layers(case)))
+    each = measured_once(alone, range(encoder_layers(scenario)))
     # Ranks of an encoder are neighbours inside a tensor-parallel group, and a stage apart where they go beyond it.
     between = hardware.link(vision_tp if dims.tp % vision_tp == 0 else dims.world)
-    seconds = each(partial(layer_seconds, case=alone, hardware=replace(hardware, near=between)))
+    seconds = each(partial(layer_seconds, scenario=alone, hardware=replace(hardware, near=between)))
     passes = own / in_pass
     # Pass after pass: the slower of device and host counts.
     forward = passes * max(sum(s.forward for s in seconds), sum(s.launch[0] for s in seconds))
     backward = passes * max(sum(s.backward for s in seconds), sum(s.launch[1] for s in seconds))
     if backward:
         backward += max(0.0, passes - kept) / passes * forward
-    features = case.micro_batches * hidden_bytes(EMBEDDING, case)
+    features = scenario.micro_batches * hidden_bytes(EMBEDDING, scenario)
     link = hardware.link(dims.world)
     exchange = link.seconds(features / ranks * (ranks - 1)) * (2 if backward else 1) if ranks > 1 else 0.0
     if backward and vision_tp > 1:  # an encoder's ranks gather the gradients of what it made
         exchange += between.seconds(features / ranks * (vision_tp - 1))
     held = min(max(1, kept), math.ceil(passes))
-    saved = sum(each(partial(kept_bytes, case=alone))) * held
-    host += HostMemory(activations=sum(each(partial(pinned_bytes, case=alone))) * held)
+    saved = sum(each(partial(kept_bytes, scenario=alone))) * held
+    host += HostMemory(activations=sum(each(partial(pinned_bytes, scenario=alone))) * held)
     pixels = batch_bytes(alone, with_patches=True) - batch_bytes(alone, with_patches=False)
-    memory = standing + Memory(activations=saved, data=features + pixels * passes)
-    return Encoder(alone, forward, backward, exchange, memory, host)
+    memory = model_state + Memory(activations=saved, data=features + pixels * passes)
+    return EncoderEstimate(alone, forward, backward, exchange, memory, host)
 
 
 def step_of(
-    tables: LayerTables,
+    profiles: LayerProfiles,
     hardware: Hardware,
     cuts: tuple[int, ...],
     recompute: tuple[Recompute, ...],
     *,
-    encoder: Encoder | None = None,
+    encoder: EncoderEstimate | None = None,
     timeline: Timeline | None = None,
     with_memory: bool = True,
-) -> Step:
+) -> StepEstimate:
     """Everything about one step of a partition; `cuts` are indices into the tables' own layers."""
-    case, dims = tables.case, tables.case.dims
-    timeline = timeline or play(tables, case.shape, cuts, recompute)
-    bounds = [tables.first, *(tables.first + cut for cut in cuts), len(case.names)]
+    scenario, dims = profiles.scenario, profiles.scenario.dims
+    timeline = timeline or simulate_partition(profiles, scenario.shape, cuts, recompute)
+    bounds = [profiles.first, *(profiles.first + cut for cut in cuts), len(scenario.names)]
     memory = [
-        rank_memory(case, [0, *bounds[1:]], rank, recompute=recompute, skip=tables.first)
+        rank_memory(scenario, [0, *bounds[1:]], rank, recompute=recompute, skip=profiles.first)
         for rank in range(dims.pp if with_memory else 0)
     ]
     host = [
-        host_memory(case, [0, *bounds[1:]], rank, recompute=recompute, skip=tables.first)
-        for rank in range(dims.pp if case.offload else 0)
+        host_memory(scenario, [0, *bounds[1:]], rank, recompute=recompute, skip=profiles.first)
+        for rank in range(dims.pp if scenario.offload else 0)
     ]
-    trained = _of_ranks(case, bounds, trained_parameters)
-    held = _of_ranks(case, bounds, held_parameters)
-    gradients = max(gradient_seconds(t, case, hardware, held=h) for t, h in zip(trained, held, strict=True))
-    gradients = exposed(gradients, case, pipeline=timeline.seconds)
-    optimizer = max(optimizer_seconds(count, case, hardware) for count in trained)
+    trained = _of_ranks(scenario, bounds, trained_parameters)
+    held = _of_ranks(scenario, bounds, held_parameters)
+    gradients = max(gradient_seconds(t, scenario, hardware, held=h) for t, h in zip(trained, held, strict=True))
+    gradients = exposed_seconds(gradients, scenario, pipeline=timeline.seconds)
+    optimizer = max(optimizer_seconds(count, scenario, hardware) for count in trained)
     if encoder is not None:
         memory = [each + encoder.memory for each in memory]
         host = [each + encoder.host for each in host]
-        count = trained_parameters(encoder.case, 0, tables.first)
-        gradients += gradient_seconds(count, encoder.case, hardware)
-        optimizer += optimizer_seconds(count, encoder.case, hardware)
-    return Step(
+        count = trained_parameters(encoder.scenario, 0, profiles.first)
+        gradients += gradient_seconds(count, encoder.scenario, hardware)
+        optimizer += optimizer_seconds(count, encoder.scenario, hardware)
+    return StepEstimate(
         pipeline=timeline.seconds,
         encoder=encoder.seconds if encoder is not None else 0.0,
         gradients=gradients,
         optimizer=optimizer,
         bubble=timeline.bubble,
-        hideable=hideable(encoder, timeline, communication=gradients) if encoder is not None else 0.0,
+        overlappable=overlappable(encoder, timeline, communication=gradients) if encoder is not None else 0.0,
         memory=tuple(memory),
         host=tuple(host),
     )
 
 
-def exposed(gradients: float, case: Case, *, pipeline: float) -> float:
+def exposed_seconds(gradients: float, scenario: Scenario, *, pipeline: float) -> float:
     """Of the seconds that gradients travel, those that the pipeline's passes do not hide."""
-    if case.shards_gradients and case.on_gpu:  # layer by layer, behind the passes of other layers
+    if scenario.shards_gradients and scenario.on_gpu:  # layer by layer, behind the passes of other layers
         return max(gradients * 0.1, gradients - pipeline)
     if (
-        case.overlap_grad_reduce and case.on_gpu
+        scenario.overlap_grad_reduce and scenario.on_gpu
     ):  # hidden behind the last micro-batch's backward but for the last bucket
-        return max(gradients * 0.1, gradients - pipeline / (case.micro_batches + case.dims.pp - 1))
+        return max(gradients * 0.1, gradients - pipeline / (scenario.micro_batches + scenario.dims.pp - 1))
     return gradients
 
 
-def least_ending(case: Case, hardware: Hardware, *, trained: float, held: float, pipeline: float) -> float:
+def least_non_pipeline_time(
+    scenario: Scenario, hardware: Hardware, *, trained: float, held: float, pipeline: float
+) -> float:
     """Seconds after a pipeline of at least `pipeline` seconds that no cut of layers with so many numbers can beat.
 
     The fullest rank has at least the average, and pipeline + exposed never falls where the pipeline takes longer.
     """
-    travel = gradient_seconds(trained / case.dims.pp, case, hardware, held=held / case.dims.pp)
-    return exposed(travel, case, pipeline=pipeline) + optimizer_seconds(trained / case.dims.pp, case, hardware)
+    travel = gradient_seconds(trained / scenario.dims.pp, scenario, hardware, held=held / scenario.dims.pp)
+    return exposed_seconds(travel, scenario, pipeline=pipeline) + optimizer_seconds(
+        trained / scenario.dims.pp, scenario, hardware
+    )
 
 
-def hideable(encoder: Encoder, timeline: Timeline, *, communication: float) -> float:
+def overlappable(encoder: EncoderEstimate, timeline: Timeline, *, communication: float) -> float:
     """Seconds of a frozen encoder's forward passes that fit beside what a step waits for, if they run a step ahead.
 
     That is a rank's time in the pipeline without a pass of its own, and the `communication` that ends the step. The
@@ -198,7 +202,10 @@ def hideable(encoder: Encoder, timeline: Timeline, *, communication: float) -> f
     return min(encoder.forward, waits + communication)
 
 
-def _of_ranks(case: Case, bounds: Sequence[int], count: Callable[[Case, int, int], float]) -> list[float]:
+def _of_ranks(scenario: Scenario, bounds: Sequence[int], count: Callable[[Scenario, int, int], float]) -> list[float]:
     """Numbers of each pipeline rank, trained ones or all."""
     spans = list(pairwise(bounds))
-    return [sum(count(case, *spans[chunk]) for chunk in case.dims.chunks_of(rank)) for rank in range(case.dims.pp)]
+    return [
+        sum(count(scenario, *spans[chunk]) for chunk in scenario.dims.chunks_of(rank))
+        for rank in range(scenario.dims.pp)
+    ]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megavlm.model.flops import layer_cost
-from megavlm.planner.case import Case
+from megavlm.arch.flops import layer_cost
+from megavlm.arch.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, PROJECTOR, VISION_LAYER
 from megavlm.planner.hardware import Hardware, fp8_speed
-from megavlm.planner.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, PROJECTOR, VISION_LAYER
-from megavlm.planner.passes import Pair, Passes, launches, moved, touched_bytes
+from megavlm.planner.passes import MemoryPasses, Pair, launches, memory_traffic, touched_bytes
+from megavlm.planner.scenario import Scenario
 
 # FP8 products reach this share of twice bf16's rate: 1,040 TFLOP/s on an H100. Estimate, from one published run.
 FP8_SHARE = 0.8
@@ -33,51 +33,51 @@ TE_HOST = HostTime()
 TORCH_HOST = HostTime(layer=(100e-6, 0.0))  # modules without Transformer Engine's checks: estimate
 
 
-def layer_terms(name: str, case: Case, hardware: Hardware, passes: Passes) -> dict[str, Pair]:
+def layer_terms(name: str, scenario: Scenario, hardware: Hardware, passes: MemoryPasses) -> dict[str, Pair]:
     """Seconds of the device, forward and backward, by term. `passes` is read for a GPU alone."""
-    terms = work_terms(name, case, hardware)
+    terms = work_terms(name, scenario, hardware)
     rates = hardware.forward.bandwidth, hardware.backward.bandwidth
-    if case.on_gpu:
-        moves = moved(name, case, passes).terms
+    if scenario.on_gpu:
+        moves = memory_traffic(name, scenario, passes).terms
     else:
-        touched = touched_bytes(name, case)
+        touched = touched_bytes(name, scenario)
         moves = {"other": (2 * touched, 4 * touched)}  # written once, read once; backward the same of two gradients
         calls = calls_of(name)
         terms["calls"] = (calls * hardware.forward.overhead, calls * hardware.backward.overhead)
     terms |= {term: (pair[0] / rates[0], pair[1] / rates[1]) for term, pair in moves.items()}
-    return terms if _has_backward(name, case) else {term: (pair[0], 0.0) for term, pair in terms.items()}
+    return terms if _has_backward(name, scenario) else {term: (pair[0], 0.0) for term, pair in terms.items()}
 
 
-def work_terms(name: str, case: Case, hardware: Hardware) -> dict[str, Pair]:
+def work_terms(name: str, scenario: Scenario, hardware: Hardware) -> dict[str, Pair]:
     """Seconds of a layer's products and of its attention on one tensor-parallel rank."""
-    faster = max(1.0, fp8_speed(hardware) * FP8_SHARE) if name in case.fp8 else 1.0
-    cost, tp = layer_cost(name, case.model, case.work), case.dims.tp
+    faster = max(1.0, fp8_speed(hardware) * FP8_SHARE) if name in scenario.fp8 else 1.0
+    cost, tp = layer_cost(name, scenario.model, scenario.work), scenario.dims.tp
     attention = cost.attention_flops / tp
     products = (cost.forward_flops / tp - attention) / faster
-    gradients = case.trains(name) + case.gradient_reaches[case.names.index(name)]
+    gradients = scenario.trains(name) + scenario.gradient_reaches[scenario.names.index(name)]
     terms = {"products": (products / hardware.forward.matmul, gradients * products / hardware.backward.matmul)}
     if attention:
         terms["attention"] = (attention / hardware.forward.attention, 2 * attention / hardware.backward.attention)
     return terms
 
 
-def launch_seconds(name: str, case: Case, passes: Passes, host: HostTime) -> Pair:
+def launch_seconds(name: str, scenario: Scenario, passes: MemoryPasses, host: HostTime) -> Pair:
     """Seconds that the host takes to launch a layer's passes on a GPU; 0 on a CPU, which launches nothing."""
-    if not case.on_gpu:
+    if not scenario.on_gpu:
         return 0.0, 0.0
     python = host.layer if name.startswith((VISION_LAYER, LANGUAGE_LAYER)) else (0.0, 0.0)
-    issued = launches(name, case, passes)
+    issued = launches(name, scenario, passes)
     forward, backward = (n * each + more for n, each, more in zip(issued, host.operation, python, strict=True))
-    return forward, backward * _has_backward(name, case)
+    return forward, backward * _has_backward(name, scenario)
 
 
-def host_of(case: Case) -> HostTime:
+def host_of(scenario: Scenario) -> HostTime:
     """What launching a case's layers takes."""
-    return TE_HOST if case.te else TORCH_HOST
+    return TE_HOST if scenario.te else TORCH_HOST
 
 
-def _has_backward(name: str, case: Case) -> bool:
-    return case.trains(name) or case.gradient_reaches[case.names.index(name)]
+def _has_backward(name: str, scenario: Scenario) -> bool:
+    return scenario.trains(name) or scenario.gradient_reaches[scenario.names.index(name)]
 
 
 def calls_of(name: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megavlm.planner.orders import BACKWARD, FORWARD, Pass, Shape, orders
+from megavlm.planner.schedules import BACKWARD, FORWARD, Pass, PipelineShape, rank_schedules
 
 Times = Sequence[Sequence[float]]  # [chunks][micro-batches], seconds
 
@@ -69,13 +69,13 @@ def uniform(
     return Durations(spread(forward), spread(backward), None if weight is None else spread(weight), transfer)
 
 
-def simulate(shape: Shape, durations: Durations, *, keep_events: bool = False) -> Timeline:
+def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = False) -> Timeline:
     """Run every rank's order: a pass starts when its rank is free and its input is there.
 
     F of chunk c waits for F of c−1 and its transfer, B for its own F and for B of c+1 and its transfer. Sending takes
     none of the sender's time: transfers run beside computation, as megatron-core's do on a GPU.
     """
-    order = orders(shape)
+    order = rank_schedules(shape)
     transfer = durations.transfer or [0.0] * (shape.chunks - 1)
     ends: dict[str, list[list[float]]] = {
         kind: [[-1.0] * shape.micro_batches for _ in range(shape.chunks)] for kind in (FORWARD, BACKWARD)

@@ -17,9 +17,9 @@ import torch
 from megatron.core import fp8_utils
 from torch import Tensor, nn
 
+from megavlm.arch.layers import keeps_fp8
 from megavlm.config.schema import Config
 from megavlm.optim.shards import ParamShard
-from megavlm.planner.layers import keeps_fp8
 
 
 def building(name: str, layer_config: Any, config: Config) -> AbstractContextManager[Any]:

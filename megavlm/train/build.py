@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megavlm.arch.layers import PATCH_EMBED
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
@@ -30,8 +31,7 @@ from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups, build_groups, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.pipeline.images import patches_by_rank
-from megavlm.planner.auto import offload_complaint
-from megavlm.planner.layers import PATCH_EMBED
+from megavlm.planner.auto import offload_memory_error
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
 from megavlm.precision.device import check_device, device_at_hand
 from megavlm.train.engine import Engine, WeightInit, build_engine
@@ -142,7 +142,7 @@ def _hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
         yield "--offload optimizer updates in one thread: set OMP_NUM_THREADS to the number of cores per GPU"
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if complaint := offload_complaint(config, plan.dims, node_memory=memory, devices=devices):
+    if complaint := offload_memory_error(config, plan.dims, node_memory=memory, devices=devices):
         yield f"{complaint}: the run may end out of memory"
 
 

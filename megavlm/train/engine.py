@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
+from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint.state import Trained
 from megavlm.config import sequence_parallel
 from megavlm.config.precision_rules import sequence_multiple
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
-from megavlm.model.marks import mark
 from megavlm.model.offload import Offload
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
@@ -35,11 +35,11 @@ from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.joined import JoinedOptimizer
 from megavlm.optim.param_gather import gather_parameters
 from megavlm.parallel.groups import Groups, encoder_groups
-from megavlm.pipeline.colocated import Colocated
-from megavlm.pipeline.encoder import Encoder, encoder_config
+from megavlm.pipeline.colocated import ColocatedEncoder
+from megavlm.pipeline.encoder import EncoderRunner, encoder_config
 from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
-from megavlm.pipeline.phases import Phases
 from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
+from megavlm.pipeline.timer_ranges import TimerRanges
 from megavlm.planner.plan import Plan
 from megavlm.precision.fp8_weights import plain_weights
 
@@ -94,7 +94,7 @@ class Engine:
         totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)
         scale = loss_scale(self.optimizer)  # the step may change it
-        with mark("optimizer"):
+        with profiler_range("optimizer"):
             updated, norm_of_sums, _ = self.optimizer.step()
         totals = totals if self.groups.is_first_tp else torch.zeros_like(totals)
         totals = torch.cat([totals, torch.tensor(counters, dtype=totals.dtype).to(totals.device, non_blocking=True)])
@@ -127,7 +127,7 @@ class Engine:
         """Name the phases of steps of so many micro-batches for a profiler; None: no longer."""
         phases = None
         if micro_batches is not None:
-            phases = Phases(self.groups.dims, rank=self.groups.coords.pp, micro_batches=micro_batches)
+            phases = TimerRanges(self.groups.dims, rank=self.groups.coords.pp, micro_batches=micro_batches)
         self.schedule.config.timers = phases
         for optimizer in getattr(self.optimizer, "chained_optimizers", ()):
             optimizer.config.timers = phases
@@ -227,16 +227,16 @@ class _Apart:
         chunk = VLMChunk(alone, whole, 0, vocab_size=vocab_size, groups=spread, pipeline=pipeline)
         return cls(alone, spread, chunk.to(backend.device))
 
-    def connect(self, config: Config, groups: Groups, optimizer: Any) -> tuple[Colocated, Any]:
+    def connect(self, config: Config, groups: Groups, optimizer: Any) -> tuple[ColocatedEncoder, Any]:
         """The encoder's place in a step, and the optimizer of all that is trained; a frozen one has neither gradient
         buffers nor optimizer state.
         """
-        encoder = Encoder(self.chunk, config, self.groups, cache=_feature_cache(config, self.chunk, self.groups))
+        encoder = EncoderRunner(self.chunk, config, self.groups, cache=_feature_cache(config, self.chunk, self.groups))
         if encoder.trained:
             wrapped = wrap_chunks([self.chunk], self.config, self.groups)
-            encoder = Encoder(wrapped[0], config, self.groups)
+            encoder = EncoderRunner(wrapped[0], config, self.groups)
             optimizer = join_optimizers(optimizer, build_optimizer(with_whole_gradients(config), wrapped, self.groups))
-        return Colocated(encoder, config, groups), optimizer
+        return ColocatedEncoder(encoder, config, groups), optimizer
 
 
 def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCache | None:
@@ -259,7 +259,7 @@ def _connect(
     chunks: Sequence[Any],
     optimizer: JoinedOptimizer,
     groups: Groups,
-    colocated: Colocated | None,
+    colocated: ColocatedEncoder | None,
 ) -> None:
     """The callbacks through which megatron-core's schedule scales, reduces and gathers."""
     single = len(chunks) == 1

@@ -8,10 +8,10 @@ from functools import partial
 
 import torch.distributed as dist
 
+from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint import state
 from megavlm.errors import UserError
 from megavlm.metrics.sinks import Value
-from megavlm.model.marks import mark
 from megavlm.resilience.signals import StopRequest
 from megavlm.train import evaluate
 from megavlm.train.build import Run
@@ -35,7 +35,7 @@ def fit(run: Run) -> None:
             iteration += 1
             tracer.before(iteration, micro_batches=run.micro_batches)
             before = time.perf_counter()
-            with mark("data"):
+            with profiler_range("data"):
                 step = run.data_loader.next_step()
                 ahead = config.placement.encode_ahead and iteration < config.train.train_iters
                 upcoming = run.data_loader.peek().batches if ahead else None

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megavlm.arch.layers import EMBEDDING
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
-from megavlm.model.view import View
+from megavlm.model.context import MicroBatchContext
 from megavlm.parallel.groups import destroy_groups
-from megavlm.planner.case import Case, case_of
 from megavlm.planner.cost import features_of, update_bytes
 from megavlm.planner.fit import Sample
 from megavlm.planner.hardware import Link
-from megavlm.planner.layers import EMBEDDING
+from megavlm.planner.scenario import Scenario, scenario_of
 from megavlm.train.build import Run, build
 from megavlm.train.loop import close
 
@@ -32,7 +32,7 @@ def layer_samples(config: Config, backend: Backend, *, repeats: int) -> tuple[li
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend)
     try:
-        case = case_of(config, run.plan.dims, on_gpu=not backend.is_cpu)
+        case = scenario_of(config, run.plan.dims, on_gpu=not backend.is_cpu)
         batches = run.data_loader.next_step().batches
         run.engine.train_step(batches)
         times = [_layer_times(run, batches[0], backend) for _ in range(repeats + 1)][1:]
@@ -48,7 +48,7 @@ def layer_samples(config: Config, backend: Backend, *, repeats: int) -> tuple[li
         close(run)
 
 
-def _sample(name: str, case: Case, seconds: float, *, passes: int) -> Sample:
+def _sample(name: str, case: Scenario, seconds: float, *, passes: int) -> Sample:
     """Backward does a forward's products once per gradient; attention and traffic twice (`cost.layer_seconds`)."""
     products, attention, traffic, calls = features_of(name, case)
     return Sample(products * passes, attention * passes, traffic * passes, calls, max(seconds, 1e-7))
@@ -57,7 +57,7 @@ def _sample(name: str, case: Case, seconds: float, *, passes: int) -> Sample:
 def _layer_times(run: Run, batch: Any, backend: Backend) -> dict[str, tuple[float, float]]:
     """Seconds of each layer's forward and backward pass, one after the other."""
     chunk = run.engine.chunks[0].module
-    view = View(batch.to(backend.device), run.config, run.engine.groups, device=backend.device)
+    view = MicroBatchContext(batch.to(backend.device), run.config, run.engine.groups, device=backend.device)
     hidden: torch.Tensor | None = None
     times: dict[str, tuple[float, float]] = {}
     for name in chunk.names:
@@ -80,7 +80,7 @@ def _timed(call: Callable[[], Any], backend: Backend) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def _optimizer_rate(run: Run, case: Case, repeats: int) -> float:
+def _optimizer_rate(run: Run, case: Scenario, repeats: int) -> float:
     """Bytes/s by the count of `cost.update_bytes`: clearing gradients, their norm and the update."""
     engine = run.engine
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from megavlm.arch.flops import Workload, step_flops, window_patches, window_squares
 from megavlm.data.rank_loader import StepData, stats
 from megavlm.metrics import throughput
 from megavlm.metrics.sinks import Value
-from megavlm.model.flops import Workload, step_flops, window_patches, window_squares
 from megavlm.train.build import Run
 from megavlm.train.engine import StepResult
 

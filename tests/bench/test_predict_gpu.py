@@ -9,9 +9,9 @@ import pytest
 
 from megavlm.planner.candidates import Space
 from megavlm.planner.hardware import profile
+from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.search import search
 from megavlm.planner.step import step_of
-from megavlm.planner.tables import layer_tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,5 +46,5 @@ def test_the_search_predicts_the_same_step(monkeypatch: pytest.MonkeyPatch) -> N
         explained = found.steps["now"].seconds
         assert best.seconds == pytest.approx(explained, rel=0.001 if "LLaVA" in shape.name else 0.03), shape.name
         # With the same images the two are one.
-        tables = layer_tables(predict_gpu.case(shape), hardware, modes=("none",))
+        tables = layer_profiles(predict_gpu.case(shape), hardware, modes=("none",))
         assert step_of(tables, hardware, (), ("none",)).seconds == pytest.approx(explained, rel=0.001), shape.name

@@ -28,14 +28,14 @@ def test_encoding_ahead_changes_no_bit_even_across_a_stop(pools: Pools, plain: P
 
 def train_without_encoder(argv: list[str], run_dir: str) -> None:
     """Fails where the encoder runs."""
-    from megavlm.pipeline.encoder import Encoder
+    from megavlm.pipeline.encoder import EncoderRunner
 
-    run = Encoder._run
-    Encoder._run = None  # type: ignore[assignment,method-assign]
+    run = EncoderRunner._run
+    EncoderRunner._run = None  # type: ignore[assignment,method-assign]
     try:
         train(argv, run_dir)
     finally:
-        Encoder._run = run  # type: ignore[method-assign]
+        EncoderRunner._run = run  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("encoder", ["", "--vision-tp 2"])
@@ -61,9 +61,9 @@ def train_in_regions(argv: list[str], run_dir: str) -> tuple[int, list[str]]:
     import time
     from contextlib import contextmanager
 
+    from megavlm.arch.layers import VISION_LAYER
     from megavlm.model.vlm import VLMChunk
     from megavlm.pipeline import colocated
-    from megavlm.planner.layers import VISION_LAYER
 
     inside, order = [], []
     transformed, beside = VLMChunk._transformed, colocated.beside

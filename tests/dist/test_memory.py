@@ -86,14 +86,14 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     import torch.distributed as dist
 
     from megavlm import backend
+    from megavlm.arch.parameters import local_parameters, vocabulary_shard
     from megavlm.config.cli import parse
     from megavlm.config.rules import check
     from megavlm.metrics.memory import step_counts
     from megavlm.parallel.groups import destroy_groups
     from megavlm.planner.auto import predict
     from megavlm.planner.hardware import PROFILES
-    from megavlm.planner.host import HostMemory
-    from megavlm.planner.parameters import local_parameters, vocabulary_shard
+    from megavlm.planner.host_memory import HostMemory
     from megavlm.train.build import build
     from megavlm.train.loop import close
 

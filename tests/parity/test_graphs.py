@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megavlm.arch.layers import EMBEDDING, layer_names
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.model.graphs import LayerGraphs
 from megavlm.model.weights import initialize
-from megavlm.planner.layers import EMBEDDING, layer_names
 from tests.support.harness import Single, text_batch
 
 VOCABULARY, LAYERS = 61, 3

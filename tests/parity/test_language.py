@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
+from megavlm.arch.layers import EMBEDDING, layer_names
 from megavlm.checkpoint.hf.families.language import language_table
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
-from megavlm.planner.layers import EMBEDDING, layer_names
 from tests.support.harness import (
     OUTPUT_TOLERANCE,
     Single,

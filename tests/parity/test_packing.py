@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from megavlm.arch.layers import layer_names
 from megavlm.config.schema import Config, DataConfig, ProjectorConfig
 from megavlm.data.source import batch_of, batch_of_rows
 from megavlm.model.weights import initialize
-from megavlm.planner.layers import layer_names
 from tests.support.harness import Single
 from tests.support.tiny_vlm import VOCABULARY, base, samples_of, trained
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from megavlm.arch.layers import layer_names
 from megavlm.config.schema import Config, LoraConfig, PrecisionConfig
 from megavlm.data.source import batch_of, batch_of_rows
 from megavlm.model import te
 from megavlm.model.modules import fp8_fields
 from megavlm.model.weights import initialize, named_shards
-from megavlm.planner.layers import layer_names
 from tests.support import te_kernels
 from tests.support.harness import Single
 from tests.support.stand_ins import TEDotProductAttention, TELayerNormColumnParallelLinear, transformer_engine

@@ -25,8 +25,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.errors",),
     ("megavlm.config", "megavlm.recipes"),  # `config.cli` lists the recipes, and these are configurations
     ("megavlm.parallel.dims",),
-    ("megavlm.planner.layers",),
-    ("megavlm.model.flops",),
+    ("megavlm.arch",),
     ("megavlm.planner",),
     ("megavlm.backend",),
     ("megavlm.parallel",),
@@ -58,7 +57,7 @@ DEVICE_FREE = (
     "megavlm.model.windows",
     "megavlm.optim.shards",
     "megavlm.pipeline.images",
-    "megavlm.pipeline.routes",
+    "megavlm.pipeline.feature_exchange",
 )
 PARALLEL_STATE = ("megatron.core.parallel_state", "megatron.core.mpu")
 GROUPS = "megavlm.parallel.groups"  # the only module that touches megatron-core's parallel_state
@@ -326,11 +325,11 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone(modul
         ("megavlm.data.rank_loader", "from ..train.loop import fit", "later in RANKS"),
         ("megavlm.config.rules", "from megavlm.parallel.dims import Dims", "later in RANKS"),
         ("megavlm.parallel.dims", "from megavlm.parallel import groups", "later in RANKS"),
-        ("megavlm.data.costs", "from megavlm.model.view import View", "later in RANKS"),
+        ("megavlm.data.costs", "from megavlm.model.context import MicroBatchContext", "later in RANKS"),
         ("megavlm.precision.scaling", "from megavlm.optim.build import build", "later in RANKS"),
         ("megavlm.train.build", "import importlib\nimportlib.import_module('tools.plan')", "later in RANKS"),
         ("megavlm.planner.plan", "import torch", "pure Python"),
-        ("megavlm.model.flops", "from torch import nn", "pure Python"),
+        ("megavlm.arch.flops", "from torch import nn", "pure Python"),
         ("megavlm.pipeline.images", "import torch\ntorch.cuda.Event()", "pure calculation"),
         ("megavlm.pipeline.images", "import torch.distributed as dist", "pure calculation"),
         ("megavlm.pipeline.images", "from torch import cuda", "pure calculation"),
@@ -368,7 +367,7 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
     [
         ("megavlm.train.build", "from megavlm.data.rank_loader import Loader\nimport megavlm.errors"),
         ("megavlm.model.vlm", "from megavlm.parallel.groups import Groups\nfrom . import flops"),
-        ("megavlm.planner.plan", "from megavlm.model.flops import layer_cost"),
+        ("megavlm.planner.plan", "from megavlm.arch.flops import layer_cost"),
         ("megavlm.precision.fp8_weights", "from megavlm.optim.shards import ParamShard"),
         (GROUPS, "from megatron.core import parallel_state\nparallel_state.initialize_model_parallel()"),
         (BACKEND, "def f():\n    from megavlm.backend import cpu"),

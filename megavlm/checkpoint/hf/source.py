@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.arch.layers import EMBEDDING, module_of
 from megavlm.checkpoint.hf.families import family_of
 from megavlm.checkpoint.hf.family import Family
 from megavlm.checkpoint.hf.files import HfFolder
@@ -19,7 +20,6 @@ from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 from megavlm.data.anyres import Tiling
 from megavlm.errors import UserError
-from megavlm.planner.layers import EMBEDDING, module_of
 
 ALL_PARTS = ("vision", "projector", "language")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megavlm.arch.flops import Workload, layer_cost, window_squares
+from megavlm.arch.layers import layer_names, module_of
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.costs import CostModel
-from megavlm.model.flops import Workload, layer_cost, window_squares
-from megavlm.planner.layers import layer_names, module_of
 
 MODEL = ModelConfig(
     vision=VisionConfig(patch_size=4, window_size=16, full_attention_layers=(1,)),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.arch.flops import step_flops
 from megavlm.config.cli import parse
 from megavlm.config.resolve import resolve
 from megavlm.data.digits import DigitsSource
@@ -13,7 +14,6 @@ from megavlm.data.files import FilesSource
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.vocabulary import vocab_size_of
 from megavlm.errors import UserError
-from megavlm.model.flops import step_flops
 from megavlm.parallel.dims import Dims
 from megavlm.planner.plan import make_plan, typical_workload
 from tests.support.data_files import write_tokenizer

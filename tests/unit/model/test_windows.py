@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.model.flops import window_squares
+from megavlm.arch.flops import window_squares
 from megavlm.model.vision import VisionLayout
 from megavlm.model.windows import window_order
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megavlm.pipeline.routes import exchange_of, run_length, senders
+from megavlm.pipeline.feature_exchange import feature_exchange_of, senders, shard_size
 
 
 def follow(routes, held):
@@ -27,7 +27,7 @@ def test_features_reach_who_merges_them_and_gradients_return_once(ranks, merging
     rng = np.random.default_rng(count)
     owner = rng.integers(0, ranks, size=count)
     shards = rng.integers(0, merging, size=count) if sharded else None
-    exchange = exchange_of(owner, shards, merging=merging, ranks=ranks)
+    exchange = feature_exchange_of(owner, shards, merging=merging, ranks=ranks)
 
     made = [np.flatnonzero(owner == rank) for rank in range(ranks)]
     merged = follow([exchange.features(rank) for rank in range(ranks)], made)
@@ -41,7 +41,7 @@ def test_features_reach_who_merges_them_and_gradients_return_once(ranks, merging
 
 
 def test_ranks_that_merge_the_same_rows_share_the_sending_of_gradients():
-    exchange = exchange_of([0] * 8, None, merging=2, ranks=2)
+    exchange = feature_exchange_of([0] * 8, None, merging=2, ranks=2)
     assert [sum(map(len, exchange.gradients(rank).send)) for rank in range(2)] == [4, 4]
 
 
@@ -53,7 +53,7 @@ def test_ranks_of_an_encoder_send_equal_runs_of_its_rows(width, count):
     assert list(sender // width) == list(encoder), "a row is sent by a rank that made it"
     for number in range(3):
         made = np.flatnonzero(encoder == number)
-        length = run_length(len(made), width)
+        length = shard_size(len(made), width)
         for rank in range(width):  # what `Encoder.forward` hands out
             run = made[rank * length :][:length]
             assert list(np.flatnonzero(sender == number * width + rank)) == list(run)

@@ -8,30 +8,30 @@ import pytest
 
 from megavlm.config.schema import Config, PrecisionConfig, TrainConfig
 from megavlm.parallel.dims import Dims
-from megavlm.planner.case import Case, case_of
-from megavlm.planner.explain import Explained, Part, explained, played
+from megavlm.planner.explain import Explained, StepPart, explained, played
 from megavlm.planner.hardware import profile
 from megavlm.planner.models import llava_1_5_7b, qwen2_5_vl_7b
-from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, moved
+from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, memory_traffic
+from megavlm.planner.scenario import Scenario, scenario_of
 from megavlm.planner.terms import HostTime
 
 H100 = profile("h100")
 
 
-def case(model: str = "llava", **precision: object) -> Case:
+def case(model: str = "llava", **precision: object) -> Scenario:
     sizes = llava_1_5_7b() if model == "llava" else qwen2_5_vl_7b()
     config = Config(
         model=sizes,
         precision=PrecisionConfig("bf16", **precision),  # type: ignore[arg-type]
         train=TrainConfig(seq_length=4096, micro_batch_size=1, global_batch_size=1),
     )
-    return case_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=True)
+    return scenario_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=True)
 
 
 def step(device: tuple[float, float], host: tuple[float, float], *, waits: bool = False) -> Explained:
     """Three layers that see, whose host is slow, then two of language, whose device is."""
-    seeing = [Part(f"vision.layers.{i}", {"products": (1.0, 2.0)}, host) for i in range(3)]
-    language = [Part(f"language.layers.{i}", {"products": device}, (1.0, 1.0)) for i in range(2)]
+    seeing = [StepPart(f"vision.layers.{i}", {"products": (1.0, 2.0)}, host) for i in range(3)]
+    language = [StepPart(f"language.layers.{i}", {"products": device}, (1.0, 1.0)) for i in range(2)]
     return played([*seeing, *language], 0.0, H100, HostTime(waits=waits))
 
 
@@ -50,7 +50,7 @@ def test_the_device_waits_in_the_forward_pass_and_the_host_is_ahead_in_the_backw
 def test_passes_of_a_language_layer_are_the_textbooks() -> None:
     """LLaVA: 4096 wide, MLP 11008, 4,096 tokens of two bytes."""
     one = 4096 * 2
-    found = moved("language.layers.0", case(), BEFORE)
+    found = memory_traffic("language.layers.0", case(), BEFORE)
     assert found.terms["norms"] == (4 * 4096 * one, 6 * 4096 * one)
     assert found.terms["rotation"] == (5 * 8192 * one, 5 * 8192 * one)
     assert found.terms["activation"] == (5 * 11008 * one, 13 * 11008 * one)
@@ -58,7 +58,7 @@ def test_passes_of_a_language_layer_are_the_textbooks() -> None:
     assert found.terms["weight gradients"] == (0, 10 * matrices)
     assert "biases" not in found.terms
     frozen = replace(case(), own=frozenset())
-    assert moved("language.layers.0", frozen, BEFORE).backward == found.backward - 10 * matrices
+    assert memory_traffic("language.layers.0", frozen, BEFORE).backward == found.backward - 10 * matrices
 
 
 def test_each_program_is_faster_than_the_one_before() -> None:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from megavlm.arch.parameters import local_parameters
 from megavlm.config.cli import parse
 from megavlm.parallel.dims import Dims
-from megavlm.planner.case import case_of
 from megavlm.planner.cost import features_of, layer_seconds
 from megavlm.planner.hardware import PROFILES, fp8_speed
-from megavlm.planner.memory import standing
-from megavlm.planner.parameters import local_parameters
-from megavlm.planner.tables import layer_tables
+from megavlm.planner.layer_profiles import layer_profiles
+from megavlm.planner.memory import model_state_bytes
+from megavlm.planner.scenario import scenario_of
 from megavlm.planner.terms import FP8_SHARE
 
 # As wide as a 7B: where products are narrower, casting costs more than FP8 saves.
@@ -27,8 +27,8 @@ ONE = Dims(tp=1, pp=1, vpp=1, dp=1)
 
 def test_only_products_of_fp8_layers_are_faster_and_their_inputs_are_cast() -> None:
     h100 = PROFILES["h100"]
-    high = case_of(parse(WIDE.split()), ONE, on_gpu=True)
-    low = case_of(parse(FIRST_LAST.split()), ONE, on_gpu=True)
+    high = scenario_of(parse(WIDE.split()), ONE, on_gpu=True)
+    low = scenario_of(parse(FIRST_LAST.split()), ONE, on_gpu=True)
     assert low.fp8 == {"language.layers.1", "language.layers.2"}
     for name in low.names:
         before, after = layer_seconds(name, high, h100).forward, layer_seconds(name, low, h100).forward
@@ -38,7 +38,7 @@ def test_only_products_of_fp8_layers_are_faster_and_their_inputs_are_cast() -> N
         cast = 4 * 4096 * (3 * 4096 + 11008) / h100.forward.bandwidth if name in low.fp8 else 0.0
         assert before - after == pytest.approx(saved - cast, rel=1e-6, abs=1e-12), name
     # Layers are measured by kind: kept ones are another kind.
-    forward = layer_tables(low, h100).forward
+    forward = layer_profiles(low, h100).forward
     times = dict(zip(low.names, forward[1:] - forward[:-1], strict=True))
     assert times["language.layers.0"] > times["language.layers.1"]
     assert forward[-1] == pytest.approx(sum(layer_seconds(name, low, h100).forward for name in low.names))
@@ -52,10 +52,12 @@ def test_devices_without_fp8_units_gain_nothing() -> None:
 def test_weights_are_held_again_in_fp8_unless_they_are_in_fp8_alone() -> None:
     for sharding in ("optimizer", "full"):
         argv = [*FIRST_LAST.split(), "--data-parallel-sharding", sharding]
-        on_cpu, on_gpu = (case_of(parse([*argv]), ONE, on_gpu=gpu) for gpu in (False, True))
+        on_cpu, on_gpu = (scenario_of(parse([*argv]), ONE, on_gpu=gpu) for gpu in (False, True))
         for name in on_gpu.names:
             more = 2 * local_parameters(name, on_gpu.model, 1) if name in on_gpu.fp8 else 0
-            assert standing(name, on_gpu).weights - standing(name, on_cpu).weights == more, name
-    alone = case_of(parse([*FIRST_LAST.split(), "--fp8-param-gather"]), ONE, on_gpu=True)
+            assert model_state_bytes(name, on_gpu).weights - model_state_bytes(name, on_cpu).weights == more, name
+    alone = scenario_of(parse([*FIRST_LAST.split(), "--fp8-param-gather"]), ONE, on_gpu=True)
     assert alone.kept_in_fp8 == alone.fp8
-    assert all(standing(name, alone) == standing(name, replace(alone, on_gpu=False)) for name in alone.names)
+    assert all(
+        model_state_bytes(name, alone) == model_state_bytes(name, replace(alone, on_gpu=False)) for name in alone.names
+    )

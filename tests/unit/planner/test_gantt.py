@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 from megavlm.planner.gantt import html, png
-from megavlm.planner.orders import Shape
+from megavlm.planner.schedules import PipelineShape
 from megavlm.planner.timeline import Timeline, simulate, uniform
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -16,7 +16,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def step() -> Timeline:
     durations = uniform([1.0] * 4, [2.0] * 4, micro_batches=4)
-    return simulate(Shape("interleaved", pp=2, vpp=2, micro_batches=4), durations, keep_events=True)
+    return simulate(PipelineShape("interleaved", pp=2, vpp=2, micro_batches=4), durations, keep_events=True)
 
 
 def test_a_page_has_a_bar_for_every_pass() -> None:

@@ -10,15 +10,15 @@ from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
 from megavlm.parallel.dims import Dims
 from megavlm.planner.activations import saved_bytes
-from megavlm.planner.auto import offload_complaint, planned, predict
+from megavlm.planner.auto import offload_memory_error, planned, predict
 from megavlm.planner.candidates import Space
-from megavlm.planner.case import Case, Offloaded, Sharding, case_of
 from megavlm.planner.cost import host_update_seconds, layer_seconds, optimizer_seconds
 from megavlm.planner.hardware import PROFILES, Hardware, from_json, to_json
-from megavlm.planner.host import HOST_PIECE, host_memory, node_complaint
-from megavlm.planner.memory import kept_bytes, rank_memory, standing
+from megavlm.planner.host_memory import HOST_PIECE, host_memory, node_memory_error
+from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
 from megavlm.planner.peaks import peak_tflops
 from megavlm.planner.report import report
+from megavlm.planner.scenario import Offloaded, Scenario, Sharding, scenario_of
 from megavlm.planner.search import search
 from tests.support.small_run import SMALL
 
@@ -28,14 +28,14 @@ BOTH: tuple[Offloaded, ...] = ("optimizer", "activations")
 SPACE = Space(tp=(1,), pp=(1,), micro_batch=(1,), recompute=("none",), placement=("stages",), sharding=("optimizer",))
 
 
-def case(*offload: Offloaded, sharding: Sharding = "optimizer", precision: str = "bf16", dp: int = 8) -> Case:
+def case(*offload: Offloaded, sharding: Sharding = "optimizer", precision: str = "bf16", dp: int = 8) -> Scenario:
     config = replace(
         SMALL,
         parallel=replace(SMALL.parallel, data_parallel_sharding=sharding),
         execution=replace(SMALL.execution, offload=offload),
         precision=replace(SMALL.precision, dtype=precision),
     )
-    return case_of(config, Dims(1, 1, 1, dp), on_gpu=True)
+    return scenario_of(config, Dims(1, 1, 1, dp), on_gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def case(*offload: Offloaded, sharding: Sharding = "optimizer", precision: str =
 )
 def test_moments_leave_the_device(sharding: Sharding, precision: str, here: float, left: float) -> None:
     whole, off = (case(*each, sharding=sharding, precision=precision) for each in ((), ("optimizer",)))
-    count = standing(LAYER, replace(whole, sharding="none")).weights / whole.bytes_each
-    assert standing(LAYER, whole).total / count == pytest.approx(here)
-    assert standing(LAYER, off).total / count == pytest.approx(left)
+    count = model_state_bytes(LAYER, replace(whole, sharding="none")).weights / whole.bytes_each
+    assert model_state_bytes(LAYER, whole).total / count == pytest.approx(here)
+    assert model_state_bytes(LAYER, off).total / count == pytest.approx(left)
     bounds = [0, len(off.names)]
     moments = host_memory(off, bounds, 0, recompute=["none"]).moments
     gone = (
@@ -136,8 +136,8 @@ def test_a_node_without_room_is_refused() -> None:
     outcome = search(SMALL, 8, small, space=SPACE)
     assert not outcome.best
     step = predict(replace(SMALL, execution=replace(SMALL.execution, offload=BOTH)), Dims(1, 1, 1, 8), small)
-    assert "of a node's memory" in (node_complaint(step.host, 8, small) or "")
-    assert node_complaint(step.host, 8, hardware) is None
+    assert "of a node's memory" in (node_memory_error(step.host, 8, small) or "")
+    assert node_memory_error(step.host, 8, hardware) is None
     assert any("--offload needs" in each.reason for each in outcome.rejected)
 
 
@@ -154,10 +154,10 @@ def test_whole_optimizers_are_held_against_the_node_too() -> None:
 def test_a_run_says_where_its_node_has_too_little() -> None:
     config, dims = replace(SMALL, execution=replace(SMALL.execution, offload=BOTH)), Dims(1, 1, 1, 8)
     needed = predict(config, dims, H100).host[0].total
-    few, many = (offload_complaint(config, dims, node_memory=4 * needed, devices=count) for count in (2, 8))
+    few, many = (offload_memory_error(config, dims, node_memory=4 * needed, devices=count) for count in (2, 8))
     assert few is None, "three quarters of four times as much hold two"
     assert "of a node's memory" in (many or "")
-    assert offload_complaint(SMALL, dims, node_memory=0.0, devices=8) is None
+    assert offload_memory_error(SMALL, dims, node_memory=0.0, devices=8) is None
 
 
 def test_plan_auto_offloads_only_where_nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:

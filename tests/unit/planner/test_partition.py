@@ -9,13 +9,13 @@ import pytest
 
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims
-from megavlm.planner.case import case_of
-from megavlm.planner.orders import Shape, peak_in_flight
-from megavlm.planner.partition import NoPartition, Partition, best_partition, chunk_bytes, play
-from megavlm.planner.tables import LayerTables, Mode
+from megavlm.planner.layer_profiles import LayerProfiles, RecomputeProfile
+from megavlm.planner.partition import NoPartition, Partition, best_partition, chunk_bytes, simulate_partition
+from megavlm.planner.scenario import scenario_of
+from megavlm.planner.schedules import PipelineShape, peak_in_flight
 
 
-def drawn(seed: int, layers: int) -> LayerTables:
+def drawn(seed: int, layers: int) -> LayerProfiles:
     """Random layers: some frozen (no backward), recomputing costs a forward and saves memory."""
     random = np.random.default_rng(seed)
 
@@ -25,34 +25,34 @@ def drawn(seed: int, layers: int) -> LayerTables:
     forward = random.uniform(0.2, 2.0, layers)
     backward = forward * random.choice([0, 1, 2], layers)
     saved = random.uniform(1, 4, layers)
-    return LayerTables(
-        case=case_of(Config(), Dims(1, 1, 1, 1), on_gpu=True),
+    return LayerProfiles(
+        scenario=scenario_of(Config(), Dims(1, 1, 1, 1), on_gpu=True),
         first=0,
         forward=prefix(forward),
-        standing=prefix(random.uniform(1, 3, layers)),
+        model_state=prefix(random.uniform(1, 3, layers)),
         transfer=np.concatenate([[0.0], random.uniform(0, 0.3, layers - 1), [0.0]]),
         modes={
-            "none": Mode(prefix(backward), prefix(saved), np.zeros(layers)),
-            "full": Mode(prefix(backward + forward * (backward > 0)), prefix(saved / 4), saved),
+            "none": RecomputeProfile(prefix(backward), prefix(saved), np.zeros(layers)),
+            "full": RecomputeProfile(prefix(backward + forward * (backward > 0)), prefix(saved / 4), saved),
         },
     )
 
 
-def brute_force(tables: LayerTables, shape: Shape, cap: float) -> float:
+def brute_force(profiles: LayerProfiles, shape: PipelineShape, cap: float) -> float:
     """Least simulated seconds over everything that fits; inf where nothing does."""
     held, best = peak_in_flight(shape), float("inf")
-    for cuts in combinations(range(1, tables.count), shape.chunks - 1):
-        bounds = (0, *cuts, tables.count)
-        for modes in product(tables.modes, repeat=shape.chunks):
+    for cuts in combinations(range(1, profiles.count), shape.chunks - 1):
+        bounds = (0, *cuts, profiles.count)
+        for modes in product(profiles.modes, repeat=shape.chunks):
             fits = True
             for rank in range(shape.pp):
                 parts = [
-                    chunk_bytes(tables, held[rank][c // shape.pp], bounds[c], bounds[c + 1], modes[c])
+                    chunk_bytes(profiles, held[rank][c // shape.pp], bounds[c], bounds[c + 1], modes[c])
                     for c in range(rank, shape.chunks, shape.pp)
                 ]
                 fits = fits and sum(kept for kept, _ in parts) + max(peak for _, peak in parts) <= cap
             if fits:
-                best = min(best, play(tables, shape, cuts, modes).seconds)
+                best = min(best, simulate_partition(profiles, shape, cuts, modes).seconds)
     return best
 
 
@@ -60,20 +60,20 @@ def brute_force(tables: LayerTables, shape: Shape, cap: float) -> float:
 @pytest.mark.parametrize(
     ("layers", "shape"),
     [
-        (5, Shape("1f1b", 1, 1, 3)),
-        (7, Shape("1f1b", 2, 1, 2)),
-        (7, Shape("1f1b", 3, 1, 5)),
-        (6, Shape("1f1b", 4, 1, 4)),
-        (6, Shape("interleaved", 2, 2, 4)),
+        (5, PipelineShape("1f1b", 1, 1, 3)),
+        (7, PipelineShape("1f1b", 2, 1, 2)),
+        (7, PipelineShape("1f1b", 3, 1, 5)),
+        (6, PipelineShape("1f1b", 4, 1, 4)),
+        (6, PipelineShape("interleaved", 2, 2, 4)),
     ],
 )
 @pytest.mark.parametrize("share", [None, 0.6, 0.4])
-def test_finds_what_brute_force_finds(seed: int, layers: int, shape: Shape, share: float | None) -> None:
-    tables = drawn(seed, layers)
-    everything = tables.standing[-1] + shape.pp * tables.modes["none"].saved[-1]
+def test_finds_what_brute_force_finds(seed: int, layers: int, shape: PipelineShape, share: float | None) -> None:
+    profiles = drawn(seed, layers)
+    everything = profiles.model_state[-1] + shape.pp * profiles.modes["none"].saved[-1]
     cap = float("inf") if share is None else share * everything
-    expected = brute_force(tables, shape, cap)
-    found = best_partition(tables, shape, cap=cap, simulations=10**6)
+    expected = brute_force(profiles, shape, cap)
+    found = best_partition(profiles, shape, cap=cap, simulations=10**6)
     if expected == float("inf"):
         assert found == NoPartition(float("inf"))
         return
@@ -84,9 +84,9 @@ def test_finds_what_brute_force_finds(seed: int, layers: int, shape: Shape, shar
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_early_end_still_gives_a_valid_bound(seed: int) -> None:
-    tables, shape = drawn(seed, 9), Shape("1f1b", 3, 1, 6)
-    exact = best_partition(tables, shape, simulations=10**6)
-    early = best_partition(tables, shape, simulations=1)
+    profiles, shape = drawn(seed, 9), PipelineShape("1f1b", 3, 1, 6)
+    exact = best_partition(profiles, shape, simulations=10**6)
+    early = best_partition(profiles, shape, simulations=1)
     assert isinstance(exact, Partition)
     assert isinstance(early, Partition)
     assert early.bound <= exact.seconds + 1e-9 <= early.seconds + 2e-9

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megavlm.arch.flops import Workload, layer_cost, layer_flops, step_flops, window_patches, window_squares
+from megavlm.arch.layers import layer_names, module_of, trained_below, trained_layers, trains_weights
 from megavlm.config.cli import parse
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, PlacementConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
-from megavlm.model.flops import Workload, layer_cost, layer_flops, step_flops, window_patches, window_squares
 from megavlm.parallel.dims import Dims, dims_for
-from megavlm.planner.layers import layer_names, module_of, trained_below, trained_layers, trains_weights
 from megavlm.planner.plan import even_cuts, make_plan, table, typical_workload
 
 WORDS = ("--language-vocab-size", "256")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megavlm.arch.layers import layer_names
+from megavlm.arch.parameters import local_parameters
 from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
 from megavlm.config.schema import VisionConfig
@@ -16,26 +18,24 @@ from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
 from megavlm.planner.auto import planned, predict
 from megavlm.planner.candidates import Space, candidates
-from megavlm.planner.case import case_of
+from megavlm.planner.evaluator import Estimate, LayoutEvaluator
 from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile, to_json
-from megavlm.planner.judge import Estimate, Judge
-from megavlm.planner.layers import layer_names
 from megavlm.planner.memory import Memory
 from megavlm.planner.models import MODELS, model
-from megavlm.planner.parameters import local_parameters
 from megavlm.planner.plan import dims_of, make_plan
 from megavlm.planner.report import report
+from megavlm.planner.scenario import scenario_of
 from megavlm.planner.search import search, timeline_of
-from megavlm.planner.step import Encoder, hideable
+from megavlm.planner.step import EncoderEstimate, overlappable
 from megavlm.planner.timeline import Timeline
 from tests.support.small_run import SMALL
 
 
 def test_finds_what_judging_every_layout_finds() -> None:
     outcome = search(SMALL, 4, PROFILES["a100"], top=3)
-    judge = Judge(SMALL, PROFILES["a100"])
-    estimates = [judge.estimate(each) for each in candidates(4, Space()) if not judge.complaint(each)]
+    judge = LayoutEvaluator(SMALL, PROFILES["a100"])
+    estimates = [judge.estimate(each) for each in candidates(4, Space()) if not judge.infeasible_reason(each)]
     times = sorted(each.step.seconds for each in estimates if isinstance(each, Estimate))
     assert outcome.best[0].step.seconds <= times[0] * (1 + 1e-12)
     assert [each.step.seconds for each in outcome.best] == sorted(each.step.seconds for each in outcome.best)
@@ -81,11 +81,13 @@ def test_an_encoder_is_shared_only_where_whole_ones_do_not_fit() -> None:
 
 
 def test_encoding_ahead_hides_what_the_busiest_rank_leaves() -> None:
-    frozen = Encoder(case_of(SMALL, Dims(1, 2, 1, 1)), forward=3.0, backward=0.0, exchange=0.1, memory=Memory())
+    frozen = EncoderEstimate(
+        scenario_of(SMALL, Dims(1, 2, 1, 1)), forward=3.0, backward=0.0, exchange=0.1, memory=Memory()
+    )
     timeline = Timeline(10.0, busy=(8.0, 9.0), events=())
-    assert hideable(frozen, timeline, communication=0.5) == 1.5
-    assert hideable(frozen, timeline, communication=9.0) == 3.0
-    assert hideable(replace(frozen, backward=1.0), timeline, communication=0.5) == 0.0
+    assert overlappable(frozen, timeline, communication=0.5) == 1.5
+    assert overlappable(frozen, timeline, communication=9.0) == 3.0
+    assert overlappable(replace(frozen, backward=1.0), timeline, communication=0.5) == 0.0
     config = replace(
         SMALL,
         parallel=replace(SMALL.parallel, pipeline_model_parallel_size=2),
@@ -93,7 +95,7 @@ def test_encoding_ahead_hides_what_the_busiest_rank_leaves() -> None:
         model=replace(SMALL.model, freeze=("vision", "projector")),
     )
     step = predict(config, Dims(1, 2, 1, 1), PROFILES["a100"])
-    assert 0 < step.hideable <= step.encoder
+    assert 0 < step.overlappable <= step.encoder
 
 
 def test_rules_reject_in_their_own_words() -> None:

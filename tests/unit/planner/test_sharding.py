@@ -9,10 +9,10 @@ import pytest
 
 from megavlm.parallel.dims import Dims
 from megavlm.planner.candidates import Space
-from megavlm.planner.case import Case, Sharding, case_of
 from megavlm.planner.cost import gradient_seconds, optimizer_seconds
 from megavlm.planner.hardware import PROFILES
-from megavlm.planner.memory import rank_memory, standing
+from megavlm.planner.memory import model_state_bytes, rank_memory
+from megavlm.planner.scenario import Scenario, Sharding, scenario_of
 from megavlm.planner.search import search
 from tests.support.small_run import SMALL
 
@@ -20,18 +20,18 @@ KINDS: tuple[Sharding, ...] = get_args(Sharding)
 LAYER = "language.layers.0"
 
 
-def case(kind: Sharding, *, dp: int = 8, size: int | None = None) -> Case:
+def case(kind: Sharding, *, dp: int = 8, size: int | None = None) -> Scenario:
     config = replace(SMALL, parallel=replace(SMALL.parallel, data_parallel_sharding=kind, hybrid_shard_size=size))
-    return case_of(config, Dims(1, 1, 1, dp), on_gpu=True)
+    return scenario_of(config, Dims(1, 1, 1, dp), on_gpu=True)
 
 
 def test_bytes_of_a_parameter() -> None:
     """2 + 4 + 12; the last divided; the last two divided and weights gathered; nothing but rows."""
-    count = standing(LAYER, case("none")).total / 18
-    found = {kind: standing(LAYER, case(kind)).total / count for kind in KINDS}
+    count = model_state_bytes(LAYER, case("none")).total / 18
+    found = {kind: model_state_bytes(LAYER, case(kind)).total / count for kind in KINDS}
     expected = {"none": 18, "optimizer": 6 + 12 / 8, "optimizer_gradients": 2 + 16 / 8, "full": 16 / 8}
     assert found == pytest.approx(expected)
-    assert standing(LAYER, case("full", size=2)).total / count == pytest.approx(16 / 2)
+    assert model_state_bytes(LAYER, case("full", size=2)).total / count == pytest.approx(16 / 2)
 
 
 def test_a_rank_holds_less_with_each_stage() -> None:

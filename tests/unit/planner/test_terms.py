@@ -9,12 +9,12 @@ import pytest
 
 from megavlm.config.cli import parse
 from megavlm.parallel.dims import Dims
-from megavlm.planner.case import Case, case_of
 from megavlm.planner.cost import layer_seconds, optimizer_seconds, update_bytes
 from megavlm.planner.hardware import profile
+from megavlm.planner.layer_profiles import layer_profiles, relays
 from megavlm.planner.models import model
-from megavlm.planner.passes import NOW, TORCH, moved, program_of
-from megavlm.planner.tables import layer_tables, relays
+from megavlm.planner.passes import NOW, TORCH, memory_traffic, program_of
+from megavlm.planner.scenario import Scenario, scenario_of
 from megavlm.planner.terms import TE_HOST, launch_seconds, layer_terms
 
 H100 = profile("h100")
@@ -23,20 +23,20 @@ INSIDE = {"rotation", "activation", "copies of values", "norms of queries and ke
 BETWEEN = {"norms", "residuals", "layer scale"}
 
 
-def case(name: str = "qwen3_vl_8b", flags: str = "", *, tp: int = 1, dp: int = 1) -> Case:
+def case(name: str = "qwen3_vl_8b", flags: str = "", *, tp: int = 1, dp: int = 1) -> Scenario:
     argv = f"--precision bf16 --seq-length 4096 --global-batch-size {8 * dp} --language-vocab-size 256 {flags}".split()
     config = parse(argv)
-    return case_of(replace(config, model=model(name)), Dims(tp=tp, pp=1, vpp=1, dp=dp), on_gpu=True)
+    return scenario_of(replace(config, model=model(name)), Dims(tp=tp, pp=1, vpp=1, dp=dp), on_gpu=True)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_8b", "internvl3_8b", "llava_1_5_7b", "qwen2_5_vl_7b"])
 def test_tensor_parallelism_divides_what_lies_inside_blocks_and_sequences_the_rest(name: str) -> None:
     whole = case(name)
     for layer in (LANGUAGE, VISION):
-        alone = moved(layer, whole, NOW).terms
+        alone = memory_traffic(layer, whole, NOW).terms
         assert {"norms", "residuals", "activation"} <= set(alone) <= INSIDE | BETWEEN
         for sequences in (True, False):
-            half = moved(layer, replace(case(name, tp=2), sequence_parallel=sequences), NOW).terms
+            half = memory_traffic(layer, replace(case(name, tp=2), sequence_parallel=sequences), NOW).terms
             for term, (forward, backward) in alone.items():
                 share = 2 if sequences or term in INSIDE else 1
                 assert half[term] == pytest.approx((forward / share, backward / share)), (layer, term)
@@ -44,19 +44,19 @@ def test_tensor_parallelism_divides_what_lies_inside_blocks_and_sequences_the_re
 
 def test_norms_of_queries_and_layer_scale_are_counted_where_a_model_has_them() -> None:
     """Qwen3: 32 query and 8 key heads of 128. InternViT: 1,024 wide, two scales."""
-    assert moved(LANGUAGE, case(), NOW).terms["norms of queries and keys"][0] == 2 * 2 * 4096 * 40 * 128
+    assert memory_traffic(LANGUAGE, case(), NOW).terms["norms of queries and keys"][0] == 2 * 2 * 4096 * 40 * 128
     intern = case("internvl3_8b")
-    assert moved(VISION, intern, NOW).terms["layer scale"][0] == 2 * 2 * 2 * intern.work.patches * 1024
-    assert "layer scale" not in moved(LANGUAGE, intern, NOW).terms
+    assert memory_traffic(VISION, intern, NOW).terms["layer scale"][0] == 2 * 2 * 2 * intern.work.patches * 1024
+    assert "layer scale" not in memory_traffic(LANGUAGE, intern, NOW).terms
 
 
 def test_frozen_layers_have_no_weight_gradients_and_without_gradients_no_backward_pass() -> None:
     trained, torch = case(), case(flags="--transformer-impl torch")
     assert program_of(torch) is TORCH
-    added = moved(LANGUAGE, torch, TORCH).terms["weight gradients"]
+    added = memory_traffic(LANGUAGE, torch, TORCH).terms["weight gradients"]
     assert added[0] == 0 < added[1]
     reached = replace(torch, own=torch.own - {LANGUAGE})
-    assert "weight gradients" not in moved(LANGUAGE, reached, TORCH).terms
+    assert "weight gradients" not in memory_traffic(LANGUAGE, reached, TORCH).terms
     assert layer_seconds(LANGUAGE, reached, H100).backward < layer_seconds(LANGUAGE, torch, H100).backward
     frozen = replace(trained, own=frozenset(), trained=frozenset())
     for name in frozen.names:
@@ -77,7 +77,7 @@ def test_products_add_to_the_sums_only_where_there_are_some() -> None:
     ):
         apart = case(flags=flags, dp=2)
         passes = program_of(apart)
-        more = moved(LANGUAGE, apart, passes).backward - moved(LANGUAGE, fused, NOW).backward
+        more = memory_traffic(LANGUAGE, apart, passes).backward - memory_traffic(LANGUAGE, fused, NOW).backward
         assert more == pytest.approx(10 * 192_946_432, rel=1e-3), flags
 
 
@@ -103,17 +103,19 @@ def played(device: np.ndarray, host: np.ndarray) -> float:
 
 def test_a_single_stage_waits_for_its_host_once_a_step_and_stages_in_each_pass() -> None:
     """LLaVA's vision layers launch slower than they run; its language layers, which follow, take far longer."""
-    tables = layer_tables(case("llava_1_5_7b"), H100, modes=("none",))
-    count = tables.count
-    device = float(tables.forward[-1])
-    alone = tables.durations([(0, count, "none")], (), shape=replace(tables.case.shape, micro_batches=3))
+    profiles = layer_profiles(case("llava_1_5_7b"), H100, modes=("none",))
+    count = profiles.count
+    device = float(profiles.forward[-1])
+    alone = profiles.durations([(0, count, "none")], (), shape=replace(profiles.scenario.shape, micro_batches=3))
     assert alone.forward[0][0] > 1.05 * device
     assert alone.forward[0][1:] == pytest.approx([device] * 2)
-    shape = replace(tables.case.shape, pp=2, micro_batches=3)
-    stages = tables.durations([(0, 26, "none"), (26, count, "none")], (0.0,), shape=shape)
-    vision = sum(launch_seconds(n, tables.case, NOW, TE_HOST)[0] for n in tables.case.names[:26])
+    shape = replace(profiles.scenario.shape, pp=2, micro_batches=3)
+    stages = profiles.durations([(0, 26, "none"), (26, count, "none")], (0.0,), shape=shape)
+    vision = sum(launch_seconds(n, profiles.scenario, NOW, TE_HOST)[0] for n in profiles.scenario.names[:26])
     assert stages.forward[0] == pytest.approx([vision] * 3, rel=0.02)
-    ran = sum(sum(p[0] for p in layer_terms(n, tables.case, H100, NOW).values()) for n in tables.case.names[:26])
+    ran = sum(
+        sum(p[0] for p in layer_terms(n, profiles.scenario, H100, NOW).values()) for n in profiles.scenario.names[:26]
+    )
     assert ran < 0.7 * vision
 
 

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.planner.orders import BACKWARD, FORWARD, WEIGHT, ScheduleName, Shape, orders, peak_in_flight
+from megavlm.planner.schedules import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    PipelineShape,
+    ScheduleName,
+    peak_in_flight,
+    rank_schedules,
+)
 from megavlm.planner.timeline import simulate, uniform
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 13) if m >= p]
@@ -17,7 +25,7 @@ SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 13) if m >= p]
 @pytest.mark.parametrize(("pp", "micro"), SIZES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_equal_stages_leave_the_bubble_of_the_closed_form(schedule: ScheduleName, pp: int, micro: int) -> None:
-    timeline = simulate(Shape(schedule, pp, 1, micro), uniform([1.0] * pp, [2.0] * pp, micro_batches=micro))
+    timeline = simulate(PipelineShape(schedule, pp, 1, micro), uniform([1.0] * pp, [2.0] * pp, micro_batches=micro))
     assert timeline.seconds == pytest.approx((micro + pp - 1) * 3.0)
     assert timeline.bubble == pytest.approx((pp - 1) / (micro + pp - 1))
 
@@ -27,7 +35,7 @@ def test_interleaving_divides_the_bubble(pp: int, vpp: int, rounds: int) -> None
     """(p − 1)/v idle chunk-passes of each kind: Narayanan et al. 2021, section 2.2."""
     micro, chunks = pp * rounds, pp * vpp
     timeline = simulate(
-        Shape("interleaved", pp, vpp, micro), uniform([1.0] * chunks, [2.0] * chunks, micro_batches=micro)
+        PipelineShape("interleaved", pp, vpp, micro), uniform([1.0] * chunks, [2.0] * chunks, micro_batches=micro)
     )
     assert timeline.seconds == pytest.approx((micro * vpp + pp - 1) * 3.0)
 
@@ -35,7 +43,7 @@ def test_interleaving_divides_the_bubble(pp: int, vpp: int, rounds: int) -> None
 @pytest.mark.parametrize(("pp", "micro"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
 def test_zero_bubble_idles_for_f_plus_b_less_w(pp: int, micro: int) -> None:
     """(p − 1)(F + B − W): Qi et al. 2023, table 1, for F = B = W; at 1F1B's peak memory."""
-    shape = Shape("zb-h1", pp, 1, micro)
+    shape = PipelineShape("zb-h1", pp, 1, micro)
     ones = [1.0] * pp
     timeline = simulate(shape, uniform(ones, ones, weight=ones, micro_batches=micro))
     assert timeline.seconds == pytest.approx(micro * 3.0 + (pp - 1) * 1.0)
@@ -44,43 +52,43 @@ def test_zero_bubble_idles_for_f_plus_b_less_w(pp: int, micro: int) -> None:
 
 @pytest.mark.parametrize(("pp", "micro"), SIZES)
 def test_activations_in_flight(pp: int, micro: int) -> None:
-    assert peak_in_flight(Shape("1f1b", pp, 1, micro)) == tuple((min(micro, pp - rank),) for rank in range(pp))
-    assert peak_in_flight(Shape("gpipe", pp, 1, micro)) == ((micro,),) * pp
+    assert peak_in_flight(PipelineShape("1f1b", pp, 1, micro)) == tuple((min(micro, pp - rank),) for rank in range(pp))
+    assert peak_in_flight(PipelineShape("gpipe", pp, 1, micro)) == ((micro,),) * pp
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (5, 1), (2, 2), (3, 4), (4, 2)])
 @pytest.mark.parametrize("rounds", [5, 9])
 def test_more_micro_batches_hold_no_more(pp: int, vpp: int, rounds: int) -> None:
     """Counted pass by pass; `peak_in_flight` looks at the first rounds only."""
-    shape = Shape("interleaved" if vpp > 1 else "1f1b", pp, vpp, rounds * pp)
-    for order, peak in zip(orders(shape), peak_in_flight(shape), strict=True):
+    shape = PipelineShape("interleaved" if vpp > 1 else "1f1b", pp, vpp, rounds * pp)
+    for order, peak in zip(rank_schedules(shape), peak_in_flight(shape), strict=True):
         held = list(accumulate(1 if step.kind == FORWARD else -1 for step in order))
         assert sum(peak) == max(held)
 
 
 def test_interleaving_holds_more() -> None:
     """p·v + p − 1 − 2·rank chunk-passes on rank `rank`: warm-up forwards and the one that follows."""
-    peaks = [sum(rank) for rank in peak_in_flight(Shape("interleaved", 4, 2, 8))]
+    peaks = [sum(rank) for rank in peak_in_flight(PipelineShape("interleaved", 4, 2, 8))]
     assert peaks == [(4 - rank - 1) * 2 + 4 + 1 for rank in range(4)]
 
 
 SHAPES = st.one_of(
     st.builds(
-        Shape,
+        PipelineShape,
         schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
         pp=st.integers(1, 5),
         vpp=st.just(1),
         micro_batches=st.integers(1, 9),
     ),
     st.tuples(st.integers(2, 4), st.integers(2, 3), st.integers(1, 3)).map(
-        lambda drawn: Shape("interleaved", drawn[0], drawn[1], drawn[0] * drawn[2])
+        lambda drawn: PipelineShape("interleaved", drawn[0], drawn[1], drawn[0] * drawn[2])
     ),
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(shape=SHAPES, data=st.data())
-def test_what_every_schedule_keeps(shape: Shape, data: st.DataObject) -> None:
+def test_what_every_schedule_keeps(shape: PipelineShape, data: st.DataObject) -> None:
     times = st.lists(st.floats(0.1, 3.0), min_size=shape.chunks, max_size=shape.chunks)
     forward, backward, weight = (data.draw(times) for _ in range(3))
     transfer = data.draw(st.floats(0, 1))
@@ -122,7 +130,7 @@ def test_orders_are_megatron_cores() -> None:
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
     pp, vpp, micro = 4, 3, 12
     table = schedules.get_schedule_table(micro, vpp, pp)
-    for rank, order in enumerate(orders(Shape("interleaved", pp, vpp, micro))):
+    for rank, order in enumerate(rank_schedules(PipelineShape("interleaved", pp, vpp, micro))):
         assert [(s.micro, s.chunk // pp) for s in order if s.kind == FORWARD] == table
         assert [(s.micro, vpp - 1 - s.chunk // pp) for s in order if s.kind == BACKWARD] == table
         warmup = next(i for i, s in enumerate(order) if s.kind == BACKWARD) - 1

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megavlm.arch.layers import layer_names
 from megavlm.config.cli import parse
 from megavlm.config.precision_rules import layer_precision, sequence_multiple
 from megavlm.config.rules import check
 from megavlm.data.source import batch_of_rows
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.model.vision import VisionLayout
-from megavlm.planner.layers import layer_names
 
 FP8 = "--precision bf16 --fp8 hybrid"
 

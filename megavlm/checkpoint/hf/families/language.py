@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from megavlm.arch.flops import head_width
+from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
 from megavlm.checkpoint.hf.settings import Settings, refuse
 from megavlm.checkpoint.hf.table import QKV, Same, Stack, Table, linear
 from megavlm.config.derived import query_groups
 from megavlm.config.schema import LanguageConfig
-from megavlm.model.flops import head_width
-from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
 
 # Defaults of the configuration classes: config.json leaves out what equals them.
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megavlm.arch.layers import VISION_LAYER, VISION_NORM
 from megavlm.checkpoint.hf.families.language import language_table
 from megavlm.checkpoint.hf.families.qwen_vl import (
     attention_table,
@@ -21,7 +22,6 @@ from megavlm.checkpoint.hf.family import Family, Spelling
 from megavlm.checkpoint.hf.settings import Settings
 from megavlm.checkpoint.hf.table import Stack, Table, linear
 from megavlm.config.schema import ModelConfig, VisionConfig
-from megavlm.planner.layers import VISION_LAYER, VISION_NORM
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 152064,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import isqrt
 from typing import Any
 
+from megavlm.arch.layers import DEEPSTACK, PROJECTOR, VISION_LAYER, VISION_NORM
 from megavlm.checkpoint.hf.families.language import language_table
 from megavlm.checkpoint.hf.families.qwen_vl import (
     attention_table,
@@ -24,7 +25,6 @@ from megavlm.checkpoint.hf.family import Family, Spelling
 from megavlm.checkpoint.hf.settings import Settings, refuse
 from megavlm.checkpoint.hf.table import Same, Table, linear
 from megavlm.config.schema import ModelConfig, VisionConfig
-from megavlm.planner.layers import DEEPSTACK, PROJECTOR, VISION_LAYER, VISION_NORM
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 151936,

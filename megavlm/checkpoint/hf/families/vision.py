@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from megavlm.arch.layers import PATCH_EMBED, VISION_LAYER, VISION_NORM, vision_layers_run
 from megavlm.checkpoint.hf.settings import Settings, refuse
 from megavlm.checkpoint.hf.table import QKV, Same, Table, linear
 from megavlm.config.schema import VisionConfig
-from megavlm.planner.layers import PATCH_EMBED, VISION_LAYER, VISION_NORM, vision_layers_run
 
 ACTIVATIONS = {
     "gelu": "gelu",

@@ -1,4 +1,4 @@
-"""`Case`: one way to run a model, as the planner's models of memory and time read it."""
+"""`Scenario`: one way to run a model, as the planner's models of memory and time read it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from megavlm.arch.flops import Workload
+from megavlm.arch.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
 from megavlm.config import overlapped, sequence_parallel
 from megavlm.config.precision_rules import layer_precision
 from megavlm.config.schema import Config, ModelConfig
-from megavlm.model.flops import Workload
 from megavlm.parallel.dims import Dims
-from megavlm.planner.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
-from megavlm.planner.orders import Shape, schedule_for
 from megavlm.planner.plan import typical_workload
+from megavlm.planner.schedules import PipelineShape, schedule_for
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["none", "optimizer", "optimizer_gradients", "full"]
@@ -23,7 +23,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True)
-class Case:
+class Scenario:
     """A model, what one micro-batch holds, and the layout. Times and bytes follow from nothing else."""
 
     model: ModelConfig
@@ -46,9 +46,9 @@ class Case:
     compiled_small_ops: bool = False  # of torch's layers
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> PipelineShape:
         dims = self.dims
-        return Shape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, self.micro_batches)
+        return PipelineShape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, self.micro_batches)
 
     @property
     def bytes_each(self) -> int:
@@ -92,18 +92,18 @@ def _gradient_reaches(names: tuple[str, ...], trained: frozenset[str]) -> tuple[
     return tuple(trained_below(name, names[:i], trained) for i, name in enumerate(names))
 
 
-def apart(case: Case, vision_tp: int) -> Case:
+def encoder_scenario(scenario: Scenario, vision_tp: int) -> Scenario:
     """The same for a colocated encoder, which each `vision_tp` ranks of the world hold; they share state at most."""
-    dims = replace(case.dims, tp=vision_tp, pp=1, vpp=1, dp=case.dims.world // vision_tp)
-    sharding: Sharding = "none" if case.sharding == "none" else "optimizer"
-    return replace(case, dims=dims, sharding=sharding, sequence_parallel=vision_tp > 1)
+    dims = replace(scenario.dims, tp=vision_tp, pp=1, vpp=1, dp=scenario.dims.world // vision_tp)
+    sharding: Sharding = "none" if scenario.sharding == "none" else "optimizer"
+    return replace(scenario, dims=dims, sharding=sharding, sequence_parallel=vision_tp > 1)
 
 
-def case_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Case:
+def scenario_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Scenario:
     """The case that a configuration describes on these degrees."""
     train = config.train
     sample = typical_workload(config)
-    return Case(
+    return Scenario(
         model=config.model,
         work=times(sample, train.micro_batch_size),
         dims=dims,

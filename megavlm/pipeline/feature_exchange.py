@@ -28,7 +28,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class FeatureExchange:
     """Features from the ranks that make them to those that merge them, and gradients back.
 
     `wants` says which rows each rank merges. Where several merge the same row (tensor parallelism without sequence
@@ -57,7 +57,7 @@ class Exchange:
         )
 
 
-def run_length(rows: int, ranks: int) -> int:
+def shard_size(rows: int, ranks: int) -> int:
     """Rows of each rank where `rows` are dealt to `ranks` in consecutive runs; the last may have fewer, or none."""
     return -(-rows // ranks)
 
@@ -67,11 +67,13 @@ def senders(encoder: Rows, *, width: int) -> Rows:
     sender = encoder * width
     for number in np.unique(encoder):
         mine = np.flatnonzero(encoder == number)
-        sender[mine] += np.arange(len(mine)) // run_length(len(mine), width)
+        sender[mine] += np.arange(len(mine)) // shard_size(len(mine), width)
     return sender
 
 
-def exchange_of(owner: Sequence[int] | Rows, shards: Rows | None, *, merging: int, ranks: int) -> Exchange:
+def feature_exchange_of(
+    owner: Sequence[int] | Rows, shards: Rows | None, *, merging: int, ranks: int
+) -> FeatureExchange:
     """Rows made by `owner`, merged by the first `merging` of `ranks` ranks.
 
     Args:
@@ -83,4 +85,4 @@ def exchange_of(owner: Sequence[int] | Rows, shards: Rows | None, *, merging: in
     home = np.arange(count) * merging // max(count, 1) if shards is None else shards
     returns = np.arange(ranks)[:, None] == home[None]
     wants = returns if shards is not None else np.repeat(np.arange(ranks) < merging, count).reshape(ranks, count)
-    return Exchange(owners, wants, returns)
+    return FeatureExchange(owners, wants, returns)

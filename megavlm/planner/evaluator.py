@@ -1,4 +1,4 @@
-"""`Judge`: whether a layout can run, how fast it is at least, and how fast at good cuts."""
+"""`LayoutEvaluator`: whether a layout can run, how fast it is at least, and how fast at good cuts."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from megavlm.arch.flops import step_flops
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.config.schema import Config
-from megavlm.model.flops import step_flops
 from megavlm.parallel.dims import Dims
 from megavlm.planner.candidates import Candidate, Space, with_offload
-from megavlm.planner.case import Case, Offloaded, Sharding, case_of, times
 from megavlm.planner.cost import held_parameters, trained_parameters
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.host import node_complaint
+from megavlm.planner.host_memory import node_memory_error
+from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles, sharded
 from megavlm.planner.memory import batch_bytes, batches_at_once
-from megavlm.planner.orders import peak_in_flight
 from megavlm.planner.partition import NoPartition, Partition, best_partition
 from megavlm.planner.plan import typical_workload
-from megavlm.planner.step import Encoder, Step, colocated_encoder, encoder_layers, least_ending, step_of
-from megavlm.planner.tables import LayerTables, layer_tables, sharded
+from megavlm.planner.scenario import Offloaded, Scenario, Sharding, scenario_of, times
+from megavlm.planner.schedules import peak_in_flight
+from megavlm.planner.step import (
+    EncoderEstimate,
+    StepEstimate,
+    colocated_encoder,
+    encoder_layers,
+    least_non_pipeline_time,
+    step_of,
+)
 
 GIB = 2**30
 _LARGE = 1 / 8  # of a device: a whole encoder that takes less of it is not what is in the way
@@ -33,7 +40,7 @@ class Estimate:
 
     candidate: Candidate
     partition: Partition
-    step: Step
+    step: StepEstimate
     tokens_per_second: float
     mfu: float | None  # None where the device's peak is unknown
 
@@ -44,7 +51,7 @@ class Rejected:
     reason: str
 
 
-class Judge:
+class LayoutEvaluator:
     """The models of one configuration on one device, with what candidates share computed once."""
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
@@ -55,32 +62,32 @@ class Judge:
         self.flops = step_flops(config, times(sample, batch))
         self.images = round(sum(config.data.images_per_sample) / max(1, len(config.data.images_per_sample)))
         self._rules = lru_cache(maxsize=None)(self._breaks_rule)
-        self._tables = lru_cache(maxsize=None)(self._make_tables)
+        self._profiles = lru_cache(maxsize=None)(self._make_profiles)
         self._parameters = lru_cache(maxsize=None)(self._count_parameters)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
 
-    def complaint(self, candidate: Candidate) -> str | None:
+    def infeasible_reason(self, candidate: Candidate) -> str | None:
         """Why a candidate cannot run, in the words of the configuration's own rules, or for lack of memory."""
         if reason := self.rule(candidate):
             return reason
-        tables, encoder = self.tables(candidate), self.encoder(candidate)
-        if candidate.dims.chunks > tables.count:
+        profiles, encoder = self.profiles(candidate), self.encoder(candidate)
+        if candidate.dims.chunks > profiles.count:
             return f"--pp {candidate.dims.pp} × --vpp {candidate.dims.vpp} makes more chunks than the model has layers"
-        own, room = float(tables.standing[-1]) / candidate.dims.pp, self.room(candidate)
-        if own + (encoder.memory.standing if encoder else 0.0) > self.hardware.memory:
+        own, free_memory = float(profiles.model_state[-1]) / candidate.dims.pp, self.free_memory(candidate)
+        if own + (encoder.memory.model_state if encoder else 0.0) > self.hardware.memory:
             return f"weights, gradients and optimizer alone do not fit {self.hardware.memory / GIB:.0f} GiB"
         # A rank that holds h micro-batches has room for (room − its standing bytes) / h of what one saves.
-        held = [max(1, min(chunks)) for chunks in peak_in_flight(tables.case.shape)]
-        most = room * sum(1 / h for h in held) - float(tables.standing[-1]) / max(held)
-        return self._no_room() if tables.modes[candidate.recompute].saved[-1] > most else None
+        held = [max(1, min(chunks)) for chunks in peak_in_flight(profiles.scenario.shape)]
+        most = free_memory * sum(1 / h for h in held) - float(profiles.model_state[-1]) / max(held)
+        return self._no_free_memory() if profiles.modes[candidate.recompute].saved[-1] > most else None
 
-    def _no_room(self) -> str:
+    def _no_free_memory(self) -> str:
         return f"no cut leaves room for activations in {self.hardware.memory / GIB:.0f} GiB"
 
-    def room(self, candidate: Candidate) -> float:
+    def free_memory(self, candidate: Candidate) -> float:
         """Bytes of a device that are left for its part of the pipeline."""
-        case, encoder = self.tables(candidate).case, self.encoder(candidate)
-        data = batches_at_once(case) * batch_bytes(case, with_patches=encoder is None)
+        scenario, encoder = self.profiles(candidate).scenario, self.encoder(candidate)
+        data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=encoder is None)
         return self.hardware.memory - data - (encoder.memory.total if encoder else 0.0)
 
     def rule(self, candidate: Candidate) -> str | None:
@@ -93,16 +100,16 @@ class Judge:
             candidate.offload,
         )
 
-    def with_room_on_host(self, candidate: Candidate, space: Space) -> Candidate | None:
+    def with_offload_that_fits(self, candidate: Candidate, space: Space) -> Candidate | None:
         """The candidate with as little offloaded as gives it room, if anything does."""
-        fitting = (each for each in with_offload(candidate, space) if not self.complaint(each))
+        fitting = (each for each in with_offload(candidate, space) if not self.infeasible_reason(each))
         return next(fitting, None)
 
-    def lacks_host(self, estimate: Estimate) -> str | None:
+    def host_memory_error(self, estimate: Estimate) -> str | None:
         """Why a node does not hold what is offloaded, if so."""
         if not estimate.step.host:
             return None
-        return node_complaint(estimate.step.host, estimate.candidate.dims.world, self.hardware)
+        return node_memory_error(estimate.step.host, estimate.candidate.dims.world, self.hardware)
 
     def offloaded(self, estimate: Estimate, space: Space) -> tuple[Estimate, ...]:
         """The same layout and cuts with less and less on the device."""
@@ -116,15 +123,15 @@ class Judge:
         """The candidate, or where it lacks memory for whole encoders, the same with each shared by as few ranks of a
         tensor-parallel group as there is room for. Itself again where sharing does not help, and then its complaint.
         """
-        reason = self.complaint(candidate)
+        reason = self.infeasible_reason(candidate)
         if candidate.placement == "stages" or not reason or self.rule(candidate):
             return candidate, reason
         encoder = self.encoder(candidate)
-        if encoder is None or encoder.memory.standing < _LARGE * self.hardware.memory:
+        if encoder is None or encoder.memory.model_state < _LARGE * self.hardware.memory:
             return candidate, reason
         tp = candidate.dims.tp
         shared = (replace(candidate, vision_tp=n) for n in range(candidate.vision_tp + 1, tp + 1) if tp % n == 0)
-        return next(((each, None) for each in shared if not self.complaint(each)), (candidate, reason))
+        return next(((each, None) for each in shared if not self.infeasible_reason(each)), (candidate, reason))
 
     def bound(self, candidate: Candidate) -> float:
         """Seconds that no partition of the candidate can beat.
@@ -133,39 +140,43 @@ class Judge:
         is least where all are equal, at B: load_r = B/m·(1 − 1/m)^r, which add up to the work W of a micro-batch. So
         B = W / (1 − (1 − 1/m)^p). With more chunks only the ranks' own work is certain.
         """
-        tables = self.tables(candidate)
-        m, pp = tables.case.micro_batches, candidate.dims.pp
-        work = tables.least_work(candidate.recompute, pp=pp)
+        profiles = self.profiles(candidate)
+        m, pp = profiles.scenario.micro_batches, candidate.dims.pp
+        work = profiles.least_work(candidate.recompute, pp=pp)
         share = 1 - (1 - 1 / m) ** pp if candidate.dims.vpp == 1 else pp / m
         pipeline = work * max(1.0, 1 / share)
-        return pipeline + self.around(candidate, pipeline=pipeline)
+        return pipeline + self.non_pipeline_time(candidate, pipeline=pipeline)
 
-    def around(self, candidate: Candidate, *, pipeline: float) -> float:
+    def non_pipeline_time(self, candidate: Candidate, *, pipeline: float) -> float:
         """Seconds of a step before and after a pipeline of at least `pipeline` seconds, at least."""
-        tables, encoder = self.tables(candidate), self.encoder(candidate)
-        trained, held = self._parameters(candidate.dims.tp, tables.first)
-        ending = least_ending(tables.case, self.hardware, trained=trained, held=held, pipeline=pipeline)
+        profiles, encoder = self.profiles(candidate), self.encoder(candidate)
+        trained, held = self._parameters(candidate.dims.tp, profiles.first)
+        ending = least_non_pipeline_time(
+            profiles.scenario, self.hardware, trained=trained, held=held, pipeline=pipeline
+        )
         return ending + (encoder.seconds if encoder else 0.0)
 
     def estimate(
         self, candidate: Candidate, *, limit: float = float("inf"), simulations: int = 1, with_memory: bool = False
     ) -> Estimate | Rejected | None:
         """A step of the candidate at good cuts; None where it takes longer than `limit` seconds."""
-        tables = self.tables(candidate)
-        case, room = tables.case, self.room(candidate)
-        own = replace(tables, modes={candidate.recompute: tables.modes[candidate.recompute]})
-        nodes = 4 * case.dims.chunks + 50 if simulations == 1 else 5_000
-        left = limit - self.around(candidate, pipeline=limit)
-        partition = best_partition(own, case.shape, cap=room, limit=left, simulations=simulations, nodes=nodes)
+        profiles = self.profiles(candidate)
+        scenario, free_memory = profiles.scenario, self.free_memory(candidate)
+        own = replace(profiles, modes={candidate.recompute: profiles.modes[candidate.recompute]})
+        nodes = 4 * scenario.dims.chunks + 50 if simulations == 1 else 5_000
+        left = limit - self.non_pipeline_time(candidate, pipeline=limit)
+        partition = best_partition(
+            own, scenario.shape, cap=free_memory, limit=left, simulations=simulations, nodes=nodes
+        )
         if isinstance(partition, NoPartition):
             if partition.bound < float("inf"):
                 return None
-            return Rejected(candidate, self._no_room())
+            return Rejected(candidate, self._no_free_memory())
         return self._estimate(candidate, partition, with_memory=with_memory)
 
     def _estimate(self, candidate: Candidate, partition: Partition, *, with_memory: bool) -> Estimate:
         step = step_of(
-            self.tables(candidate),
+            self.profiles(candidate),
             self.hardware,
             partition.cuts,
             partition.recompute,
@@ -182,12 +193,12 @@ class Judge:
         assert isinstance(better, Estimate)
         return better
 
-    def tables(self, candidate: Candidate) -> LayerTables:
-        return self._tables(
+    def profiles(self, candidate: Candidate) -> LayerProfiles:
+        return self._profiles(
             candidate.dims, candidate.micro_batch, candidate.placement, candidate.sharding, candidate.offload
         )
 
-    def encoder(self, candidate: Candidate) -> Encoder | None:
+    def encoder(self, candidate: Candidate) -> EncoderEstimate | None:
         if candidate.placement == "stages":
             return None
         # In however many chunks the language model is.
@@ -201,38 +212,42 @@ class Judge:
 
     def _count_parameters(self, tp: int, first: int) -> tuple[float, float]:
         """Trained and all numbers that a tensor-parallel rank holds of the layers from `first` on."""
-        case = self.case(Dims(tp, 1, 1, 1), 1, "none")
-        end = len(case.names)
-        return trained_parameters(case, first, end), held_parameters(case, first, end)
+        scenario = self.scenario(Dims(tp, 1, 1, 1), 1, "none")
+        end = len(scenario.names)
+        return trained_parameters(scenario, first, end), held_parameters(scenario, first, end)
 
-    def case(self, dims: Dims, micro_batch: int, sharding: Sharding, offload: tuple[Offloaded, ...] = ()) -> Case:
+    def scenario(
+        self, dims: Dims, micro_batch: int, sharding: Sharding, offload: tuple[Offloaded, ...] = ()
+    ) -> Scenario:
         layout = Candidate(dims, micro_batch, "none", "stages", sharding, offload=offload).applied(self.config)
-        return case_of(layout, dims, on_gpu=self.hardware.on_gpu)
+        return scenario_of(layout, dims, on_gpu=self.hardware.on_gpu)
 
-    def _make_tables(
+    def _make_profiles(
         self,
         dims: Dims,
         micro_batch: int,
         placement: Literal["stages", "colocated"],
         sharding: Sharding,
         offload: tuple[Offloaded, ...],
-    ) -> LayerTables:
+    ) -> LayerProfiles:
         if dims.vpp > 1:  # layers take what they take, in however many chunks
-            tables = self._tables(replace(dims, vpp=1), micro_batch, placement, sharding, offload)
-            return replace(tables, case=replace(tables.case, dims=dims))
-        case = self.case(dims, micro_batch, sharding, offload)
+            profiles = self._profiles(replace(dims, vpp=1), micro_batch, placement, sharding, offload)
+            return replace(profiles, scenario=replace(profiles.scenario, dims=dims))
+        scenario = self.scenario(dims, micro_batch, sharding, offload)
         # Layers take as long wherever their state is; where gradients are shared, products cannot add to their sums.
-        alike: Sharding = "optimizer_gradients" if case.shards_gradients else "optimizer"
+        alike: Sharding = "optimizer_gradients" if scenario.shards_gradients else "optimizer"
         if (sharding, "optimizer" in offload) != (alike, False):
             rest = tuple(each for each in offload if each != "optimizer")
-            return sharded(self._tables(dims, micro_batch, placement, alike, rest), case)
-        return layer_tables(case, self.hardware, first=encoder_layers(case) if placement == "colocated" else 0)
+            return sharded(self._profiles(dims, micro_batch, placement, alike, rest), scenario)
+        return layer_profiles(
+            scenario, self.hardware, first=encoder_layers(scenario) if placement == "colocated" else 0
+        )
 
     def _make_encoder(
         self, dims: Dims, micro_batch: int, sharding: Sharding, vision_tp: int, offload: tuple[Offloaded, ...]
-    ) -> Encoder:
+    ) -> EncoderEstimate:
         return colocated_encoder(
-            self.case(dims, micro_batch, sharding, offload),
+            self.scenario(dims, micro_batch, sharding, offload),
             self.hardware,
             images=self.images * micro_batch,
             chunk_patches=chunk_patches(self.config, on_gpu=self.hardware.on_gpu),

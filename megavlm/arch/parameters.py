@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megavlm.config.derived import projector_width, query_groups, vocab_size
-from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
-from megavlm.model.flops import head_width
-from megavlm.planner.layers import (
+from megavlm.arch.flops import head_width
+from megavlm.arch.layers import (
     DEEPSTACK,
     EMBEDDING,
     LANGUAGE_LAYER,
@@ -17,6 +15,8 @@ from megavlm.planner.layers import (
     VISION_LAYER,
     VISION_NORM,
 )
+from megavlm.config.derived import projector_width, query_groups, vocab_size
+from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
 
 
 @lru_cache(maxsize=65536)

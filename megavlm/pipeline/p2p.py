@@ -1,4 +1,4 @@
-"""Transfers between pipeline chunks whose shapes both sides know from the batch, so that nobody announces them."""
+"""BatchShapedP2P between pipeline chunks whose shapes both sides know from the batch, so that nobody announces them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
-from megavlm.planner.orders import BACKWARD, FORWARD, Shape, orders, schedule_for
+from megavlm.planner.schedules import BACKWARD, FORWARD, PipelineShape, rank_schedules, schedule_for
 
 Size = tuple[int, ...]
 
 
-class Transfers(P2PCommunicator):
+class BatchShapedP2P(P2PCommunicator):
     """megatron-core's, without its announcements: before each transfer of variable size it sends the shape in a message
     of its own, and lets the host wait until the device has received it.
 
@@ -37,10 +37,10 @@ class Transfers(P2PCommunicator):
         this rank's forward passes, gradients from the next in that of its backward passes.
         """
         dims = self._groups.dims
-        step = Shape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, len(batches))
+        step = PipelineShape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, len(batches))
         known = [[chunk.transferred(batch) for batch in batches] for chunk in chunks]
         ends = {kind: deque[Size]() for kind in (FORWARD, BACKWARD)}
-        for each in orders(step)[self._groups.coords.pp]:
+        for each in rank_schedules(step)[self._groups.coords.pp]:
             received, sent = known[each.chunk // dims.pp][each.micro]
             size = received if each.kind == FORWARD else sent
             if size is not None:

@@ -1,7 +1,7 @@
 """A step's phases in a trace: megatron-core's timers as ranges whose names say which chunk and micro-batch.
 
 megatron-core starts and stops a timer around each phase if its config has any (`config.timers`). While a step is
-traced, `Phases` stands there; at other times nothing does, and nothing is paid.
+traced, `TimerRanges` stands there; at other times nothing does, and nothing is paid.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from typing import Any
 import torch
 
 from megavlm.parallel.dims import Dims
-from megavlm.planner.orders import BACKWARD, FORWARD, Shape, orders, schedule_for
+from megavlm.planner.schedules import BACKWARD, FORWARD, PipelineShape, rank_schedules, schedule_for
 
 _COMPUTE = {"forward-compute": (FORWARD, "forward"), "backward-compute": (BACKWARD, "backward")}
 
 
-class Phases:
+class TimerRanges:
     """The phases of one step: `phases("forward-compute").start()` opens a range, `.stop()` closes it.
 
-    Timers do not say which chunk runs, but the order is fixed before the step begins (`planner/orders.py`). What is
+    Timers do not say which chunk runs, but the order is fixed before the step begins (`planner/schedules.py`). What is
     neither a forward nor a backward pass keeps megatron-core's name.
     """
 
     def __init__(self, dims: Dims, *, rank: int, micro_batches: int) -> None:
         """`rank` is the pipeline rank."""
-        order = orders(Shape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, micro_batches))[rank]
+        shape = PipelineShape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, micro_batches)
+        order = rank_schedules(shape)[rank]
         self._passes = {
             name: [f"{word} of chunk {each.chunk}, micro-batch {each.micro}" for each in order if each.kind == kind]
             for name, (kind, word) in _COMPUTE.items()
@@ -50,7 +51,7 @@ class Phases:
 class _Phase:
     """megatron-core's view of one timer."""
 
-    phases: Phases
+    phases: TimerRanges
     name: str
 
     def start(self, barrier: bool = False) -> None:

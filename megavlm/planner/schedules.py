@@ -25,7 +25,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Shape:
+class PipelineShape:
     """What an order depends on: `pp` ranks with `vpp` chunks each, and micro-batches per step."""
 
     schedule: ScheduleName
@@ -44,7 +44,7 @@ def schedule_for(*, pp: int, vpp: int) -> ScheduleName:
 
 
 @lru_cache(maxsize=256)
-def orders(shape: Shape) -> tuple[tuple[Pass, ...], ...]:
+def rank_schedules(shape: PipelineShape) -> tuple[tuple[Pass, ...], ...]:
     """Each rank's passes in the order that it runs them."""
     if shape.schedule == "interleaved":
         assert shape.micro_batches % shape.pp == 0, "interleaving runs micro-batches in rounds of PP"
@@ -64,7 +64,7 @@ def _one_f_one_b(count: int, rank: int, warmup: int) -> tuple[Pass, ...]:
     return (*order, *(Pass(BACKWARD, rank, micro) for micro in range(count - warmup, count)))
 
 
-def _interleaved(shape: Shape, rank: int) -> tuple[Pass, ...]:
+def _interleaved(shape: PipelineShape, rank: int) -> tuple[Pass, ...]:
     """Rounds of PP micro-batches pass a rank's chunks in turn, backwards in the opposite order of chunks."""
     pp, vpp, count = shape.pp, shape.vpp, shape.micro_batches
     table = [(first + micro, chunk) for first in range(0, count, pp) for chunk in range(vpp) for micro in range(pp)]
@@ -94,7 +94,7 @@ _ROUNDS = 4  # of PP micro-batches, after which forwards and backwards take turn
 
 
 @lru_cache(maxsize=1024)
-def peak_in_flight(shape: Shape) -> tuple[tuple[int, ...], ...]:
+def peak_in_flight(shape: PipelineShape) -> tuple[tuple[int, ...], ...]:
     """Of each rank: the largest number of micro-batches whose activations each of its chunks holds at once.
 
     Where a rank has several chunks, the counts are those at the moment when their sum is largest.
@@ -104,7 +104,7 @@ def peak_in_flight(shape: Shape) -> tuple[tuple[int, ...], ...]:
         return peak_in_flight(replace(shape, micro_batches=enough))
     release = WEIGHT if shape.schedule == "zb-h1" else BACKWARD
     peaks = []
-    for rank, order in enumerate(orders(shape)):
+    for rank, order in enumerate(rank_schedules(shape)):
         held = dict.fromkeys(range(rank, shape.chunks, shape.pp), 0)
         peak, at_peak = -1, tuple(held.values())
         for step in order:

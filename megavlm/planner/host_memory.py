@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megavlm.planner.activations import FP32, saved_bytes
-from megavlm.planner.case import Case, Recompute
 from megavlm.planner.cost import trained_parameters
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.memory import HOST_PIECE, leaves, moments_here
-from megavlm.planner.orders import peak_in_flight
+from megavlm.planner.memory import HOST_PIECE, is_offloaded, moments_here
+from megavlm.planner.scenario import Recompute, Scenario
+from megavlm.planner.schedules import peak_in_flight
 
 GIB = 2**30
 # torch gives out pinned memory in powers of two: at worst twice what is asked for, on average over sizes 1 / ln 2.
@@ -35,29 +35,29 @@ class HostMemory:
 
 
 def host_memory(
-    case: Case, bounds: Sequence[int], rank: int, *, recompute: Sequence[Recompute], skip: int = 0
+    scenario: Scenario, bounds: Sequence[int], rank: int, *, recompute: Sequence[Recompute], skip: int = 0
 ) -> HostMemory:
     """Peak of one pipeline rank; arguments as for `memory.rank_memory`."""
     spans = [(max(a, skip), b) for a, b in pairwise(bounds)]
-    chunks = case.dims.chunks_of(rank)
+    chunks = scenario.dims.chunks_of(rank)
     saved = 0.0
-    for chunk, count in zip(chunks, peak_in_flight(case.shape)[rank], strict=True):
-        names = case.names[slice(*spans[chunk])]
-        saved += count * sum(pinned_bytes(name, case, recompute[chunk]) for name in names)
-    own = sum(trained_parameters(case, *spans[chunk]) for chunk in chunks) / case.shards
-    return HostMemory(activations=saved) + of_update(own, case)
+    for chunk, count in zip(chunks, peak_in_flight(scenario.shape)[rank], strict=True):
+        names = scenario.names[slice(*spans[chunk])]
+        saved += count * sum(pinned_bytes(name, scenario, recompute[chunk]) for name in names)
+    own = sum(trained_parameters(scenario, *spans[chunk]) for chunk in chunks) / scenario.shards
+    return HostMemory(activations=saved) + of_update(own, scenario)
 
 
-def pinned_bytes(name: str, case: Case, recompute: Recompute = "none") -> float:
+def pinned_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> float:
     """What a micro-batch leaves on the host of a layer."""
-    if not leaves(name, case):
+    if not is_offloaded(name, scenario):
         return 0.0
-    return saved_bytes(name, case, recompute) * (_ROUNDED_UP if case.on_gpu else 1.0)
+    return saved_bytes(name, scenario, recompute) * (_ROUNDED_UP if scenario.on_gpu else 1.0)
 
 
-def of_update(own: float, case: Case) -> HostMemory:
+def of_update(own: float, scenario: Scenario) -> HostMemory:
     """Of a rank that updates `own` numbers; moments of what is trained alone."""
-    if moments_here(case):
+    if moments_here(scenario):
         return HostMemory()
     return HostMemory(moments=2 * FP32 * own, pieces=2 * FP32 * min(own, 2 * HOST_PIECE))
 
@@ -67,7 +67,7 @@ def node_bytes(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> f
     return max(each.total for each in ranks) * min(world, hardware.devices_per_node)
 
 
-def node_complaint(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str | None:
+def node_memory_error(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str | None:
     """Why a node's memory does not hold what its ranks offload, if so."""
     needed, there = node_bytes(ranks, world, hardware), hardware.own_host.memory
     if needed <= there:
@@ -81,5 +81,5 @@ def line(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str:
     parts = (("moments", fullest.moments), ("activations", fullest.activations), ("on their way", fullest.pieces))
     shares = ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts if value)
     node, there = node_bytes(ranks, world, hardware) / GIB, hardware.own_host.memory / GIB
-    room = f" of {there:.0f}" if there < float("inf") else ""
-    return f"host memory of the fullest rank, GiB: {shares}; of a node {node:.1f}{room}"
+    free_memory = f" of {there:.0f}" if there < float("inf") else ""
+    return f"host memory of the fullest rank, GiB: {shares}; of a node {node:.1f}{free_memory}"

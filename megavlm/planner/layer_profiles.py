@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.model.flops import attends_in_windows
+from megavlm.arch.flops import attends_in_windows
+from megavlm.arch.layers import VISION_LAYER
 from megavlm.planner.activations import hidden_bytes
-from megavlm.planner.case import Case, Recompute
 from megavlm.planner.cost import carried_bytes, layer_seconds, transfer_seconds
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.layers import VISION_LAYER
-from megavlm.planner.memory import kept_bytes, standing, transient_bytes
-from megavlm.planner.orders import Shape
+from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
+from megavlm.planner.scenario import Recompute, Scenario
+from megavlm.planner.schedules import PipelineShape
 from megavlm.planner.timeline import Durations
 
 Array = np.ndarray
@@ -24,7 +24,7 @@ Each = Callable[[Callable[[str], Any]], list[Any]]
 
 
 @dataclass(frozen=True)
-class Mode:
+class RecomputeProfile:
     """What depends on a chunk's recomputation: per layer, but for `transient` as prefix sums."""
 
     backward: Array  # [layers + 1] seconds of the device
@@ -36,15 +36,15 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class LayerTables:
+class LayerProfiles:
     """The layers of a pipeline that begins at layer `first` of the model's list, for one micro-batch."""
 
-    case: Case
+    scenario: Scenario
     first: int
     forward: Array  # [layers + 1] prefix sums, seconds of the device
-    standing: Array  # [layers + 1] prefix sums, bytes
+    model_state: Array  # [layers + 1] prefix sums, bytes
     transfer: Array  # [layers + 1] seconds of what enters each layer; 0 at both ends
-    modes: dict[Recompute, Mode]
+    modes: dict[Recompute, RecomputeProfile]
     launch: Array | float = 0.0  # [layers + 1] prefix sums, seconds of the host for a forward pass; 0: a CPU
 
     @property
@@ -71,7 +71,7 @@ class LayerTables:
         return relays(issue, forward) + relays(backward, issue_back)
 
     def durations(
-        self, chunks: Sequence[tuple[int, int, Recompute]], transfer: Sequence[float], *, shape: Shape
+        self, chunks: Sequence[tuple[int, int, Recompute]], transfer: Sequence[float], *, shape: PipelineShape
     ) -> Durations:
         """Seconds of each pass of each chunk.
 
@@ -114,41 +114,50 @@ def relays(ahead: Array, behind: Array) -> Array:
     return found
 
 
-def layer_tables(
-    case: Case, hardware: Hardware, *, modes: Sequence[Recompute] = ("none", "selective", "full"), first: int = 0
-) -> LayerTables:
+def layer_profiles(
+    scenario: Scenario,
+    hardware: Hardware,
+    *,
+    modes: Sequence[Recompute] = ("none", "selective", "full"),
+    first: int = 0,
+) -> LayerProfiles:
     """Tables of `case`'s layers from `first` on."""
-    places = range(first, len(case.names))
-    each = measured_once(case, places)
-    carried = [carried_bytes(case, i) for i in places][1:]
-    sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, case))[1:], carried, strict=True)]
-    sends = [transfer_seconds(size, case, hardware) for size in sizes]
-    seconds = each(partial(layer_seconds, case=case, hardware=hardware))
-    return LayerTables(
-        case=case,
+    places = range(first, len(scenario.names))
+    each = measured_once(scenario, places)
+    carried = [carried_bytes(scenario, i) for i in places][1:]
+    sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, scenario))[1:], carried, strict=True)]
+    sends = [transfer_seconds(size, scenario, hardware) for size in sizes]
+    seconds = each(partial(layer_seconds, scenario=scenario, hardware=hardware))
+    return LayerProfiles(
+        scenario=scenario,
         first=first,
         forward=_prefix([s.forward for s in seconds]),
-        standing=_prefix(each(lambda n: standing(n, case).total)),
+        model_state=_prefix(each(lambda n: model_state_bytes(n, scenario).total)),
         transfer=np.array([0.0, *sends, 0.0]),
-        modes={mode: _mode(mode, case, hardware, each) for mode in modes},
-        launch=_prefix([s.launch[0] for s in seconds]) if case.on_gpu else 0.0,
+        modes={mode: _mode(mode, scenario, hardware, each) for mode in modes},
+        launch=_prefix([s.launch[0] for s in seconds]) if scenario.on_gpu else 0.0,
     )
 
 
-def sharded(tables: LayerTables, case: Case) -> LayerTables:
+def sharded(profiles: LayerProfiles, scenario: Scenario) -> LayerProfiles:
     """The same layers where `case` keeps their state elsewhere (other ranks, the host): other bytes, the same times."""
-    each = measured_once(case, range(tables.first, len(case.names)))
+    each = measured_once(scenario, range(profiles.first, len(scenario.names)))
     modes = {
-        mode: replace(values, transient=np.array(each(partial(transient_bytes, case=case, recompute=mode))))
-        for mode, values in tables.modes.items()
+        mode: replace(values, transient=np.array(each(partial(transient_bytes, scenario=scenario, recompute=mode))))
+        for mode, values in profiles.modes.items()
     }
-    return replace(tables, case=case, standing=_prefix(each(lambda n: standing(n, case).total)), modes=modes)
+    return replace(
+        profiles,
+        scenario=scenario,
+        model_state=_prefix(each(lambda n: model_state_bytes(n, scenario).total)),
+        modes=modes,
+    )
 
 
-def measured_once(case: Case, places: Sequence[int]) -> Each:
+def measured_once(scenario: Scenario, places: Sequence[int]) -> Each:
     """A function that measures layers by name, each kind of them once, and gives the values of all of `places`."""
-    kinds = [_kind(case, i) for i in places]
-    examples = {kind: case.names[i] for kind, i in zip(reversed(kinds), reversed(places), strict=True)}
+    kinds = [_kind(scenario, i) for i in places]
+    examples = {kind: scenario.names[i] for kind, i in zip(reversed(kinds), reversed(places), strict=True)}
 
     def each(measure: Callable[[str], Any]) -> list[Any]:
         of_kind = {kind: measure(name) for kind, name in examples.items()}
@@ -157,27 +166,27 @@ def measured_once(case: Case, places: Sequence[int]) -> Each:
     return each
 
 
-def _mode(mode: Recompute, case: Case, hardware: Hardware, each: Each) -> Mode:
-    seconds = each(partial(layer_seconds, case=case, hardware=hardware, recompute=mode))
-    return Mode(
+def _mode(mode: Recompute, scenario: Scenario, hardware: Hardware, each: Each) -> RecomputeProfile:
+    seconds = each(partial(layer_seconds, scenario=scenario, hardware=hardware, recompute=mode))
+    return RecomputeProfile(
         backward=_prefix([s.backward for s in seconds]),
-        saved=_prefix(each(partial(kept_bytes, case=case, recompute=mode))),
-        transient=np.array(each(partial(transient_bytes, case=case, recompute=mode))),
-        launch=_prefix([s.launch[1] for s in seconds]) if case.on_gpu else 0.0,
+        saved=_prefix(each(partial(kept_bytes, scenario=scenario, recompute=mode))),
+        transient=np.array(each(partial(transient_bytes, scenario=scenario, recompute=mode))),
+        launch=_prefix([s.launch[1] for s in seconds]) if scenario.on_gpu else 0.0,
     )
 
 
-def _kind(case: Case, index: int) -> tuple[object, ...]:
+def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
     """Layers of one kind cost the same: numbers do not matter, windows and what is trained do."""
-    name = case.names[index]
+    name = scenario.names[index]
     stem, _, number = name.rpartition(".")
-    windowed = name.startswith(VISION_LAYER) and attends_in_windows(case.model.vision, int(number))
+    windowed = name.startswith(VISION_LAYER) and attends_in_windows(scenario.model.vision, int(number))
     return (
         stem if number.isdigit() else name,
         windowed,
-        case.trains(name),
-        case.gradient_reaches[index],
-        name in case.fp8,
+        scenario.trains(name),
+        scenario.gradient_reaches[index],
+        name in scenario.fp8,
     )
 
 

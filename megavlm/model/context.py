@@ -1,4 +1,4 @@
-"""`View`: what layers ask about a micro-batch: where tokens lie, which attend to which, angles, shapes."""
+"""`MicroBatchContext`: what layers ask about a micro-batch: where tokens lie, which attend to which, angles, shapes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megavlm.arch.flops import window_patches
+from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
 from megavlm.config import sequence_parallel
 from megavlm.config.precision_rules import sequence_multiple
 from megavlm.config.schema import Config, VisionConfig
 from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import MicroBatch
 from megavlm.model.deepstack import add_features
-from megavlm.model.flops import window_patches
 from megavlm.model.language import rope
 from megavlm.model.packing import Packing, packed
 from megavlm.model.rotary import Rotation, rotation
 from megavlm.model.specs import DTYPES
 from megavlm.model.vision import VisionLayout, rope2d
 from megavlm.parallel.groups import Groups
-from megavlm.planner.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
 
 
 @dataclass(frozen=True)
-class View:
+class MicroBatchContext:
     """What layers need to know of a micro-batch, computed once per chunk and only where it is asked for."""
 
     batch: MicroBatch

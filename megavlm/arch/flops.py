@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megavlm.config.derived import projector_width, query_groups, vocab_size
-from megavlm.config.schema import Config, LanguageConfig, ModelConfig, VisionConfig
-from megavlm.planner.layers import (
+from megavlm.arch.layers import (
     DEEPSTACK,
     EMBEDDING,
     LANGUAGE_LAYER,
@@ -26,6 +24,8 @@ from megavlm.planner.layers import (
     trained_layers,
     trains_weights,
 )
+from megavlm.config.derived import projector_width, query_groups, vocab_size
+from megavlm.config.schema import Config, LanguageConfig, ModelConfig, VisionConfig
 
 
 @dataclass(frozen=True)
