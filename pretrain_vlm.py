@@ -40,9 +40,9 @@ def with_model(config: Config) -> Config:
     options = config.checkpoint
     if options.init_from is None and options.vision_from is None and options.language_from is None:
         return config
-    from megavlm.checkpoint.hf.source import with_model_of_origins
+    from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 
-    return with_model_of_origins(config)
+    return with_pretrained_model(config)
 
 
 def with_plan(config: Config, *, world: int) -> Config:

@@ -196,12 +196,12 @@ def their_batch(batch: MicroBatch, options: Config) -> dict[str, Tensor]:
 
 def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
     """Write their weights under our names and in our shapes."""
-    from megavlm.checkpoint.hf.families.llava import LLAVA
+    from megavlm.families.llava import FAMILY as LLAVA
     from tests.support.mapping import to_ours
 
     theirs = {name: param.detach() for name, param in model.named_parameters()}
-    spelling = next(each for each in LLAVA.spellings if f"{each.vision}embeddings.patch_embedding.weight" in theirs)
-    table = LLAVA.table(options.model, spelling)
+    prefixes = next(each for each in LLAVA.name_prefixes if f"{each.vision}embeddings.patch_embedding.weight" in theirs)
+    table = LLAVA.table(options.model, prefixes)
     flat = {name: param.flatten(1) if param.dim() > 1 else param for name, param in theirs.items()}
     shapes = {key: tuple(torch.cat([flat[name] for name in rule.names]).shape) for key, rule in table.items()}
     weights = to_ours(flat, table, shapes)

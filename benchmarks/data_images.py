@@ -30,46 +30,55 @@ from PIL import Image, ImageOps
 from record import append, circumstances
 from sklearn.datasets import load_sample_images
 
+from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.decode import decode
-from megavlm.data.processors import Processor, processor_from
+from megavlm.data.processors import Processor
+from megavlm.families import processor_from
 
 SIZES = ((480, 640), (768, 1024), (1080, 1920))  # height, width
-FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+# module, class, options; side of a patch; how many patches a side become one feature
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
     "LLaVA-1.5": (
         "llava.image_processing_pil_llava",
         "LlavaImageProcessorPil",
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
-        {"vision_config": {"patch_size": 14}},
+        14,
+        1,
     ),
     "SigLIP-384": (
         "siglip.image_processing_pil_siglip",
         "SiglipImageProcessorPil",
         {"size": {"height": 384, "width": 384}},
-        {"vision_config": {"patch_size": 14}},
+        14,
+        1,
     ),
     "LLaVA-OneVision": (
         "llava_onevision.image_processing_pil_llava_onevision",
         "LlavaOnevisionImageProcessorPil",
         {},
-        {"vision_config": {"patch_size": 14}},
+        14,
+        1,
     ),
     "InternVL3": (
         "got_ocr2.image_processing_pil_got_ocr2",
         "GotOcr2ImageProcessorPil",
         {"size": {"height": 448, "width": 448}, "crop_to_patches": True},
-        {"vision_config": {"patch_size": 14}, "downsample_ratio": 0.5},
+        14,
+        2,
     ),
     "Qwen2.5-VL": (
         "qwen2_vl.image_processing_pil_qwen2_vl",
         "Qwen2VLImageProcessorPil",
         {"size": {"shortest_edge": 3136, "longest_edge": 12845056}},
-        {"vision_config": {"patch_size": 14}},
+        14,
+        2,
     ),
     "SmolVLM": (
         "smolvlm.image_processing_pil_smolvlm",
         "SmolVLMImageProcessorPil",
         {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}},
-        {"vision_config": {"patch_size": 16}, "scale_factor": 4},
+        16,
+        4,
     ),
 }
 SIDES = ("ours", "fast", "theirs")
@@ -105,8 +114,11 @@ def table(sizes: Sequence[tuple[int, int]], *, repeats: int) -> list[dict[str, A
 
 
 def measure(family: str, size: tuple[int, int], repeats: int) -> dict[str, Any]:
-    module, name, options, config = FAMILIES[family]
+    module, name, options, patch, merge = FAMILIES[family]
     theirs = getattr(importlib.import_module(f"transformers.models.{module}"), name)(**options)
+    tiles = 9 if "OneVision" in family else None
+    projector = ProjectorConfig(pixel_shuffle=merge, anyres_max_tiles=tiles)
+    config = ModelConfig(vision=VisionConfig(patch_size=patch), projector=projector)
     given = json.loads(theirs.to_json_string())
     ours, fast = processor_from(given, config), processor_from(given, config, fast=True)
     jpeg = photograph(*size)

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from megavlm.arch.flops import Workload, layer_cost, step_flops, window_patches, window_squares
 from megavlm.arch.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, layer_names
-from megavlm.checkpoint.hf.families.llava import inputs as llava_inputs
-from megavlm.checkpoint.hf.families.qwen_vl import inputs as qwen_inputs
 from megavlm.config.cli import parse
 from megavlm.config.load import to_yaml
 from megavlm.config.rules import check
@@ -25,9 +23,11 @@ from megavlm.config.schema import Config, ModelConfig, PrecisionConfig, TrainCon
 from megavlm.data.batch import MicroBatch
 from megavlm.data.images import grid_of
 from megavlm.data.sample import Image, Sample, collate
+from megavlm.families import published_model
+from megavlm.families.llava import inputs as llava_inputs
+from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.parallel.dims import Dims
 from megavlm.planner.memory import Memory, rank_memory
-from megavlm.planner.models import llava_1_5_7b, qwen2_5_vl_7b
 from megavlm.planner.scenario import scenario_of
 
 LEAST_LAYERS = 3  # language layers below which the output layer is most of the language model
@@ -81,7 +81,7 @@ def models(*, small: bool) -> list[tuple[Shape, ...]]:
     Of each the shapes to choose from, the largest first: `fitting` says which. Qwen2.5-VL's four photographs are 20,248
     patches, which save more for the backward pass than 80 GB have room for; the two smaller are 6,740.
     """
-    llava, qwen = llava_1_5_7b(), qwen2_5_vl_7b()
+    llava, qwen = published_model("llava_1_5_7b"), published_model("qwen2_5_vl_7b")
     photographs = ((1288, 952), (1036, 1372), (756, 1008), (644, 868))
     if not small:
         llavas = [_shape("LLaVA-1.5-7B", llava, ((336, 336),) * 8, 1024, llava_config, llava_inputs)]
@@ -117,6 +117,7 @@ def _toy(model: ModelConfig) -> ModelConfig:
     vision = replace(model.vision, num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4)
     vision = replace(vision, image_size=56)
     language = replace(model.language, num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4)
+    language = replace(language, num_query_groups=None)
     if vision.full_attention_layers:
         vision = replace(vision, full_attention_layers=(1,))
         language = replace(language, num_query_groups=2, mrope_section=(2, 3, 3))

@@ -132,7 +132,7 @@ def _random(chunks: Any) -> None:
 def _loading(config: Any, shape: gpu_model.Shape, folder: str) -> Callable[[Any], None]:
     """The weights that the other side wrote."""
     from megavlm.checkpoint.hf.load import load_weights
-    from megavlm.checkpoint.hf.source import ALL_PARTS, Origin
+    from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained
 
-    origin = Origin.of(Path(folder) / MODEL_FILE, *ALL_PARTS)
-    return partial(load_weights, origins=[origin], config=config, vocab_size=shape.vocabulary)
+    pretrained = Pretrained.of(Path(folder) / MODEL_FILE, *ALL_PARTS)
+    return partial(load_weights, pretrained_list=[pretrained], config=config, vocab_size=shape.vocabulary)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from megavlm.arch.layers import EMBEDDING, layer_names
 from megavlm.config.schema import Config, DataConfig, ModelConfig, PlacementConfig, PrecisionConfig, TrainConfig
+from megavlm.families import published_model
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, Hardware
-from megavlm.planner.models import model
 from megavlm.planner.plan import dims_of
 
 GPUS = ("a100", "h100", "h200", "b200")
@@ -76,7 +76,7 @@ def table(micro_batches: int) -> Iterator[str]:
 
 def run_of(layout: Layout, count: int, side: int, micro_batches: int) -> Config:
     """A run in stages; the sequence is as long as its images and the text need."""
-    sizes = model(layout.model)
+    sizes = published_model(layout.model)
     side = _whole(sizes, side)
     features = (side // (sizes.vision.patch_size * sizes.projector.pixel_shuffle)) ** 2
     config = Config(

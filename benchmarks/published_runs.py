@@ -15,9 +15,9 @@ import placement_paper
 
 from megavlm.arch.flops import step_flops
 from megavlm.config.schema import Config, DataConfig, PrecisionConfig, TrainConfig
+from megavlm.families import published_model
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, profile
-from megavlm.planner.models import model
 from megavlm.planner.plan import dims_of, typical_workload
 from megavlm.planner.scenario import times
 
@@ -50,7 +50,7 @@ def rates(
 ) -> Rates:
     """A step of text alone on H100s."""
     config = Config(
-        model=model(name),
+        model=published_model(name),
         precision=PrecisionConfig("bf16", fp8=fp8),
         train=TrainConfig(seq_length=seq_length, global_batch_size=batch, micro_batch_size=micro_batch),
         data=DataConfig(kind="synthetic", images_per_sample=(0,)),

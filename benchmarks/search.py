@@ -14,8 +14,8 @@ import time
 import record
 
 from megavlm.config.schema import Config, DataConfig, PrecisionConfig, TrainConfig
+from megavlm.families import published_model
 from megavlm.planner.hardware import profile
-from megavlm.planner.models import model
 from megavlm.planner.search import search
 
 MODEL, GPU, SEQUENCE, IMAGES, SIDE = "qwen2_5_vl_72b", "h100", 8192, 6, 1008
@@ -37,7 +37,7 @@ def measure(gpus: int) -> dict[str, int | float | str]:
     """One search, in a process that has searched nothing of this size before."""
     train = TrainConfig(seq_length=SEQUENCE, global_batch_size=8 * gpus)
     data = DataConfig(kind="synthetic", image_sizes=(SIDE,), images_per_sample=(IMAGES,))
-    config = Config(model=model(MODEL), precision=PrecisionConfig("bf16"), train=train, data=data)
+    config = Config(model=published_model(MODEL), precision=PrecisionConfig("bf16"), train=train, data=data)
     clock, processor = time.perf_counter(), time.process_time()
     outcome = search(config, gpus, profile(GPU))
     return {

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, refuse, with_model_of_origins
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
 from megavlm.config.cli import parse
 from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.lora import adapted_parts
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Import a Hugging Face folder; flags of a run (--tp 2 …) are checked and stored in config.yaml."""
-    config = with_model_of_origins(parse([*rest, "--init-from", str(options.source)]))
+    config = with_pretrained_model(parse([*rest, "--init-from", str(options.source)]))
     if config.train.seq_length == TrainConfig().seq_length:  # a default that is too short for most models' images
         config = replace(config, train=replace(config.train, seq_length=length_for(config.model)))
     parallel = config.parallel
@@ -74,7 +74,7 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check(config, world=world)
     given, config = config, resolve(config)
     make_plan(config, dims_of(config, world=world))
-    origin = Origin.of(options.source, *ALL_PARTS)
+    pretrained = Pretrained.of(options.source, *ALL_PARTS)
 
     from megavlm import backend
 
@@ -85,11 +85,11 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     single = replace(config, parallel=type(parallel)(), train=replace(config.train, micro_batch_size=1))
     shapes = real_shapes(whole_model(single, groups_of_one(chosen), chosen), single)
-    found = [*origin.problems(), *sorted(origin.wrong_shapes(shapes))]
+    found = [*pretrained.problems(), *sorted(pretrained.wrong_shapes(shapes))]
     refuse(found, f"{options.source} does not contain the model that its config.json describes")
     start = time.perf_counter()
     plan = make_plan(single, ONE)
-    folder = import_checkpoint(origin, shapes, config, plan, root=options.out / "checkpoints")
+    folder = import_checkpoint(pretrained, shapes, config, plan, root=options.out / "checkpoints")
     (options.out / "config.yaml").write_text(to_yaml(_loading(given, options.out)))
     parameters = sum(map(math.prod, shapes.values()))
     print(f"{folder}: {parameters / 1e6:.1f} million parameters in {time.perf_counter() - start:.1f} s")
@@ -128,11 +128,11 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
     backend.activate()
 
     from megavlm.checkpoint.hf.adapters import export_adapters, read_adapters, table_in_memory
+    from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
     from megavlm.checkpoint.hf.exporting import family_at
-    from megavlm.checkpoint.hf.records import Records
 
     checkpoint, sidecar, saved = _trained(options.source)
-    adapters = read_adapters(Records(checkpoint), saved.model)
+    adapters = read_adapters(CheckpointReader(checkpoint), saved.model)
     if not adapters:
         raise UserError(f"{options.source} has no adapters: train with --lora-rank, or use export")
     if left := sorted({"vision", "projector", "language"} - {*saved.model.freeze, *adapted_parts(saved)}):
@@ -166,8 +166,8 @@ def _trained(source: Path) -> tuple[Path, Any, Config]:
 def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compare both models' logits in fp32 on the same random images and text."""
     _nothing_left(rest)
-    config = resolve(with_model_of_origins(Config(checkpoint=CheckpointConfig(init_from=str(options.folder)))))
-    origin = Origin.of(options.folder, *ALL_PARTS)
+    config = resolve(with_pretrained_model(Config(checkpoint=CheckpointConfig(init_from=str(options.folder)))))
+    pretrained = Pretrained.of(options.folder, *ALL_PARTS)
 
     from megavlm import backend
 
@@ -177,9 +177,9 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     if options.checkpoint is not None and has_adapters(options.checkpoint):
         raise UserError(f"{options.checkpoint} has adapters: fold them in with merge-lora and verify the result")
-    length = options.seq_length or length_for(config.model, origin.tiling)
+    length = options.seq_length or length_for(config.model, pretrained.tiling)
     config = replace(config, train=TrainConfig(seq_length=length))
-    found = compare(origin, options.checkpoint, config, chosen, samples=options.samples)
+    found = compare(pretrained, options.checkpoint, config, chosen, samples=options.samples)
     print(
         f"largest logit difference {found.largest:.2e} (largest logit {found.scale:.2f}), "
         f"same prediction at {100 * found.same_choice:.2f} % of {options.samples} × {length} positions"

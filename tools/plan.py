@@ -14,10 +14,10 @@ from megavlm.config.load import from_yaml_file, to_yaml
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from megavlm.config.words import plain
 from megavlm.errors import UserError
+from megavlm.families import PUBLISHED, published_model
 from megavlm.planner.candidates import Space
 from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile
-from megavlm.planner.models import MODELS, model
 from megavlm.planner.plan import make_plan
 from megavlm.planner.report import report
 from megavlm.planner.search import Outcome, search, timeline_of
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Rank the layouts of a model on a number of devices.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", help=f"Plan for a published model: {', '.join(MODELS)}.")
+    what.add_argument("--model", help=f"Plan for a published model: {', '.join(PUBLISHED)}.")
     what.add_argument("--config", metavar="FILE.yaml", help="Plan for the configuration of a run.")
     what.add_argument("--hf", metavar="DIR", help="Plan for a Hugging Face folder; only config.json is read.")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="Number of GPUs.")
@@ -107,13 +107,13 @@ def configuration(options: argparse.Namespace) -> Config:
             run=RunConfig(run_dir="runs/planned"),
         )
         if options.model is not None:
-            config = replace(config, model=model(options.model))
+            config = replace(config, model=published_model(options.model))
         else:
             config = replace(config, checkpoint=CheckpointConfig(init_from=options.hf))
     if config.checkpoint.init_from is not None:
-        from megavlm.checkpoint.hf.source import with_model_of_origins
+        from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 
-        config = with_model_of_origins(config)
+        config = with_pretrained_model(config)
     given = {
         ("train", "seq_length"): options.seq_length,
         ("train", "global_batch_size"): options.global_batch_size,

@@ -49,9 +49,9 @@ def _config(argv: Sequence[str]) -> Config:
     config = parse(argv)
     options = config.checkpoint
     if options.init_from or options.vision_from or options.language_from:
-        from megavlm.checkpoint.hf.source import with_model_of_origins
+        from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 
-        config = with_model_of_origins(config)
+        config = with_pretrained_model(config)
     check(replace(config, parallel=ParallelConfig()), world=1)
     return config
 

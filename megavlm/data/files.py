@@ -20,12 +20,10 @@ from megavlm.data.conversation import Conversation, ImageRef, Records
 from megavlm.data.costs import CostModel
 from megavlm.data.decode import decode, size_of
 from megavlm.data.order import Order
-from megavlm.data.processors.choose import processor_for
-from megavlm.data.processors.families import Anyres, Processor
-from megavlm.data.processors.layout import Layout
+from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
+from megavlm.data.processors import Layout, Processor
 from megavlm.data.records import is_stream, name_of, open_records
 from megavlm.data.sample import Sample, Tiles
-from megavlm.data.tokenizers.choose import model_type, tokenizer_for, tokenizer_path
 
 # Records of a stream, as far as the order of a blend is concerned.
 _ENDLESS = 2**62
@@ -144,7 +142,7 @@ class FilesSource:
 
     def _sample(self, piece: Piece, images: Sequence[ImageRef], layouts: Sequence[Layout], *, source: int) -> Sample:
         shown = [(images[number], layouts[number]) for number in piece.images]
-        tiled = isinstance(self.processor, Anyres)
+        tiled = self.processor.anyres
         return Sample(
             tokens=piece.tokens,
             trained=piece.trained,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megavlm.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def grid_of(height: int, width: int, patch_size: int) -> tuple[int, int]:
@@ -53,6 +55,8 @@ def patchify(
     Normalisation is (x / 255 − mean) / std, with one mean and std or one per channel. It runs in numpy: the loader's
     thread must not start torch's own threads.
     """
+    import torch  # here: the planner counts patches without it
+
     height, width, channels = image.shape
     rows, columns = grid_of(height, width, patch_size)
     cells = image.reshape(rows, patch_size, columns, patch_size, channels)

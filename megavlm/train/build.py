@@ -16,7 +16,7 @@ from megavlm.arch.layers import PATCH_EMBED
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
-from megavlm.checkpoint.hf.source import origins_of
+from megavlm.checkpoint.hf.pretrained import pretrained_of
 from megavlm.config import overlapped
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
@@ -173,8 +173,10 @@ def _initial_weights(config: Config, checkpoint: Path | None, *, vocab_size: int
     if checkpoint is not None:
         weights_only = state.is_weights_only(checkpoint)
         return partial(state.load_weights, folder=checkpoint, config=config) if weights_only else None
-    origins = origins_of(config)
-    return partial(load_weights, origins=origins, config=config, vocab_size=vocab_size) if origins else None
+    pretrained_list = pretrained_of(config)
+    if not pretrained_list:
+        return None
+    return partial(load_weights, pretrained_list=pretrained_list, config=config, vocab_size=vocab_size)
 
 
 def _restore(

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import megavlm
 from megavlm.backend import Backend
-from megavlm.checkpoint.hf.compose import is_llava, write_composed_sidecar
+from megavlm.checkpoint.hf.compose import composed_config, write_composed_sidecar
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, pretrained_of
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, write_sidecar
-from megavlm.checkpoint.hf.source import ALL_PARTS, origins_of
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -59,9 +59,10 @@ def write_sidecars(run_dir: Path, config: Config, checkpoint: Path | None, *, im
     if checkpoint is not None:
         carry_sidecar(checkpoint, run_dir)
         return
-    origins = origins_of(config)
-    for origin in origins:
-        if origin.parts == ALL_PARTS:
-            write_sidecar(origin, run_dir)
-    if is_llava(origins, config.model):
-        write_composed_sidecar(origins, config.model, run_dir, image_token=image_token)
+    pretrained_list = pretrained_of(config)
+    for pretrained in pretrained_list:
+        if pretrained.parts == ALL_PARTS:
+            write_sidecar(pretrained, run_dir)
+    composed = composed_config(pretrained_list, config.model, image_token=image_token)
+    if composed is not None:
+        write_composed_sidecar(pretrained_list, composed, run_dir)

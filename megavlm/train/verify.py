@@ -11,7 +11,7 @@ import torch
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
-from megavlm.checkpoint.hf.source import Origin
+from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.config.derived import vocab_size
 from megavlm.config.schema import Config
 from megavlm.data.anyres import Tiling
@@ -32,7 +32,9 @@ class Difference:
 
 
 @torch.no_grad()
-def compare(origin: Origin, checkpoint: Path | None, config: Config, backend: Backend, *, samples: int) -> Difference:
+def compare(
+    pretrained: Pretrained, checkpoint: Path | None, config: Config, backend: Backend, *, samples: int
+) -> Difference:
     """Run both models in fp32 on CPU or GPU; without `checkpoint`, ours is read from the folder itself.
 
     Raises UserError where Transformers' model does not take the same images and text.
@@ -40,29 +42,29 @@ def compare(origin: Origin, checkpoint: Path | None, config: Config, backend: Ba
     groups = groups_of_one(backend)
     chunk = whole_model(config, groups, backend)
     if checkpoint is None:
-        load_weights([chunk], [origin], config, vocab_size=vocab_size(config.model.language))
+        load_weights([chunk], [pretrained], config, vocab_size=vocab_size(config.model.language))
     else:
         state.load_weights([chunk], folder=folders.resolve(checkpoint), config=config)
     chunk.to(backend.device).eval()
-    theirs = _transformers_model(origin).to(backend.device)
+    theirs = _transformers_model(pretrained).to(backend.device)
     worst = scale = 0.0
     same: list[float] = []
-    for batch in _batches(config, samples, origin.tiling):
+    for batch in _batches(config, samples, pretrained.tiling):
         moved = batch.to(backend.device)
         ours = chunk(moved, logits=True).float()
-        assert origin.family.inputs is not None
-        given = origin.family.inputs(moved, config.model)
+        assert pretrained.family.inputs is not None
+        given = pretrained.family.inputs(moved, config.model)
         try:
             expected = theirs(**given, use_cache=False).logits[:, : ours.shape[1]].float()
         except (RuntimeError, ValueError, IndexError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
-                f"Transformers' {origin.family.name} does not take images of {_grids(batch)} patches: {reason}"
+                f"Transformers' {pretrained.family.name} does not take images of {_grids(batch)} patches: {reason}"
             ) from error
         if expected.shape != ours.shape:
             raise UserError(
                 f"logits have shape {tuple(ours.shape)} here and {tuple(expected.shape)} in Transformers: is "
-                f"vocab_size of {origin.folder.path / 'config.json'} that of its weights?"
+                f"vocab_size of {pretrained.folder.path / 'config.json'} that of its weights?"
             )
         worst = max(worst, (ours - expected).abs().max().item())
         scale = max(scale, expected.abs().max().item())
@@ -87,12 +89,12 @@ def _batches(config: Config, samples: int, tiling: Tiling | None) -> list[MicroB
     ]
 
 
-def _transformers_model(origin: Origin) -> torch.nn.Module:
+def _transformers_model(pretrained: Pretrained) -> torch.nn.Module:
     try:
         import transformers
     except ImportError as error:
         raise UserError("verify compares with Transformers, which is not installed: pip install megavlm[hf]") from error
-    path = str(origin.folder.path)
+    path = str(pretrained.folder.path)
     model: torch.nn.Module = transformers.AutoModelForImageTextToText.from_pretrained(
         path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )

@@ -49,10 +49,10 @@ def test_compose_train_and_export(
 
 
 def test_an_encoder_of_another_kind_is_refused(tmp_path: Path) -> None:
-    from megavlm.checkpoint.hf.source import with_model_of_origins
+    from megavlm.checkpoint.hf.pretrained import with_pretrained_model
     from megavlm.errors import UserError
 
     language = hf.save(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TEXT)), tmp_path / "language")
     options = CheckpointConfig(vision_from=str(language))
-    with pytest.raises(UserError, match="is a text checkpoint, which has no vision"):
-        with_model_of_origins(Config(checkpoint=options))
+    with pytest.raises(UserError, match="is a qwen2 checkpoint, which has no vision"):
+        with_pretrained_model(Config(checkpoint=options))

@@ -16,7 +16,7 @@ from tests.support.training import SMALL, assert_same_curve, metrics, train, tra
 
 activate()  # before the modules below import megatron-core
 
-from megavlm.checkpoint.hf.source import with_model_of_origins  # noqa: E402
+from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.tiny_models import llava  # noqa: E402
 from tools import convert  # noqa: E402
@@ -115,12 +115,12 @@ def peft_model(folder: Path, adapters: Path, *, trainable: bool) -> Any:
 
 def train_with_peft(theirs: Any, argv: list[str], *, steps: int) -> list[float]:
     """AdamW on the same synthetic batches as the run."""
-    from megavlm.checkpoint.hf.families.llava import inputs
     from megavlm.config.cli import parse
     from megavlm.data.source import batch_of
     from megavlm.data.synthetic import SyntheticSource
+    from megavlm.families.llava import inputs
 
-    config = with_model_of_origins(parse(argv))
+    config = with_pretrained_model(parse(argv))
     source = SyntheticSource(config)
     trained = [param for param in theirs.parameters() if param.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)

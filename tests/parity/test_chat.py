@@ -17,11 +17,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megavlm.data.bad import BadSample, Reason
 from megavlm.data.chat import ChatFormat, EncodedConversation, split
-from megavlm.data.chat.builtin import BUILT_IN
 from megavlm.data.conversation import Conversation, ImageRef, Turn
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.errors import UserError
+from megavlm.families import CHAT_TEMPLATES
 from tests.support import chat_templates as templates
 from tests.support.tokenizers import EXTRA, LLAMA3, QWEN, SMOL, byte_level, llama, with_begin
 
@@ -241,7 +241,7 @@ def test_whatever_is_said(turns: list[tuple[str, str, bool]], folders: dict[str,
 FORMATS: dict[str, ChatFormat] = {}
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
     folder = {"chatml": "qwen", "llama3": "llama3", "smolvlm": "smol"}.get(name, "llama")
     tokenizer = HuggingFaceTokenizer.of(folders[folder])

@@ -11,8 +11,8 @@ from PIL import Image
 
 from megavlm.data.chat import ChatFormat
 from megavlm.data.conversation import Conversation, ImageRef, Turn
-from megavlm.data.processors import processor_from
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megavlm.families import processor_from
 from tests.support.processors import CASES, bare, picture, tokenizers_in
 
 QUESTION, ANSWER, MORE, LAST = "Which is the largest?", "A cat and a dog.", "How many?", "7, it is blue."
@@ -54,7 +54,7 @@ def test_the_tokens_are_those_of_the_whole_processor(
     expected = found["input_ids"]
     expected = expected[0] if isinstance(expected[0], list) else expected
 
-    ours = processor_from(case.image_processor.to_dict(), case.config)
+    ours = processor_from(case.image_processor.to_dict(), case.model)
     tokenizer = HuggingFaceTokenizer.of(folders[case.tokenizer], image_text=ours.image_token)
     tokenizer.chat_template = case.template
     chat = ChatFormat.of(tokenizer, placeholder=ours.placeholder)

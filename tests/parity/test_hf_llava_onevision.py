@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers.image_processing_utils import select_best_resolution
 
-from megavlm.checkpoint.hf.families.llava_onevision import LLAVA_ONEVISION
-from megavlm.checkpoint.hf.settings import Settings
-from megavlm.checkpoint.hf.source import Origin
+from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.data.anyres import TileGroup, features_of_group
 from megavlm.errors import UserError
+from megavlm.families.llava_onevision import FAMILY as LLAVA_ONEVISION
+from megavlm.families.shared.settings import Settings
 from megavlm.model.tiles import lay_out
 from tests.support import hf
 from tests.support.harness import Single
@@ -68,7 +68,7 @@ def test_verify_says_what_transformers_does_not_take(
 ) -> None:
     """Images divided otherwise than the model divides them."""
     folder = hf.save(onevision(), tmp_path / "hf")
-    monkeypatch.setattr(Origin, "tiling", property(lambda origin: lambda size: (1, 2)))
+    monkeypatch.setattr(Pretrained, "tiling", property(lambda pretrained: lambda size: (1, 2)))
     assert convert.main(["verify", str(folder)]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert "Transformers' llava_onevision does not take images of 3×3, 3×3, 3×3 patches" in message

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.checkpoint.hf.families import family_of
-from megavlm.checkpoint.hf.settings import Settings
+from megavlm.families import family_of
+from megavlm.families.shared.settings import Settings
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.tiny_models.qwen_vl import IMAGE_TOKEN, IMAGES, qwen2_5, qwen3

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from megavlm.arch.layers import EMBEDDING, layer_names
-from megavlm.checkpoint.hf.families.language import language_table
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
+from megavlm.families.shared.language import language_table
 from tests.support.harness import (
     OUTPUT_TOLERANCE,
     Single,

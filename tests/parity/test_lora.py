@@ -16,7 +16,7 @@ from megavlm.backend import activate
 activate()  # before the modules below import megatron-core
 
 from megavlm.checkpoint.hf.adapters import PREFIX, export_adapters, grouped, table_in_memory  # noqa: E402
-from megavlm.checkpoint.hf.source import ALL_PARTS, Origin  # noqa: E402
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained  # noqa: E402
 from megavlm.config.schema import Config, LoraConfig  # noqa: E402
 from megavlm.train.engine import Engine  # noqa: E402
 from tests.support import hf  # noqa: E402
@@ -54,14 +54,14 @@ def test_gradients_are_pefts(dropout: float, single: Single, tmp_path: Path, mon
     base = transformers.LlavaForConditionalGeneration(llava.vicuna())
     folder = hf.save(base, tmp_path / "hf")
     config, engine = lora_run(folder, single, dropout)
-    origin = Origin.of(folder, *ALL_PARTS)
-    table = table_in_memory(origin.family, config.model)
+    pretrained = Pretrained.of(folder, *ALL_PARTS)
+    table = table_in_memory(pretrained.family, config.model)
     held = grouped(trained(engine), config.model)
     export_adapters(held, table, config.lora, tmp_path / "adapters", base=str(folder))
     theirs: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True).train()
 
     given = hf.batch_of(config)
-    loss, _ = hf.loss_of(theirs, origin, given, config)
+    loss, _ = hf.loss_of(theirs, pretrained, given, config)
     loss.backward()
     engine.optimizer.zero_grad()
     loss_sum, tokens = engine.schedule.train([given]).tolist()

@@ -30,9 +30,11 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
+from megavlm.config.schema import ModelConfig
 from megavlm.data.bad import BadSample, Reason
-from megavlm.data.processors import Processor, processor_from
-from tests.support.processors import bare, picture
+from megavlm.data.processors import Processor
+from megavlm.families import processor_from
+from tests.support.processors import bare, model_of, picture
 
 Pixels = NDArray[np.uint8]
 Prompt = Callable[[Any, int], str]  # the reference's pixels and an image's index → the text that replaces it
@@ -43,15 +45,11 @@ class Case:
     """`theirs` as a user's folder has it; small tiles keep the tests fast, the arithmetic is that of the real sizes."""
 
     theirs: Any
-    config: dict[str, Any]
+    model: ModelConfig
     prompt: Prompt
 
     def ours(self, *, fast: bool = False) -> Processor:
-        return processor_from(self.theirs.to_dict(), self.config, fast=fast)
-
-
-def vision(patch_size: Any, **others: Any) -> dict[str, Any]:
-    return {"vision_config": {"patch_size": patch_size, **others}}
+        return processor_from(self.theirs.to_dict(), self.model, fast=fast)
 
 
 def llava(image_processor: Any, *, tower: str, strategy: str) -> Case:
@@ -62,8 +60,7 @@ def llava(image_processor: Any, *, tower: str, strategy: str) -> Case:
         vision_feature_select_strategy=strategy,
         image_token="<image>",
     )
-    config = {**vision(14, model_type=tower), "vision_feature_select_strategy": strategy}
-    return Case(image_processor, config, lambda pixels, index: theirs.replace_image_token(pixels, index))
+    return Case(image_processor, model_of(14), lambda pixels, index: theirs.replace_image_token(pixels, index))
 
 
 def onevision(tile: int, patch: int, resolutions: list[list[int]], *, most: int) -> Case:
@@ -81,8 +78,9 @@ def onevision(tile: int, patch: int, resolutions: list[list[int]], *, most: int)
         vision_aspect_ratio=f"anyres_max_{most}",
         image_token="<image>",
     )
-    config = {**vision(patch), "vision_aspect_ratio": f"anyres_max_{most}"}
-    return Case(image_processor, config, lambda pixels, index: theirs.replace_image_token(pixels, index))
+    return Case(
+        image_processor, model_of(patch, most=most), lambda pixels, index: theirs.replace_image_token(pixels, index)
+    )
 
 
 def internvl(tile: int, patch: int, *, fewest: int, most: int) -> Case:
@@ -96,8 +94,9 @@ def internvl(tile: int, patch: int, *, fewest: int, most: int) -> Case:
         end_image_token="</img>",
         image_token="<IMG_CONTEXT>",
     )
-    config = {**vision([patch, patch]), "downsample_ratio": 0.5}
-    return Case(image_processor, config, lambda pixels, index: theirs.replace_image_token(pixels, index))
+    return Case(
+        image_processor, model_of(patch, merge=2), lambda pixels, index: theirs.replace_image_token(pixels, index)
+    )
 
 
 def qwen(patch: int, *, kind: type, **options: Any) -> Case:
@@ -107,7 +106,7 @@ def qwen(patch: int, *, kind: type, **options: Any) -> Case:
     def prompt(pixels: Any, index: int) -> str:
         return f"<|vision_start|>{theirs.replace_image_token(pixels, index)}<|vision_end|>"
 
-    return Case(image_processor, vision(patch, spatial_merge_size=2), prompt)
+    return Case(image_processor, model_of(patch, merge=2), prompt)
 
 
 def idefics(image_processor: Any, *, kind: type, patch: int) -> Case:
@@ -120,8 +119,9 @@ def idefics(image_processor: Any, *, kind: type, patch: int) -> Case:
         global_image_token="<global-img>",
         global_image_tag="<global-img>",
     )
-    config = {**vision(patch), "scale_factor": 2}
-    return Case(image_processor, config, lambda pixels, index: theirs.replace_image_token(pixels, index))
+    return Case(
+        image_processor, model_of(patch, merge=2), lambda pixels, index: theirs.replace_image_token(pixels, index)
+    )
 
 
 SQUARES = [[28 * rows, 28 * columns] for rows in range(1, 5) for columns in range(1, 5)]
@@ -131,7 +131,7 @@ CASES: dict[str, Case] = {
     "clip-336": llava(
         CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}),
         tower="clip_vision_model",
-        strategy="full",
+        strategy="default",
     ),
     "clip-odd": llava(
         CLIPImageProcessorPil(size={"shortest_edge": 57}, crop_size={"height": 70, "width": 42}),

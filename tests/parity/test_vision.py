@@ -12,9 +12,9 @@ import transformers
 from transformers.models.internvl import InternVLVisionConfig, InternVLVisionModel
 
 from megavlm.arch.layers import PROJECTOR, layer_names
-from megavlm.checkpoint.hf.families.vision import clip_table, intern_table, siglip_table
-from megavlm.checkpoint.hf.table import Table
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
+from megavlm.families.shared.table import Table
+from megavlm.families.shared.vision import clip_table, intern_table, siglip_table
 from tests.support.harness import (
     OUTPUT_TOLERANCE,
     Single,

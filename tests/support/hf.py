@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
 from megavlm.checkpoint.hf.load import load_weights
-from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, with_model_of_origins
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from megavlm.data.anyres import TileGroup, features_of_images
@@ -52,14 +52,16 @@ def config_for(folder: Path, **train: Any) -> Config:
         run=RunConfig(run_dir=str(folder / "run")),
         checkpoint=CheckpointConfig(init_from=str(folder)),
     )
-    return resolve(with_model_of_origins(config))
+    return resolve(with_pretrained_model(config))
 
 
 def engine_for(config: Config, folder: Path, single: Single) -> Engine:
     """The engine that training uses, its weights from the folder."""
     vocabulary = config.model.language.vocab_size
     assert vocabulary is not None
-    fill = partial(load_weights, origins=[Origin.of(folder, *ALL_PARTS)], config=config, vocab_size=vocabulary)
+    fill = partial(
+        load_weights, pretrained_list=[Pretrained.of(folder, *ALL_PARTS)], config=config, vocab_size=vocabulary
+    )
     plan = make_plan(config, single.groups.dims)
     return build_engine(config, plan, single.groups, vocab_size=vocabulary, backend=single.backend, weights=fill)
 
@@ -117,10 +119,10 @@ def resolutions(side: int) -> list[list[int]]:
     return [[side * rows, side * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 
 
-def loss_of(theirs: Any, origin: Origin, batch: MicroBatch, config: Config) -> tuple[Tensor, Tensor]:
+def loss_of(theirs: Any, pretrained: Pretrained, batch: MicroBatch, config: Config) -> tuple[Tensor, Tensor]:
     """Mean cross entropy over the trained tokens, and the logits, of the Transformers model."""
-    assert origin.family.inputs is not None
-    logits = theirs(**origin.family.inputs(batch, config.model), use_cache=False).logits
+    assert pretrained.family.inputs is not None
+    logits = theirs(**pretrained.family.inputs(batch, config.model), use_cache=False).logits
     labels = torch.where(batch.loss_mask.bool(), batch.labels, -100)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
@@ -131,23 +133,23 @@ def assert_same_logits_and_gradients(folder: Path, theirs: Any, single: Single, 
     `batches`: for each micro-batch what `batch_of` takes: the image sizes of each sample.
     """
     config = config_for(folder)
-    engine, origin = engine_for(config, folder, single), Origin.of(folder, *ALL_PARTS)
-    assert origin.problems() == []
+    engine, pretrained = engine_for(config, folder, single), Pretrained.of(folder, *ALL_PARTS)
+    assert pretrained.problems() == []
     chunk = engine.chunks[0].module
     shapes = real_shapes(chunk, config)
-    assert origin.table.keys() == shapes.keys()
+    assert pretrained.table.keys() == shapes.keys()
     for number, images in enumerate(batches):
         given = batch_of(config, images, seed=number)
         (logits,) = engine.schedule.logits([given])
         theirs.zero_grad()
-        loss, expected = loss_of(theirs, origin, given, config)
+        loss, expected = loss_of(theirs, pretrained, given, config)
         assert_same(logits, expected.detach(), tolerance=LOGITS, what="logits")
 
         loss.backward()
         engine.optimizer.zero_grad()
         loss_sum, tokens = engine.schedule.train([given]).tolist()
         assert abs(loss_sum / tokens - loss.item()) <= 1e-5 * loss.item()
-        gradients = Origin.of(save_gradients(theirs, folder / f"gradients{number}"), *ALL_PARTS)
+        gradients = Pretrained.of(save_gradients(theirs, folder / f"gradients{number}"), *ALL_PARTS)
         for name, param in chunk.named_parameters():
             wanted = gradients.read_slice(name, shapes[name], tuple(slice(0, size) for size in shapes[name]))
             if wanted.abs().max() > 1e-7:
@@ -169,7 +171,7 @@ def save_gradients(theirs: Any, folder: Path) -> Path:
 def assert_same_training(folder: Path, theirs: Any, single: Single, batches: Sequence[Any]) -> None:
     """Five AdamW steps on the same batches: losses within 1e-4 relative."""
     config = config_for(folder)
-    engine, origin = engine_for(config, folder, single), Origin.of(folder, *ALL_PARTS)
+    engine, pretrained = engine_for(config, folder, single), Pretrained.of(folder, *ALL_PARTS)
     options = config.optimizer
     betas = (options.adam_beta1, options.adam_beta2)
     adamw = torch.optim.AdamW(theirs.parameters(), lr=options.lr, betas=betas, eps=options.adam_eps, weight_decay=0.0)
@@ -177,7 +179,7 @@ def assert_same_training(folder: Path, theirs: Any, single: Single, batches: Seq
         given = batch_of(config, batches[number % len(batches)], seed=number % 2)
         # Zeros, not None: without an image, AdamW goes on with the moments of the vision part, as it does here.
         adamw.zero_grad(set_to_none=False)
-        loss, _ = loss_of(theirs, origin, given, config)
+        loss, _ = loss_of(theirs, pretrained, given, config)
         loss.backward()
         adamw.step()
         ours = engine.train_step([given]).loss

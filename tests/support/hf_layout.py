@@ -25,14 +25,14 @@ def make_reference(theirs: Any, folder: Path, images: Sequence[Any]) -> Referenc
     """Run the Transformers model on micro-batches whose losses count alike (equally many trained tokens)."""
     from safetensors.torch import save_file
 
-    from megavlm.checkpoint.hf.source import ALL_PARTS, Origin
+    from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained
     from tests.support import hf
 
     hf.save(theirs, folder)
-    config, origin = hf.config_for(folder), Origin.of(folder, *ALL_PARTS)
+    config, pretrained = hf.config_for(folder), Pretrained.of(folder, *ALL_PARTS)
     logits = {}
     for number, sizes in enumerate(images):
-        loss, scores = hf.loss_of(theirs, origin, hf.batch_of(config, sizes, seed=number), config)
+        loss, scores = hf.loss_of(theirs, pretrained, hf.batch_of(config, sizes, seed=number), config)
         (loss / len(images)).backward()
         logits[str(number)] = scores.detach().contiguous()
     save_file(logits, folder.with_name(f"{folder.name}-logits.safetensors"))
@@ -52,7 +52,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
 
     from megavlm import backend
     from megavlm.checkpoint.hf.load import load_weights
-    from megavlm.checkpoint.hf.source import ALL_PARTS, Origin, with_model_of_origins
+    from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
     from megavlm.config.cli import parse
     from megavlm.config.resolve import resolve
     from megavlm.config.rules import check
@@ -64,7 +64,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
 
     argv = f"--init-from {reference.folder} --seq-length {hf.LENGTH} --mbs {len(reference.images[0])} --gbs 8 {layout}"
     argv += " --data-parallel-sharding none --images-per-sample 0"  # synthetic images, of which none are used
-    config = with_model_of_origins(parse(shlex.split(argv)))
+    config = with_pretrained_model(parse(shlex.split(argv)))
     check(config, world=dist.get_world_size())
     config = resolve(config)
     destroy_groups()
@@ -74,7 +74,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     vocabulary = config.model.language.vocab_size or 0
 
     def fill(chunks: Any) -> None:
-        load_weights(chunks, [Origin.of(reference.folder, *ALL_PARTS)], config, vocab_size=vocabulary)
+        load_weights(chunks, [Pretrained.of(reference.folder, *ALL_PARTS)], config, vocab_size=vocabulary)
 
     engine = build_engine(config, plan, groups, vocab_size=vocabulary, backend=backend.activate(), weights=fill)
     batches = [hf.batch_of(config, sizes, seed=number) for number, sizes in enumerate(reference.images)]
@@ -87,7 +87,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     engine.optimizer.zero_grad()
     engine.schedule.train(batches)
     tokens = plan.dims.dp * sum(float(batch.loss_mask.sum()) for batch in batches)
-    gradients = Origin.of(reference.gradients, *ALL_PARTS)
+    gradients = Pretrained.of(reference.gradients, *ALL_PARTS)
     for chunk in engine.parts:
         for param in chunk.module.parameters():
             param.data = param.main_grad / tokens  # so that each shard is a slice of the gradient

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megavlm.checkpoint.hf.table import Rule, Shape, Table
+from megavlm.families.shared.table import Rule, Shape, Table
 
 Tensors = Mapping[str, Tensor]
 

@@ -19,10 +19,17 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from tests.support import chat_templates as templates
 from tests.support.tokenizers import EXTRA, QWEN, SMOL, byte_level, llama
 
 Pixels = NDArray[np.uint8]
+
+
+def model_of(patch: int, *, merge: int = 1, most: int | None = None) -> ModelConfig:
+    """A model as far as image processors look at it."""
+    projector = ProjectorConfig(pixel_shuffle=merge, anyres_max_tiles=most)
+    return ModelConfig(vision=VisionConfig(patch_size=patch), projector=projector)
 
 
 def bare(kind: type, **attributes: Any) -> Any:
@@ -51,7 +58,7 @@ class Whole:
     template: str
     tokenizer: str
     attributes: dict[str, Any]
-    config: dict[str, Any]
+    model: ModelConfig
 
 
 TILE = {"height": 28, "width": 28}
@@ -72,7 +79,7 @@ CASES = {
             "vision_feature_select_strategy": "default",
             "image_token": "<image>",
         },
-        {"vision_config": {"patch_size": 14, "model_type": "clip_vision_model"}},
+        model_of(14),
     ),
     "onevision": Whole(
         transformers.LlavaOnevisionProcessor,
@@ -86,7 +93,7 @@ CASES = {
             "image_token": "<image>",
             "video_token": "<video>",
         },
-        {"vision_config": {"patch_size": 14}, "vision_aspect_ratio": "anyres_max_9"},
+        model_of(14, most=9),
     ),
     "internvl": Whole(
         transformers.InternVLProcessor,
@@ -101,7 +108,7 @@ CASES = {
             "video_token": "<video>",
             "multimodal_pattern": re.compile("(?P<image><IMG_CONTEXT>)|(?P<video><video>)"),
         },
-        {"vision_config": {"patch_size": [14, 14]}, "downsample_ratio": 0.5},
+        model_of(14, merge=2),
     ),
     "qwen2.5-vl": Whole(
         transformers.Qwen2_5_VLProcessor,
@@ -109,7 +116,7 @@ CASES = {
         templates.QWEN2_5_VL,
         "qwen",
         {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
-        {"vision_config": {"patch_size": 14, "spatial_merge_size": 2}},
+        model_of(14, merge=2),
     ),
     "qwen3-vl": Whole(
         transformers.Qwen3VLProcessor,
@@ -117,7 +124,7 @@ CASES = {
         templates.QWEN3_VL,
         "qwen",
         {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
-        {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
+        model_of(16, merge=2),
     ),
     "smolvlm": Whole(
         transformers.SmolVLMProcessor,
@@ -132,7 +139,7 @@ CASES = {
             "video_token": "<video>",
             "video_processor": SimpleNamespace(num_frames=1, fps=1),
         },
-        {"vision_config": {"patch_size": 8}, "scale_factor": 2},
+        model_of(8, merge=2),
     ),
 }
 

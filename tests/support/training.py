@@ -94,6 +94,6 @@ def without_wall_time(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 def train_composed(argv: list[str], run_dir: str) -> None:
     """`train`, with the model that the folders hold."""
-    from megavlm.checkpoint.hf.source import with_model_of_origins
+    from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 
-    train(argv, run_dir, prepare=with_model_of_origins)
+    train(argv, run_dir, prepare=with_pretrained_model)

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megavlm.checkpoint.hf.family import Family
-from megavlm.checkpoint.hf.records import Records
-from megavlm.checkpoint.hf.table import FusedQKV, Rule, Table
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
 from megavlm.config.derived import vocab_size
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
+from megavlm.families.shared.family import Family
+from megavlm.families.shared.table import FusedQKV, Rule, Table
 from megavlm.model.weights import real_shape
 
 PREFIX = "base_model.model."
@@ -48,7 +48,7 @@ class Adapters:
         return {theirs: self.pairs[ours] for ours, theirs in zip(order, rule.names, strict=True) if ours in self.pairs}
 
 
-def read_adapters(records: Records, model: ModelConfig) -> dict[str, Adapters]:
+def read_adapters(records: CheckpointReader, model: ModelConfig) -> dict[str, Adapters]:
     """All adapters of a checkpoint, by the name of the weight that they adapt."""
     keys = filter(_is_model_adapter, records.stored)
     return grouped({key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}, model)
@@ -88,10 +88,10 @@ def folded(weights: Tensor, pair: tuple[Tensor, Tensor], rows: slice, lora: Lora
 
 def table_in_memory(family: Family, model: ModelConfig) -> Table:
     """The names of modules in a loaded Transformers model, which is what PEFT's names are."""
-    for spelling in family.spellings:
-        parts = (spelling.vision, spelling.language)
-        if spelling.head == "lm_head.weight" and all(part.startswith("model.") for part in parts if part):
-            return family.table(model, spelling)
+    for prefixes in family.name_prefixes:
+        parts = (prefixes.vision, prefixes.language)
+        if prefixes.head == "lm_head.weight" and all(part.startswith("model.") for part in parts if part):
+            return family.table(model, prefixes)
     raise AssertionError(f"{family.name} lacks the spelling of a loaded model")
 
 

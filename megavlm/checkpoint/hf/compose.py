@@ -1,72 +1,59 @@
-"""A VLM composed of an encoder and a language model leaves as a LLaVA: the config.json that such a run exports."""
+"""What an export needs of a model composed of a vision tower and a language model from two folders."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megavlm.checkpoint.hf.files import HfFolder
+from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.safetensors_writer import StreamedFile
 from megavlm.checkpoint.hf.sidecar import FILES, KEPT, NAME, TENSORS, UNUSED
-from megavlm.checkpoint.hf.source import Origin
 from megavlm.config.schema import ModelConfig
+from megavlm.families import FAMILIES
+from megavlm.families.shared.family import Composition
 
-_TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
 _TOWER_PARTS = ("embeddings.", "encoder.", "post_layernorm.", "head.")
 
 
-def is_llava(origins: Sequence[Origin], model: ModelConfig) -> bool:
-    """Whether Transformers' LLaVA computes what this model does."""
-    parts = {part: origin for origin in origins for part in origin.parts}
-    if parts.keys() != {"vision", "language"} or parts["vision"].family.name not in _TOWERS:
-        return False
-    projector, vision = model.projector, model.vision
-    plain = projector.kind == "mlp" and projector.pixel_shuffle == 1 and not projector.input_norm
-    plain = plain and projector.anyres_max_tiles is None
-    inner = projector.hidden_size in (None, model.language.hidden_size)
-    return plain and inner and not (vision.post_norm and vision.feature_layer == -1)
+def composed_config(
+    pretrained_list: Sequence[Pretrained], model: ModelConfig, *, image_token: int
+) -> dict[str, Any] | None:
+    """Return the config.json of a Transformers model that computes what this model does; None where there is none."""
+    parts = {part: pretrained for pretrained in pretrained_list for part in pretrained.parts}
+    if parts.keys() != {"vision", "language"}:
+        return None
+    vision, language = parts["vision"], parts["language"]
+    composition = Composition(
+        vision.family.name, vision.folder.settings, language.folder.settings, model, image_token=image_token
+    )
+    configs = (family.compose(composition) for family in FAMILIES if family.compose is not None)
+    return next((config for config in configs if config is not None), None)
 
 
-def write_composed_sidecar(origins: Sequence[Origin], model: ModelConfig, parent: Path, *, image_token: int) -> None:
-    """`parent`/hf as if the run had begun with a LLaVA: tokenizer of the language model, processor of the encoder."""
-    parts = {part: origin for origin in origins for part in origin.parts}
+def write_composed_sidecar(pretrained_list: Sequence[Pretrained], config: Mapping[str, Any], parent: Path) -> None:
+    """Write `parent`/hf as if the run had begun with a model of this `config`.
+
+    The tokenizer is the language model's, the image processor the vision tower's.
+    """
+    parts = {part: pretrained for pretrained in pretrained_list for part in pretrained.parts}
     target = parent / NAME
     (target / FILES).mkdir(parents=True, exist_ok=True)
-    for origin in (parts["vision"], parts["language"]):
-        for file in sorted(origin.folder.path.iterdir()):
+    for pretrained in (parts["vision"], parts["language"]):
+        for file in sorted(pretrained.folder.path.iterdir()):
             if file.is_file() and file.suffix in KEPT and not file.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(file, target / FILES / file.name)
-    config = _config(parts["vision"], parts["language"], model, image_token=image_token)
     (target / FILES / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     _write_unused(parts["vision"], target / UNUSED)
     (target / TENSORS).write_text(json.dumps({"spelling": 0, "files": {}}) + "\n")
 
 
-def _config(vision: Origin, language: Origin, model: ModelConfig, *, image_token: int) -> dict[str, Any]:
-    tower = vision.folder.settings
-    tower_values = dict(tower.section("vision_config").values if "vision_config" in tower.values else tower.values)
-    text = language.folder.settings.values
-    return {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
-        "vision_config": {**tower_values, "model_type": _TOWERS[vision.family.name]},
-        "text_config": dict(text),
-        "image_token_index": image_token,
-        "vision_feature_layer": model.vision.feature_layer,
-        "vision_feature_select_strategy": "default" if model.vision.class_token else "full",
-        "projector_hidden_act": "gelu",
-        "multimodal_projector_bias": model.projector.bias,
-        "tie_word_embeddings": model.language.tie_embeddings,
-        "dtype": text.get("dtype", text.get("torch_dtype", "float32")),
-    }
-
-
-def _write_unused(vision: Origin, path: Path) -> None:
-    """The encoder's weights that no feature depends on, under the names that LLaVA gives them."""
-    prefix = vision.family.spellings[vision.spelling].vision
+def _write_unused(vision: Pretrained, path: Path) -> None:
+    """Write the tower's weights that no feature depends on, under the names that a composed model gives them."""
+    prefix = vision.family.name_prefixes[vision.variant].vision
     folder: HfFolder = vision.folder
     kept = {
         f"vision_tower.{name.removeprefix(prefix)}": name

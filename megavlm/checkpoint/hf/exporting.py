@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 
 from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import folded, read_adapters
-from megavlm.checkpoint.hf.families import family_of
-from megavlm.checkpoint.hf.family import Family
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader, Stored
 from megavlm.checkpoint.hf.files import INDEX, HfFolder, read_json
+from megavlm.checkpoint.hf.pretrained import copies, refuse
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
-from megavlm.checkpoint.hf.records import Records, Stored
 from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
-from megavlm.checkpoint.hf.settings import Settings
 from megavlm.checkpoint.hf.sidecar import Sidecar
-from megavlm.checkpoint.hf.source import copies, refuse
-from megavlm.checkpoint.hf.table import Table, pieces
 from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
+from megavlm.families import family_of
+from megavlm.families.shared.family import Family
+from megavlm.families.shared.settings import Settings
+from megavlm.families.shared.table import Table, pieces
 from megavlm.model.weights import real_shape
 
 FILE_BYTES = 5 * 10**9
@@ -38,9 +38,9 @@ def export(
 
     Raises UserError when the checkpoint lacks tensors, or has adapters that would be left behind.
     """
-    records = Records(checkpoint)
+    records = CheckpointReader(checkpoint)
     family = family_at(sidecar)
-    table = family.table(model, family.spellings[sidecar.spelling])
+    table = family.table(model, family.name_prefixes[sidecar.variant])
     stored = records.stored
     adapters = read_adapters(records, model)
     if adapters and merged is None:
@@ -49,7 +49,7 @@ def export(
     if out.exists():
         raise UserError(f"{out} exists: choose another folder, or remove it")
     unused = HfFolder(sidecar.path)
-    copies_of = _inverted(copies(table, family.spellings[sidecar.spelling].head, model, sidecar.file_of))
+    copies_of = _inverted(copies(table, family.name_prefixes[sidecar.variant].head, model, sidecar.file_of))
     temporary = out.with_name(f"tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

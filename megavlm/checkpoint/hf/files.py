@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, read_into
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
-from megavlm.checkpoint.hf.settings import Settings
 from megavlm.errors import UserError
+from megavlm.families.shared.settings import Settings
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

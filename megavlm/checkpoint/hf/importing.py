@@ -28,31 +28,33 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from megavlm.checkpoint import folders
+from megavlm.checkpoint.hf.checkpoint_reader import Stored
+from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, THREADS, for_each
-from megavlm.checkpoint.hf.records import Stored
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.sidecar import write_sidecar
-from megavlm.checkpoint.hf.source import Origin
-from megavlm.checkpoint.hf.table import Shape
 from megavlm.checkpoint.state import FORMAT, SUMMARY
 from megavlm.config.schema import Config
+from megavlm.families.shared.table import Shape
 
 
-def import_checkpoint(origin: Origin, shapes: Mapping[str, Shape], config: Config, plan: Any, *, root: Path) -> Path:
+def import_checkpoint(
+    pretrained: Pretrained, shapes: Mapping[str, Shape], config: Config, plan: Any, *, root: Path
+) -> Path:
     """Write `root`/iter_0000000 with the weights in the type of the files. `shapes`: ours, without padding."""
     temporary = folders.prepare(root, 0)
-    stored = {key: Stored(shape, _dtype(origin, key)) for key, shape in shapes.items()}
+    stored = {key: Stored(shape, _dtype(pretrained, key)) for key, shape in shapes.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
         dcp.save(
             dict.fromkeys(stored),
             storage_writer=_StreamingWriter(temporary, sync_files=False),  # committing it flushes it
-            planner=_StreamingPlanner(origin, stored),
+            planner=_StreamingPlanner(pretrained, stored),
             no_dist=True,
         )
     save_config(CheckpointingConfig("torch_dist"), str(temporary))
     torch.save({}, temporary / "common.pt")
-    write_sidecar(origin, temporary)
+    write_sidecar(pretrained, temporary)
     summary = {
         "format": FORMAT,
         "contents": "weights",
@@ -65,14 +67,14 @@ def import_checkpoint(origin: Origin, shapes: Mapping[str, Shape], config: Confi
     return folders.commit(root, 0)
 
 
-def _dtype(origin: Origin, key: str) -> torch.dtype:
-    return DTYPES[origin.folder.tensors[origin.table[key].names[0]].dtype]
+def _dtype(pretrained: Pretrained, key: str) -> torch.dtype:
+    return DTYPES[pretrained.folder.tensors[pretrained.table[key].names[0]].dtype]
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    def __init__(self, origin: Origin, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, pretrained: Pretrained, stored: Mapping[str, Stored]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.origin = origin
+        self.pretrained = pretrained
         self.stored = stored
 
     def create_local_plan(self) -> SavePlan:
@@ -83,14 +85,14 @@ class _StreamingPlanner(DefaultSavePlanner):
         assert write_item.tensor_data is not None
         chunk, key = write_item.tensor_data.chunk, write_item.index.fqn
         index = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        values = self.origin.read_slice(key, self.stored[key].shape, index)
+        values = self.pretrained.read_slice(key, self.stored[key].shape, index)
         return values.to(self.stored[key].dtype)
 
 
 class _StreamingWriter(dcp.FileSystemWriter):
     """A file per thread, each item gone from memory once it is written: torch's writer keeps all of a file's tensors.
 
-    Records have no checksum. It takes as long as reading them does, and no reader of torch's looks at it.
+    The records have no checksum. It takes as long as reading them does, and no reader of torch's looks at it.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

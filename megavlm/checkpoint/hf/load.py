@@ -7,40 +7,47 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megavlm.checkpoint.hf.source import Origin, refuse
+from megavlm.checkpoint.hf.pretrained import Pretrained, refuse
 from megavlm.config.schema import Config
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of, initialize, named_shards, real_shape
 
 
 @torch.no_grad()
-def load_weights(chunks: Sequence[VLMChunk], origins: Sequence[Origin], config: Config, *, vocab_size: int) -> None:
-    """Read what the origins provide, draw the rest (a fresh projector); every rank calls it.
+def load_weights(
+    chunks: Sequence[VLMChunk], pretrained_list: Sequence[Pretrained], config: Config, *, vocab_size: int
+) -> None:
+    """Read the weights that pretrained folders hold, and draw the rest (a new projector). Every rank calls it.
 
     Raises UserError on all ranks, listing every missing, surplus or wrongly shaped tensor.
     """
-    _check(chunks, origins, config, vocab_size=vocab_size)
+    _check(chunks, pretrained_list, config, vocab_size=vocab_size)
     for chunk in chunks:
-        initialize(chunk, config, vocab_size=vocab_size, drawn=lambda key: _origin(origins, key) is None)
+        initialize(chunk, config, vocab_size=vocab_size, drawn=lambda key: _provider(pretrained_list, key) is None)
         for shard in named_shards(chunk):
-            if (origin := _origin(origins, shard.key)) is not None:
+            if (pretrained := _provider(pretrained_list, shard.key)) is not None:
                 real = real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocab_size)
-                shard.data.copy_(origin.read_slice(shard.key, real, index_of(shard)))
+                shard.data.copy_(pretrained.read_slice(shard.key, real, index_of(shard)))
 
 
-def _origin(origins: Sequence[Origin], key: str) -> Origin | None:
-    return next((origin for origin in origins if origin.provides(key)), None)
+def _provider(pretrained_list: Sequence[Pretrained], key: str) -> Pretrained | None:
+    return next((pretrained for pretrained in pretrained_list if pretrained.provides(key)), None)
 
 
-def _check(chunks: Sequence[VLMChunk], origins: Sequence[Origin], config: Config, *, vocab_size: int) -> None:
+def _check(
+    chunks: Sequence[VLMChunk], pretrained_list: Sequence[Pretrained], config: Config, *, vocab_size: int
+) -> None:
     shapes = {
         shard.key: real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocab_size)
         for chunk in chunks
         for shard in named_shards(chunk)
     }
-    for origin in origins:
+    for pretrained in pretrained_list:
         # A rank sees the shapes of its own chunks only, and all ranks must stop together.
         found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, origin.wrong_shapes(shapes))
+        dist.all_gather_object(found, pretrained.wrong_shapes(shapes))
         wrong = sorted({problem for problems in found for problem in problems})
-        refuse([*origin.problems(), *wrong], f"{origin.folder.path} does not hold the model that its config.json says")
+        refuse(
+            [*pretrained.problems(), *wrong],
+            f"{pretrained.folder.path} does not hold the model that its config.json says",
+        )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megavlm.checkpoint.hf.files import read_json
+from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.safetensors_writer import StreamedFile
-from megavlm.checkpoint.hf.source import Origin
 
 NAME, FILES = "hf", "files"
 UNUSED, TENSORS = "unused.safetensors", "tensors.json"
@@ -26,24 +26,24 @@ class Sidecar:
 
     path: Path
     files: Path  # copied as they were
-    spelling: int  # which of the family's spellings its files use
+    variant: int  # index of the family's name_prefixes that its files use
     file_of: dict[str, str]  # tensor → file, in the order of the files
 
 
-def write_sidecar(origin: Origin, parent: Path) -> None:
+def write_sidecar(pretrained: Pretrained, parent: Path) -> None:
     """Copy what an export will need to `parent`/hf, streaming."""
     target = parent / NAME
     (target / FILES).mkdir(parents=True, exist_ok=True)
-    for file in sorted(origin.folder.path.iterdir()):
+    for file in sorted(pretrained.folder.path.iterdir()):
         if file.is_file() and file.suffix in KEPT:
             shutil.copyfile(file, target / FILES / file.name)
-    tensors = origin.folder.tensors
+    tensors = pretrained.folder.tensors
     with StreamedFile(
-        target / UNUSED, {name: (tensors[name].dtype, tensors[name].shape) for name in origin.unused}
+        target / UNUSED, {name: (tensors[name].dtype, tensors[name].shape) for name in pretrained.unused}
     ) as out:
-        for name in origin.unused:
-            out.write(name, origin.folder.read(name, slice(None)))
-    listing = {"spelling": origin.spelling, "files": {name: info.file for name, info in tensors.items()}}
+        for name in pretrained.unused:
+            out.write(name, pretrained.folder.read(name, slice(None)))
+    listing = {"spelling": pretrained.variant, "files": {name: info.file for name, info in tensors.items()}}
     (target / TENSORS).write_text(json.dumps(listing, indent=1) + "\n")
 
 
@@ -61,4 +61,4 @@ def read_sidecar(checkpoint: Path) -> Sidecar | None:
         return None
     path = found[0]
     listing = read_json(path / TENSORS)
-    return Sidecar(path, path / FILES, spelling=listing["spelling"], file_of=listing["files"])
+    return Sidecar(path, path / FILES, variant=listing["spelling"], file_of=listing["files"])

@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 
 from megavlm.data.bad import BadSample, Reason
-from megavlm.data.chat.builtin import BUILT_IN
 from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
 from megavlm.data.chat.expand import expand
 from megavlm.data.chat.probe import image_style, openings_of, source_of
@@ -19,6 +18,7 @@ from megavlm.data.conversation import Conversation, ImageRef, Turn
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.text import TextTokenizer
 from megavlm.errors import UserError
+from megavlm.families import CHAT_TEMPLATES
 
 TrainOn = Literal["assistant", "last", "all"]
 _SHAPES = 1024  # shapes of conversations that are remembered
@@ -65,7 +65,7 @@ class ChatFormat:
             openings, end_of_turn = openings_of(chosen, in_parts)
         except TemplateError as error:
             raise UserError(
-                f"--chat-template {template} cannot be trained on: {error}; choose one of {', '.join(BUILT_IN)}"
+                f"--chat-template {template} cannot be trained on: {error}; choose one of {', '.join(CHAT_TEMPLATES)}"
             ) from error
         return cls(chosen, tokenizer, written, in_parts, train_on, openings, end_of_turn)
 
@@ -87,7 +87,7 @@ class ChatFormat:
         if self.template is None:
             raise UserError(
                 "the tokenizer has no chat template, and --datasets have conversations: set --chat-template to "
-                f"one of {', '.join(BUILT_IN)}, or to a .jinja file"
+                f"one of {', '.join(CHAT_TEMPLATES)}, or to a .jinja file"
             )
         rendered, spans = self._render(self.template, conversation)
         mark = self.end_of_turn.strip()  # with nothing before it: a turn that only calls a tool, as a rule

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megavlm.data.chat.builtin import BUILT_IN, OF_MODEL
 from megavlm.data.chat.spans import Kind, skeleton
 from megavlm.data.chat.template import ChatTemplate, TemplateError
 from megavlm.data.tokenizers.text import TextTokenizer
 from megavlm.errors import UserError
+from megavlm.families import CHAT_TEMPLATES, chat_template_of
 
 
 def source_of(tokenizer: TextTokenizer, template: str, model_type: str | None) -> str | None:
@@ -22,18 +22,21 @@ def source_of(tokenizer: TextTokenizer, template: str, model_type: str | None) -
     if template == "auto":
         if tokenizer.chat_template is not None:
             return tokenizer.chat_template
-        if model_type is None or model_type not in OF_MODEL:
+        own = chat_template_of(model_type)
+        if own is None:
             return None
-        name = OF_MODEL[model_type]
-    if name not in BUILT_IN:
-        raise UserError(f"--chat-template {name} is unknown: use auto, one of {', '.join(BUILT_IN)}, or a .jinja file")
-    missing = [token for token in BUILT_IN[name].needs if not _has(tokenizer, token)]
+        name = own.name
+    if name not in CHAT_TEMPLATES:
+        raise UserError(
+            f"--chat-template {name} is unknown: use auto, one of {', '.join(CHAT_TEMPLATES)}, or a .jinja file"
+        )
+    missing = [token for token in CHAT_TEMPLATES[name].needs if not _has(tokenizer, token)]
     if missing:
         raise UserError(
             f"--chat-template {name} needs the tokens {' '.join(missing)}, which the tokenizer has not: choose "
             "vicuna, mistral or plain"
         )
-    return BUILT_IN[name].source
+    return CHAT_TEMPLATES[name].jinja
 
 
 def _has(tokenizer: TextTokenizer, token: str) -> bool:

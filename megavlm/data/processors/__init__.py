@@ -1,7 +1,6 @@
-"""Images as each family of models expects them, from the family's own `preprocessor_config.json`."""
+"""Images as each model expects them. `megavlm.families.processor_from` reads a model's own options."""
 
-from megavlm.data.processors.build import processor_from
-from megavlm.data.processors.families import Processor
 from megavlm.data.processors.layout import Layout, Prompt, Tile
+from megavlm.data.processors.processor import Processor
 
-__all__ = ["Layout", "Processor", "Prompt", "Tile", "processor_from"]
+__all__ = ["Layout", "Processor", "Prompt", "Tile"]

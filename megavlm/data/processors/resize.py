@@ -10,15 +10,17 @@ up to 43 in a million that are two off (noise: up to 145, three off). That is wh
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import PIL
-import torch
 from numpy.typing import NDArray
 from packaging.version import Version
 from PIL import Image
 from PIL.Image import Resampling
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
 
@@ -42,6 +44,8 @@ def resize(pixels: Pixels, height: int, width: int, resample: Resampling, *, fas
     mode = _TORCH_MODES.get(resample)
     if not fast or mode is None or not _torch_knows(mode) or min(*old, *new) < _FEWEST_FOR_TORCH:
         return np.array(Image.fromarray(pixels).resize((width, height), resample))
+    import torch
+
     planes = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)[None]
     if vertical_first(old, new):  # torch always begins with the horizontal pass
         planes = _by_torch(planes, (height, old[1]), mode)
@@ -55,12 +59,16 @@ def vertical_first(old: tuple[int, int], new: tuple[int, int]) -> bool:
 
 
 def _by_torch(planes: Tensor, size: tuple[int, int], mode: str) -> Tensor:
+    import torch
+
     return torch.nn.functional.interpolate(planes, size, mode=mode, antialias=True)
 
 
 @cache
 def _torch_knows(mode: str) -> bool:
-    """Lanczos came to torch after 2.8."""
+    """Return whether torch resamples bytes in this mode: Lanczos came after 2.8."""
+    import torch
+
     try:
         _by_torch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), (4, 4), mode)
     except (NotImplementedError, ValueError):

@@ -10,8 +10,8 @@ from typing import Any
 
 from megavlm.data.tokenizers.text import Tokens, tokens_of
 from megavlm.errors import UserError
+from megavlm.families import IMAGE_TEXTS
 
-_IMAGE_TEXTS = ("<image>", "<IMG_CONTEXT>", "<|image_pad|>")
 _TEMPLATES = ("chat_template.json", "processor_config.json")
 
 
@@ -104,7 +104,7 @@ def _image_text(backend: Any, folder: Path, image: int | None, given: str) -> st
             f"--image-token {image} is not in the tokenizer of {folder}, which has {given} as "
             f"{backend.token_to_id(given)}: leave it out, or correct it"
         )
-    for text in (given, *_IMAGE_TEXTS):
+    for text in (given, *IMAGE_TEXTS):
         if backend.token_to_id(text) is not None:
             return text
     raise UserError(

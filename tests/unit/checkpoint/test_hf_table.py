@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megavlm.checkpoint.hf.table import QKV, FusedQKV, Rule, Same, Stack, fits, pieces
+from megavlm.families.shared.table import QKV, Concat, FusedQKV, Rename, Rule, fits, pieces
 
 GROUPS, HEADS, WIDTH, COLUMNS = 3, 6, 4, 5
 
 RULES: list[tuple[Rule, tuple[int, ...]]] = [
-    (Same("w"), (7, COLUMNS)),
-    (Same("b"), (7,)),
-    (Stack(("gate", "up")), (8, COLUMNS)),
+    (Rename("w"), (7, COLUMNS)),
+    (Rename("b"), (7,)),
+    (Concat(("gate", "up")), (8, COLUMNS)),
     (QKV("{}_proj", groups=GROUPS, head_width=WIDTH), ((HEADS + 2 * GROUPS) * WIDTH, COLUMNS)),
     (QKV("{}_proj", groups=HEADS, head_width=WIDTH), (3 * HEADS * WIDTH,)),
     (FusedQKV("qkv", heads=HEADS), (3 * HEADS * WIDTH, COLUMNS)),

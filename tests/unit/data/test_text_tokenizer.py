@@ -10,8 +10,8 @@ from megavlm.config.schema import CheckpointConfig, Config, DataConfig, Language
 from megavlm.data.bad import BadSample
 from megavlm.data.chat import ChatFormat
 from megavlm.data.conversation import Conversation, ImageRef, Turn
+from megavlm.data.preprocessors import tokenizer_for
 from megavlm.data.processors.layout import Prompt
-from megavlm.data.tokenizers.choose import tokenizer_for
 from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megavlm.data.tokenizers.training import train_tokenizer
 from megavlm.errors import UserError

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megavlm.config.schema import Config, PrecisionConfig, TrainConfig
+from megavlm.families import published_model
 from megavlm.parallel.dims import Dims
 from megavlm.planner.explain import Explained, StepPart, explained, played
 from megavlm.planner.hardware import profile
-from megavlm.planner.models import llava_1_5_7b, qwen2_5_vl_7b
 from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, memory_traffic
 from megavlm.planner.scenario import Scenario, scenario_of
 from megavlm.planner.terms import HostTime
@@ -19,7 +19,7 @@ H100 = profile("h100")
 
 
 def case(model: str = "llava", **precision: object) -> Scenario:
-    sizes = llava_1_5_7b() if model == "llava" else qwen2_5_vl_7b()
+    sizes = published_model("llava_1_5_7b") if model == "llava" else published_model("qwen2_5_vl_7b")
     config = Config(
         model=sizes,
         precision=PrecisionConfig("bf16", **precision),  # type: ignore[arg-type]

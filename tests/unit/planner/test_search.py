@@ -15,6 +15,7 @@ from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
 from megavlm.config.schema import VisionConfig
 from megavlm.errors import UserError
+from megavlm.families import PUBLISHED, published_model
 from megavlm.parallel.dims import Dims
 from megavlm.planner.auto import planned, predict
 from megavlm.planner.candidates import Space, candidates
@@ -22,7 +23,6 @@ from megavlm.planner.evaluator import Estimate, LayoutEvaluator
 from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile, to_json
 from megavlm.planner.memory import Memory
-from megavlm.planner.models import MODELS, model
 from megavlm.planner.plan import dims_of, make_plan
 from megavlm.planner.report import report
 from megavlm.planner.scenario import scenario_of
@@ -140,10 +140,10 @@ def test_the_timeline_is_drawn_as_one_page(tmp_path: Path) -> None:
     ],
 )
 def test_published_sizes(name: str, billions: float) -> None:
-    sizes = model(name)
+    sizes = published_model(name)
     total = sum(local_parameters(layer, sizes, 1) for layer in layer_names(sizes))
     assert total / 1e9 == pytest.approx(billions, rel=2e-3)
-    assert name in MODELS
+    assert name in PUBLISHED
 
 
 def test_profiles_survive_json(tmp_path: Path) -> None:

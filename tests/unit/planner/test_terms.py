@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from megavlm.config.cli import parse
+from megavlm.families import published_model
 from megavlm.parallel.dims import Dims
 from megavlm.planner.cost import layer_seconds, optimizer_seconds, update_bytes
 from megavlm.planner.hardware import profile
 from megavlm.planner.layer_profiles import layer_profiles, relays
-from megavlm.planner.models import model
 from megavlm.planner.passes import NOW, TORCH, memory_traffic, program_of
 from megavlm.planner.scenario import Scenario, scenario_of
 from megavlm.planner.terms import TE_HOST, launch_seconds, layer_terms
@@ -26,7 +26,7 @@ BETWEEN = {"norms", "residuals", "layer scale"}
 def case(name: str = "qwen3_vl_8b", flags: str = "", *, tp: int = 1, dp: int = 1) -> Scenario:
     argv = f"--precision bf16 --seq-length 4096 --global-batch-size {8 * dp} --language-vocab-size 256 {flags}".split()
     config = parse(argv)
-    return scenario_of(replace(config, model=model(name)), Dims(tp=tp, pp=1, vpp=1, dp=dp), on_gpu=True)
+    return scenario_of(replace(config, model=published_model(name)), Dims(tp=tp, pp=1, vpp=1, dp=dp), on_gpu=True)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_8b", "internvl3_8b", "llava_1_5_7b", "qwen2_5_vl_7b"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megavlm.data.chat.builtin import BUILT_IN
 from megavlm.data.chat.probe import openings_of
 from megavlm.data.chat.spans import skeleton
 from megavlm.data.chat.template import ChatTemplate, TemplateError
+from megavlm.families import CHAT_TEMPLATES
 
 SPECIALS = (("bos_token", "<s>"), ("eos_token", "</s>"))
 TALK = [("user", "Why? "), ("assistant", "So."), ("user", "<b>"), ("assistant", " Yes\n")]
@@ -52,7 +52,7 @@ DATED = (
         (HEADINGS, ["So.\n", " Yes\n\n"], ["So.\n\n", "\n\n\n"], ""),
         (SPACES, ["So.", " Yes\n"], ["So. ", "\n "], ""),
         (DATED, ["So.</assistant>", " Yes\n</assistant>"], ["assistant>"] * 2, "26 Jul 2024"),
-        (BUILT_IN["mistral"].source, [" So.</s>", "  Yes\n</s>"], ["</s>", "</s>"], "<s>"),
+        (CHAT_TEMPLATES["mistral"].jinja, [" So.</s>", "  Yes\n</s>"], ["</s>", "</s>"], "<s>"),
     ],
     ids=["llama2", "gemma", "phi3", "zephyr", "last line", "headings", "spaces", "dated", "mistral"],
 )

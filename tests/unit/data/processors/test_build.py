@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 
-from megavlm.data.processors import Layout, Processor, Prompt, processor_from
+from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.data.processors import Layout, Processor, Prompt
 from megavlm.errors import UserError
+from megavlm.families import family_of, processor_from
+from megavlm.families.shared.settings import Settings
 
 CLIP: dict[str, Any] = {"image_processor_type": "CLIPImageProcessor", "size": 224, "crop_size": 224}
-MODEL: dict[str, Any] = {"vision_config": {"patch_size": 14, "model_type": "clip_vision_model"}}
+MODEL = ModelConfig(vision=VisionConfig(patch_size=14))
+MERGED = ModelConfig(vision=VisionConfig(patch_size=14), projector=ProjectorConfig(pixel_shuffle=2))
 IDEFICS: dict[str, Any] = {"image_processor_type": "SmolVLMImageProcessor"}
 QWEN: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessorFast"}
 
 
-def layout(given: dict[str, Any], model: dict[str, Any] = MODEL, size: tuple[int, int] = (300, 500)) -> Layout:
+def layout(given: dict[str, Any], model: ModelConfig = MODEL, size: tuple[int, int] = (300, 500)) -> Layout:
     return processor_from(given, model).layout(*size)
 
 
@@ -35,13 +39,13 @@ def test_spellings_of_one_processor(given: dict[str, Any]) -> None:
 
 
 def test_a_tower_alone_has_its_patch_size_at_the_top() -> None:
-    assert layout(CLIP, {"model_type": "clip_vision_model", "patch_size": 32}).features == 7 * 7
+    model = family_of(settings := Settings({"model_type": "clip_vision_model", "patch_size": 32}, "")).config(settings)
+    assert layout(CLIP, model).features == 7 * 7
 
 
 def test_a_layout_knows_nothing_of_pixels() -> None:
-    model = {"vision_config": {"patch_size": 14}, "downsample_ratio": 0.5}
     given = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 448, "width": 448}}
-    found = layout(given, model, size=(480, 640))
+    found = layout(given, MERGED, size=(480, 640))
     assert found.arrangement == (3, 4)
     assert len(found.tiles) == 13
     assert found.features == 13 * 256
@@ -56,15 +60,13 @@ def test_a_prompt_alternates_texts_and_runs() -> None:
 @pytest.mark.parametrize(
     ("given", "model", "says"),
     [
-        ({}, MODEL, "'None' .*supported are CLIP"),
-        ({"image_processor_type": "FuyuImageProcessor"}, MODEL, "'Fuyu' .*supported are CLIP"),
+        ({}, MODEL, "'None' .*supported are .*CLIP"),
+        ({"image_processor_type": "FuyuImageProcessor"}, MODEL, "'Fuyu' .*supported are .*CLIP"),
         ({**CLIP, "do_resize": False}, MODEL, "do_resize: false"),
         ({**CLIP, "do_rescale": False}, MODEL, "do_rescale: false"),
         ({**CLIP, "rescale_factor": 1 / 128}, MODEL, "rescale_factor"),
         ({**CLIP, "size": {"shortest_edge": 224, "longest_edge": 500}}, MODEL, "size .*longest_edge"),
         ({**CLIP, "crop_size": "224"}, MODEL, "crop_size '224'"),
-        (CLIP, {"vision_config": {}}, "patch_size .*config.json"),
-        (CLIP, {"vision_config": {"patch_size": [14, 16]}}, "patch_size .*config.json"),
         ({**IDEFICS, "size": {"height": 64, "width": 64}}, MODEL, "longest_edge"),
         ({**QWEN, "patch_size": 16}, MODEL, "patch_size 16 .*14 in config.json"),
         ({**QWEN, "size": {"height": 64, "width": 64}}, MODEL, "shortest_edge and longest_edge"),
@@ -78,18 +80,31 @@ def test_a_prompt_alternates_texts_and_runs() -> None:
             MODEL,
             "image_grid_pinpoints",
         ),
-        (
-            {"image_processor_type": "LlavaOnevisionImageProcessor"},
-            {**MODEL, "vision_aspect_ratio": "pad"},
-            "vision_aspect_ratio 'pad'",
-        ),
     ],
 )
-def test_what_is_not_supported_is_told_in_one_line(given: dict[str, Any], model: dict[str, Any], says: str) -> None:
+def test_what_is_not_supported_is_told_in_one_line(given: dict[str, Any], model: ModelConfig, says: str) -> None:
     with pytest.raises(UserError) as told:
         processor_from(given, model)
     assert "\n" not in str(told.value)
     assert re.search(says, str(told.value))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "clip_vision_model", "patch_size": [14, 16]}, "config.json: patch_size = .*square"),
+        (
+            {"model_type": "llava_onevision", "vision_config": {"model_type": "siglip_vision_model"}}
+            | {"vision_aspect_ratio": "pad"},
+            "vision_aspect_ratio = 'pad'",
+        ),
+    ],
+)
+def test_what_no_processor_can_make_of_a_model_is_told_in_one_line(config: dict[str, Any], says: str) -> None:
+    settings = Settings(config, "config.json")
+    with pytest.raises(UserError, match=says) as told:
+        family_of(settings).config(settings)
+    assert "\n" not in str(told.value)
 
 
 def test_a_processor_is_a_value() -> None:

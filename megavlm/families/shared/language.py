@@ -6,10 +6,10 @@ from typing import Any
 
 from megavlm.arch.flops import head_width
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
-from megavlm.checkpoint.hf.settings import Settings, refuse
-from megavlm.checkpoint.hf.table import QKV, Same, Stack, Table, linear
 from megavlm.config.derived import query_groups
 from megavlm.config.schema import LanguageConfig
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import QKV, Concat, Rename, Table, linear
 
 # Defaults of the configuration classes: config.json leaves out what equals them.
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
@@ -97,7 +97,7 @@ def _rope(settings: Settings, kind: str) -> dict[str, Any]:
 
 def language_table(language: LanguageConfig, prefix: str, *, head: str) -> Table:
     """LlamaModel and its kin below `prefix`, with the output layer's name where it has a weight of its own."""
-    table: Table = {f"{EMBEDDING}.word_embeddings.weight": Same(f"{prefix}embed_tokens.weight")}
+    table: Table = {f"{EMBEDDING}.word_embeddings.weight": Rename(f"{prefix}embed_tokens.weight")}
     groups, width = query_groups(language), head_width(language)
     for number in range(language.num_layers):
         ours, theirs = f"{LANGUAGE_LAYER}{number}.", f"{prefix}layers.{number}."
@@ -110,9 +110,9 @@ def language_table(language: LanguageConfig, prefix: str, *, head: str) -> Table
             table |= linear(f"{ours}self_attention.k_layernorm", f"{theirs}self_attn.k_norm", bias=False)
         table |= linear(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", bias=False)
         table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm", bias=False)
-        table[f"{ours}mlp.linear_fc1.weight"] = Stack((f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"))
+        table[f"{ours}mlp.linear_fc1.weight"] = Concat((f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"))
         table |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.down_proj", bias=False)
     table |= linear(LANGUAGE_NORM, f"{prefix}norm", bias=False)
     if not language.tie_embeddings:
-        table[f"{OUTPUT}.linear.weight"] = Same(head)
+        table[f"{OUTPUT}.linear.weight"] = Rename(head)
     return table

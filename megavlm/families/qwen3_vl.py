@@ -10,8 +10,13 @@ from math import isqrt
 from typing import Any
 
 from megavlm.arch.layers import DEEPSTACK, PROJECTOR, VISION_LAYER, VISION_NORM
-from megavlm.checkpoint.hf.families.language import language_table
-from megavlm.checkpoint.hf.families.qwen_vl import (
+from megavlm.config.schema import ModelConfig, VisionConfig
+from megavlm.families.shared.chat import CHATML
+from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.language import language_table
+from megavlm.families.shared.qwen_vl import (
+    IMAGE,
+    PROCESSOR,
     attention_table,
     inputs,
     merger,
@@ -20,11 +25,9 @@ from megavlm.checkpoint.hf.families.qwen_vl import (
     vision_sizes,
     with_defaults,
 )
-from megavlm.checkpoint.hf.families.vision import ACTIVATIONS
-from megavlm.checkpoint.hf.family import Family, Spelling
-from megavlm.checkpoint.hf.settings import Settings, refuse
-from megavlm.checkpoint.hf.table import Same, Table, linear
-from megavlm.config.schema import ModelConfig, VisionConfig
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import Rename, Table, linear
+from megavlm.families.shared.vision import ACTIVATIONS
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 151936,
@@ -81,10 +84,10 @@ def _vision(tower: Settings) -> VisionConfig:
     )
 
 
-def table(model: ModelConfig, spelling: Spelling) -> Table:
-    vision, visual = model.vision, spelling.vision
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    vision, visual = model.vision, prefixes.vision
     names = patch_embed_table(vision, visual)
-    names["patch_embed.position"] = Same(f"{visual}pos_embed.weight")
+    names["patch_embed.position"] = Rename(f"{visual}pos_embed.weight")
     for number in range(vision.num_layers):
         ours, theirs = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
         names |= attention_table(vision, ours, theirs, norm_bias=True)
@@ -98,17 +101,28 @@ def table(model: ModelConfig, spelling: Spelling) -> Table:
         names |= linear(f"{ours}.linear_fc1", f"{theirs}linear_fc1", bias=True)
         names |= linear(f"{ours}.linear_fc2", f"{theirs}linear_fc2", bias=True)
     names |= linear(VISION_NORM, f"{visual}merger.norm", bias=True)
-    return names | language_table(model.language, spelling.language, head=spelling.head)
+    return names | language_table(model.language, prefixes.language, head=prefixes.head)
 
 
-QWEN3_VL = Family(
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3_vl_8b": {
+        "text_config": {"num_hidden_layers": 36, "intermediate_size": 12288, "num_key_value_heads": 8},
+        "vision_config": {"out_hidden_size": 4096},
+    }
+}
+
+FAMILY = Family(
     name="qwen3_vl",
     model_types=("qwen3_vl",),
     config=config,
     table=table,
     inputs=inputs,
-    spellings=(
-        Spelling(vision="model.visual.", language="model.language_model."),
-        Spelling(vision="visual.", language="model."),
+    image_processors=(PROCESSOR,),
+    image_text=IMAGE,
+    chat_template=CHATML,
+    published=PUBLISHED,
+    name_prefixes=(
+        NamePrefixes(vision="model.visual.", language="model.language_model."),
+        NamePrefixes(vision="visual.", language="model."),
     ),
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from megavlm.arch.layers import PATCH_EMBED, VISION_LAYER, VISION_NORM, vision_layers_run
-from megavlm.checkpoint.hf.settings import Settings, refuse
-from megavlm.checkpoint.hf.table import QKV, Same, Table, linear
 from megavlm.config.schema import VisionConfig
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import QKV, Rename, Table, linear
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -103,7 +103,7 @@ def _activation(settings: Settings, default: str) -> Any:
 def clip_table(vision: VisionConfig, prefix: str) -> Table:
     """CLIPVisionModel below `prefix`."""
     table = _embeddings(vision, f"{prefix}embeddings.")
-    table["patch_embed.class_token"] = Same(f"{prefix}embeddings.class_embedding")
+    table["patch_embed.class_token"] = Rename(f"{prefix}embeddings.class_embedding")
     return table | linear("patch_embed.norm", f"{prefix}pre_layrnorm", bias=True) | _clip_layers(vision, prefix)
 
 
@@ -116,10 +116,10 @@ def siglip_table(vision: VisionConfig, prefix: str) -> Table:
 
 
 def _embeddings(vision: VisionConfig, prefix: str) -> Table:
-    table: Table = {f"{PATCH_EMBED}.proj.weight": Same(f"{prefix}patch_embedding.weight", view=kernel(vision))}
+    table: Table = {f"{PATCH_EMBED}.proj.weight": Rename(f"{prefix}patch_embedding.weight", view=kernel(vision))}
     if vision.patch_bias:
-        table[f"{PATCH_EMBED}.proj.bias"] = Same(f"{prefix}patch_embedding.bias")
-    table[f"{PATCH_EMBED}.position"] = Same(f"{prefix}position_embedding.weight")
+        table[f"{PATCH_EMBED}.proj.bias"] = Rename(f"{prefix}patch_embedding.bias")
+    table[f"{PATCH_EMBED}.position"] = Rename(f"{prefix}position_embedding.weight")
     return table
 
 
@@ -155,10 +155,10 @@ def intern_table(vision: VisionConfig, prefix: str) -> Table:
     embeddings, width = f"{prefix}embeddings.", vision.hidden_size
     side = vision.image_size // vision.patch_size
     table: Table = {
-        "patch_embed.proj.weight": Same(f"{embeddings}patch_embeddings.projection.weight", view=kernel(vision)),
-        "patch_embed.proj.bias": Same(f"{embeddings}patch_embeddings.projection.bias"),
-        "patch_embed.class_token": Same(f"{embeddings}cls_token", view=(1, 1, width)),
-        "patch_embed.position": Same(f"{embeddings}position_embeddings", view=(1, side * side + 1, width)),
+        "patch_embed.proj.weight": Rename(f"{embeddings}patch_embeddings.projection.weight", view=kernel(vision)),
+        "patch_embed.proj.bias": Rename(f"{embeddings}patch_embeddings.projection.bias"),
+        "patch_embed.class_token": Rename(f"{embeddings}cls_token", view=(1, 1, width)),
+        "patch_embed.position": Rename(f"{embeddings}position_embeddings", view=(1, side * side + 1, width)),
     }
     norm_bias = vision.normalization == "LayerNorm"
     for number in range(vision_layers_run(vision)):
@@ -173,8 +173,8 @@ def intern_table(vision: VisionConfig, prefix: str) -> Table:
         table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}layernorm_after", bias=norm_bias)
         table |= linear(f"{ours}mlp.linear_fc1", f"{theirs}mlp.fc1", bias=True)
         table |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.fc2", bias=True)
-        table[f"{ours}self_attn_bda.scale"] = Same(f"{theirs}lambda_1")
-        table[f"{ours}mlp_bda.scale"] = Same(f"{theirs}lambda_2")
+        table[f"{ours}self_attn_bda.scale"] = Rename(f"{theirs}lambda_1")
+        table[f"{ours}mlp_bda.scale"] = Rename(f"{theirs}lambda_2")
     if vision.post_norm:
         table |= linear(VISION_NORM, f"{prefix}layernorm", bias=True)
     return table

@@ -47,7 +47,7 @@ Table = dict[str, Rule]  # by our global name
 
 
 @dataclass(frozen=True)
-class Same:
+class Rename:
     """The same rows under another name; `view` is their shape where it differs from ours (conv weights, [1, 1, H])."""
 
     name: str
@@ -65,7 +65,7 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Stack:
+class Concat:
     """Tensors of equal height on top of each other: gate, then up."""
 
     names: tuple[str, ...]
@@ -163,7 +163,7 @@ def fits(found: Shape, expected: Shape) -> bool:
 
 def module(ours: str, theirs: str, *leaves: str) -> Table:
     """A module under two names, with these of its parameters."""
-    return {f"{ours}.{leaf}": Same(f"{theirs}.{leaf}") for leaf in leaves}
+    return {f"{ours}.{leaf}": Rename(f"{theirs}.{leaf}") for leaf in leaves}
 
 
 def linear(ours: str, theirs: str, *, bias: bool) -> Table:

@@ -8,8 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from megavlm.arch.layers import VISION_LAYER, VISION_NORM
-from megavlm.checkpoint.hf.families.language import language_table
-from megavlm.checkpoint.hf.families.qwen_vl import (
+from megavlm.config.schema import ModelConfig, VisionConfig
+from megavlm.families.shared.chat import CHATML
+from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.language import language_table
+from megavlm.families.shared.qwen_vl import (
+    IMAGE,
+    PROCESSOR,
     attention_table,
     inputs,
     merger,
@@ -18,10 +23,8 @@ from megavlm.checkpoint.hf.families.qwen_vl import (
     vision_sizes,
     with_defaults,
 )
-from megavlm.checkpoint.hf.family import Family, Spelling
-from megavlm.checkpoint.hf.settings import Settings
-from megavlm.checkpoint.hf.table import Stack, Table, linear
-from megavlm.config.schema import ModelConfig, VisionConfig
+from megavlm.families.shared.settings import Settings
+from megavlm.families.shared.table import Concat, Table, linear
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 152064,
@@ -75,33 +78,59 @@ def _vision(tower: Settings) -> VisionConfig:
     )
 
 
-def table(model: ModelConfig, spelling: Spelling) -> Table:
-    vision, visual = model.vision, spelling.vision
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    vision, visual = model.vision, prefixes.vision
     names = patch_embed_table(vision, visual)
     for number in range(vision.num_layers):
         ours, theirs = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
         names |= attention_table(vision, ours, theirs, norm_bias=False)
         for leaf in ("weight", "bias"):
             gate_and_up = (f"{theirs}mlp.gate_proj.{leaf}", f"{theirs}mlp.up_proj.{leaf}")
-            names[f"{ours}mlp.linear_fc1.{leaf}"] = Stack(gate_and_up)
+            names[f"{ours}mlp.linear_fc1.{leaf}"] = Concat(gate_and_up)
         names |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.down_proj", bias=True)
     return {
         **names,
         **linear(VISION_NORM, f"{visual}merger.ln_q", bias=False),
         **linear("projector.linear_fc1", f"{visual}merger.mlp.0", bias=True),
         **linear("projector.linear_fc2", f"{visual}merger.mlp.2", bias=True),
-        **language_table(model.language, spelling.language, head=spelling.head),
+        **language_table(model.language, prefixes.language, head=prefixes.head),
     }
 
 
-QWEN2_5_VL = Family(
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl_3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "vision_config": {"hidden_size": 1280, "out_hidden_size": 2048},
+    },
+    "qwen2_5_vl_7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vision_config": {"hidden_size": 1280},
+    },
+    "qwen2_5_vl_72b": {"vision_config": {"hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 8192}},
+}
+
+FAMILY = Family(
     name="qwen2_5_vl",
     model_types=("qwen2_5_vl",),
     config=config,
     table=table,
     inputs=inputs,
-    spellings=(
-        Spelling(vision="visual.", language="model."),
-        Spelling(vision="model.visual.", language="model.language_model."),
+    image_processors=(PROCESSOR,),
+    image_text=IMAGE,
+    chat_template=CHATML,
+    published=PUBLISHED,
+    name_prefixes=(
+        NamePrefixes(vision="visual.", language="model."),
+        NamePrefixes(vision="model.visual.", language="model.language_model."),
     ),
 )

@@ -12,27 +12,25 @@ import torch
 from torch import Tensor
 
 from megavlm.arch.layers import EMBEDDING, module_of
-from megavlm.checkpoint.hf.families import family_of
-from megavlm.checkpoint.hf.family import Family
 from megavlm.checkpoint.hf.files import HfFolder
-from megavlm.checkpoint.hf.table import Shape, Table, fits, pieces
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 from megavlm.data.anyres import Tiling
 from megavlm.errors import UserError
-
-ALL_PARTS = ("vision", "projector", "language")
+from megavlm.families import family_of
+from megavlm.families.shared.family import ALL_PARTS, Family
+from megavlm.families.shared.table import Shape, Table, fits, pieces
 
 
 @dataclass(frozen=True)
-class Origin:
+class Pretrained:
     """A folder, and what it is a source of."""
 
     folder: HfFolder
     family: Family
     model: ModelConfig  # what config.json describes; sections of parts that the folder lacks mean nothing
     parts: tuple[str, ...]  # of the model, that are taken from here
-    spelling: int  # which of the family's spellings the files use
+    variant: int  # index of the family's name_prefixes that the files use
     table: Table  # of all parts that the folder has
 
     @property
@@ -41,7 +39,7 @@ class Origin:
         return self.family.tiling(self.folder.settings) if self.family.tiling else None
 
     @classmethod
-    def of(cls, path: Path, *parts: str, feature_layer: int | None = None) -> Origin:
+    def of(cls, path: Path, *parts: str, feature_layer: int | None = None) -> Pretrained:
         """A folder that must hold these parts, under the spelling that fits its files best.
 
         `feature_layer` takes features from another layer than the folder's own choice.
@@ -56,7 +54,7 @@ class Origin:
         model = family.config(folder.settings)
         if feature_layer is not None:
             model = replace(model, vision=replace(model.vision, feature_layer=feature_layer))
-        tables = [family.table(model, spelling) for spelling in family.spellings]
+        tables = [family.table(model, prefixes) for prefixes in family.name_prefixes]
         found = folder.tensors.keys()
         best = max(range(len(tables)), key=lambda number: len(found & _names(tables[number])))
         return cls(folder, family, model, parts, best, tables[best])
@@ -74,7 +72,7 @@ class Origin:
     @property
     def copies(self) -> dict[str, str]:
         """Tensors that repeat another one: the output layer's weight where it is tied and in the files all the same."""
-        return copies(self.table, self.family.spellings[self.spelling].head, self.model, self.folder.tensors)
+        return copies(self.table, self.family.name_prefixes[self.variant].head, self.model, self.folder.tensors)
 
     def problems(self) -> list[str]:
         """Missing and surplus names, and copies that are none."""
@@ -133,46 +131,46 @@ def _names(table: Table) -> set[str]:
     return {name for rule in table.values() for name in rule.names}
 
 
-def origins_of(config: Config) -> list[Origin]:
+def pretrained_of(config: Config) -> list[Pretrained]:
     """The folders that a run's options name, as sources."""
     options = config.checkpoint
     if options.init_from is not None:
         if options.vision_from is not None or options.language_from is not None:
             raise UserError("--init-from brings a whole VLM: leave out --vision-from and --language-from")
-        return [Origin.of(Path(options.init_from), *ALL_PARTS)]
-    origins = []
+        return [Pretrained.of(Path(options.init_from), *ALL_PARTS)]
+    pretrained_list = []
     if options.vision_from is not None:
         layer = config.model.vision.feature_layer
         chosen = layer if layer != VisionConfig().feature_layer else None
-        origins.append(Origin.of(Path(options.vision_from), "vision", feature_layer=chosen))
+        pretrained_list.append(Pretrained.of(Path(options.vision_from), "vision", feature_layer=chosen))
     if options.language_from is not None:
-        origins.append(Origin.of(Path(options.language_from), "language"))
-    return origins
+        pretrained_list.append(Pretrained.of(Path(options.language_from), "language"))
+    return pretrained_list
 
 
-def with_model_of_origins(config: Config) -> Config:
+def with_pretrained_model(config: Config) -> Config:
     """The configuration with the model that its folders hold: nobody types layer counts.
 
     Raises UserError where an option contradicts a folder. `--vision-feature-layer` may choose another layer of a tower.
     """
     model = config.model
-    for origin in origins_of(config):
-        for part in origin.parts:
-            found = getattr(origin.model, part)
-            _agree(part, getattr(model, part), found, origin)
+    for pretrained in pretrained_of(config):
+        for part in pretrained.parts:
+            found = getattr(pretrained.model, part)
+            _agree(part, getattr(model, part), found, pretrained)
             model = replace(model, **{part: found})
-        if "projector" in origin.parts:
-            model = replace(model, image_token=origin.model.image_token)
+        if "projector" in pretrained.parts:
+            model = replace(model, image_token=pretrained.model.image_token)
     return replace(config, model=model)
 
 
-def _agree(part: str, given: Any, found: Any, origin: Origin) -> None:
+def _agree(part: str, given: Any, found: Any, pretrained: Pretrained) -> None:
     if given in (type(given)(), found):  # not set at all, or read back from the run's own config.yaml
         return
     for name, value in vars(found).items():
         if (wanted := getattr(given, name)) not in (value, getattr(type(given)(), name)):
             raise UserError(
-                f"--{part}-{name.replace('_', '-')} {wanted} contradicts {origin.folder.path}, which has {value}: "
+                f"--{part}-{name.replace('_', '-')} {wanted} contradicts {pretrained.folder.path}, which has {value}: "
                 "leave it out, the folder decides"
             )
 

@@ -1,20 +1,31 @@
-"""What Qwen2.5-VL and Qwen3-VL share: the tower's attention, M-RoPE, the merger, and the way images are given."""
+"""What the Qwen-VL families share: the tower's attention, M-RoPE, the merger, the image processor and `inputs`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from megavlm.checkpoint.hf.families.language import language
-from megavlm.checkpoint.hf.settings import Settings, refuse
-from megavlm.checkpoint.hf.table import FusedQKV, Same, Table, linear
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.batch import MicroBatch
-from megavlm.model.merge import pixel_shuffle
+from megavlm.data.images import features_of
+from megavlm.data.processors import sizes
+from megavlm.data.processors.layout import Layout, Prompt
+from megavlm.data.processors.processor import Processor
+from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, has_only, require_model_value
+from megavlm.data.processors.resize import Pixels
+from megavlm.data.processors.sizes import Size
+from megavlm.errors import UserError
+from megavlm.families.shared.inputs import in_blocks
+from megavlm.families.shared.language import language
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import FusedQKV, Rename, Table, linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.data.batch import MicroBatch
+
+IMAGE = "<|image_pad|>"
 
 
 def with_defaults(settings: Settings, defaults: Mapping[str, Any]) -> Settings:
@@ -66,7 +77,7 @@ def patch_embed_table(vision: VisionConfig, prefix: str) -> Table:
     side = vision.patch_size
     view = (vision.hidden_size, vision.in_channels, vision.temporal_patch_size, side, side)
     return {
-        f"patch_embed.proj.{leaf}": Same(f"{prefix}patch_embed.proj.{leaf}", view=view if leaf == "weight" else None)
+        f"patch_embed.proj.{leaf}": Rename(f"{prefix}patch_embed.proj.{leaf}", view=view if leaf == "weight" else None)
         for leaf in (("weight", "bias") if vision.patch_bias else ("weight",))
     }
 
@@ -87,14 +98,60 @@ def attention_table(vision: VisionConfig, ours: str, theirs: str, *, norm_bias: 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
     """Tokens, which of them are images, and patches: block by block, each pixel repeated over time."""
-    assert batch.patches is not None
+    import torch
+
     given = {"input_ids": batch.tokens}
     if not batch.grids:
         return given
-    side, channels, frames = model.projector.pixel_shuffle, model.vision.in_channels, model.vision.temporal_patch_size
-    blocks = pixel_shuffle(batch.patches, batch.grids, side).view(-1, channels, 1, model.vision.patch_size**2)
+    side, vision = model.projector.pixel_shuffle, model.vision
+    blocks = in_blocks(batch, side).view(-1, vision.in_channels, 1, vision.patch_size**2)
     return given | {
-        "pixel_values": blocks.expand(-1, -1, frames, -1).flatten(1),
+        "pixel_values": blocks.expand(-1, -1, vision.temporal_patch_size, -1).flatten(1),
         "image_grid_thw": torch.tensor([(1, *grid) for grid in batch.grids], device=batch.tokens.device),
         "mm_token_type_ids": batch.tokens.eq(model.image_token or 0).int(),
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeResolution(Processor):
+    """Resizes an image to sides near its own that whole features cover. Patches stay row-major and single-frame."""
+
+    min_pixels: int
+    max_pixels: int
+    start: str = "<|vision_start|>"
+    end: str = "<|vision_end|>"
+
+    def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
+        tile = self._tile(*self._resized((height, width)))
+        prompt = Prompt(self.image_token, (self.start, self.end), (features_of(tile.grid, self.merge),))
+        return Layout((height, width), (tile,), (0, 0), prompt)
+
+    def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
+        return [self._resize(pixels, *self._resized(pixels.shape[:2]))]
+
+    def _resized(self, size: Size) -> Size:
+        factor = self.patch_size * self.merge
+        return sizes.smart_resize(size, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+
+
+def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
+    """The file's sizes, as pixels or as old names; patches must be those of the model."""
+    require_model_value(options, "patch_size", model.vision.patch_size)
+    require_model_value(options, "merge_size", model.projector.pixel_shuffle)
+    size = options["size"]
+    if not has_only(size, "shortest_edge", "longest_edge"):
+        raise UserError("size in preprocessor_config.json must give shortest_edge and longest_edge, as areas in pixels")
+    return NativeResolution(
+        min_pixels=options.get("min_pixels", size["shortest_edge"]),
+        max_pixels=options.get("max_pixels", size["longest_edge"]),
+        placeholder=f"<|vision_start|>{IMAGE}<|vision_end|>",
+        image_token=IMAGE,
+        **shared,
+    )
+
+
+PROCESSOR = ProcessorReader(
+    ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL"),
+    {**CLIP_PIXELS, "size": {"shortest_edge": 56**2, "longest_edge": 28**2 * 1280}},
+    build_processor,
+)

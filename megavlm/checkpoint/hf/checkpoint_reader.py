@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megavlm.checkpoint import safety
 from megavlm.checkpoint.hf.raw import read_into
-from megavlm.checkpoint.hf.table import Shape
+from megavlm.families.shared.table import Shape
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Record:
     sizes: Shape
 
 
-class Records:
+class CheckpointReader:
     """Reads rows of tensors; safe to share between threads."""
 
     def __init__(self, checkpoint: Path) -> None:

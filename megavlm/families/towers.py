@@ -1,15 +1,15 @@
-"""Encoders and language models by themselves: what a VLM is composed of with --vision-from and --language-from."""
+"""Vision towers by themselves, which --vision-from takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from megavlm.checkpoint.hf.families.language import LANGUAGE_TYPES, language, language_table
-from megavlm.checkpoint.hf.families.vision import clip, clip_table, intern, intern_table, siglip, siglip_table
-from megavlm.checkpoint.hf.family import Family, Spelling
-from megavlm.checkpoint.hf.settings import Settings
-from megavlm.checkpoint.hf.table import Table
 from megavlm.config.schema import ModelConfig, VisionConfig
+from megavlm.data.processors.reader import CLIP_PIXELS, HALF_PIXELS, SQUARE_224, ProcessorReader, build_whole
+from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.settings import Settings
+from megavlm.families.shared.table import Table
+from megavlm.families.shared.vision import clip, clip_table, intern, intern_table, siglip, siglip_table
 
 
 def _tower(
@@ -19,6 +19,7 @@ def _tower(
     names: Callable[[VisionConfig, str], Table],
     *,
     unused: tuple[str, ...],
+    processors: tuple[ProcessorReader, ...] = (),
 ) -> Family:
     def config(settings: Settings) -> ModelConfig:
         # A whole CLIP or SigLIP holds its tower's settings in a section, a tower alone at the top.
@@ -26,11 +27,13 @@ def _tower(
             vision=read(settings.section("vision_config") if "vision_config" in settings.values else settings)
         )
 
-    def table(model: ModelConfig, spelling: Spelling) -> Table:
-        return names(model.vision, spelling.vision)
+    def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+        return names(model.vision, prefixes.vision)
 
-    spellings = (Spelling(vision=""), Spelling(vision="vision_model."))
-    return Family(name, kinds, config, table, spellings, parts=("vision",), unused=unused)
+    name_prefixes = (NamePrefixes(vision=""), NamePrefixes(vision="vision_model."))
+    return Family(
+        name, kinds, config, table, name_prefixes, parts=("vision",), unused=unused, image_processors=processors
+    )
 
 
 # Layers after the features', the pooled output's parts; a whole CLIP's or SigLIP's text side.
@@ -47,6 +50,7 @@ CLIP = _tower(
     lambda settings: clip(settings, feature_layer=-2),
     clip_table,
     unused=_BESIDE,
+    processors=(ProcessorReader(("CLIP",), {**CLIP_PIXELS, **SQUARE_224, "do_center_crop": True}, build_whole),),
 )
 SIGLIP = _tower(
     "siglip",
@@ -54,6 +58,7 @@ SIGLIP = _tower(
     lambda settings: siglip(settings, feature_layer=-2, post_norm=False),
     siglip_table,
     unused=_BESIDE,
+    processors=(ProcessorReader(("Siglip",), {**HALF_PIXELS, "size": {"height": 224, "width": 224}}, build_whole),),
 )
 INTERN_VIT = _tower(
     "internvl_vision",
@@ -61,23 +66,4 @@ INTERN_VIT = _tower(
     lambda settings: intern(settings, feature_layer=-1),
     intern_table,
     unused=(r"layernorm\..*", r"embeddings\.mask_token"),
-)
-
-
-def _text_config(settings: Settings) -> ModelConfig:
-    return ModelConfig(language=language(settings))
-
-
-def _text_table(model: ModelConfig, spelling: Spelling) -> Table:
-    return language_table(model.language, spelling.language, head=spelling.head)
-
-
-TEXT = Family(
-    name="text",
-    model_types=LANGUAGE_TYPES,
-    config=_text_config,
-    table=_text_table,
-    spellings=(Spelling(language="model."),),
-    parts=("language",),
-    unused=(r".*\.rotary_emb\.inv_freq",),
 )

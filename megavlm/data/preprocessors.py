@@ -1,0 +1,121 @@
+"""Which image processor and tokenizer a run has: those that its options name, else those of its pretrained folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL.Image import Resampling
+
+from megavlm.config.schema import Config, ModelConfig
+from megavlm.data.processors import Processor
+from megavlm.data.processors.processor import Whole
+from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer
+from megavlm.data.tokenizers.text import TextTokenizer
+from megavlm.data.tokenizers.training import IMAGE
+from megavlm.errors import UserError
+from megavlm.families import processor_from
+
+_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def processor_for(config: Config) -> Processor:
+    """The processor of `--image-processor`, else of the folder that the vision tower comes from, else plain resizing.
+
+    Patches and merging are the model's, whatever the folder says. Raises UserError where both do not fit.
+    """
+    model = config.model
+    given = config.data.image_processor or config.checkpoint.init_from or config.checkpoint.vision_from
+    settings = _settings(Path(given)) if given else None
+    if settings is None:
+        if config.data.image_processor:
+            raise UserError(f"--image-processor {given} has no {' and no '.join(_FILES)}: name a folder with one")
+        return _checked(_plain(model, fast=config.data.fast_image_resize), model)
+    return _checked(processor_from(settings, model, fast=config.data.fast_image_resize), model)
+
+
+def _settings(folder: Path) -> Any:
+    for name in _FILES:
+        try:
+            settings = json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder / name} cannot be read ({error}): check --image-processor") from error
+        if isinstance(settings, dict) and (name == _FILES[0] or "image_processor" in settings):
+            return settings
+    return None
+
+
+def _plain(model: ModelConfig, *, fast: bool) -> Whole:
+    """Stretched to the size that the tower is made for, values from −1 to 1."""
+    side, half = model.vision.image_size, (0.5, 0.5, 0.5)
+    return Whole(
+        patch_size=model.vision.patch_size,
+        merge=model.projector.pixel_shuffle,
+        resample=Resampling.BICUBIC,
+        mean=half,
+        std=half,
+        size=(side, side),
+        fast=fast,
+    )
+
+
+def _checked(processor: Processor, model: ModelConfig) -> Processor:
+    tiled = model.projector.anyres_max_tiles is not None
+    if tiled != processor.anyres:
+        raise UserError(
+            "--projector-anyres-max-tiles goes with an image processor that cuts images into anyres tiles, and "
+            + ("--image-processor does not" if tiled else "it is left out")
+            + ": name the folder of such a model, or change --projector-anyres-max-tiles"
+        )
+    if model.vision.in_channels != 3:
+        raise UserError(f"--vision-in-channels {model.vision.in_channels}: images from --datasets have 3 channels")
+    return processor
+
+
+def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
+    """The tokenizer of a run: `--tokenizer`, else that of the folder that the language model comes from.
+
+    `image_text` is what the image processor calls the image token; `--image-token`, or the model's own, goes before.
+    Raises UserError where there is none, or where the model has no place for its tokens.
+    """
+    path = tokenizer_path(config)
+    image = config.model.image_token
+    if path.is_dir():
+        tokenizer: TextTokenizer = HuggingFaceTokenizer.of(path, image=image, image_text=image_text)
+    elif path.is_file():
+        tokenizer = SentencePieceTokenizer(path, image=image, image_text=image_text)
+    else:
+        raise UserError(f"--tokenizer {path} is not there: give a Hugging Face folder or a SentencePiece model")
+    vocabulary = config.model.language.vocab_size
+    if image is not None and image != tokenizer.image:
+        raise UserError(f"--image-token {image} is not in {path}, where it is {tokenizer.image}: leave it out")
+    if vocabulary is not None and vocabulary < tokenizer.vocab_size:
+        raise UserError(
+            f"the tokenizer {path} has {tokenizer.vocab_size} tokens, and the model {vocabulary}: give the model's own "
+            "to --tokenizer"
+        )
+    return tokenizer
+
+
+def tokenizer_path(config: Config) -> Path:
+    """Where the tokenizer is. Raises UserError where no option says so."""
+    given = config.data.tokenizer or config.checkpoint.init_from or config.checkpoint.language_from
+    if given is None:
+        raise UserError(
+            "--datasets need a tokenizer: give --tokenizer a Hugging Face folder or a SentencePiece model, or a "
+            "model to --init-from"
+        )
+    return Path(given)
+
+
+def model_type(path: Path) -> str | None:
+    """The architecture that a tokenizer's folder belongs to, where config.json says so."""
+    try:
+        found = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None

@@ -1,0 +1,159 @@
+"""`Processor`: what a model does to an image. `layout` computes sizes, `views` makes bytes, `tiles` makes patches.
+
+A processor is a frozen value without state, safe in any thread or worker. Models differ in how they cut an image, so
+each family with a way of its own has a subclass in its file (`megavlm/families`); resizing, normalisation and patches
+are the same for all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from PIL.Image import Resampling
+
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.images import features_of, patchify
+from megavlm.data.processors import sizes
+from megavlm.data.processors.layout import Layout, Prompt, Tile
+from megavlm.data.processors.resize import Pixels, resize
+from megavlm.data.processors.sizes import Size
+
+if TYPE_CHECKING:  # families are read where torch is not needed, as by the planner
+    from torch import Tensor
+
+_MOST_PIXELS = 2**26  # of a picture on the way: 192 MiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor(ABC):
+    """Turns the images of one model into patches and text.
+
+    `placeholder` is what the chat template writes where `Layout.prompt` goes. `images` is the number of images in the
+    sample: some models tile an image only if it is alone.
+    """
+
+    anyres: ClassVar[bool] = False  # whether an image's tiles form one feature map (`megavlm/data/anyres.py`)
+
+    patch_size: int
+    merge: int = 1  # merge × merge patches become one feature
+    resample: Resampling
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    placeholder: str = "<image>"
+    image_token: str = "<image>"
+    fast: bool = False  # resize with torch: some values in a million are off by two, see `resize`
+
+    @abstractmethod
+    def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
+        """Tiles, features and prompt of an image of this size. Pure. Raises BadSample for sizes that are refused."""
+
+    @abstractmethod
+    def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
+        """Pixels of the tiles of `layout`, in its order: bytes [height, width, 3], before normalisation."""
+
+    def tiles(self, pixels: Pixels, *, images: int = 1) -> list[Tensor]:
+        """Normalised patches of each tile, [rows·columns, 3·p·p] float32, row-major, as `patchify` defines them."""
+        return [self._patches(view) for view in self.views(pixels, images=images)]
+
+    def _resize(self, pixels: Pixels, height: int, width: int) -> Pixels:
+        return resize(pixels, height, width, self.resample, fast=self.fast)
+
+    def _patches(self, view: Pixels) -> Tensor:
+        rows, columns = self._tile(*view.shape[:2]).grid
+        seen = view[: rows * self.patch_size, : columns * self.patch_size]
+        return patchify(seen, self.patch_size, mean=self.mean, std=self.std)
+
+    def _tile(self, height: int, width: int) -> Tile:
+        return Tile(height, width, (height // self.patch_size, width // self.patch_size))
+
+    def _one_run(self, features: int) -> Prompt:
+        return Prompt(self.image_token, ("", ""), (features,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Processor):
+    """Keeps an image in one piece, of a fixed size (CLIP, SigLIP, LLaVA-1.5).
+
+    Resized to `size`, or so that the shorter side is `edge`; padded before (`pad_to_square`) or cropped after.
+    """
+
+    size: Size | None = None
+    edge: int | None = None
+    crop: Size | None = None
+    pad_to_square: bool = False
+
+    def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
+        resized = self._resized(squared((height, width)) if self.pad_to_square else (height, width))
+        tile = self._tile(*(self.crop or resized))
+        features = features_of(tile.grid, self.merge)
+        return Layout((height, width), (tile,), (0, 0), self._one_run(features))
+
+    def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
+        if self.pad_to_square:
+            pixels = pad_to_square(pixels, self.mean)
+        picture = self._resize(pixels, *self._resized(pixels.shape[:2]))
+        return [picture if self.crop is None else center_crop(picture, self.crop)]
+
+    def _resized(self, size: Size) -> Size:
+        if self.edge is None:
+            return self.size or size
+        return holdable(size, sizes.shortest_edge(size, self.edge))
+
+
+def cut(picture: Pixels, arrangement: Size) -> list[Pixels]:
+    """Equal tiles, row by row; views, nothing is copied."""
+    rows, columns = arrangement
+    height, width = picture.shape[0] // rows, picture.shape[1] // columns
+    return [
+        picture[row * height : (row + 1) * height, column * width : (column + 1) * width]
+        for row in range(rows)
+        for column in range(columns)
+    ]
+
+
+def center_crop(picture: Pixels, size: Size) -> Pixels:
+    """The middle of a picture; where it is smaller than `size`, in the middle of black, an odd pixel above or left."""
+    top, left = (picture.shape[0] - size[0]) // 2, (picture.shape[1] - size[1]) // 2
+    inside = picture[max(top, 0) :, max(left, 0) :][: size[0], : size[1]]
+    return pasted(inside, size, at=(max(-top, 0), max(-left, 0)))
+
+
+def pad_evenly(picture: Pixels, size: Size) -> Pixels:
+    """The picture in the middle of black, an odd pixel below or right."""
+    return pasted(picture, size, at=((size[0] - picture.shape[0]) // 2, (size[1] - picture.shape[1]) // 2))
+
+
+def pad_to_square(picture: Pixels, mean: tuple[float, ...]) -> Pixels:
+    """The picture in the middle of a square of the mean colour, an odd pixel below or right."""
+    size = squared(picture.shape[:2])
+    at = (size[0] - picture.shape[0]) // 2, (size[1] - picture.shape[1]) // 2
+    return pasted(picture, size, at=at, colour=tuple(int(value * 255) for value in mean))
+
+
+def pasted(picture: Pixels, size: Size, *, at: Size, colour: tuple[int, ...] = (0, 0, 0)) -> Pixels:
+    height, width = picture.shape[:2]
+    if (height, width) == size:
+        return picture
+    canvas = np.empty((*size, 3), np.uint8)
+    canvas[:] = colour
+    canvas[at[0] : at[0] + height, at[1] : at[1] + width] = picture
+    return canvas
+
+
+def squared(size: Size) -> Size:
+    return holdable(size, (max(size), max(size)))
+
+
+def holdable(size: Size, picture: Size) -> Size:
+    """`picture`, what an image of `size` would become on the way; a hair of 1×10000 pixels may become gigabytes.
+
+    Raises BadSample then.
+    """
+    if picture[0] * picture[1] > _MOST_PIXELS:
+        raise BadSample(
+            Reason.TOO_NARROW, f"{size[0]}×{size[1]} pixels would become {picture[0]}×{picture[1]} on the way"
+        )
+    return picture

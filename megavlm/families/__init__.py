@@ -1,0 +1,92 @@
+"""The Hugging Face architectures that can be trained: each module of this package declares one or a few `Family`s.
+
+A new family is a module here and nothing else. `shared` holds what several families use. Importing this needs no
+torch, so that the planner's command can list the published models.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.config.words import did_you_mean, plain
+from megavlm.data.processors.processor import Processor
+from megavlm.data.processors.reader import ProcessorReader, class_of
+from megavlm.errors import UserError
+from megavlm.families.shared.chat import SHARED, NamedTemplate
+from megavlm.families.shared.family import ALL_PARTS, Family
+from megavlm.families.shared.settings import Settings
+
+
+def _declared() -> tuple[Family, ...]:
+    """Return the families of all modules of this package, in the modules' order."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
+    modules = [import_module(f"{__name__}.{name}") for name in names]
+    found = (value for module in modules for value in vars(module).values() if isinstance(value, Family))
+    return tuple({id(family): family for family in found}.values())  # a module may import another's family
+
+
+FAMILIES: tuple[Family, ...] = _declared()
+PROCESSOR_READERS: Mapping[str, ProcessorReader] = {
+    name: reader for family in FAMILIES for reader in family.image_processors for name in reader.classes
+}
+CHAT_TEMPLATES: Mapping[str, NamedTemplate] = {
+    template.name: template
+    for template in (*SHARED, *(family.chat_template for family in FAMILIES if family.chat_template))
+}
+PUBLISHED: Mapping[str, tuple[Family, Mapping[str, Any]]] = {
+    name: (family, values) for family in FAMILIES for name, values in family.published.items()
+}
+# "<image>" first: tokenizers of newer families are made from older ones and may have several of these.
+IMAGE_TEXTS: tuple[str, ...] = tuple(dict.fromkeys(("<image>", *(family.image_text for family in FAMILIES))))
+
+# The vision tower of a language model that is planned for by itself: no image passes it.
+_NO_VISION = VisionConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, image_size=8)
+
+
+def family_of(settings: Settings) -> Family:
+    """Return the family that a config.json belongs to. Raises UserError, naming the known ones, if there is none."""
+    kind = settings.need("model_type")
+    for family in FAMILIES:
+        if kind in family.model_types:
+            return family
+    known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
+    raise UserError(f"{settings.where}: model_type {kind!r} is not supported; supported are {known}")
+
+
+def processor_from(preprocessor_config: Mapping[str, Any], model: ModelConfig, *, fast: bool = False) -> Processor:
+    """Return the image processor that a `preprocessor_config.json` describes, with the patches of `model`.
+
+    Newer folders hold the options as `image_processor` inside `processor_config.json`: give that file then. `fast` is
+    `Processor.fast`. Raises UserError, in one line, for what is not supported.
+    """
+    name, options = class_of(preprocessor_config)
+    if name not in PROCESSOR_READERS:
+        raise UserError(
+            f"image processor {name!r} of preprocessor_config.json is unknown: supported are "
+            + ", ".join(PROCESSOR_READERS)
+        )
+    return PROCESSOR_READERS[name].read(options, model, fast=fast)
+
+
+def chat_template_of(model_type: str | None) -> NamedTemplate | None:
+    """Return the chat template of models of this type, for folders that come without one."""
+    return next((family.chat_template for family in FAMILIES if model_type in family.model_types), None)
+
+
+def published_model(name: str) -> ModelConfig:
+    """Return the sizes of a published model. Raises UserError, with a suggestion, for a name that is not known."""
+    if name not in PUBLISHED:
+        hint = did_you_mean(name, PUBLISHED) or f": choose one of {', '.join(PUBLISHED)}, or --config or --hf"
+        raise UserError(f"--model {plain(name)} is not known{hint}")
+    family, values = PUBLISHED[name]
+    model = family.config(Settings(values, name))
+    # A plan may ask for more tokens than the model was trained with.
+    model = replace(model, language=replace(model.language, max_positions=None))
+    if family.parts == ALL_PARTS:
+        return model
+    return replace(model, vision=_NO_VISION, projector=ProjectorConfig(kind="linear"))

@@ -1,0 +1,141 @@
+"""InternVL2.5 and InternVL3 (the -hf checkpoints): InternViT, 2×2 pixel shuffle with a norm and an MLP, Qwen2.5."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megavlm.config.schema import ModelConfig, ProjectorConfig
+from megavlm.data.images import features_of
+from megavlm.data.processors import sizes
+from megavlm.data.processors.layout import Layout, Prompt
+from megavlm.data.processors.processor import Processor, cut
+from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, sides
+from megavlm.data.processors.resize import Pixels
+from megavlm.data.processors.sizes import Size
+from megavlm.families.shared.chat import CHATML
+from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import Table, linear
+from megavlm.families.shared.vision import intern, intern_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.data.batch import MicroBatch
+
+IMAGE = "<IMG_CONTEXT>"
+
+
+def config(settings: Settings) -> ModelConfig:
+    """InternVLConfig."""
+    settings.require("projector_hidden_act", "gelu", why="only GELU projectors are known here")
+    settings.require("vision_feature_select_strategy", "default", why="the class token as a feature is not known here")
+    factor = 1 / settings.get("downsample_ratio", 0.5)
+    if factor != int(factor):
+        refuse(settings, "downsample_ratio", "it must be 1/N")
+    text = settings.section("text_config")
+    # The outer setting decides where it is given; checkpoints from before Transformers 5 have the inner one alone.
+    tied = settings.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return ModelConfig(
+        vision=intern(settings.section("vision_config"), feature_layer=settings.get("vision_feature_layer", -1)),
+        projector=ProjectorConfig(kind="mlp", pixel_shuffle=int(factor), input_norm=True),
+        language=language(text, tied=tied),
+        image_token=settings.get("image_token_id", 151667),
+    )
+
+
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    return {
+        **intern_table(model.vision, prefixes.vision),
+        **linear("projector.norm", f"{prefixes.projector}layer_norm", bias=True),
+        **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=True),
+        **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=True),
+        **language_table(model.language, prefixes.language, head=prefixes.head),
+    }
+
+
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+    return {"input_ids": batch.tokens, **pixel_values(batch, model.vision)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicTiles(Processor):
+    """Stretches an image to the best grid of tiles; where that is more than one, adds a thumbnail of the image."""
+
+    tile: Size
+    fewest: int
+    most: int
+    start: str = "<img>"
+    end: str = "</img>"
+
+    def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
+        tile = self._tile(*self.tile)
+        rows, columns = self._arrangement((height, width))
+        tiles = (tile,) * (rows * columns + (rows * columns > 1))
+        features = len(tiles) * features_of(tile.grid, self.merge)
+        prompt = Prompt(self.image_token, (self.start, self.end), (features,))
+        return Layout((height, width), tiles, (rows, columns) if len(tiles) > 1 else (0, 0), prompt)
+
+    def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
+        rows, columns = self._arrangement(pixels.shape[:2])
+        picture = self._resize(pixels, self.tile[0] * rows, self.tile[1] * columns)
+        if rows * columns == 1:
+            return [picture]
+        return [*cut(picture, (rows, columns)), self._resize(pixels, *self.tile)]
+
+    def _arrangement(self, size: Size) -> Size:
+        return sizes.tile_grid(size, self.tile, fewest=self.fewest, most=self.most)
+
+
+def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
+    """InternVL's own processor always cuts, whatever `crop_to_patches` says in the file."""
+    return DynamicTiles(
+        tile=sides(options["size"], "size"),
+        fewest=options["min_patches"],
+        most=options["max_patches"],
+        placeholder=IMAGE,
+        image_token=IMAGE,
+        **shared,
+    )
+
+
+FAMILY = Family(
+    name="internvl",
+    model_types=("internvl",),
+    config=config,
+    table=table,
+    inputs=inputs,
+    name_prefixes=(
+        NamePrefixes(
+            "vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight"
+        ),
+        NamePrefixes("model.vision_tower.", "model.multi_modal_projector.", "model.language_model."),
+    ),
+    image_processors=(
+        ProcessorReader(
+            ("GotOcr2",),
+            {**CLIP_PIXELS, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12},
+            build_processor,
+        ),
+    ),
+    image_text=IMAGE,
+    chat_template=CHATML,
+    published={
+        "internvl3_8b": {
+            "vision_config": {"attention_bias": True},
+            "text_config": {
+                "model_type": "qwen2",
+                "num_hidden_layers": 28,
+                "hidden_size": 3584,
+                "intermediate_size": 18944,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "vocab_size": 151674,
+            },
+        }
+    },
+    unused=(r".*vision_tower\.encoder\.layer\..*", r".*vision_tower\.layernorm\..*", r".*\.embeddings\.mask_token"),
+)

@@ -1,0 +1,150 @@
+"""LLaVA-1.5: CLIP without its last layer and class token, a two-layer MLP, and Vicuna, Mistral or another Llama."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megavlm.config.derived import projector_width
+from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.data.processors.processor import Processor
+from megavlm.data.processors.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, build_whole
+from megavlm.families.shared.chat import VICUNA
+from megavlm.families.shared.family import Composition, Family, NamePrefixes
+from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import Table, linear
+from megavlm.families.shared.vision import clip, clip_table, siglip, siglip_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.data.batch import MicroBatch
+
+# Family of a vision tower by itself → its model_type inside a LLaVA.
+_TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
+
+
+def config(settings: Settings) -> ModelConfig:
+    """LlavaConfig. With strategy "default" the class token is dropped, which is all that we do."""
+    text = settings.section("text_config")
+    layer = settings.get("vision_feature_layer", -2)
+    if not isinstance(layer, int):
+        refuse(settings, "vision_feature_layer", "features of several layers are not known here")
+    settings.require("projector_hidden_act", "gelu", why="only GELU projectors are known here")
+    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
+    return ModelConfig(
+        vision=_vision(settings, layer),
+        projector=ProjectorConfig(kind="mlp", bias=settings.get("multimodal_projector_bias", True)),
+        language=language(text, tied=tied),
+        image_token=settings.get("image_token_index", settings.get("image_token_id", 32000)),
+    )
+
+
+def _vision(settings: Settings, layer: int) -> VisionConfig:
+    tower = settings.section("vision_config")
+    kind = tower.get("model_type", "clip_vision_model")
+    if kind == "siglip_vision_model":
+        settings.require("vision_feature_select_strategy", "full", why="SigLIP has no class token to drop")
+        return siglip(tower, feature_layer=layer, post_norm=False)
+    if kind != "clip_vision_model":
+        refuse(tower, "model_type", "known towers are clip_vision_model and siglip_vision_model")
+    settings.require("vision_feature_select_strategy", "default", why="the class token as a feature is not known here")
+    if layer >= 0:  # hidden_states[0] is the input of the first layer
+        layer -= tower.get("num_hidden_layers", 12) + 1
+    return clip(tower, feature_layer=layer)
+
+
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    tower = clip_table if model.vision.class_token else siglip_table
+    bias = model.projector.bias
+    return {
+        **tower(model.vision, prefixes.vision),
+        **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=bias),
+        **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=bias),
+        **language_table(model.language, prefixes.language, head=prefixes.head),
+    }
+
+
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+    return {"input_ids": batch.tokens, **pixel_values(batch, model.vision)}
+
+
+def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
+    """Return CLIP's processor, which may pad an image to a square first."""
+    return replace(build_whole(options, model, shared), pad_to_square=bool(options.get("do_pad", False)))
+
+
+def compose(parts: Composition) -> dict[str, Any] | None:
+    """Return the config.json of a LLaVA that computes what this composed model does; None where none does."""
+    model, projector = parts.model, parts.model.projector
+    plain = projector.kind == "mlp" and projector.pixel_shuffle == 1 and not projector.input_norm
+    plain = plain and projector.anyres_max_tiles is None and projector_width(model) == model.language.hidden_size
+    normed = model.vision.post_norm and model.vision.feature_layer == -1
+    if parts.vision_family not in _TOWERS or normed or not plain:
+        return None
+    tower, text = parts.vision.values, parts.language.values
+    return {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "vision_config": {**tower.get("vision_config", tower), "model_type": _TOWERS[parts.vision_family]},
+        "text_config": dict(text),
+        "image_token_index": parts.image_token,
+        "vision_feature_layer": model.vision.feature_layer,
+        "vision_feature_select_strategy": "default" if model.vision.class_token else "full",
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": projector.bias,
+        "tie_word_embeddings": model.language.tie_embeddings,
+        "dtype": text.get("dtype", text.get("torch_dtype", "float32")),
+    }
+
+
+def _llava_1_5(**sizes: int) -> dict[str, Any]:
+    return {
+        "vision_config": {
+            "num_hidden_layers": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_attention_heads": 16,
+            "image_size": 336,
+            "patch_size": 14,
+        },
+        "text_config": {"model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-5, **sizes},
+    }
+
+
+FAMILY = Family(
+    name="llava",
+    model_types=("llava",),
+    config=config,
+    table=table,
+    inputs=inputs,
+    name_prefixes=(
+        NamePrefixes(
+            "vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight"
+        ),
+        NamePrefixes(
+            "vision_tower.vision_model.",
+            "multi_modal_projector.",
+            "language_model.model.",
+            "language_model.lm_head.weight",
+        ),
+        NamePrefixes("model.vision_tower.", "model.multi_modal_projector.", "model.language_model."),
+        NamePrefixes("model.vision_tower.vision_model.", "model.multi_modal_projector.", "model.language_model."),
+    ),
+    image_processors=(
+        ProcessorReader(
+            ("Llava",), {**CLIP_PIXELS, **SQUARE_224, "do_center_crop": True, "do_pad": False}, build_processor
+        ),
+    ),
+    chat_template=VICUNA,
+    published={
+        "llava_1_5_7b": _llava_1_5(),
+        "llava_1_5_13b": _llava_1_5(
+            num_hidden_layers=40, hidden_size=5120, intermediate_size=13824, num_attention_heads=40
+        ),
+    },
+    compose=compose,
+    unused=(r".*vision_tower\..*", r".*\.rotary_emb\.inv_freq"),
+)

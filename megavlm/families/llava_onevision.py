@@ -1,0 +1,195 @@
+"""LLaVA-OneVision: SigLIP without its last norm, a two-layer MLP, tiled images with newlines, Qwen2. No videos."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megavlm.config.schema import ModelConfig, ProjectorConfig
+from megavlm.data.anyres import TileGroup, Tiling, features_of_group, features_of_images
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.processors import sizes
+from megavlm.data.processors.layout import Layout
+from megavlm.data.processors.processor import Processor, cut, pad_evenly, pad_to_square, squared
+from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, sides, square
+from megavlm.data.processors.resize import Pixels
+from megavlm.data.processors.sizes import Size, best_resolution
+from megavlm.errors import UserError
+from megavlm.families.shared.chat import CHATML
+from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import Rename, Table, linear
+from megavlm.families.shared.vision import siglip, siglip_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.data.batch import MicroBatch
+
+# (height, width) where a folder names none.
+DEFAULT_RESOLUTIONS = tuple(product(range(384, 2305, 384), repeat=2))
+
+
+def config(settings: Settings) -> ModelConfig:
+    """LlavaOnevisionConfig. Its image_grid_pinpoints are for processors: a batch says how its images are tiled."""
+    text, tower = settings.section("text_config"), settings.section("vision_config")
+    tower.require("model_type", "siglip_vision_model", why="only SigLIP towers are known here")
+    settings.require("projector_hidden_act", "gelu", why="only GELU projectors are known here")
+    settings.require("vision_feature_select_strategy", "full", why="SigLIP has no class token to drop")
+    layer = settings.get("vision_feature_layer", -1)
+    if not isinstance(layer, int):
+        refuse(settings, "vision_feature_layer", "features of several layers are not known here")
+    if layer >= 0:  # hidden_states[0] is the input of the first layer
+        layer -= tower.get("num_hidden_layers", 12) + 1
+    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
+    return ModelConfig(
+        vision=siglip(tower, feature_layer=layer, post_norm=False),
+        projector=ProjectorConfig(
+            kind="mlp",
+            bias=settings.get("multimodal_projector_bias", True),
+            anyres_max_tiles=_max_tiles(settings),
+        ),
+        language=language(text, kind=text.get("model_type", "qwen2"), tied=tied),
+        image_token=settings.get("image_token_index", settings.get("image_token_id", 151646)),
+    )
+
+
+def _max_tiles(settings: Settings) -> int:
+    found = re.fullmatch(r"anyres_max_([1-9]\d*)", settings.get("vision_aspect_ratio", "anyres_max_9"))
+    if found is None:
+        refuse(settings, "vision_aspect_ratio", "only anyres_max_N is known here")
+    return int(found[1])
+
+
+def tiling(settings: Settings) -> Tiling:
+    """Return how the model divides an image into tiles: Transformers' looks itself for the resolution that fits best,
+    among `image_grid_pinpoints`.
+    """
+    side = settings.section("vision_config").get("image_size", DEFAULT_RESOLUTIONS[0][0])
+    resolutions = [(height, width) for height, width in settings.get("image_grid_pinpoints", DEFAULT_RESOLUTIONS)]
+
+    def of(size: tuple[int, int]) -> tuple[int, int]:
+        height, width = best_resolution(size, resolutions)
+        return height // side, width // side
+
+    return of
+
+
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    projector, bias = f"{prefixes.projector}multi_modal_projector.", model.projector.bias
+    return {
+        **siglip_table(model.vision, prefixes.vision),
+        "projector.image_newline": Rename(f"{prefixes.projector}image_newline"),
+        **linear("projector.linear_fc1", f"{projector}linear_1", bias=bias),
+        **linear("projector.linear_fc2", f"{projector}linear_2", bias=bias),
+        **language_table(model.language, prefixes.language, head=prefixes.head),
+    }
+
+
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+    """Transformers tiles an image if it is its sample's only one, so it must know how many each sample has."""
+    import torch
+
+    if not batch.grids:
+        return {"input_ids": batch.tokens}
+    shuffle, most = model.projector.pixel_shuffle, model.projector.anyres_max_tiles
+    features = features_of_images(batch.grids, batch.tile_groups, pixel_shuffle=shuffle, max_tiles=most)
+    ends = torch.tensor(features).cumsum(0)
+    image_tokens = torch.eq(batch.tokens, model.image_token or 0).sum(1).cumsum(0).cpu()
+    images = torch.searchsorted(ends, image_tokens, right=True).diff(prepend=torch.tensor([0]))
+    return {
+        "input_ids": batch.tokens,
+        "image_sizes": torch.tensor([group.size for group in batch.tile_groups]),
+        "batch_num_images": images,
+        **pixel_values(batch, model.vision),
+    }
+
+
+_LEGACY_HEAD = "language_model.lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anyres(Processor):
+    """Returns an image reduced to one tile, then tiles of the image enlarged to the best of some resolutions.
+
+    `megavlm/data/anyres.py` says which features of the tiles are kept. An image among others is only seen whole.
+    """
+
+    anyres: ClassVar[bool] = True
+
+    tile: int
+    resolutions: tuple[Size, ...]
+    max_tiles: int
+
+    def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
+        tile = self._tile(self.tile, self.tile)
+        if images > 1:
+            squared((height, width))
+        arrangement = (0, 0) if images > 1 else self._arrangement((height, width))
+        group = TileGroup(arrangement, (height, width))
+        try:
+            features = features_of_group(group, tile.grid[0], max_tiles=self.max_tiles)
+        except UserError as error:  # of this image, so one to leave out
+            raise BadSample(Reason.TOO_NARROW, str(error)) from error
+        return Layout((height, width), (tile,) * group.tiles, arrangement, self._one_run(features))
+
+    def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
+        if images > 1:
+            return [self._whole(pad_to_square(pixels, self.mean))]
+        arrangement = self._arrangement(pixels.shape[:2])
+        frame = arrangement[0] * self.tile, arrangement[1] * self.tile
+        picture = self._resize(pixels, *sizes.fit_inside(pixels.shape[:2], frame))
+        return [self._whole(pixels), *cut(pad_evenly(picture, frame), arrangement)]
+
+    def _whole(self, pixels: Pixels) -> Pixels:
+        return self._resize(pixels, self.tile, self.tile)
+
+    def _arrangement(self, size: Size) -> Size:
+        height, width = sizes.best_resolution(size, self.resolutions)
+        return height // self.tile, width // self.tile
+
+
+def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
+    """The tile must be the side of the resolutions' grid."""
+    tile = square(sides(options["size"], "size"), "size")
+    resolutions = tuple((int(height), int(width)) for height, width in options["image_grid_pinpoints"])
+    if not resolutions or any(height % tile or width % tile for height, width in resolutions):
+        raise UserError(f"image_grid_pinpoints in preprocessor_config.json must be multiples of size {tile}")
+    return Anyres(tile=tile, resolutions=resolutions, max_tiles=model.projector.anyres_max_tiles or 9, **shared)
+
+
+FAMILY = Family(
+    name="llava_onevision",
+    model_types=("llava_onevision",),
+    config=config,
+    table=table,
+    inputs=inputs,
+    tiling=tiling,
+    name_prefixes=(
+        NamePrefixes("vision_tower.", "", "language_model.model.", _LEGACY_HEAD),
+        NamePrefixes("vision_tower.vision_model.", "", "language_model.model.", _LEGACY_HEAD),
+        NamePrefixes("model.vision_tower.", "model.", "model.language_model."),
+        NamePrefixes("model.vision_tower.vision_model.", "model.", "model.language_model."),
+    ),
+    image_processors=(
+        ProcessorReader(
+            ("LlavaOnevision",),
+            {
+                **CLIP_PIXELS,
+                "size": {"height": 384, "width": 384},
+                "image_grid_pinpoints": DEFAULT_RESOLUTIONS,
+            },
+            build_processor,
+        ),
+    ),
+    chat_template=CHATML,
+    # Layers after the features', and what makes SigLIP's pooled output.
+    unused=(
+        r".*vision_tower\.(vision_model\.)?(encoder\.layers|post_layernorm|head)\..*",
+        r".*\.position_ids|.*\.rotary_emb\.inv_freq",
+    ),
+)

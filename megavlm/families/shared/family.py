@@ -1,0 +1,82 @@
+"""`Family`: all that is particular to one architecture of Hugging Face Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megavlm.config.schema import ModelConfig
+from megavlm.data.anyres import Tiling
+from megavlm.data.processors.reader import ProcessorReader
+from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.settings import Settings
+from megavlm.families.shared.table import Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.data.batch import MicroBatch
+
+ALL_PARTS = ("vision", "projector", "language")
+Inputs = Callable[["MicroBatch", ModelConfig], dict[str, "Tensor"]]
+
+
+@dataclass(frozen=True)
+class NamePrefixes:
+    """What precedes the names of tensors in a file: one architecture has been saved under several sets of names."""
+
+    vision: str = ""
+    projector: str = ""
+    language: str = ""
+    head: str = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture's configuration, weights, inputs, image processor and chat template.
+
+    Args:
+        name: how messages call the family.
+        model_types: values of `model_type` in config.json that belong to the family.
+        config: config.json → `ModelConfig`. Raises UserError for a setting that we cannot express exactly.
+        table: `ModelConfig` and prefixes → where each of our tensors is in their files.
+        name_prefixes: newest first; the first set under which a folder has the weights is used.
+        parts: which parts of a VLM its checkpoints hold: "vision", "projector", "language".
+        unused: patterns (regular expressions, full match) of weights that the features do not depend on. They are not
+            trained here, and an export returns them unchanged.
+        inputs: a micro-batch → keyword arguments of the Transformers model's forward.
+        tiling: config.json → how the model divides an image into tiles, if it does.
+        image_processors: readers of the image processor classes that its folders name.
+        image_text: how its tokenizers write the image token.
+        chat_template: the template of folders that come without one.
+        published: configurations to plan for by name: what config.json of a released model says beyond the defaults.
+        compose: config.json of a model of this family that consists of a vision tower and a language model; None where
+            the family computes something else.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    config: Callable[[Settings], ModelConfig]
+    table: Callable[[ModelConfig, NamePrefixes], Table]
+    name_prefixes: tuple[NamePrefixes, ...]
+    parts: tuple[str, ...] = ALL_PARTS
+    unused: tuple[str, ...] = ()
+    inputs: Inputs | None = None
+    tiling: Callable[[Settings], Tiling] | None = None
+    image_processors: tuple[ProcessorReader, ...] = ()
+    image_text: str = "<image>"
+    chat_template: NamedTemplate | None = None
+    published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    compose: Callable[[Composition], dict[str, Any] | None] | None = None
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A vision tower and a language model from two folders, and the model that a run makes of them."""
+
+    vision_family: str
+    vision: Settings  # config.json of the tower's folder
+    language: Settings  # config.json of the language model's folder
+    model: ModelConfig
+    image_token: int

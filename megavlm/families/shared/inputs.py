@@ -1,0 +1,45 @@
+"""A micro-batch's patches in the forms that models of Transformers take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megavlm.config.schema import VisionConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.data.batch import MicroBatch
+
+
+def pixel_values(batch: MicroBatch, vision: VisionConfig) -> dict[str, Tensor]:
+    """Return {"pixel_values": [N, C, height, width]} for images of one size, nothing for a batch without images."""
+    import torch
+
+    images = unpatchify(batch, vision)
+    return {"pixel_values": torch.stack(images)} if images else {}
+
+
+def unpatchify(batch: MicroBatch, vision: VisionConfig) -> list[Tensor]:
+    """Return each image as [C, height, width], from its row-major patches of (channel, row, column)."""
+    side, images = vision.patch_size, []
+    for (rows, columns), patches in zip(batch.grids, _by_image(batch), strict=True):
+        cells = patches.view(rows, columns, vision.in_channels, side, side).permute(2, 0, 3, 1, 4)
+        images.append(cells.reshape(vision.in_channels, rows * side, columns * side))
+    return images
+
+
+def in_blocks(batch: MicroBatch, side: int) -> Tensor:
+    """Return all patches [P, D], those of each block of `side` × `side` neighbours one after the other."""
+    import torch
+
+    blocks = [
+        patches.view(rows // side, side, columns // side, side, -1).transpose(1, 2).flatten(0, 3)
+        for (rows, columns), patches in zip(batch.grids, _by_image(batch), strict=True)
+    ]
+    return torch.cat(blocks)
+
+
+def _by_image(batch: MicroBatch) -> tuple[Tensor, ...]:
+    assert batch.patches is not None
+    return batch.patches.split([rows * columns for rows, columns in batch.grids])
