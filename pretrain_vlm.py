@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megavlm.config import launches_in_order
 from megavlm.config.cli import parse
+from megavlm.config.derived import launches_in_order
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import Config

@@ -117,7 +117,7 @@ def _toy(model: ModelConfig) -> ModelConfig:
     vision = replace(model.vision, num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4)
     vision = replace(vision, image_size=56)
     language = replace(model.language, num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4)
-    language = replace(language, num_query_groups=None)
+    language = replace(language, num_query_groups=4, kv_channels=16)
     if vision.full_attention_layers:
         vision = replace(vision, full_attention_layers=(1,))
         language = replace(language, num_query_groups=2, mrope_section=(2, 3, 3))

@@ -15,7 +15,7 @@ from gpu_files import flags_of
 from gpu_side import MODEL_FILE, Side, Watch, pinned
 from torch import Tensor
 
-from megavlm.config import overlapped
+from megavlm.config.derived import overlapped
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
 from megavlm.data.batch import MicroBatch

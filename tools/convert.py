@@ -81,10 +81,10 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     chosen = backend.activate()
 
     from megavlm.checkpoint.hf.importing import import_checkpoint
-    from megavlm.train.whole import ONE, groups_of_one, real_shapes, whole_model
+    from megavlm.train.single_process import ONE, full_model, single_process_groups, unpadded_shapes
 
     single = replace(config, parallel=type(parallel)(), train=replace(config.train, micro_batch_size=1))
-    shapes = real_shapes(whole_model(single, groups_of_one(chosen), chosen), single)
+    shapes = unpadded_shapes(full_model(single, single_process_groups(chosen), chosen), single)
     found = [*pretrained.problems(), *sorted(pretrained.wrong_shapes(shapes))]
     refuse(found, f"{options.source} does not contain the model that its config.json describes")
     start = time.perf_counter()

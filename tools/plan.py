@@ -11,8 +11,8 @@ from pathlib import Path
 from megavlm.arch.layers import module_of
 from megavlm.config.fields import with_values
 from megavlm.config.load import from_yaml_file, to_yaml
+from megavlm.config.messages import plain
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
-from megavlm.config.words import plain
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
 from megavlm.planner.candidates import Space

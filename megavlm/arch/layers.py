@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+from megavlm.config.derived import layer_precision
 from megavlm.config.lora import adapted_parts, is_target, linears_of
-from megavlm.config.precision_rules import layer_precision
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 PATCH_EMBED = "patch_embed"

@@ -29,9 +29,9 @@ from megavlm.checkpoint.optimizer import (
     sharded_optimizer_state,
 )
 from megavlm.checkpoint.writing import write
+from megavlm.config.derived import fp8_in, layer_precision
 from megavlm.config.load import from_dict
 from megavlm.config.lora import is_adapter
-from megavlm.config.precision_rules import fp8_in, layer_precision
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, LoraConfig
 from megavlm.errors import UserError

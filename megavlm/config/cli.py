@@ -14,12 +14,11 @@ from typing import Any, NoReturn
 
 from megavlm.config.effects import without_idle
 from megavlm.config.fields import Kind, Option, options, with_values
+from megavlm.config.messages import did_you_mean, plain, renamed
 from megavlm.config.option import COMMON_GROUPS
-from megavlm.config.run_length import run_of
 from megavlm.config.schema import Config
-from megavlm.config.words import did_you_mean, plain, renamed
 from megavlm.errors import UserError
-from megavlm.recipes import RECIPES, recipe
+from megavlm.recipes import RECIPES, recipe, with_user_values
 
 # Flags that are no field of the configuration.
 RUN_FLAGS = ("--help", "--help-all", "--recipe", "--config", "--print-config")
@@ -46,7 +45,7 @@ def parse(argv: Sequence[str]) -> Config:
     given_values = vars(given)
     values = {option.path: given_values[option.key] for option in options() if option.key in given_values}
     if given.recipe is not None:
-        config = without_idle(run_of(recipe(given.recipe), values), values)
+        config = without_idle(with_user_values(recipe(given.recipe), values), values)
     else:
         config = with_values(_from_file(given.config) if given.config is not None else Config(), values)
     if given.print_config:

@@ -1,8 +1,89 @@
-"""Sizes of a model that are computed from other options if they are not given."""
+"""Facts about a run that follow from several options: what is sharded, what overlaps, and what computes in FP8."""
 
 from __future__ import annotations
 
-from megavlm.config.schema import LanguageConfig, ModelConfig
+from dataclasses import replace
+
+from megavlm.config.schema import Config, LanguageConfig, ModelConfig
+
+Precision = str  # of a layer's linear layers: "high" (that of --precision) or "fp8"
+
+
+def sequence_parallel(config: Config) -> bool:
+    """Return whether sequence parallelism is on: --sequence-parallel, or its default (on if TP > 1)."""
+    asked = config.parallel.sequence_parallel
+    return config.parallel.tensor_model_parallel_size > 1 if asked is None else asked
+
+
+def shards_gradients(config: Config) -> bool:
+    """Return whether gradients are sharded (ZeRO-2 and 3, torch's fully_shard); megatron-core does stages 0 and 1."""
+    return config.parallel.data_parallel_sharding in ("optimizer_gradients", "full")
+
+
+def launches_in_order(config: Config) -> bool:
+    """Return whether kernels of all streams should start in the order of their launch, on GPUs before Blackwell.
+
+    In that order tensor-parallel communication starts together with the matrix products that it overlaps. FSDP2's
+    transfers and --encode-ahead need the opposite: their kernels must be able to start before earlier launches.
+    """
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size > 1 and not (shards_gradients(config) or config.placement.encode_ahead)
+
+
+def overlapped(config: Config, *, dp: int) -> Config:
+    """Return the configuration with unset overlap options at their defaults: on if there are several replicas.
+
+    The defaults are the same on every device. A CPU gains nothing, but its tests run what a GPU runs.
+    """
+    parallel = config.parallel
+    pays = dp > 1 and not shards_gradients(config)  # FSDP2 overlaps on its own
+    reduce, gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
+    if reduce is None:
+        reduce = pays or bool(gather)
+    if gather is None:
+        sharded = parallel.data_parallel_sharding != "none"
+        gather = pays and reduce and sharded and not config.execution.cuda_graphs
+    return replace(config, parallel=replace(parallel, overlap_grad_reduce=reduce, overlap_param_gather=gather))
+
+
+def layer_precision(name: str, config: Config) -> Precision:
+    """Return the precision of a layer's linear layers, by its global name: "fp8" or "high".
+
+    "fp8" are the transformer layers of `--fp8-parts`, except first and last ones kept in bf16. Patch embedding,
+    projector, embedding, norms, attention scores and the output layer are always "high".
+    """
+    part, _, rest = name.partition(".layers.")
+    precision = config.precision
+    if precision.fp8 == "none" or part not in precision.fp8_parts or not rest:
+        return "high"
+    number, last = int(rest.partition(".")[0]), layers_that_run(part, config)
+    if precision.first_last_layers_bf16:
+        inside = precision.num_layers_at_start_in_bf16 <= number < last - precision.num_layers_at_end_in_bf16
+        return "fp8" if inside else "high"
+    return "fp8"
+
+
+def layers_that_run(part: str, config: Config) -> int:
+    """Return the number of layers that run; vision layers after --vision-feature-layer do not."""
+    if part == "language":
+        return config.model.language.num_layers
+    return config.model.vision.num_layers + 1 + config.model.vision.feature_layer
+
+
+def fp8_multiple(recipe: str) -> int:
+    """Return the multiple of tokens and channels that FP8 matrix products need: 16 (cuBLAS), 32 (MXFP8 blocks)."""
+    return 32 if recipe == "mxfp8" else 16
+
+
+def fp8_in(part: str, config: Config) -> bool:
+    """Return whether any layer of a part of the model may run in FP8."""
+    return config.precision.fp8 != "none" and part in config.precision.fp8_parts
+
+
+def sequence_multiple(part: str, config: Config, *, tp: int) -> int:
+    """Return the multiple to which a part's sequence is padded, for sequence parallelism and FP8."""
+    shards = tp if sequence_parallel(config) else 1
+    return shards * fp8_multiple(config.precision.fp8_recipe) if fp8_in(part, config) else shards
 
 
 def vocab_size(language: LanguageConfig) -> int:

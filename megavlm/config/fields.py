@@ -13,8 +13,8 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megavlm.config.messages import did_you_mean, plain, shown
 from megavlm.config.schema import Config
-from megavlm.config.words import did_you_mean, plain, shown
 from megavlm.errors import UserError
 
 # The flags of these sections start with the section's name, since their fields have equal names.

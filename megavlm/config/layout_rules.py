@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
+from megavlm.config.derived import sequence_parallel, shards_gradients
 from megavlm.config.lora import adapted_parts
+from megavlm.config.messages import divisors, nearest, shown
 from megavlm.config.resolve import data_kind, is_set, resolve_model
 from megavlm.config.schema import Config, ModelConfig
-from megavlm.config.sharding_rules import SHARDING_RULES, shards_gradients
-from megavlm.config.words import divisors, nearest, shown
-
-
-def sequence_parallel(config: Config) -> bool:
-    """Return whether sequence parallelism is on: --sequence-parallel, or its default (on if TP > 1)."""
-    asked = config.parallel.sequence_parallel
-    return config.parallel.tensor_model_parallel_size > 1 if asked is None else asked
-
-
-def launches_in_order(config: Config) -> bool:
-    """Return whether kernels of all streams should start in the order of their launch, on GPUs before Blackwell.
-
-    In that order tensor-parallel communication starts together with the matrix products that it overlaps. FSDP2's
-    transfers and --encode-ahead need the opposite: their kernels must be able to start before earlier launches.
-    """
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size > 1 and not (shards_gradients(config) or config.placement.encode_ahead)
-
-
-def overlapped(config: Config, *, dp: int) -> Config:
-    """Return the configuration with unset overlap options at their defaults: on if there are several replicas.
-
-    The defaults are the same on every device. A CPU gains nothing, but its tests run what a GPU runs.
-    """
-    parallel = config.parallel
-    pays = dp > 1 and not shards_gradients(config)  # FSDP2 overlaps on its own
-    reduce, gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
-    if reduce is None:
-        reduce = pays or bool(gather)
-    if gather is None:
-        sharded = parallel.data_parallel_sharding != "none"
-        gather = pays and reduce and sharded and not config.execution.cuda_graphs
-    return replace(config, parallel=replace(parallel, overlap_grad_reduce=reduce, overlap_param_gather=gather))
+from megavlm.config.sharding_rules import SHARDING_RULES
 
 
 def heads_divide_over_tp(config: Config) -> str | None:

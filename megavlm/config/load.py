@@ -10,8 +10,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from megavlm.config.fields import Option, options, with_values
+from megavlm.config.messages import nearest_names, plain, renamed, shown
 from megavlm.config.schema import Config
-from megavlm.config.words import nearest_names, plain, renamed, shown
 from megavlm.errors import UserError
 
 

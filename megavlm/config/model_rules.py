@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megavlm.config.lora import adapted_parts, never_run, unmatched
+from megavlm.config.messages import divisors, nearest
 from megavlm.config.resolve import data_kind, is_set, resolve_model
 from megavlm.config.schema import Config
-from megavlm.config.words import divisors, nearest
 
 
 def vision_heads_divide_hidden(config: Config) -> str | None:

@@ -1,57 +1,15 @@
-"""Which layers run in FP8, and the rules of FP8: shapes that its kernels support, and options that conflict."""
+"""Rules of FP8: shapes that its kernels support, and options that conflict. `rules.py` defines what a rule is."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from megavlm.config.layout_rules import sequence_parallel
+from megavlm.config.derived import fp8_in, fp8_multiple, layers_that_run, sequence_multiple
 from megavlm.config.lora import adapted_parts
+from megavlm.config.messages import nearest
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config
-from megavlm.config.words import nearest
-
-Precision = str  # "high" (--precision) or "fp8"
-
-
-def layer_precision(name: str, config: Config) -> Precision:
-    """Return the precision of a layer's linear layers, by its global name: "fp8" or "high".
-
-    "fp8" are the transformer layers of `--fp8-parts`, except first and last ones kept in bf16. Patch embedding,
-    projector, embedding, norms, attention scores and the output layer are always "high".
-    """
-    part, _, rest = name.partition(".layers.")
-    precision = config.precision
-    if precision.fp8 == "none" or part not in precision.fp8_parts or not rest:
-        return "high"
-    number, last = int(rest.partition(".")[0]), _layers_of(part, config)
-    if precision.first_last_layers_bf16:
-        inside = precision.num_layers_at_start_in_bf16 <= number < last - precision.num_layers_at_end_in_bf16
-        return "fp8" if inside else "high"
-    return "fp8"
-
-
-def _layers_of(part: str, config: Config) -> int:
-    """Return the number of layers that run; vision layers after --vision-feature-layer do not."""
-    if part == "language":
-        return config.model.language.num_layers
-    return config.model.vision.num_layers + 1 + config.model.vision.feature_layer
-
-
-def fp8_multiple(recipe: str) -> int:
-    """Return the multiple of tokens and channels that FP8 matrix products need: 16 (cuBLAS), 32 (MXFP8 blocks)."""
-    return 32 if recipe == "mxfp8" else 16
-
-
-def fp8_in(part: str, config: Config) -> bool:
-    """Return whether any layer of a part of the model may run in FP8."""
-    return config.precision.fp8 != "none" and part in config.precision.fp8_parts
-
-
-def sequence_multiple(part: str, config: Config, *, tp: int) -> int:
-    """Return the multiple to which a part's sequence is padded, for sequence parallelism and FP8."""
-    shards = tp if sequence_parallel(config) else 1
-    return shards * fp8_multiple(config.precision.fp8_recipe) if fp8_in(part, config) else shards
 
 
 def fp8_belongs_to_bf16(config: Config) -> str | None:
@@ -78,7 +36,7 @@ def some_layer_is_left_to_fp8(config: Config) -> str | None:
     precision = config.precision
     kept = precision.num_layers_at_start_in_bf16 + precision.num_layers_at_end_in_bf16
     for part in precision.fp8_parts if precision.fp8 != "none" and precision.first_last_layers_bf16 else ():
-        if kept >= (layers := _layers_of(part, config)):
+        if kept >= (layers := layers_that_run(part, config)):
             return (
                 f"--num-layers-at-start-in-bf16 {precision.num_layers_at_start_in_bf16} and "
                 f"--num-layers-at-end-in-bf16 {precision.num_layers_at_end_in_bf16} leave none of the {layers} {part} "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megavlm.config.messages import shown
 from megavlm.config.resolve import data_kind, is_set, resolve
 from megavlm.config.schema import Config, DataConfig, VisionConfig
-from megavlm.config.words import shown
 
 # Minimum number of text tokens of a sample: one to read and one to predict.
 _LEAST_TEXT = 2

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megavlm.config.derived import shards_gradients
 from megavlm.config.schema import Config
-
-
-def shards_gradients(config: Config) -> bool:
-    """Return whether gradients are sharded (ZeRO-2 and 3, torch's fully_shard); megatron-core does stages 0 and 1."""
-    return config.parallel.data_parallel_sharding in ("optimizer_gradients", "full")
 
 
 def param_gather_overlaps_what_exists(config: Config) -> str | None:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+from megavlm.config.messages import did_you_mean, plain
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.config.words import did_you_mean, plain
 from megavlm.data.processors.processor import Processor
 from megavlm.data.processors.reader import ProcessorReader, class_of
 from megavlm.errors import UserError

@@ -1,4 +1,4 @@
-"""Write the metrics of each iteration to `metrics.jsonl` and to TensorBoard.
+"""Write the metrics of each iteration to `metrics.jsonl` and to TensorBoard, and skipped samples to RUN_DIR/skipped.
 
 A record maps `iteration` (counted from 1) and other names to values, or to values by name; None means unknown. One
 rank has the sinks. Iteration k must be logged before its checkpoint is committed: a run that resumes at k then finds
@@ -8,9 +8,11 @@ records 1 … k and drops later ones, so that the file equals that of an uninter
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
+
+from megavlm.data.batch_sampler import Skipped
 
 Value = float | int | bool | str | None | Mapping[str, float | None]
 Record = Mapping[str, Value]
@@ -102,3 +104,26 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class SkippedLog:
+    """Appends skipped samples with their reasons to a file of JSON lines, created by the first; no path: none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def write(self, iteration: int, skipped: Iterable[Skipped]) -> None:
+        for skip in skipped:
+            if self._path is None:
+                return
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", encoding="utf-8")
+            line = {"iteration": iteration, **vars(skip), "reason": str(skip.reason)}
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

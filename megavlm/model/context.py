@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megavlm.arch.flops import window_patches
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
-from megavlm.config import sequence_parallel
-from megavlm.config.precision_rules import sequence_multiple
+from megavlm.config.derived import sequence_multiple, sequence_parallel
 from megavlm.config.schema import Config, VisionConfig
 from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import MicroBatch

@@ -17,10 +17,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megavlm.arch.layers import module_of
+from megavlm.config.derived import fp8_in, layer_precision, shards_gradients
 from megavlm.config.lora import adapted_parts
-from megavlm.config.precision_rules import fp8_in, layer_precision
 from megavlm.config.schema import Config
-from megavlm.config.sharding_rules import shards_gradients
 from megavlm.model.activation import ACTIVATIONS, Activation, activations
 from megavlm.model.attention import CoreAttention
 from megavlm.model.cross_entropy import CrossEntropy, vocab_parallel_cross_entropy

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from megavlm.arch.flops import head_width
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
-from megavlm.config import sequence_parallel
-from megavlm.config.derived import query_groups
+from megavlm.config.derived import query_groups, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.model.attention import Attention
 from megavlm.model.modules import fp8_fields, modules_of

@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megavlm.config.precision_rules import layer_precision
+from megavlm.config.derived import layer_precision
 from megavlm.config.schema import Config
 from megavlm.model.activation import ACTIVATIONS, Activation, keeping_input
 from megavlm.model.packing import Packing, in_rows, in_sequence

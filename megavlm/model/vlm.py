@@ -40,7 +40,7 @@ from megavlm.arch.layers import (
     trains_weights,
 )
 from megavlm.backend.profiler_range import profiler_range
-from megavlm.config import sequence_parallel
+from megavlm.config.derived import sequence_parallel
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch

@@ -15,8 +15,8 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megavlm.arch.layers import module_of
+from megavlm.config.derived import shards_gradients
 from megavlm.config.schema import Config
-from megavlm.config.sharding_rules import shards_gradients
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.adamw import AdamW

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.backend.streams import InlineStream, SideStream, side_stream
-from megavlm.config import sequence_parallel
+from megavlm.config.derived import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
 from megavlm.model.context import shard_of

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megavlm.config.words import did_you_mean, plain
+from megavlm.config.messages import did_you_mean, plain
 from megavlm.errors import UserError
 from megavlm.planner.peaks import peak_tflops
 

@@ -8,8 +8,7 @@ from typing import Literal
 
 from megavlm.arch.flops import Workload
 from megavlm.arch.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
-from megavlm.config import overlapped, sequence_parallel
-from megavlm.config.precision_rules import layer_precision
+from megavlm.config.derived import layer_precision, overlapped, sequence_parallel
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.parallel.dims import Dims
 from megavlm.planner.plan import typical_workload

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from megavlm.backend.transformer_engine import loading_error
+from megavlm.config.derived import shards_gradients
 from megavlm.config.schema import Config
-from megavlm.config.sharding_rules import shards_gradients
 from megavlm.errors import UserError
 from megavlm.precision.capability import Device, check_fp8, choose_implementation, parsed
 

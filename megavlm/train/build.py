@@ -17,7 +17,7 @@ from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of
-from megavlm.config import overlapped
+from megavlm.config.derived import overlapped
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
@@ -25,8 +25,7 @@ from megavlm.data.data_loader import DataLoader, PatchShards
 from megavlm.data.reading import build_data_loader, prepare_data
 from megavlm.data.source import Source, build_source
 from megavlm.metrics.progress import ProgressLine
-from megavlm.metrics.sinks import JsonlSink, Sink, TensorBoardSink
-from megavlm.metrics.skips import SkippedLog
+from megavlm.metrics.sinks import JsonlSink, Sink, SkippedLog, TensorBoardSink
 from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups, build_groups, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers

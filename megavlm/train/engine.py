@@ -1,4 +1,4 @@
-"""`Engine`: the model of one layout and one optimizer step on it."""
+"""The engine of a rank: its model chunks, their optimizer, and one training step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint.state import Trained
-from megavlm.config import sequence_parallel
-from megavlm.config.precision_rules import sequence_multiple
+from megavlm.config.derived import sequence_multiple, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
 from megavlm.model.offload import Offload
@@ -48,25 +47,24 @@ WeightInit = Callable[[Sequence[VLMChunk]], None]  # sets the weights of this ra
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step reports, equal on every rank."""
+    """The results of one optimizer step, equal on all ranks."""
 
     loss: float  # mean cross entropy over the trained tokens of the global batch
     trained_tokens: int
-    grad_norm: float | None  # before clipping; None where the step was skipped
+    grad_norm: float | None  # before clipping; None if the step was skipped
     learning_rate: float
-    updated: bool  # False where the optimizer skipped the step (overflow)
-    loss_scale: float | None  # that this step ran with; None but in fp16
-    source_losses: tuple[
-        float, ...
-    ]  # of each data set, nan where it has no trained token; empty where there is but one
-    counters: tuple[float, ...]  # the caller's numbers, added up over the ranks that speak for a replica
+    updated: bool  # False if the optimizer skipped the step (fp16 overflow)
+    loss_scale: float | None  # of this step; None except in fp16
+    # Of each data set; NaN if the step has no trained token of it, empty if there is only one data set.
+    source_losses: tuple[float, ...]
+    counters: tuple[float, ...]  # the caller's counters, summed over all ranks
 
 
 @dataclass(frozen=True)
 class Engine:
-    """This rank's chunks (wrapped for data parallelism) with what drives them.
+    """This rank's chunks, wrapped for data parallelism, with their schedule, optimizer and learning-rate schedule.
 
-    `chunks` are the pipeline's; a colocated encoder is one more in `parts`.
+    `chunks` are the pipeline's; `model_chunks` also has the colocated encoder.
     """
 
     chunks: Sequence[Any]
@@ -74,7 +72,7 @@ class Engine:
     optimizer: Any
     scheduler: Any
     groups: Groups
-    sequence_multiple: int = 1  # layers take sequences of tokens whose length this divides
+    sequence_multiple: int = 1  # sequence lengths must be multiples of this
 
     def train_step(
         self,
@@ -83,10 +81,10 @@ class Engine:
         *,
         upcoming: Sequence[MicroBatch] | None = None,
     ) -> StepResult:
-        """Forward, backward and update on one global batch's share of this rank.
+        """Run forward, backward and update on this rank's micro-batches of a global batch; return the results.
 
-        `counters` are numbers of this rank to add up on the way: the one small all-reduce of a step carries them.
-        `upcoming` is the next step's share, which a frozen encoder outside the pipeline encodes meanwhile.
+        `counters` are summed over all ranks by the step's one small all-reduce, which also sums the loss. `upcoming`
+        are the micro-batches of the next step, whose images a frozen colocated encoder encodes during this step.
         """
         if upcoming is not None and self.schedule.colocated is not None:
             self.schedule.colocated.prefetch(upcoming)
@@ -114,17 +112,17 @@ class Engine:
         )
 
     def learning_rate(self) -> float:
-        """The rate of modules that have none of their own."""
+        """Return the current learning rate of parts of the model without a rate of their own (`--lr`)."""
         return self.scheduler.get_lr({"max_lr": self.scheduler.max_lr, "min_lr": self.scheduler.min_lr})
 
     def evaluating(self, evaluating: bool) -> None:
-        """Switch dropout off (or on again), and begin with the weights of the last step; every rank calls it."""
-        gather_parameters(self.parts)
-        for chunk in self.parts:
+        """Switch dropout off or on, once updated weights are gathered; all ranks call it."""
+        gather_parameters(self.model_chunks)
+        for chunk in self.model_chunks:
             chunk.train(not evaluating)
 
     def name_phases(self, micro_batches: int | None) -> None:
-        """Name the phases of steps of so many micro-batches for a profiler; None: no longer."""
+        """Label the phases of steps with this number of micro-batches for a profiler; None: stop labelling."""
         phases = None
         if micro_batches is not None:
             phases = TimerRanges(self.groups.dims, rank=self.groups.coords.pp, micro_batches=micro_batches)
@@ -133,25 +131,26 @@ class Engine:
             optimizer.config.timers = phases
 
     def close(self) -> None:
-        """Let the model go: nothing can be trained afterwards.
+        """Free the model; the engine cannot be used afterwards.
 
-        megatron-core's gradient hooks and the wrapper that they belong to hold each other through C++, where Python's
-        collector does not look. An emptied wrapper keeps neither weights nor process groups and their threads alive.
+        megatron-core's gradient hooks and their DDP wrapper refer to each other through C++, which Python's garbage
+        collector does not see. Without its attributes the wrapper keeps no weights and no process groups alive.
         """
-        for chunk in self.parts:
+        for chunk in self.model_chunks:
             vars(chunk).clear()
 
     def trained(self) -> Trained:
-        """Return what checkpoints hold of this rank, with the weights of the last step; every rank calls it."""
-        gather_parameters(self.parts)
+        """Return what a checkpoint saves of this rank, once updated weights are gathered; all ranks call it."""
+        gather_parameters(self.model_chunks)
         chunks = [
-            chunk if isinstance(chunk, FullyShardedChunk) else getattr(chunk, "module", chunk) for chunk in self.parts
+            chunk if isinstance(chunk, FullyShardedChunk) else getattr(chunk, "module", chunk)
+            for chunk in self.model_chunks
         ]
         return Trained(chunks=chunks, optimizer=self.optimizer, groups=self.groups)
 
     @property
-    def parts(self) -> list[Any]:
-        """All of the model that this rank holds."""
+    def model_chunks(self) -> list[Any]:
+        """Return all chunks of the model that this rank holds: the pipeline's, then the colocated encoder's."""
         colocated = self.schedule.colocated
         return [*self.chunks, *([colocated.encoder.module] if colocated is not None else [])]
 
@@ -172,23 +171,23 @@ def build_engine(
         VLMChunk(config, plan, index, vocab_size=vocab_size, groups=groups, pipeline=pipeline).to(backend.device)
         for index in plan.dims.chunks_of(groups.coords.pp)
     ]
-    apart = _Apart.of(config, plan, groups, vocab_size=vocab_size, backend=backend)
-    parts = [*bare, *([apart.chunk] if apart else [])]
+    encoder = _EncoderModel.of(config, plan, groups, vocab_size=vocab_size, backend=backend)
+    every = [*bare, *([encoder.chunk] if encoder else [])]
     if "activations" in config.execution.offload:
         offload = Offload(host_copies_of(backend.device))
-        for chunk in parts:
+        for chunk in every:
             chunk.offload = offload
-    with plain_weights(parts):
+    with plain_weights(every):
         if weights is not None:
-            weights(parts)
+            weights(every)
         else:
-            for chunk in parts:
+            for chunk in every:
                 initialize(chunk, config, vocab_size=vocab_size)
     chunks = wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
     colocated = None
-    if apart is not None:
-        colocated, optimizer = apart.connect(config, groups, optimizer)
+    if encoder is not None:
+        colocated, optimizer = encoder.connect(config, groups, optimizer)
     _connect(pipeline, config, chunks, optimizer, groups, colocated)
     return Engine(
         chunks=chunks,
@@ -203,15 +202,17 @@ def build_engine(
 
 
 @dataclass(frozen=True)
-class _Apart:
-    """A colocated encoder: a model of one chunk, with a layout of its own."""
+class _EncoderModel:
+    """The colocated encoder as a model of one chunk, with its own configuration and process groups."""
 
     config: Config
     groups: Groups
     chunk: VLMChunk
 
     @classmethod
-    def of(cls, config: Config, plan: Plan, groups: Groups, *, vocab_size: int, backend: Backend) -> _Apart | None:
+    def of(
+        cls, config: Config, plan: Plan, groups: Groups, *, vocab_size: int, backend: Backend
+    ) -> _EncoderModel | None:
         if not plan.encoder:
             return None
         alone = with_whole_gradients(encoder_config(config))
@@ -228,8 +229,9 @@ class _Apart:
         return cls(alone, spread, chunk.to(backend.device))
 
     def connect(self, config: Config, groups: Groups, optimizer: Any) -> tuple[ColocatedEncoder, Any]:
-        """The encoder's place in a step, and the optimizer of all that is trained; a frozen one has neither gradient
-        buffers nor optimizer state.
+        """Return the encoder's part of a step, and the optimizer joined with the encoder's if the encoder is trained.
+
+        A frozen encoder has no gradient buffers and no optimizer state.
         """
         encoder = EncoderRunner(self.chunk, config, self.groups, cache=_feature_cache(config, self.chunk, self.groups))
         if encoder.trained:
@@ -246,7 +248,7 @@ def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCa
     model = config.model
     known = {"vision": model.vision, "projector": model.projector, "precision": config.precision.dtype}
     weights = encoder_hash(chunk.named_parameters(), known)
-    if groups.dims.tp > 1:  # the hash of all parts; another division rounds differently, and has another
+    if groups.dims.tp > 1:  # all shards' hashes: another TP rounds differently and needs other entries
         hashes: list[Any] = [None] * groups.dims.tp
         dist.all_gather_object(hashes, weights, group=groups.tp)
         weights = b"".join(hashes)
@@ -261,7 +263,7 @@ def _connect(
     groups: Groups,
     colocated: ColocatedEncoder | None,
 ) -> None:
-    """The callbacks through which megatron-core's schedule scales, reduces and gathers."""
+    """Set the callbacks by which megatron-core's schedule scales losses, reduces gradients and gathers parameters."""
     single = len(chunks) == 1
     pipeline.grad_scale_func = optimizer.scale_loss
     pipeline.finalize_model_grads_func = partial(

@@ -1,4 +1,4 @@
-"""ParamShard-out questions: asked through the training pipeline, scored by exact match."""
+"""Evaluate on held-out questions: generate answers with the training pipeline and score them by exact match."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megavlm.train.generate import generate
 
 
 class Question(Protocol):
-    """`sample` is the prompt; `answer` what should follow."""
+    """A held-out question: `sample` is the prompt, `answer` the expected text, `kind` the group of its score."""
 
     @property
     def kind(self) -> str: ...
@@ -29,7 +29,7 @@ class Question(Protocol):
 
 @runtime_checkable
 class Examiner(Source, Protocol):
-    """A source that also has held-out questions."""
+    """A data source that also has held-out questions."""
 
     max_answer_tokens: int
 
@@ -42,7 +42,7 @@ class Examiner(Source, Protocol):
 
 @dataclass(frozen=True)
 class Examination:
-    """Questions with the answers that the model gave, with their own images and with shuffled ones."""
+    """Questions and the model's answers, with the right images and with images of other questions."""
 
     questions: Sequence[Any]
     predictions: Sequence[str]
@@ -51,7 +51,7 @@ class Examination:
 
 
 def answer_all(engine: Engine, source: Examiner, questions: Sequence[Any], *, micro_batch_size: int) -> list[str]:
-    """The model's answer to each question, on every rank."""
+    """Return the model's answer to each question; equal on all ranks."""
     tokens = generate(
         engine,
         source,
@@ -63,7 +63,7 @@ def answer_all(engine: Engine, source: Examiner, questions: Sequence[Any], *, mi
 
 
 def exact_match(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
-    """Share of exactly right answers per kind of question."""
+    """Return the fraction of exactly right answers for each kind of question."""
     hits: dict[str, list[bool]] = defaultdict(list)
     for question, prediction in zip(questions, predictions, strict=True):
         hits[question.kind].append(prediction == question.answer)
@@ -71,7 +71,7 @@ def exact_match(questions: Sequence[Question], predictions: Sequence[str]) -> di
 
 
 def examine(engine: Engine, source: Examiner, *, per_kind: int, micro_batch_size: int) -> Examination:
-    """The final evaluation: every question twice, with its own image and with another question's."""
+    """Return the final evaluation: answers to all questions with their own images and with other questions' images."""
     questions = source.questions(per_kind)
     shuffled = source.with_shuffled_images(questions)
     return Examination(
@@ -83,7 +83,7 @@ def examine(engine: Engine, source: Examiner, *, per_kind: int, micro_batch_size
 
 
 def report(examination: Examination, run_dir: Path) -> str:
-    """Write RUN_DIR/evaluation.txt and RUN_DIR/examples.png; returns the table."""
+    """Write RUN_DIR/evaluation.txt and RUN_DIR/examples.png; return the table of scores."""
     from megavlm.train.demo_report import draw_examples, exact_match_table
 
     table = exact_match_table(

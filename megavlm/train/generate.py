@@ -1,4 +1,4 @@
-"""Greedy generation through the training pipeline: whole sequences again for each token, no key/value cache."""
+"""Greedy generation through the training pipeline. There is no key/value cache: each token is a full forward pass."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megavlm.train.engine import Engine
 def generate(
     engine: Engine, source: Source, prompts: Sequence[Sample], *, micro_batch_size: int, max_new_tokens: int
 ) -> list[list[int]]:
-    """The `max_new_tokens` most likely next tokens of each prompt, on every rank.
+    """Return `max_new_tokens` tokens for each prompt, each the most likely next token; equal on all ranks.
 
-    Data-parallel ranks take every D-th prompt; a rank's prompts are padded with repetitions to whole rounds of
-    micro-batches, as the interleaved schedule wants them.
+    Each data-parallel rank takes every DP-th prompt. A rank repeats prompts until the number of its micro-batches is
+    a multiple of PP, as the interleaved schedule requires.
     """
     groups = engine.groups
     mine = list(prompts[groups.coords.dp :: groups.dims.dp])
@@ -52,9 +52,9 @@ def _extend(prompt: Sample, answer: Sequence[int]) -> Sample:
 
 
 def _next_tokens(engine: Engine, logits: Sequence[torch.Tensor], lengths: torch.Tensor, *, never: int) -> list[int]:
-    """Arg-max after the last token of each sequence, known to all pipeline stages.
+    """Return the most likely token after each sequence, on all pipeline stages.
 
-    `never` is the image token: it stands for a feature that an answer has none of.
+    `never`, the image token, is masked out: generated text has no image features.
     """
     device = engine.schedule.backend.device
     chosen = torch.zeros(len(lengths), dtype=torch.long, device=device)
@@ -67,7 +67,7 @@ def _next_tokens(engine: Engine, logits: Sequence[torch.Tensor], lengths: torch.
 
 
 def _interleave(engine: Engine, mine: list[list[int]], *, total: int) -> list[list[int]]:
-    """Undo the distribution over data-parallel ranks."""
+    """Gather the answers of all data-parallel ranks in the order of the prompts."""
     degree = engine.groups.dims.dp
     shares: list[list[list[int]]] = [[] for _ in range(degree)]
     dist.all_gather_object(shares, mine, group=engine.groups.dp)

@@ -1,4 +1,4 @@
-"""The loop: batches → step → record → evaluation → checkpoint, until the last iteration or a stop signal."""
+"""The training loop: batches → step → record → evaluation → checkpoint, to the last iteration or a stop signal."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint import state
 from megavlm.errors import UserError
 from megavlm.metrics.sinks import Value
-from megavlm.resilience.signals import StopRequest
 from megavlm.train import evaluate
 from megavlm.train.build import Run
 from megavlm.train.record import Counts, counts_of, record_of
+from megavlm.train.stopping import StopRequest
 from megavlm.train.trace import Tracer
 
-# Skipped samples that are no reason to stop, whatever their share.
+# A run with at most this many skipped samples goes on, whatever their share.
 _LEAST_SKIPPED = 20
 
 
 def fit(run: Run) -> None:
-    """Train to the end (or to a clean stop with a checkpoint), then evaluate where the source has questions."""
+    """Train to the last iteration or a stop signal, save a checkpoint, and evaluate a run that finished.
+
+    Raises UserError if too many samples were skipped.
+    """
     stop = StopRequest()
     config = run.config
     iteration = saved = run.position.iteration
@@ -54,7 +57,7 @@ def fit(run: Run) -> None:
                 sink.log(record)
             if _due(iteration, config.checkpoint.save_interval):
                 saved = _save(run, iteration, tally)
-            bad = tally.complaint(config.data.max_bad_sample_rate)
+            bad = tally.too_many_skipped(config.data.max_bad_sample_rate)
             if counts.stop or bad:
                 break
         if saved != iteration:
@@ -62,7 +65,7 @@ def fit(run: Run) -> None:
         if bad:
             raise UserError(bad)
         finished = iteration >= config.train.train_iters
-        _say(run, "finished" if finished else f"stopped at iteration {iteration}; the same command goes on from here")
+        _say(run, "finished" if finished else f"stopped at iteration {iteration}; the same command continues from here")
         if finished:
             _final_evaluation(run)
     finally:
@@ -72,7 +75,7 @@ def fit(run: Run) -> None:
 
 
 def close(run: Run) -> None:
-    """End what reads ahead, the engine and the sinks' files."""
+    """Stop the data loader's workers, free the engine and close all files."""
     run.data_loader.close()
     run.skipped.close()
     run.engine.close()
@@ -82,7 +85,7 @@ def close(run: Run) -> None:
 
 @dataclass
 class _Tally:
-    """Samples over the whole run, for the share of bad ones."""
+    """The numbers of samples that the whole run has read and skipped."""
 
     read: int
     skipped: int
@@ -91,13 +94,13 @@ class _Tally:
         self.read += int(counts.read)
         self.skipped += int(counts.skipped)
 
-    def complaint(self, most: float) -> str | None:
-        """What is wrong, on every rank alike, where too many were skipped."""
+    def too_many_skipped(self, most: float) -> str | None:
+        """Return an error message, equal on all ranks, if more than the share `most` of all samples was skipped."""
         if self.skipped < _LEAST_SKIPPED or self.skipped <= most * self.read:
             return None
         return (
             f"{self.skipped} of {self.read} samples were skipped, more than --max-bad-sample-rate {most}: "
-            "RUN_DIR/skipped has each with its reason; mend the data, or raise the rate to go on"
+            "RUN_DIR/skipped lists each with its reason; repair the data, or raise the rate to continue"
         )
 
 
@@ -128,7 +131,7 @@ def _save(run: Run, iteration: int, tally: _Tally) -> int:
 
 
 def _interval_evaluation(run: Run) -> dict[str, Value]:
-    """A quick look at held-out questions: a third of the final evaluation's."""
+    """Return the scores on a third of the final evaluation's questions; empty if the data have no questions."""
     if not isinstance(run.source, evaluate.Examiner):
         return {}
     questions = run.source.questions(max(1, run.config.evaluation.eval_samples // 3))

@@ -1,4 +1,4 @@
-"""Times of layers, collectives and the optimizer on this machine: what `tools/calibrate.py` fits a profile to."""
+"""Measure layers, collectives and the optimizer on this machine, for the profile of `tools/calibrate.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megavlm.train.loop import close
 
 
 def layer_samples(config: Config, backend: Backend, *, repeats: int) -> tuple[list[Sample], list[Sample], float]:
-    """(forward passes, backward passes, bytes/s of an optimizer step) of a configuration at TP 1, PP 1."""
+    """Return (forward samples, backward samples, bytes/s of an optimizer step) of a configuration at TP 1, PP 1."""
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend)
@@ -49,13 +49,16 @@ def layer_samples(config: Config, backend: Backend, *, repeats: int) -> tuple[li
 
 
 def _sample(name: str, case: Scenario, seconds: float, *, passes: int) -> Sample:
-    """Backward does a forward's products once per gradient; attention and traffic twice (`cost.layer_seconds`)."""
+    """Return a layer's work and time as a sample for the fit; `passes` counts the matrix products of a forward pass.
+
+    A backward pass has the products of a forward pass once per gradient (`cost.layer_seconds`).
+    """
     products, attention, traffic, calls = features_of(name, case)
     return Sample(products * passes, attention * passes, traffic * passes, calls, max(seconds, 1e-7))
 
 
 def _layer_times(run: Run, batch: Any, backend: Backend) -> dict[str, tuple[float, float]]:
-    """Seconds of each layer's forward and backward pass, one after the other."""
+    """Return the seconds of each layer's forward and backward pass, measured layer by layer."""
     chunk = run.engine.chunks[0].module
     view = MicroBatchContext(batch.to(backend.device), run.config, run.engine.groups, device=backend.device)
     hidden: torch.Tensor | None = None
@@ -81,7 +84,7 @@ def _timed(call: Callable[[], Any], backend: Backend) -> tuple[Any, float]:
 
 
 def _optimizer_rate(run: Run, case: Scenario, repeats: int) -> float:
-    """Bytes/s by the count of `cost.update_bytes`: clearing gradients, their norm and the update."""
+    """Return the bytes/s of clearing gradients, computing their norm and updating weights (`cost.update_bytes`)."""
     engine = run.engine
 
     def step() -> None:
@@ -97,7 +100,7 @@ def _optimizer_rate(run: Run, case: Scenario, repeats: int) -> float:
 
 
 def link(backend: Backend, *, sizes: Sequence[int] = (1 << 12, 1 << 22), repeats: int = 20) -> Link | None:
-    """Latency and bytes/s between the processes of this run, from ring all-gathers; None where there is but one."""
+    """Return latency and bandwidth between this run's processes, from ring all-gathers; None for a single process."""
     world = dist.get_world_size()
     if world == 1:
         return None
@@ -108,7 +111,7 @@ def link(backend: Backend, *, sizes: Sequence[int] = (1 << 12, 1 << 22), repeats
 
 
 def _gather_seconds(size: int, backend: Backend, *, repeats: int) -> float:
-    """Median time of an all-gather of `size` bytes in all."""
+    """Return the median seconds of an all-gather whose result has `size` bytes."""
     part = torch.zeros(size // dist.get_world_size(), dtype=torch.uint8, device=backend.device)
     whole = torch.empty(size, dtype=torch.uint8, device=backend.device)
     dist.barrier()

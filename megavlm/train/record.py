@@ -1,4 +1,4 @@
-"""The line of metrics.jsonl: what each rank counts of a step, and what the sums say."""
+"""The record of a step in metrics.jsonl: each rank's counts, and the metrics computed from their sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megavlm.train.engine import StepResult
 
 @dataclass(frozen=True)
 class Counts:
-    """Sums over the global batch that travel with the step's all-reduce."""
+    """Counts of a global batch, which the all-reduce of the training step sums over ranks."""
 
     tokens: float = 0
     places: float = 0
@@ -26,17 +26,17 @@ class Counts:
     patch_squares: float = 0
     window_squares: float = 0
     token_squares: float = 0
-    read: float = 0  # samples looked at
-    skipped: float = 0  # samples left out
-    split: float = 0  # samples of which a part was left out
-    stop: float = 0  # ranks that were asked to stop
+    read: float = 0  # samples read, including skipped ones
+    skipped: float = 0  # samples skipped
+    split: float = 0  # samples of which a part was skipped
+    stop: float = 0  # ranks that received a stop signal
 
     def values(self) -> Sequence[float]:
         return [float(getattr(self, field.name)) for field in fields(self)]
 
 
 def counts_of(run: Run, step: StepData, *, stop: bool) -> Counts:
-    """This rank's share: only one rank of each replica counts the batch, every rank may ask to stop."""
+    """Return this rank's counts: one rank of each replica counts the batch, every rank reports a stop signal."""
     at = run.engine.groups.coords
     if at.tp or at.pp:
         return Counts(stop=stop)

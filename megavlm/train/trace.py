@@ -1,4 +1,4 @@
-"""`--profile`: a trace of some iterations and a table of what cost most, per rank that asks for one.
+"""`--profile`: trace some iterations on some ranks, and list the most expensive kernels.
 
 RUN_DIR/profile/rank-N.json.gz opens in https://ui.perfetto.dev or chrome://tracing.
 """
@@ -22,7 +22,7 @@ _ROWS = 10
 
 @dataclass(frozen=True)
 class Cost:
-    """What all calls of one kernel (or operator) took together, its own time alone."""
+    """The total time of all calls of a kernel (or operator), without the operators that it calls."""
 
     name: str
     calls: int
@@ -30,12 +30,12 @@ class Cost:
 
 
 class Tracer:
-    """Traces the iterations that the options name, on the ranks that they name. `before` and `after` enclose each."""
+    """Traces iterations `--profile-step-start` to `--profile-step-end`; the loop calls `before` and `after` each."""
 
     def __init__(
         self, engine: Engine, options: LoggingConfig, *, rank: int, run_dir: Path, say: Callable[[str], None]
     ) -> None:
-        """`rank` is the global one; `say` gets the table, on the first of the ranks that trace."""
+        """`rank` is the global rank; `say` prints the table on the first rank of `--profile-ranks`."""
         self._engine = engine
         self._options = options
         self._traces = options.profile and rank in options.profile_ranks
@@ -45,7 +45,7 @@ class Tracer:
         self._profiler: Any = None
 
     def before(self, iteration: int, *, micro_batches: int) -> None:
-        """Begin the trace if this is its first iteration (from 1), or the first that a resumed run has of it."""
+        """Start the trace before its first iteration (counted from 1), or in it if the run resumes there."""
         inside = self._options.profile_step_start < iteration <= self._options.profile_step_end
         if not (self._traces and inside):
             return
@@ -56,7 +56,7 @@ class Tracer:
         self._engine.name_phases(micro_batches)
 
     def after(self, iteration: int) -> None:
-        """End and write the trace if this was its last iteration."""
+        """Write the trace after its last iteration."""
         if self._profiler is None:
             return
         self._engine.name_phases(None)
@@ -64,7 +64,7 @@ class Tracer:
             self.close()
 
     def close(self) -> None:
-        """Write what was traced, where a trace is open."""
+        """Stop and write an open trace; without one, do nothing."""
         if self._profiler is None:
             return
         profiler, self._profiler, self._traces = self._profiler, None, False
@@ -78,7 +78,10 @@ class Tracer:
 
 
 def costs_of(events: Iterable[Any]) -> list[Cost]:
-    """Kernels of a trace's `key_averages()`; operators where no kernel ran (on CPU). Our own ranges are no cost."""
+    """Return the costs of kernels in a trace's `key_averages()`, or of operators if no kernel ran (on a CPU).
+
+    Ranges that this library names are not listed, because they contain the kernels.
+    """
     measured = [event for event in events if not event.is_user_annotation]
     kernels = [event for event in measured if event.device_type == DeviceType.CUDA]
     if kernels:
@@ -87,7 +90,7 @@ def costs_of(events: Iterable[Any]) -> list[Cost]:
 
 
 def table(costs: Iterable[Cost]) -> str:
-    """The ten costliest, with their share of all."""
+    """Return a table of the ten most expensive entries with their share of the total."""
     known = sorted(costs, key=lambda cost: cost.microseconds, reverse=True)
     total = sum(cost.microseconds for cost in known) or 1.0
     lines = [f"{'ms':>12}  {'share':>6}  {'calls':>8}  kernel"]
@@ -98,5 +101,5 @@ def table(costs: Iterable[Cost]) -> str:
 
 
 def _cut(name: str, most: int = 90) -> str:
-    """Templates make names of kernels pages long."""
+    """Return a kernel's name, shortened to `most` characters: C++ templates make some names very long."""
     return name if len(name) <= most else name[: most - 1] + "…"

@@ -1,4 +1,4 @@
-"""The same images and text through a Hugging Face model and through ours: how far are the logits apart?"""
+"""Compare the logits of a Hugging Face model with those of this library's model on the same images and text."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megavlm.data.batch import MicroBatch
 from megavlm.data.source import batch_of
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
-from megavlm.train.whole import groups_of_one, whole_model
+from megavlm.train.single_process import full_model, single_process_groups
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of all logits: the largest difference, the largest value, and how often both predict the same token."""
+    """Over all logits: largest difference, largest absolute value, and share of positions with the same prediction."""
 
     largest: float
     scale: float
@@ -37,10 +37,10 @@ def compare(
 ) -> Difference:
     """Run both models in fp32 on CPU or GPU; without `checkpoint`, ours is read from the folder itself.
 
-    Raises UserError where Transformers' model does not take the same images and text.
+    Raises UserError if Transformers' model does not accept the images and text.
     """
-    groups = groups_of_one(backend)
-    chunk = whole_model(config, groups, backend)
+    groups = single_process_groups(backend)
+    chunk = full_model(config, groups, backend)
     if checkpoint is None:
         load_weights([chunk], [pretrained], config, vocab_size=vocab_size(config.model.language))
     else:
@@ -73,7 +73,7 @@ def compare(
 
 
 def has_adapters(checkpoint: Path) -> bool:
-    """Whether a checkpoint's weights are not all of its model."""
+    """Return whether a checkpoint holds LoRA adapters instead of a whole model."""
     return bool(state.read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"))
 
 

@@ -44,7 +44,7 @@ def bytes_taken(argv: list[str], run_dir: str) -> dict[str, int]:
         run = build(config, backend.activate())
     run.engine.train_step(run.data_loader.next_step().batches)
     trained, position = run.engine.trained(), state.Position(iteration=1, loader={})
-    weights = [param for chunk in run.engine.parts for param in chunk.parameters()]
+    weights = [param for chunk in run.engine.model_chunks for param in chunk.parameters()]
     groups = [group for part in run.engine.optimizer.chained_optimizers for group in part.param_groups]
     masters = sum(param.numel() for group in groups for param in group["params"])
     found = {

@@ -106,7 +106,7 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     plan, rank = run.plan, run.engine.groups.coords.pp
     step = predict(config, plan.dims, PROFILES["cpu"])
     host = step.host[rank] if step.host else HostMemory()
-    there = sum(p.numel() for chunk in run.engine.parts for p in chunk.parameters())  # of shared ones all rows
+    there = sum(p.numel() for chunk in run.engine.model_chunks for p in chunk.parameters())  # of shared ones all rows
     chunks = [plan.chunks[index] for index in plan.dims.chunks_of(rank)]
     counted = sum(local_parameters(name, config.model, plan.dims.tp) for names in chunks for name in names)
     counted += sum(local_parameters(name, config.model, plan.vision_tp) for name in plan.encoder)

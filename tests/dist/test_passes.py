@@ -76,12 +76,12 @@ def bytes_per_parameter(argv: list[str], run_dir: str) -> dict[str, float]:
         run = build(config, backend.activate())
     batches = run.data_loader.next_step().batches
     run.engine.train_step(batches)
-    weights = {param.untyped_storage()._cdata for chunk in run.engine.parts for param in chunk.parameters()}
+    weights = {param.untyped_storage()._cdata for chunk in run.engine.model_chunks for param in chunk.parameters()}
     state = [tensor for tensor in standing_tensors(run.engine) if tensor.untyped_storage()._cdata not in weights]
     traffic = Traffic(state)
     with traffic:
         run.engine.train_step(batches)
-    trained = sum(p.numel() for chunk in run.engine.parts for p in chunk.parameters() if p.requires_grad)
+    trained = sum(p.numel() for chunk in run.engine.model_chunks for p in chunk.parameters() if p.requires_grad)
     close(run)
     found = {name: count / trained for name, count in traffic.bytes.items()}
     return {name: value for name, value in found.items() if value > 0.05} | {"total": sum(found.values())}

@@ -30,7 +30,7 @@ def largest_difference(argv: list[str], run_dir: str) -> tuple[int, float]:
     for _ in range(3):
         run.engine.train_step(run.data_loader.next_step().batches)
     apart = []
-    for param in run.engine.parts[-1].parameters():
+    for param in run.engine.model_chunks[-1].parameters():
         if not getattr(param, "tensor_model_parallel", False):
             both = [torch.empty_like(param) for _ in range(2)]
             dist.all_gather(both, param.detach())

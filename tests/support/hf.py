@@ -25,7 +25,7 @@ from megavlm.data.images import grid_of
 from megavlm.data.sample import Image, Sample, collate
 from megavlm.planner.plan import make_plan
 from megavlm.train.engine import Engine, build_engine
-from megavlm.train.whole import real_shapes
+from megavlm.train.single_process import unpadded_shapes
 from tests.support.harness import Single, assert_same, random_image, randomize
 from tools import convert
 
@@ -136,7 +136,7 @@ def assert_same_logits_and_gradients(folder: Path, theirs: Any, single: Single, 
     engine, pretrained = engine_for(config, folder, single), Pretrained.of(folder, *ALL_PARTS)
     assert pretrained.problems() == []
     chunk = engine.chunks[0].module
-    shapes = real_shapes(chunk, config)
+    shapes = unpadded_shapes(chunk, config)
     assert pretrained.table.keys() == shapes.keys()
     for number, images in enumerate(batches):
         given = batch_of(config, images, seed=number)

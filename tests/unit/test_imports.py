@@ -45,7 +45,6 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.pipeline",),
     ("megavlm.checkpoint",),
     ("megavlm.metrics",),
-    ("megavlm.resilience",),
     ("megavlm.train",),
     ("megavlm.doctor",),
     ("megavlm.preview",),

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from megavlm.config.messages import shown
 from megavlm.config.schema import DatasetConfig
-from megavlm.config.words import shown
 from megavlm.data.bad import BadSample
 from megavlm.data.conversation import Records
 from megavlm.data.records.arrays import NotAnArray, array_spans

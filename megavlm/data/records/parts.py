@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megavlm.config.words import shown
+from megavlm.config.messages import shown
 from megavlm.data.bad import BadSample, Reason
 from megavlm.data.conversation import Conversation, ImageRef
 from megavlm.data.records.turns import conversation_of, shape_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megavlm.config.words import shown
+from megavlm.config.messages import shown
 from megavlm.data.bad import BadSample, Reason
 from megavlm.data.conversation import ImageRef
 from megavlm.data.decode import resolve_inside

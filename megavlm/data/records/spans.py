@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.config.words import shown
+from megavlm.config.messages import shown
 from megavlm.data.bad import BadSample, Reason
 
 BOM = b"\xef\xbb\xbf"

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from megavlm.config.words import shown
+from megavlm.config.messages import shown
 from megavlm.data.bad import BadSample, Reason
 from megavlm.data.conversation import Conversation, ImageRef, Role, Turn
 from megavlm.data.records.pictures import PLACES, FindFile, image_of

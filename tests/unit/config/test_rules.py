@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from megavlm.config import launches_in_order, overlapped, sequence_parallel
 from megavlm.config.cli import parse
+from megavlm.config.derived import launches_in_order, overlapped, sequence_parallel
 from megavlm.config.fields import options
 from megavlm.config.ranges import RANGES, UNRANGED
 from megavlm.config.rules import check

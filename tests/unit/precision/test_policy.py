@@ -9,7 +9,7 @@ import torch
 
 from megavlm.arch.layers import layer_names
 from megavlm.config.cli import parse
-from megavlm.config.precision_rules import layer_precision, sequence_multiple
+from megavlm.config.derived import layer_precision, sequence_multiple
 from megavlm.config.rules import check
 from megavlm.data.source import batch_of_rows
 from megavlm.data.synthetic import SyntheticSource

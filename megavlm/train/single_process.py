@@ -1,4 +1,4 @@
-"""A whole model in this one process, without optimizer: for conversions and comparisons."""
+"""Build a model on a single process, without parallelism and optimizer, for conversions and comparisons."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megavlm.planner.plan import make_plan
 ONE = Dims(tp=1, pp=1, vpp=1, dp=1)
 
 
-def groups_of_one(backend: Backend, *, seed: int = 0) -> Groups:
-    """A world of this process alone, in place of whatever layout was before."""
+def single_process_groups(backend: Backend, *, seed: int = 0) -> Groups:
+    """Return process groups of a world that is this process; groups that exist are destroyed."""
     destroy_groups()
     start(backend, timeout_minutes=10)
     return build_groups(ONE, tied_owners=(0, 0), seed=seed, timeout_minutes=10)
 
 
-def whole_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
-    """The model as one chunk, its weights not set (on CPU they take no memory until they are)."""
+def full_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
+    """Return the model as one chunk with uninitialised weights (on a CPU they take no memory until they are set)."""
     config = replace(
         config,
         parallel=replace(config.parallel, vision_tensor_model_parallel_size=1),
@@ -41,8 +41,8 @@ def whole_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
     )
 
 
-def real_shapes(chunk: VLMChunk, config: Config) -> dict[str, tuple[int, ...]]:
-    """Every parameter's whole shape by name."""
+def unpadded_shapes(chunk: VLMChunk, config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter by name, without the padding that tensor parallelism adds."""
     assert config.model.language.vocab_size is not None
     vocabulary = config.model.language.vocab_size
     return {
