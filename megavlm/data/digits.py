@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.config.derived import vocab_size
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
@@ -46,7 +45,7 @@ class DigitsSource(ComputedSource):
         vision = config.model.vision
         self.image_token = tokenizer.image
         self.pad_token = tokenizer.pad
-        self.vocab_size = vocab_size(resolve(config, vocab_size=tokenizer.vocab_size).model.language)
+        self.vocab_size = resolve(config, vocab_size=tokenizer.vocab_size).model.language.vocab_size
         self.pixel_shuffle = config.model.projector.pixel_shuffle
         self.patch_dim = vision.in_channels * vision.patch_size**2
         self.anyres_max_tiles = None  # the configuration rules refuse models of tiled images

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from megavlm.config.derived import vocab_size
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup
@@ -59,7 +58,7 @@ class FilesSource:
             model_type=model_type(tokenizer_path(config)),
         )
         self.names = tuple(name_of(source) for source in config.data.datasets)
-        self.vocab_size = vocab_size(config.model.language)
+        self.vocab_size = config.model.language.vocab_size
         self.image_token = self.tokenizer.image
         self.pad_token = self.tokenizer.pad
         self.pixel_shuffle = config.model.projector.pixel_shuffle

@@ -12,7 +12,6 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.config.derived import vocab_size
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup, Tiling, features_of_images
@@ -62,7 +61,7 @@ class SyntheticSource(ComputedSource):
         Raises UserError when the sizes do not fit one another.
         """
         vision, data = config.model.vision, config.data
-        self.vocab_size = vocab_size(resolve(config, vocab_size=VOCABULARY).model.language)
+        self.vocab_size = resolve(config, vocab_size=VOCABULARY).model.language.vocab_size
         self.pixel_shuffle = config.model.projector.pixel_shuffle
         self.patch_dim = vision.in_channels * vision.patch_size**2
         self.image_token = self.vocab_size - 1 if config.model.image_token is None else config.model.image_token

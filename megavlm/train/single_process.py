@@ -30,7 +30,6 @@ def full_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
         parallel=replace(config.parallel, vision_tensor_model_parallel_size=1),
         placement=replace(config.placement, encoder="stages"),
     )
-    assert config.model.language.vocab_size is not None
     return VLMChunk(
         config,
         make_plan(config, ONE),
@@ -43,7 +42,6 @@ def full_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
 
 def unpadded_shapes(chunk: VLMChunk, config: Config) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter by name, without the padding that tensor parallelism adds."""
-    assert config.model.language.vocab_size is not None
     vocabulary = config.model.language.vocab_size
     return {
         shard.key: real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocabulary)

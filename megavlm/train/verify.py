@@ -12,7 +12,6 @@ from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.config.derived import vocab_size
 from megavlm.config.schema import Config
 from megavlm.data.anyres import Tiling
 from megavlm.data.batch import MicroBatch
@@ -42,7 +41,7 @@ def compare(
     groups = single_process_groups(backend)
     chunk = full_model(config, groups, backend)
     if checkpoint is None:
-        load_weights([chunk], [pretrained], config, vocab_size=vocab_size(config.model.language))
+        load_weights([chunk], [pretrained], config, vocab_size=config.model.language.vocab_size)
     else:
         state.load_weights([chunk], folder=folders.resolve(checkpoint), config=config)
     chunk.to(backend.device).eval()

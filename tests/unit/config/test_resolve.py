@@ -1,0 +1,45 @@
+"""Defaults that follow from other options are filled in once."""
+
+from __future__ import annotations
+
+import pytest
+
+from megavlm.config.cli import parse
+from megavlm.config.fields import options, value_at
+from megavlm.config.resolve import resolve
+
+GIVEN = (
+    "--language-num-query-groups 2 --language-kv-channels 16 --language-vocab-size 97 --projector-hidden-size 24 "
+    "--lr-decay-style WSD --lr-decay-iters 40 --lr-wsd-decay-iters 7 --data synthetic"
+).split()
+FILLED = {
+    "model.language.num_query_groups": 4,
+    "model.language.kv_channels": 32,
+    "model.language.vocab_size": 160,
+    "model.projector.hidden_size": 128,
+    "optimizer.lr_decay_iters": 50,
+    "optimizer.lr_wsd_decay_iters": 5,
+    "data.kind": "files",
+}
+
+
+def test_unset_options_get_the_values_that_their_help_promises() -> None:
+    config = parse("--train-iters 50 --lr-decay-style WSD --datasets a.json".split())
+    resolved = resolve(config, vocab_size=160)
+    changed = {
+        option.key: value_at(resolved, option.path)
+        for option in options()
+        if value_at(resolved, option.path) != value_at(config, option.path)
+    }
+    assert changed == FILLED
+    assert resolve(resolved, vocab_size=99) == resolved
+
+
+@pytest.mark.parametrize("argv", [GIVEN, [*GIVEN, "--train-iters", "60"]])
+def test_given_values_stay(argv: list[str]) -> None:
+    assert resolve(parse(argv), vocab_size=160) == parse(argv)
+
+
+def test_only_wsd_has_a_final_decay() -> None:
+    """Its length would contradict another `--lr-decay-style` if the configuration were checked again."""
+    assert resolve(parse(["--lr-decay-style", "cosine"])).optimizer.lr_wsd_decay_iters is None
