@@ -81,6 +81,13 @@ EFFECTS = (
         "add --placement colocated",
     ),
     Effect(
+        "model.vision",
+        ("rotary_interleaved",),
+        lambda config: config.model.vision.position_embedding != "learned",
+        "without rotary positions",
+        "use --vision-position-embedding rope2d",
+    ),
+    Effect(
         "placement",
         ("vision_cache_size",),
         lambda config: config.placement.vision_cache is not None,

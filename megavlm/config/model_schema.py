@@ -34,6 +34,10 @@ class VisionConfig:
         "corners (Qwen3-VL), or bucket, which takes the table entry that contains the patch (SmolVLM).",
     )
     rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.")
+    rotary_interleaved: bool = option(
+        False,
+        "2-D rotary embedding: rows use even and columns odd frequencies (Pixtral); off: both use the even ones.",
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
     norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.")
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = option(

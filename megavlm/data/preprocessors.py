@@ -16,7 +16,7 @@ from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megavlm.data.tokenizers.text import TextTokenizer
 from megavlm.data.tokenizers.training import IMAGE
 from megavlm.errors import UserError
-from megavlm.families import processor_from
+from megavlm.families import kind_of, processor_from
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -115,7 +115,7 @@ def tokenizer_path(config: Config) -> Path:
 def model_type(path: Path) -> str | None:
     """The architecture that a tokenizer's folder belongs to, where config.json says so."""
     try:
-        found = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
+        found = kind_of(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError):
         return None
     return found if isinstance(found, str) else None

@@ -48,9 +48,18 @@ IMAGE_TEXTS: tuple[str, ...] = tuple(dict.fromkeys(("<image>", *(family.image_te
 _NO_VISION = VisionConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, image_size=8)
 
 
+def kind_of(config: Mapping[str, Any]) -> Any:
+    """Return `model_type` of a config.json, with that of its vision tower where a family is for this tower alone."""
+    tower = config.get("vision_config")
+    kind = f"{config.get('model_type')}/{tower.get('model_type') if isinstance(tower, Mapping) else None}"
+    known = any(kind in family.model_types for family in FAMILIES)
+    return kind if known else config.get("model_type")
+
+
 def family_of(settings: Settings) -> Family:
     """Return the family that a config.json belongs to. Raises UserError, naming the known ones, if there is none."""
-    kind = settings.need("model_type")
+    settings.need("model_type")
+    kind = kind_of(settings.values)
     for family in FAMILIES:
         if kind in family.model_types:
             return family

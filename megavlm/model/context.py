@@ -71,7 +71,12 @@ class MicroBatchContext:
         if vision.position_embedding == "learned":
             return None
         width = vision.hidden_size // vision.num_attention_heads
-        angles = rope2d(self.layout.coordinates(self.device), head_width=width, base=vision.rotary_base)
+        angles = rope2d(
+            self.layout.coordinates(self.device),
+            head_width=width,
+            base=vision.rotary_base,
+            interleaved=vision.rotary_interleaved,
+        )
         return rotation(angles, DTYPES[self.config.precision.dtype])
 
     @cached_property

@@ -188,16 +188,20 @@ def position_buckets(length: int, side: int) -> Tensor:
     return torch.bucketize(starts.clamp(max=1 - 1e-6), boundaries, right=True)
 
 
-def rope2d(coordinates: Tensor, *, head_width: int, base: float) -> Tensor:
+def rope2d(coordinates: Tensor, *, head_width: int, base: float, interleaved: bool = False) -> Tensor:
     """2-D rotary angles (Qwen2-VL): the first quarter of the pairs turns with the row, the next with the column.
 
     Args:
         coordinates: [V, 2] rows and columns.
+        interleaved: of the frequencies base^(−2i/D), rows have the even i and columns the odd i (Pixtral); otherwise
+            both have the even i.
 
     Returns:
         [V, 1, 1, head_width] angles; both halves alike, as megatron-core's rotation (x, −y) pairs want them.
     """
     quarter = head_width // 4
     frequencies = base ** (-torch.arange(quarter, device=coordinates.device).float() / quarter)
+    if interleaved:
+        frequencies = torch.stack([frequencies, frequencies * base ** (-2 / head_width)])
     angles = (coordinates.float()[:, :, None] * frequencies).flatten(1)
     return torch.cat([angles, angles], dim=-1)[:, None, None]

@@ -15,7 +15,7 @@ from tests.support.pool import Pools
 activate()  # before the modules below import megatron-core
 
 from tests.support.hf_layout import Reference, assert_layout, make_reference  # noqa: E402
-from tests.support.tiny_models import internvl, llava, llava_onevision, qwen_vl, smolvlm  # noqa: E402
+from tests.support.tiny_models import internvl, llava, llava_onevision, pixtral, qwen_vl, smolvlm  # noqa: E402
 
 # Two micro-batches with equally many trained tokens: two images and none, one and one.
 IMAGES = ([[(32, 32), (32, 32)], []], [[(32, 32)], [(32, 32)]])
@@ -30,6 +30,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "llava-onevision-tied": (lambda: llava_onevision.onevision(tied=True), llava_onevision.IMAGES),
     "smolvlm": (smolvlm.smolvlm, smolvlm.IMAGES),
     "idefics3-tied": (smolvlm.idefics3, smolvlm.IMAGES),
+    "pixtral": (pixtral.pixtral, pixtral.IMAGES[::2]),
     "qwen2.5-vl": (qwen_vl.qwen2_5, SIZES),
     "qwen3-vl": (lambda: qwen_vl.qwen3(tied=True), SIZES),
 }

@@ -38,7 +38,8 @@ class Family:
 
     Args:
         name: how messages call the family.
-        model_types: values of `model_type` in config.json that belong to the family.
+        model_types: values of `model_type` in config.json that belong to the family; "llava/pixtral" is one of the
+            outer configuration and of its vision_config.
         config: config.json → `ModelConfig`. Raises UserError for a setting that we cannot express exactly.
         table: `ModelConfig` and prefixes → where each of our tensors is in their files.
         name_prefixes: newest first; the first set under which a folder has the weights is used.

@@ -63,7 +63,8 @@ def language(settings: Settings, *, kind: str | None = None, tied: bool | None =
 
 
 def _given(values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+    """Return what is set; null is the default, but for `sliding_window`, where it means that there is no window."""
+    return {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
 
 
 def _max_positions(settings: Settings, kind: str) -> int | None:

@@ -1,0 +1,173 @@
+"""Pixtral (a LLaVA with a Pixtral tower): RMSNorm, SwiGLU and 2-D rotary positions, images of any size, Mistral."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megavlm.arch.layers import VISION_LAYER, vision_layers_run
+from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.data.bad import BadSample, Reason
+from megavlm.data.processors.layout import Layout, Prompt
+from megavlm.data.processors.processor import Processor
+from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, has_only
+from megavlm.data.processors.resize import Pixels
+from megavlm.data.processors.sizes import Size
+from megavlm.errors import UserError
+from megavlm.families.shared.chat import MISTRAL
+from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.inputs import unpatchify
+from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import Concat, Rename, Table, linear
+from megavlm.families.shared.vision import kernel, qkv
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.data.batch import MicroBatch
+
+IMAGE = "[IMG]"
+
+
+def config(settings: Settings) -> ModelConfig:
+    """LlavaConfig with a PixtralVisionConfig."""
+    text, tower = settings.section("text_config"), settings.section("vision_config")
+    settings.require("vision_feature_layer", -1, why="only features of the last layer are known here")
+    settings.require("vision_feature_select_strategy", "full", why="Pixtral has no class token to drop")
+    settings.require("projector_hidden_act", "gelu", why="only GELU projectors are known here")
+    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
+    return ModelConfig(
+        vision=vision(tower),
+        projector=ProjectorConfig(kind="mlp", bias=settings.get("multimodal_projector_bias", True)),
+        language=language(text, kind=text.get("model_type", "mistral"), tied=tied),
+        image_token=settings.get("image_token_index", settings.get("image_token_id", 32000)),
+    )
+
+
+def vision(tower: Settings) -> VisionConfig:
+    """PixtralVisionConfig."""
+    if tower.get("hidden_act", "gelu") != "silu":
+        refuse(tower, "hidden_act", "only SwiGLU (silu) is known here")
+    side = tower.square("patch_size", 16)
+    rope = tower.section("rope_parameters")
+    return VisionConfig(
+        num_layers=tower.get("num_hidden_layers", 24),
+        hidden_size=tower.get("hidden_size", 1024),
+        ffn_hidden_size=tower.get("intermediate_size", 4096),
+        num_attention_heads=tower.get("num_attention_heads", 16),
+        image_size=tower.square("image_size", 1024) // side * side,
+        patch_size=side,
+        in_channels=tower.get("num_channels", 3),
+        position_embedding="rope2d",
+        rotary_interleaved=True,
+        rotary_base=float(rope.get("rope_theta", tower.get("rope_theta", 10000.0))),
+        normalization="RMSNorm",
+        norm_epsilon=1e-5,
+        activation="swiglu",
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        patch_bias=False,
+        pre_norm=True,
+        post_norm=False,
+    )
+
+
+def vision_table(vision: VisionConfig, prefix: str) -> Table:
+    """PixtralVisionModel below `prefix`."""
+    table: Table = {"patch_embed.proj.weight": Rename(f"{prefix}patch_conv.weight", view=kernel(vision))}
+    table |= linear("patch_embed.norm", f"{prefix}ln_pre", bias=False)
+    for number in range(vision_layers_run(vision)):
+        ours, theirs = f"{VISION_LAYER}{number}.", f"{prefix}transformer.layers.{number}."
+        table |= qkv(f"{ours}self_attention.linear_qkv", f"{theirs}attention.{{}}_proj", vision, bias=False)
+        table |= linear(f"{ours}self_attention.linear_proj", f"{theirs}attention.o_proj", bias=False)
+        table |= linear(f"{ours}input_layernorm", f"{theirs}attention_norm", bias=False)
+        table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}ffn_norm", bias=False)
+        gate_and_up = (f"{theirs}feed_forward.gate_proj.weight", f"{theirs}feed_forward.up_proj.weight")
+        table[f"{ours}mlp.linear_fc1.weight"] = Concat(gate_and_up)
+        table |= linear(f"{ours}mlp.linear_fc2", f"{theirs}feed_forward.down_proj", bias=False)
+    return table
+
+
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    bias = model.projector.bias
+    return {
+        **vision_table(model.vision, prefixes.vision),
+        **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=bias),
+        **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=bias),
+        **language_table(model.language, prefixes.language, head=prefixes.head),
+    }
+
+
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+    """Images are padded on the right and below to one size, as Transformers' processor does."""
+    import torch
+    from torch.nn.functional import pad
+
+    images = unpatchify(batch, model.vision)
+    if not images:
+        return {"input_ids": batch.tokens}
+    sizes = [image.shape[-2:] for image in images]
+    height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    padded = [pad(image, (0, width - image.shape[-1], 0, height - image.shape[-2])) for image in images]
+    return {
+        "input_ids": batch.tokens,
+        "pixel_values": torch.stack(padded),
+        "image_sizes": torch.tensor(sizes, device=batch.tokens.device),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsOfFeatures(Processor):
+    """Shrinks an image to at most `edge` pixels a side, and writes a mark after each row of features."""
+
+    edge: int
+    row_end: str = "[IMG_BREAK]"
+    end: str = "[IMG_END]"
+
+    def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
+        tile = self._tile(*self._resized((height, width)))
+        rows, columns = tile.grid[0] // self.merge, tile.grid[1] // self.merge
+        texts = ("", *(self.row_end,) * (rows - 1), self.end)
+        return Layout((height, width), (tile,), (0, 0), Prompt(self.image_token, texts, (columns,) * rows))
+
+    def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
+        return [self._resize(pixels, *self._resized((pixels.shape[0], pixels.shape[1])))]
+
+    def _resized(self, size: Size) -> Size:
+        """Return the sides, rounded up to whole features. Raises BadSample for an image that shrinks to nothing."""
+        ratio = max(size[0] / self.edge, size[1] / self.edge, 1)
+        height, width = (int(side / ratio) for side in size)
+        if not height or not width:
+            raise BadSample(Reason.TOO_NARROW, f"{size[0]}×{size[1]} pixels would shrink to {height}×{width}")
+        factor = self.patch_size * self.merge
+        return -(-height // factor) * factor, -(-width // factor) * factor
+
+
+def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
+    """The file's size; patches are the model's, as Transformers' processor gives them to its image processor."""
+    size = options["size"]
+    if not has_only(size, "longest_edge"):
+        raise UserError("size in preprocessor_config.json must give longest_edge, and nothing else")
+    return RowsOfFeatures(edge=size["longest_edge"], placeholder=IMAGE, image_token=IMAGE, **shared)
+
+
+PROCESSOR = ProcessorReader(("Pixtral",), {**CLIP_PIXELS, "size": {"longest_edge": 1024}}, build_processor)
+
+FAMILY = Family(
+    name="pixtral",
+    model_types=("llava/pixtral",),
+    config=config,
+    table=table,
+    inputs=inputs,
+    name_prefixes=(
+        NamePrefixes(
+            "vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight"
+        ),
+        NamePrefixes("model.vision_tower.", "model.multi_modal_projector.", "model.language_model."),
+    ),
+    unused=(r".*\.rotary_emb\.inv_freq", r".*\.patch_positional_embedding\.inv_freq"),
+    image_processors=(PROCESSOR,),
+    image_text=IMAGE,
+    chat_template=MISTRAL,
+)
