@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megavlm.backend import mcore_patches, transformer_engine
+from megavlm.backend import mcore_patches, transformer_engine, versions
 
 # Everything of megatron-core that a run touches; imported here so that none of it binds the real torch later.
 _MODULES = (
@@ -68,6 +68,7 @@ def install() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     transformer_engine.hide()  # on a CPU-only torch its import fails; else megatron-core would take what needs CUDA
+    versions.import_without_triton()
     with _without_compilation():
         for name in _MODULES:
             importlib.import_module(name)

@@ -80,7 +80,7 @@ def _groups(parts: list[Any]) -> list[dict[str, Any]]:
     groups = [group for part in parts for group in part.param_groups]
     steps: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(steps, max((int(group["step"]) for group in groups), default=0))
-    options = {tuple(group[key] for key in param_group_identifier_keys): group for group in groups}
+    options = {tuple(group.get(key) for key in param_group_identifier_keys): group for group in groups}
     return [
         {**{name: value for name, value in group.items() if name != "params"}, "step": max(steps)}
         for group in options.values()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -37,6 +37,17 @@ class _KeepsInput(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         return ctx.gradient(grad, x), None, None
+
+
+class ActivationModule(nn.Module):
+    """An activation as megatron-core's layer specs build it: from 0.18 on they take modules alone."""
+
+    def __init__(self, function: Activation, **_: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from megavlm.arch.flops import head_width
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.config.derived import query_groups, sequence_parallel
 from megavlm.config.schema import Config
+from megavlm.model.activation import ActivationModule
 from megavlm.model.attention import Attention
 from megavlm.model.modules import fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm
@@ -96,6 +97,7 @@ def vision_config(config: Config, *, tp: int) -> TransformerConfig:
         gated_linear_unit=vision.activation == "swiglu",
         add_bias_linear=vision.add_bias_linear,
         add_qkv_bias=vision.add_qkv_bias,
+        qk_layernorm=vision.qk_norm != "none",
         **fp8_fields(config, "vision"),
     )
 
@@ -191,7 +193,7 @@ def _submodules(
     mlp = MLPSubmodules(
         linear_fc1=modules.column_linear,
         linear_fc2=modules.row_linear,
-        activation_func=modules.activations[activation],
+        activation_func=ModuleSpec(module=ActivationModule, params={"function": modules.activations[activation]}),
     )
     return TransformerLayerSubmodules(
         input_layernorm=modules.norm,
