@@ -1,4 +1,5 @@
-# `make help` lists the commands. Each of them first creates .venv when it is missing or older than pyproject.toml.
+# `make help` lists the commands. Each of them first creates .venv when it is missing or older than pyproject.toml
+# or the lock file.
 
 SHELL := bash
 VENV := .venv
@@ -7,9 +8,20 @@ PYTHON ?=
 RUN_DIR ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-# Without an NVIDIA driver, torch comes from PyTorch's CPU index: PyPI's Linux wheel brings gigabytes of CUDA along.
-# TORCH_INDEX= (empty) takes the default index, which is also where torch comes from when this one cannot be reached.
-TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
+# Without an NVIDIA driver, the exact versions of CPU_LOCK are installed, and torch from PyTorch's CPU index: PyPI's Linux
+# wheel brings gigabytes of CUDA along. TORCH_INDEX= (empty) takes the default index, which is also where torch comes from
+# when this one cannot be reached. With a driver, GPU_VERSIONS constrains what pyproject.toml asks for.
+CPU_LOCK := requirements/cpu.txt
+GPU_VERSIONS := requirements/gpu.txt
+DRIVER := $(shell command -v nvidia-smi 2>/dev/null)
+TORCH_INDEX ?= $(if $(DRIVER),,https://download.pytorch.org/whl/cpu)
+
+# `make test-next`: which megatron-core to fetch, and the tests that run on it. Its wheel is unpacked into NEXT_DIR, which
+# comes before .venv on the path; the newest wheels are for Python 3.12, and their sources run on 3.11, too.
+NEXT ?= megatron-core
+NEXT_DIR := build/next
+NEXT_TESTS ?= tests/unit/backend tests/parity tests/dist/test_parity.py tests/dist/test_resume.py tests/dist/test_hf.py \
+	tests/dist/test_compose.py
 
 # Several processes share the cores, so each gets one thread unless the caller knows better.
 export OMP_NUM_THREADS ?= 1
@@ -17,11 +29,12 @@ export OMP_NUM_THREADS ?= 1
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test-unit test test-all lint format clean
+.PHONY: help install demo test-unit test test-all test-next lint format clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
-	@echo 'Variables: RUN_DIR (demo), ARGS (demo, test-unit, test, test-all: more flags), PYTHON and TORCH_INDEX (install).'
+	@echo 'Variables: RUN_DIR (demo), ARGS (demo, test, test-*: more flags), PYTHON and TORCH_INDEX (install),' \
+	    'NEXT (test-next: what pip is asked for, as in megatron-core==0.19.2).'
 
 install: $(STAMP) ## Create or update .venv with everything for demo, tests and lint.
 
@@ -36,6 +49,14 @@ test: $(STAMP) ## Run the CPU tests.
 
 test-all: $(STAMP) ## Run the CPU tests and the slow ones (full layout matrix).
 	$(VENV)/bin/python -m pytest -m "not gpu" $(ARGS) tests
+
+test-next: $(STAMP) ## Run contract, parity, resume and conversion tests on the newest megatron-core.
+	rm -rf $(NEXT_DIR)
+	$(VENV)/bin/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(NEXT_DIR) '$(NEXT)'
+	$(VENV)/bin/python -m zipfile -e $(NEXT_DIR)/megatron_core-*.whl $(NEXT_DIR)
+	@export PYTHONPATH=$(CURDIR)/$(NEXT_DIR); \
+	$(VENV)/bin/python -c 'from importlib.metadata import version; print("megatron-core", version("megatron-core"))' && \
+	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS) $(NEXT_TESTS)
 
 lint: $(STAMP) ## Check style and types.
 	$(VENV)/bin/ruff check .
@@ -53,7 +74,7 @@ clean: ## Remove caches and build outputs; .venv and runs/ stay.
 
 # torch goes first, in its own step: only it may come from TORCH_INDEX. One short try, so that a machine that cannot
 # reach that index goes on at once; pip keeps an installed torch that satisfies the range and asks no index then.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(CPU_LOCK) $(GPU_VERSIONS)
 	@python=; \
 	for candidate in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
@@ -73,8 +94,13 @@ $(STAMP): pyproject.toml
 	@if [ -n '$(TORCH_INDEX)' ]; then \
 	    echo 'Installing torch from $(TORCH_INDEX)'; \
 	    $(VENV)/bin/python -m pip install --retries 0 --timeout 15 --no-deps --index-url '$(TORCH_INDEX)' \
-	        "$$(sed -n 's/^ *"\(torch[<>=].*\)",$$/\1/p' pyproject.toml)" \
+	        "$$(grep '^torch==' $(CPU_LOCK))" \
 	        || echo 'That index gave no torch: it comes from the default one.'; \
 	fi
-	$(VENV)/bin/python -m pip install -e '.[dev]'
+	@if [ -n '$(DRIVER)' ]; then \
+	    $(VENV)/bin/python -m pip install -c $(GPU_VERSIONS) -e '.[dev]'; \
+	else \
+	    $(VENV)/bin/python -m pip install -r $(CPU_LOCK) \
+	        && $(VENV)/bin/python -m pip install --no-deps --no-build-isolation -e .; \
+	fi
 	@touch $@

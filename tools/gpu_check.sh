@@ -30,7 +30,7 @@ site=
 if [ -n "$wheels" ]; then # thousands of files: beside the few results, not among them
     site=${TMPDIR:-/tmp}/megavlm-gpu-check-$(id -u)
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \
-        "$wheels"/*.whl || exit
+        -c requirements/gpu.txt "$wheels"/*.whl || exit
     site=$site:
 fi
 export PYTHONPATH=$site$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 NVTE_FRAMEWORK=pytorch
