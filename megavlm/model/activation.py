@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -39,11 +41,11 @@ class _KeepsInput(torch.autograd.Function):
         return ctx.gradient(grad, x), None, None
 
 
-class ActivationModule(nn.Module):
+class ActivationModule(MegatronModule):
     """An activation as megatron-core's layer specs build it: from 0.18 on they take modules alone."""
 
-    def __init__(self, function: Activation, **_: Any) -> None:
-        super().__init__()
+    def __init__(self, config: TransformerConfig, function: Activation) -> None:
+        super().__init__(config)
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:

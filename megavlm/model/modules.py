@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -138,9 +139,24 @@ def accumulation_fields(config: Config, part: str) -> dict[str, Any]:
     backward in reverse. So layers without FP8 never hear of first passes. Those with FP8 do, which keep their rounded
     weights through a step by it: they are in the pipeline, where the first pass is the first to go backward as well.
 
-    Sharded gradients have no `main_grad`; offloading hands the layer a weight in backward that lacks its marks.
     """
-    sums_in_place = not shards_gradients(config) and "activations" not in config.execution.offload
-    if implementation(config) != "te" or not config.execution.gradient_accumulation_fusion or not sums_in_place:
+    if implementation(config) != "te" or not _sums_in_place(config):
         return {}
     return {"gradient_accumulation_fusion": True, "disable_parameter_transpose_cache": not fp8_in(part, config)}
+
+
+def output_accumulation_fields(config: Config) -> dict[str, Any]:
+    """Return the fields by which megatron-core's output layer adds its weight gradient to `main_grad` in one kernel.
+
+    The kernel is NVIDIA Apex's, which megatron-core takes where it can be imported.
+    """
+    fused = _sums_in_place(config) and layers._grad_accum_fusion_available
+    return {"gradient_accumulation_fusion": True} if fused else {}
+
+
+def _sums_in_place(config: Config) -> bool:
+    """Return whether a linear layer may add to `main_grad`: sharded gradients have none, and offloading hands the layer
+    a weight in backward that lacks it.
+    """
+    fusion = config.execution.gradient_accumulation_fusion
+    return fusion and not shards_gradients(config) and "activations" not in config.execution.offload

@@ -50,7 +50,7 @@ from megavlm.model.deepstack import pack, unpack
 from megavlm.model.graphs import LayerGraphs
 from megavlm.model.language import Embedding, Output
 from megavlm.model.lora import add_adapters
-from megavlm.model.modules import accumulation_fields, cross_entropy_of, execution_of
+from megavlm.model.modules import accumulation_fields, cross_entropy_of, execution_of, output_accumulation_fields
 from megavlm.model.norm import Norm
 from megavlm.model.offload import Offload
 from megavlm.model.projector import Projector
@@ -318,8 +318,6 @@ class _Builder:
     def language(self) -> TransformerConfig:
         return specs.language_config(self.config, tp=self.groups.dims.tp)
 
-    # megatron-core's own linear layers (output, projector) would need Apex to add weight gradients up.
-
     @cached_property
     def vision_layers(self) -> TransformerConfig:
         return replace(self.vision, **accumulation_fields(self.config, "vision"))
@@ -356,5 +354,7 @@ class _Builder:
             return Norm(self.language, model.language.hidden_size, model.language.norm_epsilon)
         assert name == OUTPUT
         own = not (model.language.tie_embeddings and self.ties_locally)
+        # The embedding adds to the gradient of a weight that it shares, through autograd.
+        layer_config = replace(self.language, **output_accumulation_fields(self.config)) if own else self.language
         loss = cross_entropy_of(self.config)
-        return Output(self.vocab_size, layer_config=self.language, groups=groups, own_weight=own, cross_entropy=loss)
+        return Output(self.vocab_size, layer_config=layer_config, groups=groups, own_weight=own, cross_entropy=loss)

@@ -75,3 +75,46 @@ def test_fp8_layers_overwrite_once_a_step(pools: Pools, tmp_path: Path) -> None:
     layers = (first["overwritten"] + last["overwritten"]) / (4 * 4)  # steps, linear layers of each
     assert layers == 7  # the language model's
     assert first["added"] + last["added"] == 4 * 4 * (7 * 3 + 5 * 4)
+
+
+def train_with_apex(argv: list[str], run_dir: str) -> int:
+    """As `train`, where NVIDIA Apex's extension can be imported. Returns how often its kernel was called."""
+    import sys
+    from types import ModuleType
+
+    from megatron.core.tensor_parallel import layers
+
+    calls = []
+
+    class Extension(ModuleType):
+        @staticmethod
+        def wgrad_gemm_accum_fp32(inputs, grad_output, main_grad) -> None:
+            """Inputs [T, in], gradients [T, out] of one type, main_grad [out, in] in fp32, which it adds to."""
+            assert inputs.dim() == grad_output.dim() == 2
+            assert inputs.dtype == grad_output.dtype
+            main_grad.addmm_(grad_output.t().float(), inputs.float())
+            calls.append(main_grad)
+
+    apex = Extension("fused_weight_gradient_mlp_cuda")
+    with (
+        patch.dict(sys.modules, {apex.__name__: apex}),
+        patch.object(layers, apex.__name__, apex, create=True),
+        patch.object(layers, "_grad_accum_fusion_available", True),
+    ):
+        train(argv, run_dir)
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("flags", "calls"),
+    [
+        ("--overlap-grad-reduce", 4 * 4),  # steps, micro-batches of a rank
+        pytest.param("--language-tie-embeddings", 0, marks=pytest.mark.slow),
+        pytest.param("--data-parallel-sharding full", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_apex_adds_up_the_gradient_of_the_output_layer(pools: Pools, tmp_path: Path, flags: str, calls: int) -> None:
+    argv = [*SMALL, *"--no-save --train-iters 4 --global-batch-size 8".split(), *flags.split()]
+    pools(1).run(train, [*argv, "--no-gradient-accumulation-fusion"], str(tmp_path / "one"))
+    assert pools(2).run(train_with_apex, argv, str(tmp_path / "two")) == [calls, calls]
+    assert_same_curve(metrics(tmp_path / "two"), metrics(tmp_path / "one"))
