@@ -134,8 +134,8 @@ class ExecutionConfig:
     )
     gradient_accumulation_fusion: bool = option(
         True,
-        "Add weight gradients to the fp32 gradient buffer inside the matrix product: in Transformer Engine's layers, and "
-        "in the output layer where NVIDIA Apex is installed; off with sharded gradients or offloaded activations.",
+        "Add weight gradients to the fp32 gradient buffer inside the matrix product (Transformer Engine's layers; with "
+        "NVIDIA Apex the output layer as well); off with sharded gradients or offloaded activations.",
     )
     cuda_graphs: bool = option(
         False,
