@@ -45,6 +45,7 @@ def collect(names: Iterable[str], *, folder: Path, timeout: float, measure: bool
     known = [*names, *OTHERS]
     with ThreadPoolExecutor() as threads:  # imports take seconds each, in processes of their own
         apex = threads.submit(_answer, "import apex.multi_tensor_apply", timeout=timeout)
+        kernel = threads.submit(_answer, "import torch, fused_weight_gradient_mlp_cuda", timeout=timeout)
         packages = dict(zip(known, threads.map(partial(_package, timeout=timeout), known), strict=True))
     facts = Facts(
         python=sys.version_info[:3],
@@ -52,6 +53,7 @@ def collect(names: Iterable[str], *, folder: Path, timeout: float, measure: bool
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         apex_is_nvidias=apex.result() is None,
+        apex_adds_gradients=kernel.result() is None,
         disk_free=shutil.disk_usage(folder).free,
         shared_memory=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None,
     )

@@ -48,6 +48,7 @@ class Facts:
     max_connections: str | None = None  # CUDA_DEVICE_MAX_CONNECTIONS
     devices: tuple[Device, ...] = ()
     apex_is_nvidias: bool = True
+    apex_adds_gradients: bool = True  # it was built with its CUDA extensions
     disk_free: int | None = None  # bytes where runs are written
     shared_memory: int | None = None  # bytes of /dev/shm
     communication: Mapping[str, str | None] = field(default_factory=dict)  # backend → what is wrong with it

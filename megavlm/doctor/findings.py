@@ -8,6 +8,7 @@ from typing import Literal
 
 from megavlm.doctor.facts import Facts
 from megavlm.doctor.needs import Need
+from megavlm.precision.capability import OLDEST_TE, newest_te, parsed, shown
 
 Level = Literal["error", "warning", "note"]
 Needs = Mapping[str, Need]
@@ -95,9 +96,12 @@ def _major(version: str) -> int:
 
 def transformer_engine(facts: Facts, needs: Needs) -> Iterator[Finding]:
     need, have = needs[TE], facts.packages.get(TE)
-    if have is not None and not need.admits(have.version):
-        what = f"{TE} {have.version} is installed, megatron-core needs {need.requirement.specifier}"
-        yield Finding("error" if facts.devices else "warning", what, need.exact_command)
+    mcore = facts.packages.get("megatron-core")
+    newest = newest_te(parsed(mcore.version if mcore else None) or (0, 16, 1))
+    if have is not None and not (need.admits(have.version) and (parsed(have.version) or ())[:2] <= newest):
+        what = f"{TE} {have.version} is installed, megatron-core needs {shown(OLDEST_TE)} to {shown(newest)}"
+        remedy = f"pip install --no-build-isolation '{need.requirement.name}[pytorch]=={shown(newest)}.*'"
+        yield Finding("error" if facts.devices else "warning", what, remedy)
     elif have is not None and have.error is not None and facts.devices:
         remedy = f"{need.exact_command} --force-reinstall --no-deps --no-cache-dir"
         yield Finding("error", f"{TE} {have.version} cannot be imported: {have.error}", remedy)
@@ -110,6 +114,10 @@ def apex(facts: Facts, needs: Needs) -> Iterator[Finding]:
     if "apex" in facts.packages and not facts.apex_is_nvidias:
         what = "apex is not NVIDIA's, but another project of that name, which megatron-core takes for it"
         yield Finding("error", what, "pip uninstall -y apex")
+    elif "apex" in facts.packages and facts.devices and not facts.apex_adds_gradients:
+        what = "NVIDIA Apex has no fused_weight_gradient_mlp_cuda: the output layer's gradient takes two passes"
+        remedy = "in Apex's sources: APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation ."
+        yield Finding("note", what, remedy)
 
 
 def devices(facts: Facts, needs: Needs) -> Iterator[Finding]:

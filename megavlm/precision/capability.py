@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megavlm.errors import UserError
 
 Version = tuple[int, ...]
-OLDEST_TE, FIRST_UNTRIED_TE = (2, 9), (2, 12)  # what megatron-core 0.16.1 was written for
+OLDEST_TE = (2, 9)
 _REMEDY = "pip install --no-build-isolation -e '.[gpu]'"
 
 
@@ -20,6 +20,7 @@ class Device:
     te: Version | None  # Transformer Engine that is installed
     cuda: Version | None  # CUDA that torch was built with
     te_error: str = ""  # why it cannot be loaded, though it is installed
+    mcore: Version = (0, 16, 1)  # megatron-core, whose layers wrap Transformer Engine's
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,15 @@ NEEDS = {
 EMULATED = ("tensorwise", "delayed")
 
 
+def newest_te(mcore: Version) -> Version:
+    """Return the newest Transformer Engine (major, minor) for a version of megatron-core.
+
+    0.16 to 0.18 are taken for as old as 0.16.1, which declares "below 2.12"; 0.19 declares no bound, and 2.20.2 is the
+    newest whose sources have been read.
+    """
+    return (2, 20) if mcore >= (0, 19) else (2, 11)
+
+
 def choose_implementation(asked: str, device: Device) -> str:
     """`--transformer-impl` as "te" or "torch". Raises UserError where `te` is asked for and something is missing."""
     missing = _missing_for_te(device)
@@ -52,8 +62,12 @@ def _missing_for_te(device: Device) -> str:
         return f"needs a CUDA device, but this is {device.name}: start on a machine with an NVIDIA GPU"
     if device.te is None:
         return f"needs Transformer Engine, which is not installed: {_REMEDY}"
-    if not OLDEST_TE <= device.te[:2] < FIRST_UNTRIED_TE:
-        return f"needs Transformer Engine 2.9 to 2.11, but {shown(device.te)} is installed: {_REMEDY}"
+    newest = newest_te(device.mcore)
+    if not OLDEST_TE <= device.te[:2] <= newest:
+        return (
+            f"needs Transformer Engine {shown(OLDEST_TE)} to {shown(newest)} with megatron-core {shown(device.mcore)}, "
+            f"but {shown(device.te)} is installed: {_REMEDY}"
+        )
     if device.te_error:
         return f"needs Transformer Engine, which cannot be loaded here ({device.te_error}): {_REMEDY}"
     return ""

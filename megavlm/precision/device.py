@@ -17,11 +17,12 @@ from megavlm.precision.capability import Device, check_fp8, choose_implementatio
 @cache
 def device_at_hand() -> Device:
     """This process's. Where it is a GPU, an installed Transformer Engine is loaded to find out whether it can be."""
-    te = _version_of("transformer_engine")
+    te, mcore = _version_of("transformer_engine"), _version_of("megatron-core")
+    assert mcore is not None, "megavlm requires it"
     if not torch.cuda.is_available():
-        return Device("a CPU", None, te, None)
+        return Device("a CPU", None, te, None, mcore=mcore)
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    return Device(name, capability, te, parsed(torch.version.cuda), te_error=loading_error())
+    return Device(name, capability, te, parsed(torch.version.cuda), te_error=loading_error(), mcore=mcore)
 
 
 def implementation(config: Config) -> str:

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"packages": with_version("transformer-engine", "2.12.0")},
         "error",
         "transformer-engine 2.12.0",
-        "pip install --no-build-isolation 'transformer-engine[pytorch]<2.12,>=2.9'",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]==2.11.*'",
     ),
     "TE for another torch": (
         {"packages": with_version("transformer-engine", "2.11.0", "ImportError: undefined symbol")},
@@ -81,6 +81,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "error",
         "apex is not NVIDIA's",
         "pip uninstall -y apex",
+    ),
+    "Apex without its extensions": (
+        {"packages": {**INSTALLED, "apex": Package("0.1")}, "apex_adds_gradients": False},
+        "note",
+        "NVIDIA Apex has no fused_weight_gradient_mlp_cuda",
+        "APEX_CUDA_EXT=1 pip install",
     ),
     "small shm": ({"shared_memory": 64 * 2**20}, "warning", "/dev/shm has 64 MiB", "docker run --shm-size"),
     "CPU build of torch beside a driver": (
@@ -112,8 +118,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "another megatron-core": (
         {"packages": with_version("megatron-core", "0.15.0")},
         "error",
-        "megatron-core 0.15.0 is installed, megatron-core==0.16.1 is needed",
-        "pip install 'megatron-core==0.16.1'",
+        "megatron-core 0.15.0 is installed, megatron-core<0.20,>=0.16.1 is needed",
+        "pip install 'megatron-core<0.20,>=0.16.1'",
     ),
     "no psutil": ({"packages": without("psutil")}, "error", "psutil is not installed", "pip install -e ."),
     "no energon": (

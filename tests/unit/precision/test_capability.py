@@ -25,6 +25,7 @@ RTX = Device("NVIDIA GeForce RTX 5090", (12, 0), (2, 11, 0), (13, 0))
         ("auto", replace(H100, te=None), "torch"),
         ("auto", replace(H100, te=(2, 8, 0)), "torch"),
         ("auto", replace(H100, te=(2, 12)), "torch"),
+        ("te", replace(H100, te=(2, 20, 2), mcore=(0, 19, 2)), "te"),
         ("auto", replace(CPU, te=(2, 11, 0)), "torch"),
         ("auto", replace(H100, te_error="OSError: libcudnn.so.9"), "torch"),
         ("torch", H100, "torch"),
@@ -40,7 +41,8 @@ def test_te_is_chosen_where_it_and_a_device_are(asked: str, device: Device, chos
     [
         (CPU, "needs a CUDA device, but this is a CPU"),
         (replace(H100, te=None), "not installed: pip install"),
-        (replace(H100, te=(2, 12, 1)), "2.9 to 2.11, but 2.12.1 is installed"),
+        (replace(H100, te=(2, 12, 1)), "2.9 to 2.11 with megatron-core 0.16.1, but 2.12.1 is installed"),
+        (replace(H100, te=(2, 21), mcore=(0, 19, 2)), "2.9 to 2.20 with megatron-core 0.19.2, but 2.21 is installed"),
         (
             replace(H100, te_error="OSError: libcudnn.so.9"),
             "cannot be loaded here (OSError: libcudnn.so.9): pip install",
