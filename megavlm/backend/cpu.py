@@ -1,4 +1,4 @@
-"""megatron-core 0.16.1 on CPU: every patch that it needs.
+"""megatron-core on CPU: every patch that it needs.
 
 megatron-core names its device literally ("cuda", `torch.cuda.current_device()`). Rather than watch every torch
 call at run time, we give each of its modules another `torch`: a proxy with the same names, whose tensor factories

@@ -1,4 +1,4 @@
-"""What is replaced in megatron-core 0.16.1 on every device."""
+"""What is replaced in megatron-core on every device."""
 
 from __future__ import annotations
 
