@@ -49,18 +49,18 @@ def with_plan(config: Config, *, world: int) -> Config:
     """Return the configuration with the planner's layout if `--plan auto`; all ranks compute the same."""
     if config.placement.plan != "auto":
         return config
-    from megavlm.data.vocabulary import vocab_size_of
     from megavlm.planner.auto import planned
+    from megavlm.train.source import vocab_size_of
 
     return planned(config, world, vocab_size=vocab_size_of(config))
 
 
 def dry_run(config: Config, *, world: int) -> None:
     """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
-    from megavlm.data.vocabulary import vocab_size_of
     from megavlm.planner.auto import memory_of, offload_line
     from megavlm.planner.memory import table as memory_table
     from megavlm.planner.plan import dims_of, make_plan, table
+    from megavlm.train.source import vocab_size_of
 
     parallel = config.parallel
     world = max(world, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
@@ -73,9 +73,9 @@ def dry_run(config: Config, *, world: int) -> None:
     if offloaded := offload_line(config, dims, on_gpu=on_gpu):
         print(offloaded)
     if config.data.datasets:
-        from megavlm.data import shares
+        from megavlm.data.files import share_table
 
-        print(shares.table(config))
+        print(share_table(config))
 
 
 def run(argv: Sequence[str]) -> int:

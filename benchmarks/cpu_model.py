@@ -24,7 +24,9 @@ from megavlm.config.schema import (
     VisionConfig,
 )
 from megavlm.data.batch import MicroBatch
-from megavlm.data.sample import Image, Sample, collate
+from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.images import Image
+from megavlm.data.types import Sample
 
 VOCABULARY, IMAGE_TOKEN, PAD_TOKEN = 32_000, 31_999, 0
 IMAGE_TOKENS, TEXT_TOKENS = 256, 256
@@ -105,12 +107,13 @@ def micro_batch(options: Config, *, seed: int) -> MicroBatch:
         samples.append(Sample(tokens, tokens != IMAGE_TOKEN, (image,)))
     return collate(
         [[sample] for sample in samples],
-        seq_length=options.train.seq_length,
-        image_token=IMAGE_TOKEN,
-        pad_token=PAD_TOKEN,
-        pixel_shuffle=1,
-        patch_dim=vision.in_channels * vision.patch_size**2,
-        with_patches=True,
+        CollateSpec(
+            seq_length=options.train.seq_length,
+            image_token=IMAGE_TOKEN,
+            pad_token=PAD_TOKEN,
+            pixel_shuffle=1,
+            patch_dim=vision.in_channels * vision.patch_size**2,
+        ),
     )
 
 

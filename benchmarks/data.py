@@ -22,11 +22,11 @@ import numpy as np
 from record import append, circumstances
 
 from megavlm.config.schema import DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.balance import assign, imbalance
-from megavlm.data.batch_sampler import Measured, PackedBatchSampler
+from megavlm.data.batch_sampler import PackedBatchSampler
 from megavlm.data.costs import CostModel
-from megavlm.data.packing import pack
+from megavlm.data.packing import assign, imbalance, pack
 from megavlm.data.rank_loader import costs_of
+from megavlm.data.types import EncodedRecord, EncodedSample
 
 QWEN2_5_VL_7B = ModelConfig(
     vision=VisionConfig(
@@ -72,7 +72,7 @@ def main() -> None:
     append("data", record)
 
 
-def sample(item: int, *, seq_length: int) -> Measured:
+def sample(item: int, *, seq_length: int) -> EncodedRecord:
     """Sample `item` of a long-tailed data set."""
     rng = np.random.default_rng(item)
     text = int(np.clip(rng.lognormal(5.3, 1.0), 16, 4096))
@@ -84,7 +84,9 @@ def sample(item: int, *, seq_length: int) -> Measured:
         grids.append((rows * MERGE, max(1, round(area / rows)) * MERGE))
     features = sum(rows * columns // MERGE**2 for rows, columns in grids)
     length = min(text + features, seq_length)
-    return Measured(item, (COSTS.measure(length=length, grids=grids, images=images),))
+    cost = COSTS.cost(length=length, grids=grids, images=images)
+    nothing = np.empty(0, dtype=np.int64)
+    return EncodedRecord((EncodedSample(nothing, nothing.astype(bool), (), (), 0, cost),), sample_id=item)
 
 
 COSTS = CostModel.of(QWEN2_5_VL_7B)
@@ -94,7 +96,7 @@ def packing(options: argparse.Namespace) -> dict[str, Any]:
     """Share of places that hold tokens, over the samples of twenty windows."""
     size, capacity = options.packing_window, options.seq_length
     windows = [
-        [sample(item, seq_length=capacity).pieces[0].length for item in range(start, start + size)]
+        [sample(item, seq_length=capacity).samples[0].cost.length for item in range(start, start + size)]
         for start in range(0, 20 * size, size)
     ]
     packers: dict[str, Callable[[Sequence[int], int], Any]] = {

@@ -21,8 +21,9 @@ from megavlm.config.load import to_yaml
 from megavlm.config.rules import check
 from megavlm.config.schema import Config, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.data.batch import MicroBatch
-from megavlm.data.images import grid_of
-from megavlm.data.sample import Image, Sample, collate
+from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.images import Image, grid_of
+from megavlm.data.types import Sample
 from megavlm.families import published_model
 from megavlm.families.llava import inputs as llava_inputs
 from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
@@ -170,13 +171,14 @@ def batch_of(shape: Shape, *, packed: bool) -> MicroBatch:
     vision = shape.model.vision
     return collate(
         [samples] if packed else [[sample] for sample in samples],
-        seq_length=shape.seq_length if packed else shape.sample,
-        image_token=shape.vocabulary - 1,
-        pad_token=_PAD,
-        pixel_shuffle=shape.model.projector.pixel_shuffle,
-        patch_dim=vision.in_channels * vision.patch_size**2,
-        with_patches=True,
-        mrope=bool(shape.model.language.mrope_section),
+        CollateSpec(
+            seq_length=shape.seq_length if packed else shape.sample,
+            image_token=shape.vocabulary - 1,
+            pad_token=_PAD,
+            pixel_shuffle=shape.model.projector.pixel_shuffle,
+            patch_dim=vision.in_channels * vision.patch_size**2,
+            mrope=bool(shape.model.language.mrope_section),
+        ),
     )
 
 

@@ -77,9 +77,9 @@ class Ours(Side):
 
     def _on_files(self, config: Any, groups: Any) -> Callable[[], float]:
         """Steps on what the loader reads, as `train/loop.py` makes them."""
+        from megavlm.data.data_loader import build_data_loader, prepare_data
         from megavlm.data.rank_loader import stats
-        from megavlm.data.reading import build_data_loader, prepare_data
-        from megavlm.data.source import build_source
+        from megavlm.train.source import build_source
 
         prepare_data(config)
         source = build_source(config, run_dir=Path(config.run.run_dir), rank=0, barrier=lambda: None)

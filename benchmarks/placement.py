@@ -215,7 +215,7 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
     from megavlm.config.cli import parse
     from megavlm.config.resolve import resolve
     from megavlm.config.rules import check
-    from megavlm.data.source import batch_of
+    from megavlm.data.collate import CollateSpec, collate
     from megavlm.data.synthetic import SyntheticSource
     from megavlm.parallel.groups import build_groups, destroy_groups
     from megavlm.planner.plan import dims_of, make_plan
@@ -230,10 +230,7 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
     groups = build_groups(plan.dims, tied_owners=(), seed=0, timeout_minutes=10)
     engine = build_engine(config, plan, groups, vocab_size=source.vocab_size, backend=chosen)
     share = range(groups.coords.dp, config.train.global_batch_size, plan.dims.dp)
-    batches = [
-        batch_of(source, [source.sample(index)], seq_length=config.train.seq_length, with_patches=True)
-        for index in share
-    ]
+    batches = [collate([[source.sample(index)]], CollateSpec.of(config, source)) for index in share]
     spent_on_vision = watched(engine)
     upcoming = batches if config.placement.encode_ahead else None
     first = engine.train_step(batches, upcoming=upcoming)  # allocates the optimizer's state

@@ -1,9 +1,9 @@
-"""Which samples make the next global batch, in an order that no layout changes.
+"""Batch samplers: which samples form the next global batch. The layout of a run does not change their order.
 
-    stream of samples ─ window of W ─ measured, without pixels ─ packed ─→ sequences ─ G per step ─→ global batches
+    samples ─ window of W ─ encoded, pixels not read ─ packed ─→ sequences ─ G per step ─→ global batches
 
-A window is packed on its own, so which samples share a sequence depends on the seed and the window alone, and the
-place in the data is two integers: the window, and how many of its sequences have been handed out.
+Each window is packed independently, so which samples share a sequence depends on the seed and the window alone, and the
+position in the data is two integers: the window, and how many of its sequences have been taken.
 """
 
 from __future__ import annotations
@@ -12,74 +12,33 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from megavlm.data.bad import Reason
-from megavlm.data.costs import SampleCost
 from megavlm.data.packing import pack
+from megavlm.data.types import EncodedRecord, GlobalBatch, LoaderState, Segment, Segments, Skipped
 from megavlm.errors import UserError
 
-LoaderState = dict[str, Any]  # where the next global batch begins, as a checkpoint keeps it: plain data
-
-# Windows without a single usable sample before giving up.
+# Consecutive windows without a usable sample after which a run ends.
 _EMPTY_WINDOWS = 4
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A sample that is left out, or (`partly`) of which something is."""
-
-    label: str  # as in `train.jsonl:18`
-    source: str
-    reason: Reason
-    detail: str
-    partly: bool = False
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A piece of a sample in a sequence; most samples are one piece. The source knows samples by their `item`."""
-
-    item: Any
-    piece: int = 0
-    measure: SampleCost | None = None
-
-
-Segments = tuple[Segment, ...]  # what one sequence holds
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A sample as its pieces, and what was left out of it."""
-
-    item: Any
-    pieces: tuple[SampleCost, ...]
-    skipped: tuple[Skipped, ...] = ()
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """The sequences of one global batch; `read` samples and `skipped` of the windows that it was the first to open."""
-
-    sequences: tuple[Segments, ...]
-    after: LoaderState
-    read: int
-    skipped: tuple[Skipped, ...] = ()
-
-
 class BatchSampler(Protocol):
-    """Global batches from any place on."""
+    """Composes global batches. It may be asked for the batch of any state; the state is the caller's."""
 
     @property
-    def start(self) -> LoaderState: ...
+    def start(self) -> LoaderState:
+        """The state before the first global batch."""
+        ...
 
-    def batch_at(self, place: LoaderState) -> GlobalBatch: ...
+    def batch_at(self, state: LoaderState) -> GlobalBatch:
+        """Return the global batch that begins at `state`."""
+        ...
 
     def close(self) -> None: ...
 
 
 class SequentialBatchSampler:
-    """Sample k·G + j is sequence j of global batch k."""
+    """Takes samples by number, unpacked: sample k·G + j is sequence j of global batch k."""
 
     def __init__(self, *, count: int) -> None:
         self._count = count
@@ -88,13 +47,13 @@ class SequentialBatchSampler:
     def start(self) -> LoaderState:
         return {"consumed_samples": 0}
 
-    def batch_at(self, place: LoaderState) -> GlobalBatch:
-        first = place["consumed_samples"]
-        sequences = tuple((Segment(item),) for item in range(first, first + self._count))
+    def batch_at(self, state: LoaderState) -> GlobalBatch:
+        first = state["consumed_samples"]
+        sequences = tuple((Segment(number),) for number in range(first, first + self._count))
         return GlobalBatch(sequences, {"consumed_samples": first + self._count}, read=self._count)
 
     def close(self) -> None:
-        """Nothing runs on."""
+        """Do nothing: no thread was started."""
 
 
 @dataclass(frozen=True)
@@ -105,21 +64,21 @@ class _Window:
 
 
 class PackedBatchSampler:
-    """Global batches of `count` sequences, packed window by window.
+    """Composes global batches of `count` sequences, packed window by window.
 
-    `measure(w)` gives the samples of window w; it is asked for the next window while the current one is used.
+    `encode(w)` returns the encoded records of window w. It is called ahead of use, for one window, in a thread.
     """
 
     def __init__(
         self,
-        measure: Callable[[int], Sequence[Measured]],
+        encode: Callable[[int], Sequence[EncodedRecord]],
         *,
         count: int,
         window: int,
         seq_length: int,
         packing: bool,
     ) -> None:
-        self._measure = measure
+        self._encode = encode
         self._count = count
         self._size = window
         self._seq_length = seq_length
@@ -131,13 +90,13 @@ class PackedBatchSampler:
     def start(self) -> LoaderState:
         return {"window": 0, "taken": 0, "window_size": self._size, "seq_length": self._seq_length}
 
-    def batch_at(self, place: LoaderState) -> GlobalBatch:
-        """The global batch at `place`.
+    def batch_at(self, state: LoaderState) -> GlobalBatch:
+        """Return the global batch that begins at `state`.
 
-        Raises UserError where nothing of the data can be used, and for a place in windows of another kind.
+        Raises UserError if no sample is usable, or if `state` counts windows of another size.
         """
-        self._check(place)
-        number, taken = place["window"], place["taken"]
+        self._check(state)
+        number, taken = state["window"], state["taken"]
         sequences: list[Segments] = []
         skipped: list[Skipped] = []
         read = empty = 0
@@ -157,23 +116,23 @@ class PackedBatchSampler:
         return GlobalBatch(tuple(sequences), {**self.start, "window": number, "taken": taken}, read, tuple(skipped))
 
     def forget(self) -> None:
-        """Drop the windows that are at hand."""
+        """Drop the windows that are buffered."""
         for window in self._windows.values():
             window.cancel()
         while self._windows:
             window = self._windows.popitem()[1]
             if not window.cancelled():
-                window.exception()  # waits for the one that is being made
+                window.exception()  # waits for the one that is being encoded
 
     def close(self) -> None:
-        """Stop measuring ahead."""
+        """Stop encoding ahead."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _check(self, place: LoaderState) -> None:
+    def _check(self, state: LoaderState) -> None:
         for name, flag in (("window_size", "--packing-window"), ("seq_length", "--seq-length")):
-            if place.get(name) != self.start[name]:
+            if state.get(name) != self.start[name]:
                 raise UserError(
-                    f"the checkpoint's place in the data was counted with {flag} {place.get(name)}, now it is "
+                    f"the checkpoint's position in the data counts with {flag} {state.get(name)}, now it is "
                     f"{self.start[name]}: go on with the former, or begin a new run (--load its weights)"
                 )
 
@@ -190,22 +149,25 @@ class PackedBatchSampler:
         return self._windows[number]
 
     def _make(self, number: int) -> _Window:
-        measured = self._measure(number)
-        members = [
-            Segment(sample.item, piece, measure) for sample in measured for piece, measure in enumerate(sample.pieces)
+        records = self._encode(number)
+        encoded = [
+            (record.sample_id, sample)
+            for record in records
+            if record.sample_id is not None
+            for sample in record.samples
         ]
-        bins = [[place] for place in range(len(members))]
+        bins = [[index] for index in range(len(encoded))]
         if self._packing:
-            bins = pack([measure.length for sample in measured for measure in sample.pieces], self._seq_length)
+            bins = pack([sample.cost.length for _, sample in encoded], self._seq_length)
         return _Window(
-            sequences=tuple(tuple(members[place] for place in places) for places in bins),
-            read=len(measured),
-            skipped=tuple(skip for sample in measured for skip in sample.skipped),
+            sequences=tuple(tuple(Segment(*encoded[index]) for index in indices) for indices in bins),
+            read=len(records),
+            skipped=tuple(skip for record in records for skip in record.skipped),
         )
 
 
 def _summary(skipped: Sequence[Skipped]) -> str:
-    """The commonest reason, and a sample of it."""
+    """Return the most frequent reason, with an example."""
     reasons = [skip.reason for skip in skipped]
     commonest = max(sorted(set(reasons)), key=reasons.count)
     example = next(skip for skip in skipped if skip.reason is commonest)

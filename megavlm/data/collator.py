@@ -1,6 +1,6 @@
-"""From the members of sequences to micro-batches, in this thread or in worker processes.
+"""Encode and collate samples, in the calling thread or in worker processes.
 
-A sample whose image cannot be decoded is only found out here: it is left out of its sequence, and reported.
+An image that cannot be decoded is only detected here: its sample is left out of its sequence, and reported.
 """
 
 from __future__ import annotations
@@ -14,145 +14,126 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.multiprocessing
 
-from megavlm.data.bad import BadSample
 from megavlm.data.batch import MicroBatch
-from megavlm.data.batch_sampler import Measured, Segments, Skipped
-from megavlm.data.sample import Sample, Tiles
-from megavlm.data.source import Source, batch_of_rows
+from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.files import FilesSource
+from megavlm.data.source import Source
+from megavlm.data.types import BadSample, EncodedRecord, Sample, SampleId, Segments, Skipped
 from megavlm.errors import UserError
 
 Result = TypeVar("Result")
 
-# Samples that a worker measures at a time: enough to hide the trip to it.
-_MEASURED_AT_ONCE = 32
+# Samples that a worker encodes per task: enough to hide the round trip to it.
+_SAMPLES_PER_TASK = 32
 
 
 @dataclass(frozen=True)
 class CollatedBatch:
-    """One micro-batch, and what of it had to be left out."""
+    """A micro-batch, and the samples that were left out of it."""
 
     batch: MicroBatch
     skipped: tuple[Skipped, ...] = ()
 
 
-class Collator(Protocol):
-    def measure(self, items: Sequence[Any]) -> list[Measured]:
-        """What samples cost, before their pixels are made."""
-        ...
+class Collator:
+    """Makes micro-batches of packed segments; with `with_patches=False`, without their pixels."""
 
-    def make(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
-        """A micro-batch of each list of sequences."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class InlineCollator:
-    """Makes everything where it is called."""
-
-    def __init__(self, source: Source, *, seq_length: int, with_patches: bool) -> None:
+    def __init__(self, source: Source, spec: CollateSpec, *, with_patches: bool = True, workers: int = 0) -> None:
+        """`workers` is the number of processes; 0: the calling thread does the work."""
         self._source = source
-        self._make = partial(make_batch, source, seq_length=seq_length, with_patches=with_patches)
+        self._collate = partial(collate_segments, spec=spec, with_patches=with_patches)
+        self._pool = _start_workers(source, workers) if workers else None
 
-    def measure(self, items: Sequence[Any]) -> list[Measured]:
-        return measure_items(self._source, items)
-
-    def make(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
-        return [self._make(rows) for rows in micro_batches]
-
-    def close(self) -> None:
-        """Nothing runs on."""
-
-
-class WorkerCollator:
-    """Worker processes that each have a copy of the source, and never outlive this process."""
-
-    def __init__(self, source: Source, *, workers: int, seq_length: int, with_patches: bool) -> None:
-        self._make: Callable[..., CollatedBatch] = partial(make_batch, seq_length=seq_length, with_patches=with_patches)
-        # Spawned, not forked: this process has threads of gloo and NCCL, and perhaps a CUDA context.
-        self._pool = ProcessPoolExecutor(
-            workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(source,)
-        )
-        self._pool.submit(_ready)  # starts all workers now, while the model is built
-
-    def measure(self, items: Sequence[Any]) -> list[Measured]:
-        chunks = [items[i : i + _MEASURED_AT_ONCE] for i in range(0, len(items), _MEASURED_AT_ONCE)]
-        return [measured for part in self._map(measure_items, chunks) for measured in part]
-
-    def make(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
-        return self._map(self._make, micro_batches)
+    def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
+        """Return a micro-batch of each list of sequences."""
+        return self._map(self._collate, micro_batches)
 
     def close(self) -> None:
-        """End the workers; what they were at is dropped."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """End the workers; tasks that have not begun are dropped."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _map(self, function: Callable[..., Result], tasks: Sequence[Any]) -> list[Result]:
+    def _map(self, function: Callable[[Any, Any], Result], tasks: Sequence[Any]) -> list[Result]:
+        """Return `function(source, task)` of each task."""
+        if self._pool is None:
+            return [function(self._source, task) for task in tasks]
         try:
             return list(self._pool.map(_with_source, [function] * len(tasks), tasks))
         except BrokenProcessPool as error:
             raise UserError(
-                "a data worker was killed, by the system for lack of memory as a rule: lower --num-workers, or "
-                "--max-image-pixels"
+                "a data worker was killed, probably because memory ran out: lower --num-workers or --max-image-pixels"
             ) from error
 
 
-_OWN: dict[str, Source] = {}  # a worker's source: set once, when it begins
+class FileCollator(Collator):
+    """A collator of files, which also encodes their records."""
+
+    def __init__(self, source: FilesSource, spec: CollateSpec, *, workers: int = 0) -> None:
+        super().__init__(source, spec, workers=workers)
+
+    def encode(self, samples: Sequence[SampleId]) -> list[EncodedRecord]:
+        """Return the encoded records of samples, in order."""
+        tasks = [samples[i : i + _SAMPLES_PER_TASK] for i in range(0, len(samples), _SAMPLES_PER_TASK)]
+        encoded = [record for records in self._map(_encode_samples, tasks) for record in records]
+        return [replace(record, sample_id=sample_id) for record, sample_id in zip(encoded, samples, strict=True)]
 
 
-def _begin(source: Source) -> None:
-    """A worker's first act."""
+def _encode_samples(source: FilesSource, samples: Sequence[SampleId]) -> list[EncodedRecord]:
+    return [source.encode(sample_id) for sample_id in samples]
+
+
+def collate_segments(
+    source: Source, rows: Sequence[Segments], *, spec: CollateSpec, with_patches: bool = True
+) -> CollatedBatch:
+    """Return one micro-batch; a sample whose images cannot be decoded is left out of its sequence."""
+    skipped: list[Skipped] = []
+    loaded: list[list[Sample]] = []
+    for segments in rows:
+        loaded.append([])
+        for segment in segments:
+            try:
+                loaded[-1].append(source.load(segment))
+            except BadSample as error:
+                skipped.append(source.skipped(segment.sample_id, error))
+    return CollatedBatch(collate(loaded, spec, with_patches=with_patches), tuple(skipped))
+
+
+def _start_workers(source: Source, workers: int) -> ProcessPoolExecutor:
+    """Return a pool of processes that each have a copy of the source, and never outlive this process."""
+    # Spawned, not forked: this process has threads of gloo and NCCL, and perhaps a CUDA context.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_worker, initargs=(source,))
+    pool.submit(_do_nothing)  # starts all workers now, while the model is built
+    return pool
+
+
+_WORKER_SOURCE: dict[str, Source] = {}  # the source of a worker process, set once by its initializer
+
+
+def _initialize_worker(source: Source) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the main process decides when to stop
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    _OWN["source"] = source
+    _WORKER_SOURCE["source"] = source
 
 
-def _follow_parent() -> None:
-    """A pool's workers wait for ever on a pipe that they hold open themselves, if their parent is killed."""
+def _exit_with_parent() -> None:
+    """End this worker if its parent is killed: it would wait for ever on a pipe that it holds open itself."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _ready() -> None:
-    """A first task."""
+def _do_nothing() -> None:
+    """Serve as a pool's first task."""
 
 
-def _with_source(function: Callable[..., Result], task: Any) -> Result:
-    return function(_OWN["source"], task)
-
-
-def measure_items(source: Source, items: Sequence[Any]) -> list[Measured]:
-    return [source.measure(item) for item in items]
-
-
-def make_batch(source: Source, rows: Sequence[Segments], *, seq_length: int, with_patches: bool) -> CollatedBatch:
-    """One micro-batch; what turns out to be bad only now is left out of its sequence."""
-    skipped: list[Skipped] = []
-    made: list[list[Sample]] = []
-    for members in rows:
-        made.append([])
-        for member in members:
-            try:
-                sample = source.pieces(member.item)[member.piece]
-                made[-1].append(_with_pixels(sample) if with_patches else sample)
-            except BadSample as error:
-                skipped.append(source.skipped(member.item, error))
-    return CollatedBatch(batch_of_rows(source, made, seq_length=seq_length, with_patches=with_patches), tuple(skipped))
-
-
-def _with_pixels(sample: Sample) -> Sample:
-    """The sample with its patches made."""
-    images = tuple(Tiles(image.grids, partial(_same, image.patches())) for image in sample.images)
-    return replace(sample, images=images)
-
-
-def _same(patches: torch.Tensor) -> torch.Tensor:
-    return patches
+def _with_source(function: Callable[[Any, Any], Result], task: Any) -> Result:
+    return function(_WORKER_SOURCE["source"], task)

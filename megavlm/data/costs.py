@@ -1,4 +1,4 @@
-"""What a sample costs the model, known before its pixels are: the same FLOPs that plans and MFU count."""
+"""Compute the forward FLOPs of a sample from its lengths, before its pixels are read; plans and MFU count the same."""
 
 from __future__ import annotations
 
@@ -8,26 +8,12 @@ from dataclasses import dataclass
 from megavlm.arch.flops import Workload, layer_cost, window_patches, window_squares
 from megavlm.arch.layers import layer_names, module_of
 from megavlm.config.schema import ModelConfig
-
-
-@dataclass(frozen=True)
-class SampleCost:
-    """One sample: `length` tokens, and the forward FLOPs of either part of the model.
-
-    `vision` counts the tower and the projector by patches, attention included: c·Σp² + d·Σp over its images;
-    `language` is a·l² + b·l.
-    """
-
-    length: int
-    patches: int
-    images: int
-    vision: float
-    language: float
+from megavlm.data.types import SampleCost
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of one unit of each field of a workload, of which FLOPs are a linear function."""
+    """The FLOPs of one unit of each field of a workload; FLOPs are a linear function of them."""
 
     vision: tuple[float, float, float]  # per patch, per squared patch count, per squared count in a window
     language: tuple[float, float]  # per token, per squared token count
@@ -50,7 +36,8 @@ class CostModel:
             class_token=int(model.vision.class_token),
         )
 
-    def measure(self, *, length: int, grids: Sequence[tuple[int, int]], images: int) -> SampleCost:
+    def cost(self, *, length: int, grids: Sequence[tuple[int, int]], images: int) -> SampleCost:
+        """Return the cost of a sample of `length` tokens with `images` images of these grids."""
         counts = [rows * columns + self.class_token for rows, columns in grids]
         per_patch, per_square, per_window = self.vision
         vision = per_patch * sum(counts) + per_square * sum(count * count for count in counts)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from megavlm.data.bad import BadSample, Reason
+from megavlm.data.types import BadSample, Reason
 
 MAX_PIXELS = 2**26  # 67 megapixels: 192 MiB as RGB
 # Named, because Pillow also reads formats that start programs (EPS) or that nobody keeps photos in.

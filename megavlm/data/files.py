@@ -1,48 +1,51 @@
-"""`FilesSource`: the user's data sets as samples that the model takes."""
+"""The user's data sets as samples: each record is read, templated and tokenised once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megavlm.config.resolve import resolve
+from megavlm.config.resolve import data_kind, resolve
 from megavlm.config.schema import Config
 from megavlm.data.anyres import TileGroup
-from megavlm.data.bad import BadSample, Reason
-from megavlm.data.batch_sampler import Measured, Skipped
 from megavlm.data.chat import ChatFormat, Piece, split
-from megavlm.data.conversation import Conversation, ImageRef, Records
 from megavlm.data.costs import CostModel
 from megavlm.data.decode import decode, size_of
-from megavlm.data.order import Order
+from megavlm.data.images import LoadedImage
+from megavlm.data.order import BLOCK, Order, apportioned
 from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
 from megavlm.data.processors import Layout, Processor
 from megavlm.data.records import is_stream, name_of, open_records
-from megavlm.data.sample import Sample, Tiles
+from megavlm.data.types import (
+    BadSample,
+    Conversation,
+    EncodedRecord,
+    EncodedSample,
+    ImageRef,
+    Reason,
+    Records,
+    Sample,
+    SampleId,
+    Segment,
+    Skipped,
+    StoredImage,
+    StreamSample,
+)
 
 # Records of a stream, as far as the order of a blend is concerned.
 _ENDLESS = 2**62
 
 
-@dataclass(frozen=True, eq=False)
-class StreamSample:
-    """A sample that a stream handed out."""
-
-    conversation: Conversation
-    source: int
-    label: str
-
-
 class FilesSource:
     """Samples of `--datasets`: conversations as tokens, images as patches.
 
-    An item is a number of the shuffled, blended stream (`order.py`), or a sample that a WebDataset handed out
-    (`streaming.py`), which has no number. The data sets are opened when the first sample is
-    asked for: ranks that are told their data never open them.
+    A sample is identified by its number in the shuffled blend (`order.py`), or carries its conversation if a WebDataset
+    yielded it (`streaming.py`). The data sets are opened when the first sample is read, so that ranks that receive
+    their data by broadcast never open them.
     """
 
     def __init__(self, config: Config) -> None:
@@ -61,25 +64,21 @@ class FilesSource:
         self.vocab_size = config.model.language.vocab_size
         self.image_token = self.tokenizer.image
         self.pad_token = self.tokenizer.pad
-        self.pixel_shuffle = config.model.projector.pixel_shuffle
-        self.patch_dim = config.model.vision.in_channels * config.model.vision.patch_size**2
-        self.mrope = bool(config.model.language.mrope_section)
-        self.anyres_max_tiles = config.model.projector.anyres_max_tiles
         self._costs = CostModel.of(config.model)
-        self._most_pixels = config.data.max_image_pixels
+        self._max_pixels = config.data.max_image_pixels
 
     def warnings(self) -> list[str]:
-        """What a user should know before a run."""
+        """Return what a user should know before a run."""
         if self.chat.template is None or self.chat.end_of_turn.strip():
             return []
         return [
-            "the chat template writes no mark after an answer, so the model will not learn to stop: choose another "
-            "--chat-template, as vicuna"
+            "the chat template writes no end-of-turn token after an answer, so the model will not learn to stop: "
+            "choose another --chat-template, as vicuna"
         ]
 
     @cached_property
     def records(self) -> Mapping[int, Records]:
-        """The data sets that are numbered. Raises UserError for one that cannot be opened."""
+        """The map-style data sets by index. Raises UserError for one that cannot be opened."""
         sources = enumerate(self._config.data.datasets)
         return {number: open_records(source) for number, source in sources if not is_stream(source)}
 
@@ -96,68 +95,100 @@ class FilesSource:
             shuffle=data.shuffle,
         )
 
-    def conversation(self, item: int | StreamSample) -> tuple[Conversation, int]:
-        """A sample's conversation, and the number of its data set. Raises BadSample."""
-        if isinstance(item, StreamSample):
-            return item.conversation, item.source
-        place = self.order.place(item)
-        return self.records[place.source].read(place.record), place.source
+    def conversation(self, sample_id: SampleId) -> tuple[Conversation, int]:
+        """Return a sample's conversation and the index of its data set. Raises BadSample."""
+        if isinstance(sample_id, StreamSample):
+            return sample_id.conversation, sample_id.source
+        ref = self.order.record(sample_id)
+        return self.records[ref.source].read(ref.record), ref.source
 
-    def pieces(self, item: int | StreamSample) -> tuple[Sample, ...]:
-        return self._fitted(item)[0]
+    def encode(self, sample_id: SampleId) -> EncodedRecord:
+        """Read a record and the headers of its images, and return its tokens and costs.
 
-    def _fitted(self, item: int | StreamSample) -> tuple[tuple[Sample, ...], int]:
-        """A sample's pieces, and how many of its turns are in none."""
-        conversation, source = self.conversation(item)
-        images = conversation.images
-        layouts = [
-            self.processor.layout(*size_of(image.source, max_pixels=self._most_pixels), images=len(images))
-            for image in images
-        ]
-        encoded = self.chat.encode(conversation, [layout.prompt for layout in layouts])
-        fitted = split(encoded, self._config.train.seq_length)
-        return tuple(self._sample(piece, images, layouts, source=source) for piece in fitted.pieces), fitted.dropped
-
-    def measure(self, item: int | StreamSample) -> Measured:
+        A record is encoded once; a bad one is reported in `skipped`. Encoded images have a number and no bytes, so
+        that a window of encoded samples stays small.
+        """
         try:
-            samples, dropped = self._fitted(item)
+            conversation, source = self.conversation(sample_id)
+            images = conversation.images
+            layouts = [
+                self.processor.layout(*size_of(image.source, max_pixels=self._max_pixels), images=len(images))
+                for image in images
+            ]
+            encoded = self.chat.encode(conversation, [layout.prompt for layout in layouts])
+            fitted = split(encoded, self._config.train.seq_length)
         except BadSample as error:
-            return Measured(item, (), (self.skipped(item, error),))
-        measures = tuple(
-            self._costs.measure(length=len(sample), grids=sample.grids, images=len(sample.images)) for sample in samples
-        )
+            return EncodedRecord((), (self.skipped(sample_id, error),))
         lost: tuple[Skipped, ...] = ()
-        if dropped:
-            rest = BadSample(Reason.TOO_LONG, f"{dropped} of its turns do not fit --seq-length")
-            lost = (replace(self.skipped(item, rest), partly=True),)
-        return Measured(item, measures, lost)
+        if fitted.dropped:
+            dropped = BadSample(Reason.TOO_LONG, f"{fitted.dropped} of its turns do not fit --seq-length")
+            lost = (replace(self.skipped(sample_id, dropped), partly=True),)
+        samples = tuple(self._encoded(piece, layouts, source=source) for piece in fitted.pieces)
+        return EncodedRecord(samples, lost)
 
-    def skipped(self, item: int | StreamSample, error: BadSample) -> Skipped:
-        if isinstance(item, StreamSample):
-            return Skipped(item.label, self.names[item.source], error.reason, error.detail)
-        place = self.order.place(item)
-        label = self.records[place.source].label(place.record)
-        return Skipped(label, self.names[place.source], error.reason, error.detail)
-
-    def _sample(self, piece: Piece, images: Sequence[ImageRef], layouts: Sequence[Layout], *, source: int) -> Sample:
-        shown = [(images[number], layouts[number]) for number in piece.images]
-        tiled = self.processor.anyres
+    def load(self, segment: Segment) -> Sample:
+        """Return the sample of an encoded segment with the patches of its images. Raises BadSample."""
+        encoded = segment.encoded
+        assert encoded is not None, "samples of files are encoded before they are packed"
+        images = self.conversation(segment.sample_id)[0].images if encoded.images else ()
         return Sample(
+            tokens=encoded.tokens,
+            trained=encoded.trained,
+            images=tuple(
+                LoadedImage(image.grids, self._patches(images[image.number], images=len(images)), image.arrangement)
+                for image in encoded.images
+            ),
+            tile_groups=encoded.tile_groups,
+            source=encoded.source,
+        )
+
+    def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
+        source, label = self.label(sample_id)
+        return Skipped(label, self.names[source], error.reason, error.detail)
+
+    def label(self, sample_id: SampleId) -> tuple[int, str]:
+        """Return the index of a sample's data set, and the sample's name in messages."""
+        if isinstance(sample_id, StreamSample):
+            return sample_id.source, sample_id.label
+        ref = self.order.record(sample_id)
+        return ref.source, self.records[ref.source].label(ref.record)
+
+    def _encoded(self, piece: Piece, layouts: Sequence[Layout], *, source: int) -> EncodedSample:
+        shown = [(number, layouts[number]) for number in piece.images]
+        images = tuple(
+            StoredImage(number, tuple(tile.grid for tile in layout.tiles), layout.arrangement)
+            for number, layout in shown
+        )
+        tiled = self.processor.anyres
+        return EncodedSample(
             tokens=piece.tokens,
             trained=piece.trained,
-            images=tuple(
-                Tiles(
-                    tuple(tile.grid for tile in layout.tiles),
-                    partial(self._patches, image, images=len(images)),
-                    layout.arrangement,
-                )
-                for image, layout in shown
-            ),
+            images=images,
             tile_groups=tuple(TileGroup(layout.arrangement, layout.size) for _, layout in shown) if tiled else (),
             source=source,
+            cost=self._costs.cost(
+                length=len(piece), grids=[grid for image in images for grid in image.grids], images=len(images)
+            ),
         )
 
     def _patches(self, image: ImageRef, *, images: int) -> Tensor:
-        """All tiles' patches of one image. Raises BadSample for one that cannot be decoded."""
-        pixels = decode(image.source, max_pixels=self._most_pixels).pixels
+        """Return the patches of all tiles of one image. Raises BadSample if it cannot be decoded."""
+        pixels = decode(image.source, max_pixels=self._max_pixels).pixels
         return torch.cat(self.processor.tiles(pixels, images=images))
+
+
+def share_table(config: Config) -> str:
+    """Return the lines of `--dry-run`: each data set's records, and its share of the samples; "" for computed data.
+
+    Raises UserError for a data set that cannot be read.
+    """
+    if data_kind(config) != "files":
+        return ""
+    sources = config.data.datasets
+    counts = apportioned([source.weight for source in sources], BLOCK)
+    width = max(len("data"), *(len(name_of(source)) for source in sources))
+    lines = [f"{'data':{width}}  {'records':>12}  share of samples"]
+    for source, count in zip(sources, counts, strict=True):
+        records = "tars" if is_stream(source) else f"{len(open_records(source)):,}"
+        lines.append(f"{name_of(source):{width}}  {records:>12}  {count / BLOCK:7.1%}")
+    return "\n".join(lines)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,3 +67,36 @@ def patchify(
     patches *= np.repeat(1 / (255 * stds), area).astype(np.float32)
     patches -= np.repeat(means / stds, area).astype(np.float32)
     return torch.from_numpy(patches)
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """An image whose size is known and whose pixels are rendered on demand.
+
+    `render` is a pure function that returns [height, width, channels] bytes: every call gives the same pixels.
+    """
+
+    height: int
+    width: int
+    patch_size: int
+    render: Callable[[], NDArray[np.uint8]]
+    arrangement: tuple[int, int] = (0, 0)
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        return (grid_of(self.height, self.width, self.patch_size),)
+
+    def patches(self) -> Tensor:
+        return patchify(self.render(), self.patch_size)
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedImage:
+    """An image whose patches have been read."""
+
+    grids: tuple[tuple[int, int], ...]
+    pixels: Tensor  # [P, D] patches of all grids
+    arrangement: tuple[int, int] = (0, 0)
+
+    def patches(self) -> Tensor:
+        return self.pixels

@@ -34,8 +34,8 @@ class Order:
     seed: int
     shuffle: bool = True
 
-    def place(self, index: int) -> RecordRef:
-        """Where sample `index` of the stream comes from."""
+    def record(self, index: int) -> RecordRef:
+        """Return the record that is sample `index` of the blend."""
         block, within = divmod(index, BLOCK)
         source, before = self._block[within]
         count = block * self._counts[source] + before

@@ -1,9 +1,19 @@
-"""Samples of differing length into sequences of one length: best-fit decreasing (Johnson 1973)."""
+"""Pack samples into sequences, and assign sequences to ranks so that cost is even: arithmetic on lengths and costs.
+
+A sequence has several costs (vision, language), because the ranks wait for one another after each part of the model:
+much of one kind cannot be made up for by little of the other.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MOST_SWAPS = 4  # per item
+_EVEN = 1.005  # largest load over mean load that no swap is worth
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -34,3 +44,66 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         if room > lengths[item]:
             insort(rooms, (room - lengths[item], place))
     return sorted(sorted(items) for items in bins)
+
+
+def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
+    """Divide items equally among `ranks` so that the largest load over ranks and kinds of cost is small.
+
+    Costs are taken relative to the mean load of their kind. First each item, the costliest first, goes to the rank
+    whose largest load stays least and which still has a place (Graham 1969, for several dimensions). Then the rank of
+    the largest load swaps the item with another rank that lowers the larger of both ranks' loads most, until no swap
+    does or the load is even to half a hundredth.
+
+    Args:
+        costs: [N, K] ≥ 0: K kinds of cost of each of N items; `ranks` divides N.
+
+    Returns:
+        N / ranks item numbers of each rank, rising.
+    """
+    count, kinds = costs.shape
+    assert count % ranks == 0, "every rank takes as many items"
+    places = count // ranks
+    means = costs.sum(axis=0) / ranks
+    relative = costs / np.where(means > 0, means, 1)
+    loads = np.zeros((ranks, kinds))
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    for item in np.argsort(-relative.max(axis=1), kind="stable"):
+        after = (loads + relative[item]).max(axis=1)
+        after[[rank for rank in range(ranks) if len(held[rank]) == places]] = np.inf
+        rank = int(after.argmin())
+        held[rank].append(int(item))
+        loads[rank] += relative[item]
+    owners = np.empty(count, dtype=np.int64)
+    for rank, items in enumerate(held):
+        owners[items] = rank
+    _swap(relative, owners, loads)
+    return [np.flatnonzero(owners == rank).tolist() for rank in range(ranks)]
+
+
+def _swap(costs: NDArray[np.float64], owners: NDArray[np.int64], loads: NDArray[np.float64]) -> None:
+    """Improve an assignment in place."""
+    for _ in range(_MOST_SWAPS * len(owners)):
+        worst = int(loads.max(axis=1).argmax())
+        mine, others = np.flatnonzero(owners == worst), np.flatnonzero(owners != worst)
+        if not len(others) or loads[worst].max() <= _EVEN:
+            return
+        moved = costs[others][None] - costs[mine][:, None]  # [mine, others, K]: what the worst rank would gain
+        here = (loads[worst] + moved).max(axis=2)
+        there = (loads[owners[others]][None] - moved).max(axis=2)
+        largest = np.maximum(here, there)
+        best = np.unravel_index(largest.argmin(), largest.shape)
+        if largest[best] >= loads[worst].max() * (1 - 1e-9):
+            return
+        gain = moved[best]
+        given, taken = mine[best[0]], others[best[1]]
+        loads[worst] += gain
+        loads[owners[taken]] -= gain
+        owners[given], owners[taken] = owners[taken], owners[given]
+
+
+def imbalance(costs: Sequence[float] | NDArray[np.float64], assignment: Sequence[Sequence[int]]) -> float:
+    """Largest load over the mean load; 1 is perfect, and what nothing costs is balanced."""
+    values = np.asarray(costs, dtype=np.float64)
+    loads = [values[list(items)].sum() for items in assignment]
+    mean = sum(loads) / len(loads)
+    return float(max(loads) / mean) if mean > 0 else 1.0

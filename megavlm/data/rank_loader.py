@@ -1,49 +1,34 @@
-"""From global batches to the micro-batches of one data-parallel rank."""
+"""Assign the sequences of global batches to data-parallel ranks and micro-batches, one step ahead of training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from megavlm.data.balance import assign, imbalance
 from megavlm.data.batch import MicroBatch
-from megavlm.data.batch_sampler import BatchSampler, LoaderState, Segments, Skipped
+from megavlm.data.batch_sampler import BatchSampler
 from megavlm.data.collator import Collator
+from megavlm.data.packing import assign, imbalance
+from megavlm.data.types import Imbalance, LoaderState, Segments, StepData
 from megavlm.errors import UserError
 
 
-@dataclass(frozen=True)
-class Imbalance:
-    """Largest load over the mean load of the data-parallel ranks, before and after balancing."""
-
-    vision: float
-    language: float
-    vision_before: float
-    language_before: float
-
-
-@dataclass(frozen=True)
-class StepData:
-    """What one optimizer step trains on, on this rank."""
-
-    batches: list[MicroBatch]
-    read: int  # samples that were looked at for it, counted by data-parallel rank 0
-    skipped: tuple[Skipped, ...]  # counted by the rank that made them, or 0 where they were never dealt out
-    imbalance: Imbalance | None  # None where nothing is measured
-
-
 class RankLoader:
-    """Hands out, step by step, this rank's share of consecutive global batches.
+    """Returns, step by step, this rank's micro-batches of consecutive global batches.
 
-    Global batch k is the same for every layout, and the place in the data is plain data that knows no layout, so a run
-    may resume with any other. Sequence j of a global batch goes to micro-batch j // (D·M) of data-parallel rank
-    (j // M) % D, where M is the micro-batch size and D the data-parallel size; with `balance`, to where its cost fits.
+    Global batch k is the same for every layout, and so is its state, so that a run may resume with any other layout.
+    Sequence j of a global batch goes to micro-batch j // (D·M) of data-parallel rank (j // M) % D, where M is the
+    micro-batch size and D the data-parallel size; with `balance`, sequences are assigned so that cost is even.
 
-    One thread prepares the next step while the current one trains. What it holds is not part of the state.
+    One thread prefetches the next step while the current one trains. A prefetched step is not part of the state.
     """
 
     def __init__(
@@ -59,8 +44,8 @@ class RankLoader:
         alone: bool = False,
         stage: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
     ) -> None:
-        """`alone`: the data of other ranks is not known here, so loads cannot be compared with theirs. `stage` makes
-        micro-batches ready for the device, in the thread.
+        """`alone`: this rank does not know the data of the others, so that no imbalance is reported. `stage` prepares
+        micro-batches for the copy to the device, in the thread.
         """
         assert 0 <= dp_rank < dp_size
         assert global_batch_size % (micro_batch_size * dp_size) == 0, "the configuration rules refuse this"
@@ -73,38 +58,34 @@ class RankLoader:
         self._balance = balance
         self._alone = alone
         self._stage = stage
-        self._place = sampler.start
+        self._state = sampler.start
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._prefetched: Future[tuple[StepData, LoaderState]] | None = None
 
     def next_step(self) -> StepData:
-        """What the next optimizer step trains on. Errors of the source are raised here."""
-        pending = self._prefetched or self._thread.submit(self._make, self._place)
+        """Return the data of the next optimizer step. Errors of the data are raised here."""
+        pending = self._prefetched or self._thread.submit(self._make, self._state)
         self._prefetched = None
-        step, self._place = pending.result()
-        self._prefetched = self._thread.submit(self._make, self._place)
+        step, self._state = pending.result()
+        self._prefetched = self._thread.submit(self._make, self._state)
         return step
 
-    def next_batches(self) -> list[MicroBatch]:
-        """The micro-batches of the next optimizer step."""
-        return self.next_step().batches
-
     def state_dict(self) -> LoaderState:
-        """Where the next step begins."""
-        return dict(self._place)
+        """Return where the next step begins."""
+        return dict(self._state)
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Raises UserError for the place in data of another kind."""
+        """Continue at a state. Raises UserError for the state of another kind of data."""
         if state.keys() != self._sampler.start.keys():
             raise UserError(
-                "the checkpoint is of a run on other data, whose place cannot be taken up: begin a new run with --load "
-                "and another --run-dir, or go on with the data (--data, --datasets) that it had"
+                "the checkpoint is of a run on other data, whose position has no meaning here: begin a new run with "
+                "--load and another --run-dir, or go on with the data (--data, --datasets) that it had"
             )
         self._drop_prefetched()
-        self._place = dict(state)
+        self._state = dict(state)
 
     def close(self) -> None:
-        """Stop the thread and the workers; a step in preparation is finished and dropped."""
+        """Stop the thread and the workers; a step that is being prefetched is finished and dropped."""
         self._drop_prefetched()
         self._thread.shutdown(wait=True)
         self._sampler.close()
@@ -115,25 +96,25 @@ class RankLoader:
             self._prefetched.cancel()
         self._prefetched = None
 
-    def _make(self, place: LoaderState) -> tuple[StepData, LoaderState]:
-        batch = self._sampler.batch_at(place)
-        dealt, evenness = self._dealt(batch.sequences)
-        made = self._collator.make(dealt)
-        found = tuple(skip for each in made for skip in each.skipped)
+    def _make(self, state: LoaderState) -> tuple[StepData, LoaderState]:
+        batch = self._sampler.batch_at(state)
+        mine, evenness = self._assigned(batch.sequences)
+        collated = self._collator.collate(mine)
+        found = tuple(skip for each in collated for skip in each.skipped)
         first = self._dp_rank == 0
         step = StepData(
-            batches=[self._stage(each.batch) for each in made],
+            batches=[self._stage(each.batch) for each in collated],
             read=batch.read if first else 0,
             skipped=(*batch.skipped, *found) if first else found,
             imbalance=evenness,
         )
         return step, batch.after
 
-    def _dealt(self, sequences: Sequence[Segments]) -> tuple[list[list[Segments]], Imbalance | None]:
-        """This rank's micro-batches."""
+    def _assigned(self, sequences: Sequence[Segments]) -> tuple[list[list[Segments]], Imbalance | None]:
+        """Return the sequences of each of this rank's micro-batches, and the imbalance if costs are known."""
         size, ranks = self._micro_batch_size, self._dp_size
         in_turn = [
-            [start + place for start in range(rank * size, len(sequences), ranks * size) for place in range(size)]
+            [start + i for start in range(rank * size, len(sequences), ranks * size) for i in range(size)]
             for rank in range(ranks)
         ]
         costs = costs_of(sequences)
@@ -151,24 +132,23 @@ class RankLoader:
         groups = [list(range(i, i + size)) for i in range(0, len(mine), size)]
         if self._balance:
             groups = assign(costs[mine], self.num_microbatches)
-        dealt = [[sequences[mine[place]] for place in group] for group in groups]
-        return dealt, None if self._alone else evenness
+        return [[sequences[mine[i]] for i in group] for group in groups], None if self._alone else evenness
 
 
 def costs_of(sequences: Sequence[Segments]) -> NDArray[np.float64] | None:
-    """[sequences, 2]: forward FLOPs of vision and of language; None where samples were not measured."""
-    measures = [[member.measure for member in members] for members in sequences]
-    known = [[measure for measure in row if measure is not None] for row in measures]
-    if any(len(row) < len(all_) for row, all_ in zip(known, measures, strict=True)):
+    """Return the forward FLOPs [sequences, 2] of vision and of language; None if samples were not encoded."""
+    encoded = [[segment.encoded for segment in segments] for segments in sequences]
+    known = [[each.cost for each in row if each is not None] for row in encoded]
+    if any(len(row) < len(all_) for row, all_ in zip(known, encoded, strict=True)):
         return None
-    return np.array([[sum(m.vision for m in row), sum(m.language for m in row)] for row in known])
+    return np.array([[sum(cost.vision for cost in row), sum(cost.language for cost in row)] for row in known])
 
 
 @dataclass(frozen=True)
 class BatchStats:
-    """What was in a rank's micro-batches; sums over data-parallel ranks give the global batch."""
+    """Contents of a rank's micro-batches; their sums over data-parallel ranks are those of the global batch."""
 
-    tokens: int  # language positions, image tokens included, padding not
+    tokens: int  # language positions with image tokens, without padding
     places: int  # the same with padding
     image_tokens: int
     images: int
@@ -176,7 +156,7 @@ class BatchStats:
 
 
 def stats(batches: Sequence[MicroBatch]) -> BatchStats:
-    """Count the contents of micro-batches (from shapes: nothing is read back from a device)."""
+    """Count the contents of micro-batches, from their shapes: nothing is copied back from a device."""
     return BatchStats(
         tokens=sum(batch.num_tokens for batch in batches),
         places=sum(batch.tokens.numel() for batch in batches),
@@ -184,3 +164,32 @@ def stats(batches: Sequence[MicroBatch]) -> BatchStats:
         images=sum(batch.num_images for batch in batches),
         patches=sum(batch.num_patches for batch in batches),
     )
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Casts patches to the type that the model computes in and, for a GPU, copies tensors to page-locked memory, from
+    which a copy to the device overlaps with computation.
+
+    The first layer casts patches to its weights' type in any case: the values are the same, with half the bytes.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
+        # A new thread uses the first device of its machine, on which pinning memory would create a CUDA context.
+        here = torch.cuda.device(self.device) if self._pins else nullcontext()
+        with here:
+            staged: dict[str, Any] = {name: self._staged(name, value) for name, value in batch.travelling().items()}
+        return replace(batch, **staged)
+
+    def _staged(self, name: str, value: Tensor) -> Tensor:
+        dtype = self.dtype if name == "patches" else value.dtype
+        if not self._pins:
+            return value.to(dtype)
+        return torch.empty(value.shape, dtype=dtype, pin_memory=True).copy_(value)
+
+    @property
+    def _pins(self) -> bool:
+        return self.device.type == "cuda"

@@ -1,32 +1,28 @@
-"""Where samples come from: a pure function from a global index to a sample."""
+"""What the data of a run yields: samples by number, or samples of a stream.
+
+As in torch.utils.data, there are two styles. The samples of a map-style source (`ComputedSource`, `FilesSource`) are
+numbered, and any rank of any layout can make any of them; an iterable source (`StreamSource`) is read in order, each
+data-parallel rank a part of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import NoReturn, Protocol
 
-from megavlm.config.resolve import data_kind
-from megavlm.config.schema import Config
-from megavlm.data.bad import BadSample
-from megavlm.data.batch import MicroBatch
-from megavlm.data.batch_sampler import Measured, Skipped
-from megavlm.data.digits import DigitsSource
-from megavlm.data.files import FilesSource
-from megavlm.data.sample import Row, Sample, collate
-from megavlm.data.synthetic import SyntheticSource
+import numpy as np
+
+from megavlm.data.types import BadSample, Sample, SampleId, Segment, Skipped
+
+_WORD = (1 << 64) - 1
 
 
 class Source(Protocol):
-    """An endless stream of samples that a model takes.
-
-    What an `item` stands for depends on the seed alone: any rank of any layout can make any sample. Where samples are
-    numbered, items are their numbers.
-    """
+    """The samples of a run, and the tokens that have a meaning to the model."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The data sets whose losses are told apart; empty where there is but one."""
+        """The data sets whose losses are reported separately; empty if there is only one."""
         ...
 
     @property
@@ -38,67 +34,41 @@ class Source(Protocol):
     @property
     def pad_token(self) -> int: ...
 
-    @property
-    def pixel_shuffle(self) -> int: ...
-
-    @property
-    def patch_dim(self) -> int:
-        """Values of one patch: channels × patch side²."""
+    def load(self, segment: Segment) -> Sample:
+        """Return the sample of a segment with its pixels. Raises BadSample if an image cannot be decoded."""
         ...
 
-    @property
-    def mrope(self) -> bool:
-        """Whether the model takes three positions per token."""
-        ...
-
-    @property
-    def anyres_max_tiles(self) -> int | None:
-        """Tiles' worth of features that an image may have, for models of tiled images (`anyres.py`)."""
-        ...
-
-    def pieces(self, item: Any) -> tuple[Sample, ...]:
-        """A sample as the sequences that it is cut into, one as a rule. Raises BadSample for one that is left out."""
-        ...
-
-    def measure(self, item: Any) -> Measured:
-        """What its pieces cost, without pixels. Never raises for what is wrong with a sample."""
-        ...
-
-    def skipped(self, item: Any, error: BadSample) -> Skipped:
-        """How to report that a sample is left out."""
+    def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
+        """Return the report of a sample that is left out."""
         ...
 
 
-def build_source(
-    config: Config, *, run_dir: Path, rank: int = 0, barrier: Callable[[], None] = lambda: None
-) -> SyntheticSource | DigitsSource | FilesSource:
-    """The source that `--data` names.
+class ComputedSource(ABC):
+    """A map-style source whose samples are a pure function of their number."""
 
-    Rank 0 writes what the source stores in `run_dir` (the tokenizer); the others call `barrier` to wait for it.
+    names: tuple[str, ...] = ()
+    vocab_size: int
+    image_token: int
+    pad_token: int
+
+    @abstractmethod
+    def sample(self, index: int) -> Sample:
+        """Return sample `index`."""
+
+    def load(self, segment: Segment) -> Sample:
+        assert isinstance(segment.sample_id, int)
+        return self.sample(segment.sample_id)
+
+    def skipped(self, sample_id: SampleId, error: BadSample) -> NoReturn:
+        raise AssertionError("a computed sample cannot be bad")
+
+
+def generator(*, seed: int, index: int, stream: int = 0) -> np.random.Generator:
+    """Return the random generator of a sample: the same for the same (seed, index, stream), wherever it is called.
+
+    Philox is counter-based (Salmon et al., 2011): (seed, index) is its key, and streams start at counters that are
+    2^192 draws apart, so generators of different addresses never overlap.
     """
-    if data_kind(config) == "digits":
-        return DigitsSource.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
-    if data_kind(config) == "files":
-        return FilesSource(config)
-    return SyntheticSource(config)
-
-
-def batch_of(source: Source, samples: Sequence[Sample], *, seq_length: int, with_patches: bool) -> MicroBatch:
-    """A micro-batch of samples, each in a row of its own."""
-    return batch_of_rows(source, [[sample] for sample in samples], seq_length=seq_length, with_patches=with_patches)
-
-
-def batch_of_rows(source: Source, rows: Sequence[Row], *, seq_length: int, with_patches: bool) -> MicroBatch:
-    """`collate` with the constants of the source."""
-    return collate(
-        rows,
-        seq_length=seq_length,
-        image_token=source.image_token,
-        pad_token=source.pad_token,
-        pixel_shuffle=source.pixel_shuffle,
-        patch_dim=source.patch_dim,
-        with_patches=with_patches,
-        mrope=source.mrope,
-        with_sources=len(source.names) > 1,
-        anyres_max_tiles=source.anyres_max_tiles,
-    )
+    key = np.array([seed & _WORD, index & _WORD], dtype=np.uint64)
+    counter = np.array([0, 0, 0, stream], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))

@@ -1,29 +1,59 @@
-"""Data that can only be read forward (WebDataset), in windows, with the place from which each window was read."""
+"""Data sets that can only be iterated over (WebDataset): windows with the position from which each was read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megavlm.data.bad import BadSample
-from megavlm.data.batch_sampler import GlobalBatch, LoaderState, Measured, PackedBatchSampler, Skipped
-from megavlm.data.collator import Collator
-from megavlm.data.conversation import Conversation
-from megavlm.data.files import FilesSource, StreamSample
+from megavlm.config.schema import Config
+from megavlm.data.batch_sampler import PackedBatchSampler
+from megavlm.data.collator import FileCollator
+from megavlm.data.files import FilesSource
+from megavlm.data.records import is_stream, open_stream
+from megavlm.data.types import (
+    BadSample,
+    Conversation,
+    EncodedRecord,
+    GlobalBatch,
+    LoaderState,
+    SampleId,
+    Skipped,
+    StreamSample,
+)
 
 if TYPE_CHECKING:
     from megavlm.data.records.energon import EnergonStream
 
-# Samples of a stream that are held at a time, with their images, to be packed.
+# Most samples in a window of streams: their conversations stay in memory with their images until they are collated.
 MAX_STREAM_WINDOW = 512
 
 
-class StreamReader:
-    """What data-parallel rank `rank` of `ranks` reads of a blend in which some data sets are streams.
+class StreamSource(FilesSource):
+    """An iterable source: `--datasets` of which at least one is a stream."""
 
-    The rank's n-th sample is sample n·ranks + rank of the blend: where that comes from numbered records it is that
-    record, where it comes from a stream it is whatever this rank's share of the stream has next.
+    def reader(self, *, rank: int, ranks: int, run_dir: Path) -> StreamReader:
+        """Open the streams for data-parallel rank `rank` of `ranks`, from their beginning."""
+        train, data = self._config.train, self._config.data
+        streams = {
+            index: open_stream(given, run_dir=run_dir, rank=rank, world=ranks, seed=train.seed, shuffle=data.shuffle)
+            for index, given in enumerate(data.datasets)
+            if is_stream(given)
+        }
+        return StreamReader(self, streams, rank=rank, ranks=ranks)
+
+
+def files_source(config: Config) -> FilesSource:
+    """Return the source of `--datasets`, which is iterable if one of them is."""
+    return StreamSource(config) if any(map(is_stream, config.data.datasets)) else FilesSource(config)
+
+
+class StreamReader:
+    """Reads the samples of data-parallel rank `rank` of `ranks` from a blend in which some data sets are streams.
+
+    The rank's n-th sample is sample n·ranks + rank of the blend: that record if its data set is map-style, else the
+    next sample of this rank's part of the stream.
     """
 
     def __init__(self, source: FilesSource, streams: dict[int, EnergonStream], *, rank: int, ranks: int) -> None:
@@ -35,71 +65,76 @@ class StreamReader:
         self._iterators: dict[int, Iterator[Conversation | BadSample]] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        streams = {str(number): stream.state_dict() for number, stream in self._streams.items()}
+        streams = {str(index): stream.state_dict() for index, stream in self._streams.items()}
         return {"position": self._position, "streams": streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises UserError where a stream's place cannot be found again."""
+        """Seek to a state. Raises UserError if the position of a stream no longer exists."""
         self._position = state["position"]
-        for number, stream in self._streams.items():
-            stream.load_state_dict(state["streams"][str(number)])
+        for index, stream in self._streams.items():
+            stream.load_state_dict(state["streams"][str(index)])
         self._iterators.clear()
 
-    def read(self, size: int) -> list[int | StreamSample | Skipped]:
-        """The next `size` samples."""
+    def read(self, size: int) -> list[SampleId | Skipped]:
+        """Return the next `size` samples, or why they are skipped."""
         return [self._next() for _ in range(size)]
 
-    def _next(self) -> int | StreamSample | Skipped:
-        index = self._position * self._ranks + self._rank
+    def _next(self) -> SampleId | Skipped:
+        number = self._position * self._ranks + self._rank
         self._position += 1
-        number = self._source.order.place(index).source
-        if number not in self._streams:
-            return index
-        stream = self._streams[number]
-        if number not in self._iterators:
-            self._iterators[number] = iter(stream)
-        item = next(self._iterators[number])
-        if isinstance(item, BadSample):
-            return Skipped(stream.label, stream.name, item.reason, item.detail)
-        return StreamSample(item, number, stream.label)
+        index = self._source.order.record(number).source
+        if index not in self._streams:
+            return number
+        stream = self._streams[index]
+        if index not in self._iterators:
+            self._iterators[index] = iter(stream)
+        found = next(self._iterators[index])
+        if isinstance(found, BadSample):
+            return Skipped(stream.label, stream.name, found.reason, found.detail)
+        return StreamSample(found, index, stream.label)
 
 
 class StreamBatchSampler(PackedBatchSampler):
     """Packs windows of a rank's streams. Its state holds the position of the streams at the start of the window."""
 
     def __init__(
-        self, reader: StreamReader, collator: Collator, *, count: int, window: int, seq_length: int, packing: bool
-    ):
+        self, reader: StreamReader, collator: FileCollator, *, count: int, window: int, seq_length: int, packing: bool
+    ) -> None:
         super().__init__(self._read, count=count, window=window, seq_length=seq_length, packing=packing)
         self._reader = reader
         self._collator = collator
-        self._next = 0  # the window that `reader` reads next
+        self._next_window = 0  # the window that `reader` reads next
         self._states = {0: reader.state_dict()}  # where windows begin; one more is known than has been read
 
     @property
     def start(self) -> LoaderState:
         return {**super().start, "reader": self._states.get(0)}
 
-    def batch_at(self, place: LoaderState) -> GlobalBatch:
-        if self._states.get(place["window"]) != place["reader"]:
-            self._go_to(place)
-        batch = super().batch_at(place)
+    def batch_at(self, state: LoaderState) -> GlobalBatch:
+        if self._states.get(state["window"]) != state["reader"]:
+            self._seek(state)
+        batch = super().batch_at(state)
         number = batch.after["window"]
         for old in [known for known in list(self._states) if known < number]:
             del self._states[old]
         return replace(batch, after={**batch.after, "reader": self._states[number]})
 
-    def _go_to(self, place: LoaderState) -> None:
-        """Stand before a window that was not read here, or no longer is at hand."""
+    def _seek(self, state: LoaderState) -> None:
+        """Seek to the start of a window that is not buffered."""
         self.forget()
-        self._reader.load_state_dict(place["reader"])
-        self._next = place["window"]
-        self._states = {self._next: place["reader"]}
+        self._reader.load_state_dict(state["reader"])
+        self._next_window = state["window"]
+        self._states = {self._next_window: state["reader"]}
 
-    def _read(self, number: int) -> Sequence[Measured]:
-        assert number == self._next, "streams are read forward"
-        items = self._reader.read(self._size)
-        self._next += 1
-        self._states[self._next] = self._reader.state_dict()
-        good = iter(self._collator.measure([item for item in items if not isinstance(item, Skipped)]))
-        return [Measured(None, (), (item,)) if isinstance(item, Skipped) else next(good) for item in items]
+    def _read(self, number: int) -> Sequence[EncodedRecord]:
+        assert number == self._next_window, "streams are read in order"
+        found = self._reader.read(self._size)
+        self._next_window += 1
+        self._states[self._next_window] = self._reader.state_dict()
+        return encode_all(self._collator, found)
+
+
+def encode_all(collator: FileCollator, found: Sequence[SampleId | Skipped]) -> list[EncodedRecord]:
+    """Return the encoded records of what a reader returned, in order; a skipped sample has no tokens."""
+    encoded = iter(collator.encode([each for each in found if not isinstance(each, Skipped)]))
+    return [EncodedRecord((), (each,)) if isinstance(each, Skipped) else next(encoded) for each in found]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.data.anyres import TileGroup, Tiling, features_of_group, features_of_images
-from megavlm.data.bad import BadSample, Reason
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout
 from megavlm.data.processors.processor import Processor, cut, pad_evenly, pad_to_square, squared
 from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, sides, square
 from megavlm.data.processors.resize import Pixels
 from megavlm.data.processors.sizes import Size, best_resolution
+from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.layers import VISION_LAYER, vision_layers_run
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.bad import BadSample, Reason
 from megavlm.data.processors.layout import Layout, Prompt
 from megavlm.data.processors.processor import Processor
 from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, has_only
 from megavlm.data.processors.resize import Pixels
 from megavlm.data.processors.sizes import Size
+from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import MISTRAL
 from megavlm.families.shared.family import Family, NamePrefixes

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from megavlm.data.batch_sampler import Skipped
+from megavlm.data.types import Skipped
 
 Value = float | int | bool | str | None | Mapping[str, float | None]
 Record = Mapping[str, Value]

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config
-from megavlm.data.bad import BadSample
-from megavlm.data.batch_sampler import Measured, Skipped
-from megavlm.data.files import FilesSource, StreamSample
+from megavlm.data.collate import CollateSpec
+from megavlm.data.collator import FileCollator
+from megavlm.data.files import FilesSource
 from megavlm.data.packing import pack
-from megavlm.data.records import is_stream, open_stream, prepare_stream
-from megavlm.data.sample import Picture, Sample
-from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamReader
+from megavlm.data.records import is_stream, prepare_stream
+from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamSource, encode_all, files_source
+from megavlm.data.types import BadSample, EncodedRecord, Picture, Sample, Segment, Skipped
 from megavlm.errors import UserError
 from megavlm.preview.findings import Findings, PackedSegment, Shown, SourceShare, stretches_of
 
@@ -28,17 +28,17 @@ def look(config: Config, *, shown: int, title: str) -> Findings:
     """
     if data_kind(config) != "files":
         raise UserError("there is nothing to preview without --datasets: name your data sets, or a --config that does")
-    source = FilesSource(config)
-    measured = _window(config, source)
-    usable = [sample for sample in measured if sample.pieces]
-    skipped = [skip for sample in measured for skip in sample.skipped]
+    source = files_source(config)
+    records = _window(config, source)
+    usable = [record for record in records if record.samples]
+    skipped = [skip for record in records for skip in record.skipped]
     samples, undecodable = _shown(source, usable, shown)
     return Findings(
         title=title,
         facts=_facts(config, source),
         seq_length=config.train.seq_length,
-        read=len(measured),
-        sources=_shares(config, source, len(measured)),
+        read=len(records),
+        sources=_shares(config, source, len(records)),
         sequences=_sequences(config, source, usable),
         skipped=(*skipped, *undecodable),
         shown=samples,
@@ -46,29 +46,16 @@ def look(config: Config, *, shown: int, title: str) -> Findings:
     )
 
 
-def _window(config: Config, source: FilesSource) -> list[Measured]:
-    """The first samples of the run; with streams among the sources, those of its first replica if it has but one."""
+def _window(config: Config, source: FilesSource) -> list[EncodedRecord]:
+    """Return the first window of the run; if a source is a stream, the window of the first of one replica."""
     size, run_dir = config.data.packing_window, Path(config.run.run_dir)
-    tars = {number: given for number, given in enumerate(config.data.datasets) if is_stream(given)}
-    if not tars:
-        return [source.measure(item) for item in range(size)]
-    for given in tars.values():
+    collator = FileCollator(source, CollateSpec.of(config, source))
+    if not isinstance(source, StreamSource):
+        return collator.encode(range(size))
+    for given in filter(is_stream, config.data.datasets):
         prepare_stream(given, run_dir=run_dir)
-    seed, shuffle = config.train.seed, config.data.shuffle
-    streams = {
-        number: open_stream(given, run_dir=run_dir, rank=0, world=1, seed=seed, shuffle=shuffle)
-        for number, given in tars.items()
-    }
-    items = StreamReader(source, streams, rank=0, ranks=1).read(min(size, MAX_STREAM_WINDOW))
-    return [Measured(None, (), (item,)) if isinstance(item, Skipped) else source.measure(item) for item in items]
-
-
-def _place(source: FilesSource, item: int | StreamSample) -> tuple[int, str]:
-    """A sample's data set and its name for messages."""
-    if isinstance(item, StreamSample):
-        return item.source, item.label
-    place = source.order.place(item)
-    return place.source, source.records[place.source].label(place.record)
+    reader = source.reader(rank=0, ranks=1, run_dir=run_dir)
+    return encode_all(collator, reader.read(min(size, MAX_STREAM_WINDOW)))
 
 
 def _facts(config: Config, source: FilesSource) -> tuple[tuple[str, str], ...]:
@@ -81,7 +68,7 @@ def _facts(config: Config, source: FilesSource) -> tuple[tuple[str, str], ...]:
 
 
 def _shares(config: Config, source: FilesSource, read: int) -> tuple[SourceShare, ...]:
-    drawn = [source.order.place(item).source for item in range(read)]
+    drawn = [source.order.record(number).source for number in range(read)]
     return tuple(
         SourceShare(
             name=source.names[number],
@@ -93,44 +80,53 @@ def _shares(config: Config, source: FilesSource, read: int) -> tuple[SourceShare
     )
 
 
-def _sequences(config: Config, source: FilesSource, usable: list[Measured]) -> tuple[tuple[PackedSegment, ...], ...]:
-    places = [_place(source, sample.item) for sample in usable]
+def _sequences(
+    config: Config, source: FilesSource, usable: list[EncodedRecord]
+) -> tuple[tuple[PackedSegment, ...], ...]:
     segments = [
-        PackedSegment(label, number, piece.length, piece.images)
-        for sample, (number, label) in zip(usable, places, strict=True)
-        for piece in sample.pieces
+        PackedSegment(_label(source, record)[1], sample.source, sample.cost.length, sample.cost.images)
+        for record in usable
+        for sample in record.samples
     ]
-    bins = [[place] for place in range(len(segments))]
+    bins = [[index] for index in range(len(segments))]
     if config.data.packing:
         bins = pack([segment.length for segment in segments], config.train.seq_length)
-    return tuple(tuple(segments[place] for place in sequence) for sequence in bins)
+    return tuple(tuple(segments[index] for index in indices) for indices in bins)
 
 
-def _shown(source: FilesSource, usable: list[Measured], most: int) -> tuple[tuple[Shown, ...], list[Skipped]]:
-    """Samples in full, the sources in turn, and those whose images turn out not to decode."""
-    waiting: dict[int, list[int | StreamSample]] = {}
-    for sample in usable:
-        waiting.setdefault(_place(source, sample.item)[0], []).append(sample.item)
+def _shown(source: FilesSource, usable: list[EncodedRecord], most: int) -> tuple[tuple[Shown, ...], list[Skipped]]:
+    """Return samples with images, the sources in turn, and the samples whose images cannot be decoded."""
+    waiting: dict[int, list[EncodedRecord]] = {}
+    for record in usable:
+        waiting.setdefault(_label(source, record)[0], []).append(record)
     found: list[Shown] = []
     bad: list[Skipped] = []
     while len(found) < most and any(waiting.values()):
         for number in sorted(waiting):
             if waiting[number] and len(found) < most:
-                item = waiting[number].pop(0)
+                record = waiting[number].pop(0)
+                assert record.sample_id is not None
                 try:
-                    found.extend(_in_full(source, item)[: most - len(found)])
+                    found.extend(_in_full(source, record)[: most - len(found)])
                 except BadSample as error:
-                    bad.append(source.skipped(item, error))
+                    bad.append(source.skipped(record.sample_id, error))
     return tuple(found), bad
 
 
-def _in_full(source: FilesSource, item: int | StreamSample) -> list[Shown]:
-    place, label = _place(source, item)
-    pieces = source.pieces(item)
+def _label(source: FilesSource, record: EncodedRecord) -> tuple[int, str]:
+    """Return the index of a record's data set, and its name in messages."""
+    assert record.sample_id is not None, "skipped records have no samples"
+    return source.label(record.sample_id)
+
+
+def _in_full(source: FilesSource, record: EncodedRecord) -> list[Shown]:
+    assert record.sample_id is not None
+    index, label = _label(source, record)
+    samples = [source.load(Segment(record.sample_id, encoded)) for encoded in record.samples]
     return [
         Shown(
-            label=f"{label}, piece {number + 1} of {len(pieces)}" if len(pieces) > 1 else label,
-            source=place,
+            label=f"{label}, piece {number + 1} of {len(samples)}" if len(samples) > 1 else label,
+            source=index,
             length=len(sample),
             images=tuple(_pictures(source, sample, image) for image in sample.images),
             stretches=stretches_of(
@@ -140,7 +136,7 @@ def _in_full(source: FilesSource, item: int | StreamSample) -> list[Shown]:
                 decode=source.tokenizer.decode,
             ),
         )
-        for number, sample in enumerate(pieces)
+        for number, sample in enumerate(samples)
     ]
 
 

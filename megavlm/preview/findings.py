@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.batch_sampler import Skipped
+from megavlm.data.types import Skipped
 
 Decode = Callable[[Sequence[int]], str]
 _CONTEXT = 8  # tokens

@@ -1,4 +1,4 @@
-"""Predefined configurations. Recipe `x` is the function `x()` in `megavlm.recipes.x`, which returns a Config.
+"""Predefined configurations. A recipe is a function that returns a Config.
 
 Its learning-rate schedule is scaled to the number of iterations that a user gives. A module is imported only when
 its recipe is used, so that its dependencies do not affect other runs.
@@ -24,16 +24,16 @@ _WSD: Path = ("optimizer", "lr_wsd_decay_iters")
 _SCHEDULES: Mapping[Path, int] = {("optimizer", "lr_warmup_iters"): 0, ("optimizer", "lr_decay_iters"): 1, _WSD: 1}
 
 
-def _from_module(name: str) -> Callable[[], Config]:
+def _from_module(module: str, name: str) -> Callable[[], Config]:
     def build() -> Config:
-        config = getattr(import_module(f"megavlm.recipes.{name}"), name)()
+        config = getattr(import_module(module), name)()
         assert isinstance(config, Config), f"recipe {name} must return a Config"
         return config
 
     return build
 
 
-RECIPES: dict[str, Callable[[], Config]] = {name: _from_module(name) for name in ("demo",)}
+RECIPES: dict[str, Callable[[], Config]] = {"demo": _from_module("megavlm.demo.recipe", "demo")}
 
 
 def recipe(name: str) -> Config:

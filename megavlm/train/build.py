@@ -21,9 +21,9 @@ from megavlm.config.derived import overlapped
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.data.data_loader import DataLoader, PatchShards
-from megavlm.data.reading import build_data_loader, prepare_data
-from megavlm.data.source import Source, build_source
+from megavlm.data.data_loader import DataLoader, PatchShards, build_data_loader, prepare_data
+from megavlm.data.files import FilesSource
+from megavlm.data.source import ComputedSource
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, SkippedLog, TensorBoardSink
 from megavlm.model.specs import DTYPES
@@ -35,6 +35,7 @@ from megavlm.planner.plan import Plan, dims_of, make_plan, table
 from megavlm.precision.device import check_device, device_at_hand
 from megavlm.train.engine import Engine, WeightInit, build_engine
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
+from megavlm.train.source import build_source
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Run:
     config: Config
     plan: Plan
     backend: Backend
-    source: Source
+    source: ComputedSource | FilesSource
     data_loader: DataLoader
     engine: Engine
     position: state.Position  # what is already done

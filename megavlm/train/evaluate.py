@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from megavlm.data.sample import Sample
+from megavlm.data.collate import CollateSpec
 from megavlm.data.source import Source
+from megavlm.data.types import Sample
 from megavlm.train.engine import Engine
 from megavlm.train.generate import generate
 
@@ -50,11 +51,13 @@ class Examination:
     shuffled_predictions: Sequence[str]
 
 
-def answer_all(engine: Engine, source: Examiner, questions: Sequence[Any], *, micro_batch_size: int) -> list[str]:
+def answer_all(
+    engine: Engine, source: Examiner, questions: Sequence[Any], *, spec: CollateSpec, micro_batch_size: int
+) -> list[str]:
     """Return the model's answer to each question; equal on all ranks."""
     tokens = generate(
         engine,
-        source,
+        spec,
         [question.sample for question in questions],
         micro_batch_size=micro_batch_size,
         max_new_tokens=source.max_answer_tokens,
@@ -70,21 +73,23 @@ def exact_match(questions: Sequence[Question], predictions: Sequence[str]) -> di
     return {kind: sum(right) / len(right) for kind, right in hits.items()}
 
 
-def examine(engine: Engine, source: Examiner, *, per_kind: int, micro_batch_size: int) -> Examination:
+def examine(
+    engine: Engine, source: Examiner, *, spec: CollateSpec, per_kind: int, micro_batch_size: int
+) -> Examination:
     """Return the final evaluation: answers to all questions with their own images and with other questions' images."""
     questions = source.questions(per_kind)
     shuffled = source.with_shuffled_images(questions)
     return Examination(
         questions=questions,
-        predictions=answer_all(engine, source, questions, micro_batch_size=micro_batch_size),
+        predictions=answer_all(engine, source, questions, spec=spec, micro_batch_size=micro_batch_size),
         shuffled_questions=shuffled,
-        shuffled_predictions=answer_all(engine, source, shuffled, micro_batch_size=micro_batch_size),
+        shuffled_predictions=answer_all(engine, source, shuffled, spec=spec, micro_batch_size=micro_batch_size),
     )
 
 
 def report(examination: Examination, run_dir: Path) -> str:
     """Write RUN_DIR/evaluation.txt and RUN_DIR/examples.png; return the table of scores."""
-    from megavlm.train.demo_report import draw_examples, exact_match_table
+    from megavlm.demo.report import draw_examples, exact_match_table
 
     table = exact_match_table(
         examination.questions,

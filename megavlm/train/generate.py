@@ -9,14 +9,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megavlm.data.sample import Sample
-from megavlm.data.source import Source, batch_of
+from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.types import Sample
 from megavlm.parallel.groups import broadcast_from_last_stage
 from megavlm.train.engine import Engine
 
 
 def generate(
-    engine: Engine, source: Source, prompts: Sequence[Sample], *, micro_batch_size: int, max_new_tokens: int
+    engine: Engine, spec: CollateSpec, prompts: Sequence[Sample], *, micro_batch_size: int, max_new_tokens: int
 ) -> list[list[int]]:
     """Return `max_new_tokens` tokens for each prompt, each the most likely next token; equal on all ranks.
 
@@ -29,17 +29,18 @@ def generate(
     work = [*mine, *[prompts[0]] * (-max(len(mine), 1) % round_size + (0 if mine else 1))]
     answers: list[list[int]] = [[] for _ in work]
     longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
-    seq_length = -(-longest // engine.sequence_multiple) * engine.sequence_multiple
+    multiple = engine.sequence_multiple
+    spec = replace(spec, seq_length=-(-longest // multiple) * multiple)
     engine.evaluating(True)
     for _ in range(max_new_tokens):
         extended = [_extend(prompt, answer) for prompt, answer in zip(work, answers, strict=True)]
         batches = [
-            batch_of(source, extended[i : i + micro_batch_size], seq_length=seq_length, with_patches=True)
+            collate([[sample] for sample in extended[i : i + micro_batch_size]], spec)
             for i in range(0, len(extended), micro_batch_size)
         ]
         lengths = torch.tensor([len(sample.tokens) for sample in extended])
         logits = engine.schedule.logits(batches)
-        tokens = _next_tokens(engine, logits, lengths, never=source.image_token)
+        tokens = _next_tokens(engine, logits, lengths, never=spec.image_token)
         for answer, token in zip(answers, tokens, strict=True):
             answer.append(token)
     engine.evaluating(False)

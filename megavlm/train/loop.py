@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint import state
+from megavlm.data.collate import CollateSpec
 from megavlm.errors import UserError
 from megavlm.metrics.sinks import Value
 from megavlm.train import evaluate
@@ -136,7 +137,11 @@ def _interval_evaluation(run: Run) -> dict[str, Value]:
         return {}
     questions = run.source.questions(max(1, run.config.evaluation.eval_samples // 3))
     predictions = evaluate.answer_all(
-        run.engine, run.source, questions, micro_batch_size=run.config.train.micro_batch_size
+        run.engine,
+        run.source,
+        questions,
+        spec=CollateSpec.of(run.config, run.source),
+        micro_batch_size=run.config.train.micro_batch_size,
     )
     scores = evaluate.exact_match(questions, predictions)
     _say(run, "held-out exact match: " + ", ".join(f"{kind} {score:.0%}" for kind, score in scores.items()))
@@ -150,6 +155,7 @@ def _final_evaluation(run: Run) -> None:
     examination = evaluate.examine(
         run.engine,
         run.source,
+        spec=CollateSpec.of(run.config, run.source),
         per_kind=run.config.evaluation.eval_samples,
         micro_batch_size=run.config.train.micro_batch_size,
     )

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megavlm.arch.flops import Workload, step_flops, window_patches, window_squares
-from megavlm.data.rank_loader import StepData, stats
+from megavlm.data.rank_loader import stats
+from megavlm.data.types import StepData
 from megavlm.metrics import throughput
 from megavlm.metrics.sinks import Value
 from megavlm.train.build import Run

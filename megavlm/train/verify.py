@@ -15,7 +15,7 @@ from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.config.schema import Config
 from megavlm.data.anyres import Tiling
 from megavlm.data.batch import MicroBatch
-from megavlm.data.source import batch_of
+from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
 from megavlm.train.single_process import full_model, single_process_groups
@@ -82,10 +82,7 @@ def _grids(batch: MicroBatch) -> str:
 
 def _batches(config: Config, samples: int, tiling: Tiling | None) -> list[MicroBatch]:
     source = SyntheticSource(config, tiling=tiling)
-    return [
-        batch_of(source, [source.sample(index)], seq_length=config.train.seq_length, with_patches=True)
-        for index in range(samples)
-    ]
+    return [collate([[source.sample(index)]], CollateSpec.of(config, source)) for index in range(samples)]
 
 
 def _transformers_model(pretrained: Pretrained) -> torch.nn.Module:

@@ -126,7 +126,7 @@ def complaint() -> str:
     import torch
     import torch.distributed as dist
 
-    from megavlm.data.data_loader import ReplicaBroadcast
+    from megavlm.data.broadcast import ReplicaBroadcast
     from megavlm.errors import UserError
 
     def read():

@@ -116,7 +116,7 @@ def peft_model(folder: Path, adapters: Path, *, trainable: bool) -> Any:
 def train_with_peft(theirs: Any, argv: list[str], *, steps: int) -> list[float]:
     """AdamW on the same synthetic batches as the run."""
     from megavlm.config.cli import parse
-    from megavlm.data.source import batch_of
+    from megavlm.data.collate import CollateSpec, collate
     from megavlm.data.synthetic import SyntheticSource
     from megavlm.families.llava import inputs
 
@@ -127,7 +127,7 @@ def train_with_peft(theirs: Any, argv: list[str], *, steps: int) -> list[float]:
     losses = []
     for step in range(steps):
         samples = [source.sample(4 * step + number) for number in range(4)]
-        batch = batch_of(source, samples, seq_length=config.train.seq_length, with_patches=True)
+        batch = collate([[sample] for sample in samples], CollateSpec.of(config, source))
         logits = theirs(**inputs(batch, config.model)).logits
         labels = torch.where(batch.loss_mask.bool(), batch.labels, -100)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())

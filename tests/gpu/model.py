@@ -69,10 +69,10 @@ def samples_of(config: Any) -> tuple[Any, list[Any]]:
 
 def packed_batch(config: Any) -> Any:
     """All samples in one row."""
-    from megavlm.data.source import batch_of_rows
+    from megavlm.data.collate import CollateSpec, collate
 
     source, samples = samples_of(config)
-    return batch_of_rows(source, [samples], seq_length=config.train.seq_length, with_patches=True)
+    return collate([samples], CollateSpec.of(config, source))
 
 
 def results(

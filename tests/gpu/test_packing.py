@@ -16,11 +16,11 @@ from tests.gpu.model import BF16, near
 
 @pytest.mark.parametrize("layers", ["torch", "te"])
 def test_a_packed_row_trains_as_its_samples_do(layers: str, world: Any, request: pytest.FixtureRequest) -> None:
-    from megavlm.data.source import batch_of
+    from megavlm.data.collate import CollateSpec, collate
 
     def apart(config: Any) -> list[Any]:
         source, samples = model.samples_of(config)
-        return [batch_of(source, [sample], seq_length=256, with_patches=True) for sample in samples]
+        return [collate([[sample]], CollateSpec.of(config, source, seq_length=256)) for sample in samples]
 
     if layers == "te":
         request.getfixturevalue("transformer_engine")

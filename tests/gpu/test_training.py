@@ -96,11 +96,11 @@ def test_peak_memory_is_as_predicted(world: Any) -> None:
         f"--language-vocab-size {1024 * scale}"
     ).split()
     config = model.config_of(flags)
-    from megavlm.data.source import batch_of
+    from megavlm.data.collate import CollateSpec, collate
     from megavlm.data.synthetic import SyntheticSource
 
     source = SyntheticSource(config)
-    batch = batch_of(source, [source.sample(0)], seq_length=config.train.seq_length, with_patches=True)
+    batch = collate([[source.sample(0)]], CollateSpec.of(config, source))
     engine = model.engine_of(config, world)
     (memory,) = memory_of(config, dims_of(config, world=1), on_gpu=not world.is_cpu)
     if world.is_cpu:
@@ -150,7 +150,7 @@ def test_evaluation_after_a_capture_runs_without_graphs(world: Any) -> None:
 
 
 def logits_after_a_step(flags: list[str], world: Any) -> list[torch.Tensor]:
-    from megavlm.data.source import batch_of
+    from megavlm.data.collate import CollateSpec, collate
     from megavlm.data.synthetic import SyntheticSource
 
     config = model.config_of(flags)
@@ -158,7 +158,7 @@ def logits_after_a_step(flags: list[str], world: Any) -> list[torch.Tensor]:
     source = SyntheticSource(config)
     half = SyntheticSource(replace(config, train=replace(config.train, seq_length=whole // 2)))
     batch, short = (
-        batch_of(each, [each.sample(0)], seq_length=length, with_patches=True)
+        collate([[each.sample(0)]], CollateSpec.of(config, each, seq_length=length))
         for each, length in ((source, whole), (half, whole // 2))
     )
     engine = model.engine_of(config, world)

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megavlm.data.bad import BadSample, Reason
 from megavlm.data.chat import ChatFormat, EncodedConversation, split
-from megavlm.data.conversation import Conversation, ImageRef, Turn
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
 from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
 from tests.support import chat_templates as templates

@@ -10,8 +10,8 @@ import transformers
 from PIL import Image
 
 from megavlm.data.chat import ChatFormat
-from megavlm.data.conversation import Conversation, ImageRef, Turn
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.families import processor_from
 from tests.support.processors import CASES, bare, picture, tokenizers_in
 

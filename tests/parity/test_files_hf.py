@@ -17,8 +17,9 @@ from PIL import Image
 from transformers.models.internvl import InternVLVisionConfig
 
 from megavlm.config.schema import DataConfig, DatasetConfig
+from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
-from megavlm.data.source import batch_of
+from megavlm.data.types import Segment
 from tests.support import hf
 from tests.support.harness import Single, assert_same
 from tests.support.processors import CASES, PINPOINTS, bare, picture, tokenizers_in
@@ -137,8 +138,9 @@ def test_a_record_gives_the_logits_that_transformers_gives(
     config = hf.config_for(folder, seq_length=640)
     config = replace(config, data=DataConfig(datasets=(DatasetConfig(path=str(path)),)))
     source = FilesSource(config)
-    (sample,) = source.pieces(0)
-    batch = batch_of(source, [sample], seq_length=640, with_patches=True)
+    (encoded,) = source.encode(0).samples
+    sample = source.load(Segment(0, encoded))
+    batch = collate([[sample]], CollateSpec.of(config, source, seq_length=640))
     (logits,) = hf.engine_for(config, folder, single).schedule.logits([batch])
 
     processor = bare(

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers.models.pixtral import image_processing_pil_pixtral as pil
 
-from megavlm.data.bad import BadSample, Reason
+from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 from megavlm.families import family_of, processor_from
 from megavlm.families.shared.settings import Settings

@@ -8,7 +8,7 @@ import pytest
 
 from megavlm.arch.layers import layer_names
 from megavlm.config.schema import Config, DataConfig, ProjectorConfig
-from megavlm.data.source import batch_of, batch_of_rows
+from megavlm.data.collate import CollateSpec, collate
 from megavlm.model.weights import initialize
 from tests.support.harness import Single
 from tests.support.tiny_vlm import VOCABULARY, base, samples_of, trained
@@ -40,9 +40,9 @@ def test_a_packed_batch_trains_as_its_samples_do(name: str, rows: tuple[tuple[in
     chunk = single.chunk(config, layer_names(config.model), vocab_size=VOCABULARY)
     initialize(chunk, config, vocab_size=VOCABULARY)
     source, samples = samples_of(config, (140, 132, 125, 140))
-    packed = batch_of_rows(source, [[samples[i] for i in row] for row in rows], seq_length=560, with_patches=True)
+    packed = collate([[samples[i] for i in row] for row in rows], CollateSpec.of(config, source, seq_length=560))
     assert packed.cu_seqlens is not None
-    alone = [batch_of(source, [sample], seq_length=144, with_patches=True) for sample in samples]
+    alone = [collate([[sample]], CollateSpec.of(config, source, seq_length=144)) for sample in samples]
     loss, gradients = trained(chunk, [packed])
     expected_loss, expected = trained(chunk, alone)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
@@ -58,6 +58,6 @@ def test_a_neighbour_changes_nothing(single: Single) -> None:
     initialize(chunk, config, vocab_size=VOCABULARY)
     source, samples = samples_of(config, (90, 85))
     rows = [[samples[0], samples[1]]]
-    packed = batch_of_rows(source, rows, seq_length=192, with_patches=True)
+    packed = collate(rows, CollateSpec.of(config, source, seq_length=192))
     crossing = replace(packed, cu_seqlens=None)
     assert abs(trained(chunk, [packed])[0] - trained(chunk, [crossing])[0]) > 1e-3

@@ -14,7 +14,7 @@ import pytest
 
 from megavlm.arch.layers import layer_names
 from megavlm.config.schema import Config, LoraConfig, PrecisionConfig
-from megavlm.data.source import batch_of, batch_of_rows
+from megavlm.data.collate import CollateSpec, collate
 from megavlm.model import te
 from megavlm.model.modules import fp8_fields
 from megavlm.model.weights import initialize, named_shards
@@ -84,8 +84,8 @@ def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single
     assert not any(getattr(module, "te_return_bias", False) for module in theirs.modules()), "biases to add apart"
     source, samples = samples_of(config, (140, 132, 125, 140))
     rows = [samples[:2], samples[2:]]
-    alone = batch_of(source, [samples[0]], seq_length=144, with_patches=True)
-    packed = batch_of_rows(source, rows, seq_length=288, with_patches=True)
+    alone = collate([[samples[0]]], CollateSpec.of(config, source, seq_length=144))
+    packed = collate(rows, CollateSpec.of(config, source, seq_length=288))
     for batch, format in ((alone, "sbhd"), (packed, "thd")):
         # Images of the tower's own size, or full windows, are a batch, where they come first; what follows has bounds.
         whole = ["bshd"] if batch is alone else ["bshd", "thd"]

@@ -21,8 +21,9 @@ from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import MicroBatch
-from megavlm.data.images import grid_of
-from megavlm.data.sample import Image, Sample, collate
+from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.images import Image, grid_of
+from megavlm.data.types import Sample
 from megavlm.planner.plan import make_plan
 from megavlm.train.engine import Engine, build_engine
 from megavlm.train.single_process import unpadded_shapes
@@ -90,14 +91,15 @@ def batch_of(
         samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held, groups))
     return collate(
         [[sample] for sample in samples],
-        seq_length=config.train.seq_length,
-        image_token=image_token,
-        pad_token=0,
-        pixel_shuffle=shuffle,
-        patch_dim=model.vision.in_channels * patch**2,
-        with_patches=True,
-        mrope=bool(model.language.mrope_section),
-        anyres_max_tiles=most,
+        CollateSpec(
+            seq_length=config.train.seq_length,
+            image_token=image_token,
+            pad_token=0,
+            pixel_shuffle=shuffle,
+            patch_dim=model.vision.in_channels * patch**2,
+            mrope=bool(model.language.mrope_section),
+            anyres_max_tiles=most,
+        ),
     )
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.batch import MicroBatch
-from megavlm.data.sample import Sample
 from megavlm.data.synthetic import SyntheticSource
+from megavlm.data.types import Sample
 
 VOCABULARY = 80
 

@@ -32,7 +32,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.optim.shards",),
     ("megavlm.precision",),
     (
-        "megavlm.data.bad",
+        "megavlm.data.types",
         "megavlm.data.images",
         "megavlm.data.anyres",
         "megavlm.data.batch",
@@ -40,6 +40,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ),
     ("megavlm.families",),
     ("megavlm.data",),
+    ("megavlm.demo",),
     ("megavlm.model",),
     ("megavlm.optim",),
     ("megavlm.pipeline",),
@@ -53,10 +54,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
 TORCH_FREE = tuple(name for row in RANKS[: RANKS.index(("megavlm.planner",)) + 1] for name in row)
 # They may compute with torch, but neither communicate nor touch a GPU.
 DEVICE_FREE = (
-    "megavlm.data.balance",
     "megavlm.data.batch_sampler",
     "megavlm.data.packing",
-    "megavlm.data.sample",
+    "megavlm.data.collate",
     "megavlm.model.merge",
     "megavlm.model.packing",
     "megavlm.model.rotary",

@@ -11,10 +11,10 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.bad import BadSample, Reason
 from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.text import TextTokenizer
+from megavlm.data.types import BadSample, Reason
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,14 @@ from typing import Literal
 
 import numpy as np
 
-from megavlm.data.bad import BadSample, Reason
 from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
 from megavlm.data.chat.expand import expand
 from megavlm.data.chat.probe import image_style, openings_of, source_of
 from megavlm.data.chat.spans import Kind, Skeleton, Spans, by_prefixes, skeleton
 from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
-from megavlm.data.conversation import Conversation, ImageRef, Turn
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.text import TextTokenizer
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
 from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
 

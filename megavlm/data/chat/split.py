@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.bad import BadSample, Reason
 from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
+from megavlm.data.types import BadSample, Reason
 
 
 @dataclass(frozen=True, eq=False)

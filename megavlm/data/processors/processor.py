@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from PIL.Image import Resampling
 
-from megavlm.data.bad import BadSample, Reason
 from megavlm.data.images import features_of, patchify
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout, Prompt, Tile
 from megavlm.data.processors.resize import Pixels, resize
 from megavlm.data.processors.sizes import Size
+from megavlm.data.types import BadSample, Reason
 
 if TYPE_CHECKING:  # families are read where torch is not needed, as by the planner
     from torch import Tensor

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
-from megavlm.data.conversation import Conversation
+from megavlm.data.types import Conversation
 
 
 class Container(Protocol):

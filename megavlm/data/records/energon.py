@@ -32,11 +32,10 @@ from megatron.energon.metadataset.loader_interface import DatasetBlendMode, Load
 from megatron.energon.savable_loader import SavableDataLoaderState
 from megatron.energon.state import FlexState
 
-from megavlm.data.bad import BadSample, Reason
-from megavlm.data.conversation import Conversation
 from megavlm.data.records.blend import check_yaml
 from megavlm.data.records.parts import conversation_of_parts
 from megavlm.data.records.plain import from_plain, to_plain
+from megavlm.data.types import BadSample, Conversation, Reason
 from megavlm.errors import UserError
 
 _BAD = "__bad__"

@@ -9,14 +9,13 @@ from typing import cast
 
 from megavlm.config.messages import shown
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.bad import BadSample
-from megavlm.data.conversation import Records
 from megavlm.data.records.arrays import NotAnArray, array_spans
 from megavlm.data.records.container import Container, FileRecords, Joined
 from megavlm.data.records.parquet import ParquetFile
 from megavlm.data.records.pictures import file_below
 from megavlm.data.records.spans import BOM, SpanFile, line_spans
 from megavlm.data.records.turns import FIELD, Shape, conversation_of, shape_of
+from megavlm.data.types import BadSample, Records
 from megavlm.errors import UserError
 
 _FILES = (".json", ".jsonl", ".ndjson", ".parquet", ".txt")  # what is read of a folder

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.data.bad import BadSample, Reason
 from megavlm.data.records.turns import COLUMNS
+from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 
 _CACHE = 2**28  # bytes of row groups that a file keeps; the newest is kept whatever its size

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megavlm.config.messages import shown
-from megavlm.data.bad import BadSample, Reason
-from megavlm.data.conversation import Conversation, ImageRef
 from megavlm.data.records.turns import conversation_of, shape_of
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif")
 _CAPTIONS = ("txt", "caption")

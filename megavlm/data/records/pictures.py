@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.config.messages import shown
-from megavlm.data.bad import BadSample, Reason
-from megavlm.data.conversation import ImageRef
 from megavlm.data.decode import resolve_inside
+from megavlm.data.types import BadSample, ImageRef, Reason
 
 FindFile = Callable[[str], ImageRef]
 """From an image's name in a record to the image; raises BadSample."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.config.messages import shown
-from megavlm.data.bad import BadSample, Reason
+from megavlm.data.types import BadSample, Reason
 
 BOM = b"\xef\xbb\xbf"
 _CHUNK = 2**24  # bytes that are searched for line ends at once

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from megavlm.config.messages import shown
-from megavlm.data.bad import BadSample, Reason
-from megavlm.data.conversation import Conversation, ImageRef, Role, Turn
 from megavlm.data.records.pictures import PLACES, FindFile, image_of
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Role, Turn
 
 Shape = Literal["llava", "messages", "text"]
 TAG = "<image>"

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.bad import BadSample, Reason
-from megavlm.data.conversation import Conversation, ImageRef, Records, Turn
 from megavlm.data.decode import size_of
 from megavlm.data.records import tars
 from megavlm.data.records.turns import TAG
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Records, Turn
 from megavlm.errors import UserError
 
 NOTES = "prepare_data.json"

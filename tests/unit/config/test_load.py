@@ -111,9 +111,9 @@ def test_anchors_are_plain_yaml(tmp_path: Path) -> None:
 
 def test_a_recipe_is_its_module_s_function_and_imported_late(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(train=TrainConfig(seed=9))
-    module: Any = types.ModuleType("megavlm.recipes.demo")
+    module: Any = types.ModuleType("megavlm.demo.recipe")
     module.demo = lambda: config
-    monkeypatch.setitem(sys.modules, "megavlm.recipes.demo", module)
+    monkeypatch.setitem(sys.modules, "megavlm.demo.recipe", module)
     assert "demo" in RECIPES
     assert recipe("demo") == config
 

@@ -6,8 +6,8 @@ import pytest
 
 from megavlm.config.cli import parse
 from megavlm.data.anyres import TileGroup, feature_map, features_of_images
+from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.rank_loader import stats
-from megavlm.data.source import batch_of
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
 
@@ -42,8 +42,12 @@ def test_an_image_of_which_nothing_would_be_left_is_refused() -> None:
 
 def test_synthetic_images_are_tiled_where_they_are_alone() -> None:
     flags = "--vision-image-size 8 --vision-patch-size 4 --image-sizes 16 --images-per-sample 1 2 0 --seq-length 40"
-    source = SyntheticSource(parse([*flags.split(), "--projector-anyres-max-tiles", "4"]))
-    batch = batch_of(source, [source.sample(index) for index in range(3)], seq_length=40, with_patches=True)
+    config = parse([*flags.split(), "--projector-anyres-max-tiles", "4"])
+    source = SyntheticSource(config)
+    batch = collate(
+        [[sample] for sample in [source.sample(index) for index in range(3)]],
+        CollateSpec.of(config, source, seq_length=40),
+    )
     assert batch.tile_groups == (
         TileGroup((2, 2), (16, 16)),
         TileGroup((0, 0), (16, 16)),

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.balance import assign, imbalance
+from megavlm.data.packing import assign, imbalance
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,26 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.bad import Reason
-from megavlm.data.batch_sampler import LoaderState, Measured, PackedBatchSampler, Skipped
-from megavlm.data.costs import SampleCost
+from megavlm.data.batch_sampler import PackedBatchSampler
+from megavlm.data.types import EncodedRecord, EncodedSample, LoaderState, Reason, SampleCost, Skipped
 from megavlm.errors import UserError
 
 WINDOW, LENGTH = 20, 100
 
 
-def measure_of(length: int) -> SampleCost:
-    return SampleCost(length=length, patches=0, images=0, vision=0.0, language=float(length))
+def encoded(length: int, *, piece: int) -> EncodedSample:
+    """A sample of `length` tokens, each with the number of its piece."""
+    cost = SampleCost(length=length, patches=0, images=0, vision=0.0, language=float(length))
+    return EncodedSample(np.full(length, piece), np.ones(length, dtype=np.bool_), (), (), 0, cost)
 
 
-def window_of(number: int) -> Sequence[Measured]:
+def window_of(number: int) -> Sequence[EncodedRecord]:
     """Samples of random lengths; every fifth is bad, every seventh in two pieces."""
     samples = []
     for item in range(number * WINDOW, (number + 1) * WINDOW):
         length = int(np.random.default_rng(item).integers(1, LENGTH + 1))
         skipped = (Skipped(f"t:{item}", "t", Reason.EMPTY, "nothing"),) if item % 5 == 0 else ()
-        pieces = () if skipped else (measure_of(length),) * (2 if item % 7 == 0 else 1)
-        samples.append(Measured(item, pieces, skipped))
+        pieces = 0 if skipped else 2 if item % 7 == 0 else 1
+        samples.append(EncodedRecord(tuple(encoded(length, piece=piece) for piece in range(pieces)), skipped, item))
     return samples
 
 
@@ -44,7 +45,9 @@ def taken(
         composed = given_sampler.batch_at(place)
         place = composed.after
         places.append(place)
-        sequences += [tuple((member.item, member.piece) for member in row) for row in composed.sequences]
+        sequences += [
+            tuple((each.sample_id, int(each.encoded.tokens[0])) for each in row) for row in composed.sequences
+        ]
     return sequences, places
 
 
@@ -57,9 +60,9 @@ def test_every_usable_piece_comes_once_and_fits(count: int, packing: bool) -> No
     flat = [member for row in sequences for member in row]
     assert len(flat) == len(set(flat))
     whole = places[-1]["window"]
-    expected = {(s.item, piece) for n in range(whole) for s in window_of(n) for piece in range(len(s.pieces))}
+    expected = {(s.sample_id, piece) for n in range(whole) for s in window_of(n) for piece in range(len(s.samples))}
     assert expected <= set(flat)
-    lengths = {(s.item): s.pieces[0].length for n in range(whole + 1) for s in window_of(n) if s.pieces}
+    lengths = {s.sample_id: s.samples[0].cost.length for n in range(whole + 1) for s in window_of(n) if s.samples}
     assert all(sum(lengths[item] for item, _ in row) <= LENGTH for row in sequences)
     assert packing or all(len(row) == 1 for row in sequences)
 
@@ -98,7 +101,7 @@ def test_packing_needs_fewer_sequences() -> None:
 def test_data_without_a_usable_sample_says_why() -> None:
     bad = Skipped("train.jsonl:3", "train", Reason.MISSING, "no cat.jpg")
     given_sampler = PackedBatchSampler(
-        lambda number: [Measured(number, (), (bad,))], count=1, window=1, seq_length=8, packing=True
+        lambda number: [EncodedRecord((), (bad,), number)], count=1, window=1, seq_length=8, packing=True
     )
     with pytest.raises(UserError, match=r"none of 4 samples .* 4 × missing_file, as train.jsonl:3: no cat.jpg"):
         given_sampler.batch_at(given_sampler.start)

@@ -18,7 +18,7 @@ MODEL = ModelConfig(
 
 def test_costs_are_the_flops_of_the_model() -> None:
     grids = [(4, 6), (8, 8)]
-    measured = CostModel.of(MODEL).measure(length=70, grids=grids, images=2)
+    measured = CostModel.of(MODEL).cost(length=70, grids=grids, images=2)
     work = Workload(
         patches=88,
         patch_squares=24**2 + 64**2,
@@ -34,4 +34,4 @@ def test_costs_are_the_flops_of_the_model() -> None:
 
 
 def test_text_costs_no_vision() -> None:
-    assert CostModel.of(MODEL).measure(length=70, grids=(), images=0).vision == 0
+    assert CostModel.of(MODEL).cost(length=70, grids=(), images=0).vision == 0

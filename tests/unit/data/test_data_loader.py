@@ -2,16 +2,18 @@
 
 from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import SequentialBatchSampler
-from megavlm.data.collator import InlineCollator
+from megavlm.data.collate import CollateSpec
+from megavlm.data.collator import Collator
 from megavlm.data.data_loader import DataLoader
 from megavlm.data.rank_loader import RankLoader
 from megavlm.data.synthetic import SyntheticSource
 
 
 def data_loader() -> DataLoader:
-    making = InlineCollator(SyntheticSource(Config()), seq_length=64, with_patches=False)
+    source = SyntheticSource(Config())
+    collator = Collator(source, CollateSpec.of(Config(), source, seq_length=64), with_patches=False)
     loader = RankLoader(
-        SequentialBatchSampler(count=4), making, dp_rank=0, dp_size=1, micro_batch_size=4, global_batch_size=4
+        SequentialBatchSampler(count=4), collator, dp_rank=0, dp_size=1, micro_batch_size=4, global_batch_size=4
     )
     return DataLoader(loader)
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
-from megavlm.data.bad import BadSample, Reason
 from megavlm.data.decode import MAX_PIXELS, decode, resolve_inside, size_of
+from megavlm.data.types import BadSample, Reason
 
 RNG = np.random.default_rng(0)
 RED, WHITE = (255, 0, 0), (255, 255, 255)

@@ -6,8 +6,11 @@ import io
 import json
 import struct
 import zlib
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +19,15 @@ from PIL import Image
 
 from megavlm.config.cli import parse
 from megavlm.config.schema import Config
-from megavlm.data import shares
-from megavlm.data.bad import Reason
-from megavlm.data.batch_sampler import PackedBatchSampler, Segment
-from megavlm.data.collator import InlineCollator, WorkerCollator, make_batch
-from megavlm.data.files import FilesSource
+from megavlm.data import files
+from megavlm.data.batch_sampler import PackedBatchSampler
+from megavlm.data.chat import ChatFormat
+from megavlm.data.collate import CollateSpec
+from megavlm.data.collator import FileCollator, collate_segments
+from megavlm.data.data_loader import build_batch_sampler
+from megavlm.data.files import FilesSource, share_table
 from megavlm.data.rank_loader import RankLoader
-from megavlm.data.reading import build_batch_sampler
+from megavlm.data.types import Reason, Segment
 from megavlm.errors import UserError
 from tests.support.data_files import record, sources_of, write_all, write_tokenizer
 from tests.support.training import SMALL
@@ -121,13 +126,13 @@ def in_order(folder: Path) -> FilesSource:
 @pytest.mark.parametrize(("number", "reason"), enumerate(LINES.values()))
 def test_each_sample_is_used_or_has_its_reason(broken: Path, number: int, reason: Reason | None) -> None:
     source = in_order(broken)
-    measured = source.measure(number)
-    found = [skip.reason for skip in measured.skipped]
-    rows = [tuple(Segment(number, piece) for piece in range(len(measured.pieces)))]
-    made = make_batch(source, rows, seq_length=96, with_patches=True)
+    record = source.encode(number)
+    found = [skip.reason for skip in record.skipped]
+    rows = [tuple(Segment(number, sample) for sample in record.samples)]
+    made = collate_segments(source, rows, spec=CollateSpec.of(config_for(broken), source))
     found += [skip.reason for skip in made.skipped]
     assert found == ([] if reason is None else [reason])
-    assert all(skip.label == f"train.jsonl:{number + 1}" for skip in (*measured.skipped, *made.skipped))
+    assert all(skip.label == f"train.jsonl:{number + 1}" for skip in (*record.skipped, *made.skipped))
     assert (made.batch.num_tokens > 0) == (reason is None)
     assert made.batch.patches is not None
     assert torch.isfinite(made.batch.patches).all()
@@ -137,8 +142,7 @@ def test_each_sample_is_used_or_has_its_reason(broken: Path, number: int, reason
 def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
     config = config_for(write_all(tmp_path, samples=24))
     source = FilesSource(config)
-    in_thread = InlineCollator(source, seq_length=96, with_patches=True)
-    in_processes = WorkerCollator(source, workers=2, seq_length=96, with_patches=True)
+    spec = CollateSpec.of(config, source)
     loaders = [
         RankLoader(
             build_batch_sampler(config, collator),
@@ -149,7 +153,7 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
             global_batch_size=4,
             balance=True,
         )
-        for collator in (in_thread, in_processes)
+        for collator in (FileCollator(source, spec), FileCollator(source, spec, workers=2))
     ]
     for _ in range(3):
         first, second = (loader.next_step() for loader in loaders)
@@ -162,15 +166,41 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
         loader.close()
 
 
+def test_a_sample_is_tokenised_and_its_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the record to the micro-batch, packing and balance included; its pixels are decoded once as well."""
+    config = config_for(write_all(tmp_path, samples=24))
+    source = FilesSource(config)
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(ChatFormat, "encode", counted("encode", ChatFormat.encode))
+    for name in ("size_of", "decode"):
+        monkeypatch.setattr(files, name, counted(name, getattr(files, name)))
+    collator = FileCollator(source, CollateSpec.of(config, source))
+    records = collator.encode(range(24))
+    images = sum(len(sample.images) for record in records for sample in record.samples)
+    rows = [tuple(Segment(number, sample) for sample in record.samples) for number, record in enumerate(records)]
+    assert not any(made.skipped for made in collator.collate([[row] for row in rows]))
+    assert images > 12
+    assert calls == {"encode": 24, "size_of": images, "decode": images}
+
+
 def test_a_worker_that_is_killed_is_explained(tmp_path: Path) -> None:
     config = config_for(write_all(tmp_path, samples=4))
-    collator = WorkerCollator(FilesSource(config), workers=1, seq_length=96, with_patches=True)
-    assert len(collator.measure(range(4))) == 4
+    source = FilesSource(config)
+    collator = FileCollator(source, CollateSpec.of(config, source), workers=1)
+    assert len(collator.encode(range(4))) == 4
     for process in collator._pool._processes.values():
         process.kill()
         process.join()
     with pytest.raises(UserError, match="--num-workers"):
-        collator.measure(range(4))
+        collator.encode(range(4))
     collator.close()
 
 
@@ -178,20 +208,20 @@ def test_every_record_comes_once_an_epoch(tmp_path: Path) -> None:
     config = config_for(write_all(tmp_path, samples=30))
     config = replace(config, data=replace(config.data, datasets=config.data.datasets[:1], packing_window=30))
     source = FilesSource(config)
-    sampler = build_batch_sampler(config, InlineCollator(source, seq_length=96, with_patches=True))
+    sampler = build_batch_sampler(config, FileCollator(source, CollateSpec.of(config, source)))
     assert isinstance(sampler, PackedBatchSampler)
     place, items = sampler.start, []
     while place["window"] == 0:
         composed = sampler.batch_at(place)
         place = composed.after
-        items += [member.item for row in composed.sequences for member in row]
+        items += [segment.sample_id for row in composed.sequences for segment in row]
     sampler.close()
     assert set(range(30)) <= set(items)
-    assert sorted(source.order.place(item).record for item in range(30)) == list(range(30))
+    assert sorted(source.order.record(item).record for item in range(30)) == list(range(30))
 
 
 def test_shares_are_told_before_a_run(broken: Path) -> None:
-    lines = shares.table(config_for(broken)).splitlines()
+    lines = share_table(config_for(broken)).splitlines()
     assert [line.split() for line in lines[1:]] == [["train", "20", "75.0%"], ["book", "1", "25.0%"]]
 
 

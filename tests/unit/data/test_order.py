@@ -43,7 +43,7 @@ def test_shares_are_kept(weights: list[float], total: int) -> None:
 
 def test_each_epoch_of_a_source_has_every_record_in_another_order() -> None:
     order = Order(lengths=(10, 7), weights=(1.0, 3.0), seed=5)
-    places = [order.place(index) for index in range(3 * BLOCK)]
+    places = [order.record(index) for index in range(3 * BLOCK)]
     small = [place for place in places if place.source == 0]
     epochs = [[place.record for place in small if place.epoch == epoch] for epoch in range(20)]
     assert all(sorted(records) == list(range(10)) for records in epochs)
@@ -54,13 +54,13 @@ def test_each_epoch_of_a_source_has_every_record_in_another_order() -> None:
 
 def test_the_seed_and_the_index_decide() -> None:
     first, again, other = (Order(lengths=(1000,), weights=(1.0,), seed=seed) for seed in (1, 1, 2))
-    assert [first.place(index) for index in (5, 3, 5)] == [again.place(index) for index in (5, 3, 5)]
-    assert [first.place(index) for index in range(9)] != [other.place(index) for index in range(9)]
+    assert [first.record(index) for index in (5, 3, 5)] == [again.record(index) for index in (5, 3, 5)]
+    assert [first.record(index) for index in range(9)] != [other.record(index) for index in range(9)]
 
 
 def test_unshuffled_is_the_order_of_the_files() -> None:
     order = Order(lengths=(3,), weights=(1.0,), seed=1, shuffle=False)
-    assert [order.place(index) for index in range(4)] == [
+    assert [order.record(index) for index in range(4)] == [
         RecordRef(0, 0, 0),
         RecordRef(0, 1, 0),
         RecordRef(0, 2, 0),

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from megavlm.config.schema import Config, DataConfig, TrainConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.batch_sampler import SequentialBatchSampler
-from megavlm.data.collator import InlineCollator
+from megavlm.data.collate import CollateSpec
+from megavlm.data.collator import Collator
 from megavlm.data.rank_loader import RankLoader, stats
-from megavlm.data.sample import Sample
 from megavlm.data.synthetic import SyntheticSource
+from megavlm.data.types import Sample
 
 GLOBAL_BATCH = 24
 CONFIG = Config(
@@ -32,9 +33,10 @@ def loader(
     with_patches: bool = True,
     seq_length: int = CONFIG.train.seq_length,
 ) -> RankLoader:
+    source = source or SyntheticSource(CONFIG)
     return RankLoader(
         SequentialBatchSampler(count=GLOBAL_BATCH),
-        InlineCollator(source or SyntheticSource(CONFIG), seq_length=seq_length, with_patches=with_patches),
+        Collator(source, CollateSpec.of(CONFIG, source, seq_length=seq_length), with_patches=with_patches),
         dp_rank=dp_rank,
         dp_size=dp_size,
         micro_batch_size=micro_batch_size,
@@ -44,7 +46,7 @@ def loader(
 
 def steps(given: RankLoader, count: int) -> list[list[MicroBatch]]:
     try:
-        return [given.next_batches() for _ in range(count)]
+        return [given.next_step().batches for _ in range(count)]
     finally:
         given.close()
 
@@ -79,7 +81,7 @@ def test_resume_with_another_layout_continues_the_stream() -> None:
     straight = steps(loader(micro_batch_size=GLOBAL_BATCH), 5)
     before = loader(dp_size=2, dp_rank=1, micro_batch_size=3)
     for _ in range(3):
-        before.next_batches()
+        before.next_step()
     state = before.state_dict()
     before.close()
     assert state == {"consumed_samples": 3 * GLOBAL_BATCH}, "prefetched samples are not consumed"
@@ -95,10 +97,10 @@ def test_resume_with_another_layout_continues_the_stream() -> None:
 
 def test_loading_a_state_drops_what_was_prefetched() -> None:
     given = loader(micro_batch_size=GLOBAL_BATCH)
-    first = given.next_batches()[0]
-    given.next_batches()
+    first = given.next_step().batches[0]
+    given.next_step()
     given.load_state_dict({"consumed_samples": 0})
-    again = given.next_batches()[0]
+    again = given.next_step().batches[0]
     given.close()
     assert torch.equal(first.tokens, again.tokens)
 
@@ -123,9 +125,9 @@ class FailingSource(SyntheticSource):
 
 def test_an_error_in_the_thread_surfaces_at_the_step_it_belongs_to() -> None:
     given = loader(source=FailingSource(CONFIG))
-    given.next_batches()
+    given.next_step()
     with pytest.raises(OSError, match="unreadable"):
-        given.next_batches()
+        given.next_step()
     assert given.state_dict() == {"consumed_samples": GLOBAL_BATCH}
     given.close()
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, LanguageConfig, ModelConfig
-from megavlm.data.bad import BadSample
 from megavlm.data.chat import ChatFormat
-from megavlm.data.conversation import Conversation, ImageRef, Turn
 from megavlm.data.preprocessors import tokenizer_for
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megavlm.data.tokenizers.training import train_tokenizer
+from megavlm.data.types import BadSample, Conversation, ImageRef, Turn
 from megavlm.errors import UserError
 
 

@@ -11,7 +11,7 @@ from megavlm.arch.layers import layer_names
 from megavlm.config.cli import parse
 from megavlm.config.derived import layer_precision, sequence_multiple
 from megavlm.config.rules import check
-from megavlm.data.source import batch_of_rows
+from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.model.vision import VisionLayout
 
@@ -81,7 +81,7 @@ def test_rows_of_samples_have_whole_multiples_of_tokens(rows: list[list[int]]) -
     source = SyntheticSource(config)
     samples = [source.sample(index) for index in range(3)]
     short = [replace(sample, tokens=sample.tokens[:20], trained=sample.trained[:20]) for sample in samples]
-    batch = batch_of_rows(source, [[short[i] for i in row] for row in rows], seq_length=48, with_patches=True)
+    batch = collate([[short[i] for i in row] for row in rows], CollateSpec.of(config, source, seq_length=48))
     multiple = sequence_multiple("language", config, tp=1)
     assert batch.tokens.numel() == 96
     assert batch.tokens.numel() % multiple == 0

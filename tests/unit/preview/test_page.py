@@ -14,9 +14,8 @@ import torch
 from PIL import Image
 
 from megavlm.config.cli import parse
-from megavlm.data.bad import Reason
-from megavlm.data.batch_sampler import Skipped
 from megavlm.data.images import patchify
+from megavlm.data.types import Reason, Skipped
 from megavlm.preview.charts import bins_of, histogram
 from megavlm.preview.collect import look, unpatchified
 from megavlm.preview.findings import Findings, PackedSegment, Shown, SourceShare, Stretch, stretches_of

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megavlm.config.cli import parse
 from megavlm.data.batch import MicroBatch
+from megavlm.data.collate import CollateSpec
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.train import generate
 
@@ -28,7 +29,9 @@ def test_sequences_are_as_long_as_layers_take_them(multiple: int, length: int, m
         scores[..., 7] = 1
         return [scores] * len(batches)
 
-    source = SyntheticSource(parse(["--seq-length", "32", "--images-per-sample", "0"]))
+    config = parse(["--seq-length", "32", "--images-per-sample", "0"])
+    source = SyntheticSource(config)
+    spec = CollateSpec.of(config, source)
     prompts = [source.sample(index) for index in range(2)]
     prompts = [replace(sample, tokens=sample.tokens[:20], trained=sample.trained[:20]) for sample in prompts]
     engine: Any = SimpleNamespace(
@@ -37,5 +40,5 @@ def test_sequences_are_as_long_as_layers_take_them(multiple: int, length: int, m
         evaluating=lambda evaluating: None,
         schedule=SimpleNamespace(logits=logits, backend=SimpleNamespace(device="cpu")),
     )
-    assert generate.generate(engine, source, prompts, micro_batch_size=2, max_new_tokens=3) == [[7] * 3] * 2
+    assert generate.generate(engine, spec, prompts, micro_batch_size=2, max_new_tokens=3) == [[7] * 3] * 2
     assert shapes == [(2, length)] * 3

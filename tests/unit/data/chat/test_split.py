@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.bad import BadSample, Reason
 from megavlm.data.chat import EncodedConversation, EncodedTurn, split
+from megavlm.data.types import BadSample, Reason
 
 IMAGE = -1
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.bad import BadSample, Reason
 from megavlm.data.records import arrays, parquet
 from megavlm.data.records.arrays import NotAnArray, array_spans
 from megavlm.data.records.container import Container, Joined
 from megavlm.data.records.parquet import ParquetFile
 from megavlm.data.records.spans import BOM, SpanFile, line_spans
+from megavlm.data.types import BadSample, Reason
 
 
 def all_of(container: Container) -> list[Any]:

@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.bad import BadSample, Reason
-from megavlm.data.conversation import Conversation, ImageRef, Records, Turn
 from megavlm.data.records import is_stream, name_of, open_records
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Records, Turn
 from megavlm.errors import UserError
 
 

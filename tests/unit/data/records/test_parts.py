@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.bad import BadSample, Reason
-from megavlm.data.conversation import ImageRef, Turn
 from megavlm.data.records.parts import conversation_of_parts
+from megavlm.data.types import BadSample, ImageRef, Reason, Turn
 
 A, B = ImageRef(b"first"), ImageRef(b"second")
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from megavlm.data.bad import BadSample, Reason
-from megavlm.data.conversation import ImageRef
 from megavlm.data.records.pictures import file_below, image_of
+from megavlm.data.types import BadSample, ImageRef, Reason
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
 ENCODED = base64.b64encode(PNG).decode()

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.bad import BadSample, Reason
-from megavlm.data.conversation import Conversation, ImageRef
 from megavlm.data.records import open_stream, prepare_stream
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason
 from megavlm.errors import UserError
 from tests.support.tar_shards import sample, write_shards, write_tar
 

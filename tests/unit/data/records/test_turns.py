@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.bad import BadSample, Reason
-from megavlm.data.conversation import Conversation, ImageRef, Turn
 from megavlm.data.records.pictures import file_below
 from megavlm.data.records.turns import Shape, conversation_of, shape_of
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
 
 
 def find(name: str) -> ImageRef:

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.conversation import Conversation, ImageRef
 from megavlm.data.records import open_records, open_stream, prepare_stream, writing
+from megavlm.data.types import Conversation, ImageRef
 from tools.prepare_data import main
 
 

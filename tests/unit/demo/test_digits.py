@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from megavlm.config.schema import Config, DataConfig, ModelConfig, TrainConfig, VisionConfig
-from megavlm.data.canvases import PHRASINGS, WORDS, Canvases, Glyph, Scene, load_scans, split_scans
-from megavlm.data.digits import DigitsSource
-from megavlm.data.source import batch_of, build_source
+from megavlm.data.collate import CollateSpec, collate
+from megavlm.demo.canvases import PHRASINGS, WORDS, Canvases, Glyph, Scene, load_scans, split_scans
+from megavlm.demo.digits import DigitsSource
 from megavlm.errors import UserError
+from megavlm.train.source import build_source
 
 CONFIG = Config(
     model=ModelConfig(vision=VisionConfig(image_size=64, patch_size=16, in_channels=1)),
@@ -163,9 +164,9 @@ def test_shuffling_gives_every_question_the_canvas_of_another(source: DigitsSour
 
 def test_prompts_collate(source: DigitsSource) -> None:
     prompts = [question.sample for question in source.questions(2)]
-    batch = batch_of(source, prompts, seq_length=48, with_patches=True)
+    batch = collate([[sample] for sample in prompts], CollateSpec.of(CONFIG, source, seq_length=48))
     assert batch.patches is not None
-    assert batch.patches.shape == (6 * 4, source.patch_dim)
+    assert batch.patches.shape == (6 * 4, CollateSpec.of(CONFIG, source).patch_dim)
     assert batch.loss_mask.sum() == 0
 
 

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.data.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
-from megavlm.data.images import features_of, grid_of
-from megavlm.data.numbered import ComputedSource
-from megavlm.data.randomness import generator
-from megavlm.data.sample import Image, Sample
+from megavlm.data.images import Image, features_of, grid_of
+from megavlm.data.source import ComputedSource, generator
 from megavlm.data.tokenizers.training import Tokenizer, ensure_tokenizer
+from megavlm.data.types import Sample
+from megavlm.demo.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
 from megavlm.errors import UserError
 
 VOCABULARY = 160  # enough for every word of the captions to be one piece
@@ -46,17 +45,14 @@ class DigitsSource(ComputedSource):
         self.image_token = tokenizer.image
         self.pad_token = tokenizer.pad
         self.vocab_size = resolve(config, vocab_size=tokenizer.vocab_size).model.language.vocab_size
-        self.pixel_shuffle = config.model.projector.pixel_shuffle
-        self.patch_dim = vision.in_channels * vision.patch_size**2
-        self.anyres_max_tiles = None  # the configuration rules refuse models of tiled images
-        self.mrope = bool(config.model.language.mrope_section)
         # Tokens of the longest answer, end mark included.
         self.max_answer_tokens = MAX_DIGITS * max(len(tokenizer.encode(word)) for word in WORDS) + 1
         self._canvases = canvases
         self._tokenizer = tokenizer
         self._channels = vision.in_channels
         self._patch_size = vision.patch_size
-        image_tokens = features_of(grid_of(canvases.height, canvases.width, vision.patch_size), self.pixel_shuffle)
+        grid = grid_of(canvases.height, canvases.width, vision.patch_size)
+        image_tokens = features_of(grid, config.model.projector.pixel_shuffle)
         self._prompts = {
             text: (tokenizer.bos, *[tokenizer.image] * image_tokens, *tokenizer.encode(text))
             for phrasings in PHRASINGS.values()
@@ -96,7 +92,7 @@ class DigitsSource(ComputedSource):
         )
 
     def questions(self, per_kind: int) -> list[Question]:
-        """ParamShard-out questions, `per_kind` of each kind: the same for every call and every run."""
+        """Held-out questions, `per_kind` of each kind: the same for every call and every run."""
         kinds = list(PHRASINGS)
         scenes = [
             self._canvases.held_out_scene(index, kind=kinds[index % len(kinds)])

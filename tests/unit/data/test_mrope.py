@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.positions import mrope_positions
+from megavlm.data.collate import mrope_positions
 
 IMAGE = 9
 

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from megavlm.train.demo_report import draw_examples, exact_match_table
+from megavlm.demo.report import draw_examples, exact_match_table
 
 GREEN, RED = (22, 131, 74), (198, 47, 59)
 

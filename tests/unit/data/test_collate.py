@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megavlm.data.batch import MicroBatch
-from megavlm.data.images import patchify
-from megavlm.data.sample import Image, Sample, collate
+from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.images import Image, patchify
+from megavlm.data.types import Sample
 from megavlm.errors import UserError
 
 IMAGE, PAD, PATCH = 99, 0, 4
@@ -54,14 +55,16 @@ def packed_batch(
 ) -> MicroBatch:
     return collate(
         rows,
-        seq_length=seq_length,
-        image_token=IMAGE,
-        pad_token=PAD,
-        pixel_shuffle=pixel_shuffle,
-        patch_dim=PATCH**2,
+        CollateSpec(
+            seq_length=seq_length,
+            image_token=IMAGE,
+            pad_token=PAD,
+            pixel_shuffle=pixel_shuffle,
+            patch_dim=PATCH**2,
+            mrope=mrope,
+            num_sources=2,
+        ),
         with_patches=with_patches,
-        mrope=mrope,
-        with_sources=True,
     )
 
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 
 from megavlm.data.anyres import TileGroup
-from megavlm.data.batch_sampler import Skipped
-from megavlm.data.rank_loader import Imbalance, StepData
-from megavlm.data.wire import lay_out, packed, room, size_of, unpacked
+from megavlm.data.broadcast import aligned, copy_to, deserialize, serialize, size_of
+from megavlm.data.types import Imbalance, Skipped, StepData
 from tests.support.micro_batch import micro_batch
 
 
@@ -37,10 +36,10 @@ def step() -> StepData:
 
 def test_a_step_comes_out_as_it_went_in() -> None:
     sent = step()
-    description, tensors = packed(sent)
+    description, tensors = serialize(sent)
     memory = torch.full((size_of(tensors),), 255, dtype=torch.uint8)
-    lay_out(tensors, memory)
-    found = unpacked(description, memory)
+    copy_to(memory, tensors)
+    found = deserialize(description, memory)
     assert (found.read, found.skipped, found.imbalance) == (sent.read, sent.skipped, sent.imbalance)
     for mine, other in zip(found.batches, sent.batches, strict=True):
         for name, value in vars(other).items():
@@ -54,4 +53,4 @@ def test_a_step_comes_out_as_it_went_in() -> None:
             else:
                 assert got == value, name
     assert b"pickle" not in description
-    assert room(5) == room(8) == 8
+    assert aligned(5) == aligned(8) == 8

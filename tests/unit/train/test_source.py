@@ -9,13 +9,13 @@ import pytest
 from megavlm.arch.flops import step_flops
 from megavlm.config.cli import parse
 from megavlm.config.resolve import resolve
-from megavlm.data.digits import DigitsSource
 from megavlm.data.files import FilesSource
 from megavlm.data.synthetic import SyntheticSource
-from megavlm.data.vocabulary import vocab_size_of
+from megavlm.demo.digits import DigitsSource
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
 from megavlm.planner.plan import make_plan, typical_workload
+from megavlm.train.source import vocab_size_of
 from tests.support.data_files import write_tokenizer
 
 FILES = ["--tokenizer", "tokenizer", "--datasets", "a.json", "--chat-template", "chatml", "--seq-length", "64"]

@@ -1,0 +1,166 @@
+"""Collate samples into a micro-batch: tokens, labels, masks, rotary positions and patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megavlm.config.schema import Config
+from megavlm.data.anyres import features_of_images
+from megavlm.data.batch import MicroBatch
+from megavlm.data.source import Source
+from megavlm.data.types import Row, Sample
+from megavlm.errors import UserError
+
+
+@dataclass(frozen=True)
+class CollateSpec:
+    """The facts of a model and its data that determine the shape and contents of a micro-batch."""
+
+    seq_length: int
+    image_token: int
+    pad_token: int
+    pixel_shuffle: int  # side of the square of patches that becomes one feature
+    patch_dim: int  # values of a patch: channels × patch side²
+    mrope: bool = False  # three rotary positions per token
+    anyres_max_tiles: int | None = None  # most features of a tiled image, in tiles; None: images are not tiled
+    num_sources: int = 0  # data sets whose losses are reported separately
+
+    @classmethod
+    def of(cls, config: Config, source: Source, *, seq_length: int | None = None) -> CollateSpec:
+        """Return the specification of a run: the tokens are the source's, the rest is the model's.
+
+        `seq_length` is that of the configuration if not given.
+        """
+        model = config.model
+        return cls(
+            seq_length=seq_length or config.train.seq_length,
+            image_token=source.image_token,
+            pad_token=source.pad_token,
+            pixel_shuffle=model.projector.pixel_shuffle,
+            patch_dim=model.vision.in_channels * model.vision.patch_size**2,
+            mrope=bool(model.language.mrope_section),
+            anyres_max_tiles=model.projector.anyres_max_tiles,
+            num_sources=len(source.names),
+        )
+
+    def __post_init__(self) -> None:
+        assert self.image_token != self.pad_token, "padding would be taken for image features"
+
+
+def collate(
+    rows: Sequence[Row],
+    spec: CollateSpec,
+    *,
+    with_patches: bool = True,
+) -> MicroBatch:
+    """Return one micro-batch of rows, each padded on the right to `spec.seq_length`.
+
+    The samples of a row follow one another; positions restart with each, and `cu_seqlens` separates their attention.
+    Position t predicts token t+1: labels are the tokens shifted left by one, and `loss_mask[t]` is 1 where token
+    t+1 is trained and of the same sample. Features follow the images: row by row, sample by sample, in order.
+    With `with_patches=False` no pixels are read, and `patches` is None.
+
+    Raises UserError if a row is longer than `seq_length`, and BadSample if an image cannot be decoded.
+    """
+    seq_length, image_token, pad_token = spec.seq_length, spec.image_token, spec.pad_token
+    tokens = np.full((len(rows), seq_length), pad_token, dtype=np.int64)
+    loss_mask = np.zeros((len(rows), seq_length), dtype=np.float32)
+    positions = np.empty((3 if spec.mrope else 1, len(rows), seq_length), dtype=np.int64)
+    sources = np.zeros((len(rows), seq_length), dtype=np.int64)
+    bounds = [0]
+    for number, row in enumerate(rows):
+        end = 0
+        for sample in row:
+            start, end = end, end + len(sample)
+            if end > seq_length:
+                raise UserError(
+                    f"a sample has {end} tokens but --seq-length is {seq_length}: set --seq-length to at least {end}"
+                )
+            tokens[number, start:end] = sample.tokens
+            loss_mask[number, start : end - 1] = sample.trained[1:]
+            sources[number, start:end] = sample.source
+            positions[:, number, start:end] = (
+                mrope_positions(sample.tokens, sample.grids, image_token=image_token, merge=spec.pixel_shuffle)
+                if spec.mrope
+                else np.arange(len(sample))
+            )
+            bounds.append(number * seq_length + end)
+        # Padding goes on counting, as a sequence of its own where others are kept apart.
+        positions[:, number, end:] = (
+            positions[:, number, end - 1 : end].max(initial=-1) + 1 + np.arange(seq_length - end)
+        )
+        if end < seq_length:
+            bounds.append((number + 1) * seq_length)
+
+    labels = np.full_like(tokens, pad_token)
+    labels[:, :-1] = tokens[:, 1:]
+    samples = [sample for row in rows for sample in row]
+    for sample in samples:
+        _check_features(sample, spec)
+    packed = any(len(row) > 1 for row in rows)
+    return MicroBatch(
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        loss_mask=torch.from_numpy(loss_mask),
+        positions=torch.from_numpy(positions if spec.mrope else positions[0]),
+        grids=tuple(grid for sample in samples for grid in sample.grids),
+        feature_positions=torch.from_numpy(np.flatnonzero(tokens == image_token)),
+        patches=_patches_of(samples, spec.patch_dim) if with_patches else None,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
+        tile_groups=tuple(group for sample in samples for group in sample.tile_groups),
+        lengths=tuple(len(sample) for sample in samples),
+        sources=torch.from_numpy(sources) if spec.num_sources > 1 else None,
+    )
+
+
+def _check_features(sample: Sample, spec: CollateSpec) -> None:
+    """Assert that a sample has one image token for each image feature."""
+    features = sum(
+        features_of_images(
+            sample.grids, sample.tile_groups, pixel_shuffle=spec.pixel_shuffle, max_tiles=spec.anyres_max_tiles
+        )
+    )
+    tokens = int((sample.tokens == spec.image_token).sum())
+    assert tokens == features, f"{tokens} image tokens for {features} image features"
+
+
+def _patches_of(samples: Sequence[Sample], patch_dim: int) -> Tensor:
+    """Return the patches [P, patch_dim] of all images, in order."""
+    made = [image.patches() for sample in samples for image in sample.images]
+    patches = torch.cat(made) if made else torch.empty(0, patch_dim)
+    assert patches.shape[1] == patch_dim, f"patches of {patches.shape[1]} values where the model has {patch_dim}"
+    return patches
+
+
+def mrope_positions(
+    tokens: NDArray[np.int64], grids: Sequence[tuple[int, int]], *, image_token: int, merge: int
+) -> NDArray[np.int64]:
+    """Return (time, row, column) of each token of one sequence (M-RoPE; Wang et al. 2024, Qwen2-VL): [S] → [3, S].
+
+    Text moves all three on by one per token. A still image takes one moment: its feature in row r and column c of the
+    merged grid stands at (t, t + r, t + c), where t is the next free position, and text goes on at t + its longer side,
+    the first position that none of its features reached. Padding counts as text.
+
+    Args:
+        grids: (rows, columns) in patches of the sequence's images, in order; `merge`² patches make one feature.
+    """
+    positions = np.empty((3, len(tokens)), dtype=np.int64)
+    starts = np.flatnonzero(tokens == image_token)
+    place = moment = 0
+    for grid in grids:
+        rows, columns = grid[0] // merge, grid[1] // merge
+        first = int(starts[np.searchsorted(starts, place)])
+        positions[:, place:first] = np.arange(moment, moment + first - place)
+        moment += first - place
+        place = first + rows * columns
+        cells = np.indices((1, rows, columns)).reshape(3, -1)
+        positions[:, first:place] = moment + cells
+        moment += max(rows, columns)
+    positions[:, place:] = np.arange(moment, moment + len(tokens) - place)
+    return positions

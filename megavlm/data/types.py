@@ -1,0 +1,277 @@
+"""The types of the way from a record to a micro-batch, in the order in which data takes them.
+
+Conversation   a record as it was read          Sample        a sequence's tokens, with access to its pixels
+EncodedSample  its tokens, pixels not read      GlobalBatch   the packed sequences of one optimizer step
+Segment        an encoded sample in a sequence  StepData      the micro-batches of one rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.data.anyres import TileGroup
+
+if TYPE_CHECKING:  # families read their errors from here, and run without torch
+    from torch import Tensor
+
+    from megavlm.data.batch import MicroBatch
+
+# --- Samples that cannot be used
+
+
+class Reason(StrEnum):
+    """Why a sample is skipped; the value is the name in metrics."""
+
+    # the record
+    NOT_A_RECORD = "not_a_record"  # invalid JSON, or unexpected fields
+    EMPTY = "empty_conversation"  # no token to train on
+    ROLE = "unknown_role"  # a speaker other than user, assistant and system
+    UNSUPPORTED = "unsupported"  # an image on the network, a video
+    IMAGE_COUNT = "image_count"  # number of <image> tags differs from number of images
+    TOO_LONG = "too_long"  # no turn fits --seq-length
+    # its images
+    MISSING = "missing_file"
+    OUTSIDE = "path_outside_root"
+    NOT_AN_IMAGE = "not_an_image"
+    TRUNCATED = "truncated"
+    CORRUPT = "corrupt"
+    TOO_LARGE = "too_many_pixels"
+    TOO_NARROW = "aspect_ratio"
+
+
+class BadSample(ValueError):
+    """Raised for a sample that cannot be used, with the reason."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[type[BadSample], tuple[Reason, str]]:
+        """Pickle the reason and the detail, since worker processes send this exception to the main process."""
+        return type(self), (self.reason, self.detail)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A skipped sample; with `partly`, the sample is trained on except for some of its turns."""
+
+    label: str  # as in `train.jsonl:18`
+    source: str
+    reason: Reason
+    detail: str
+    partly: bool = False
+
+
+# --- Records
+
+Role = Literal["system", "user", "assistant", "text"]
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """An image that has not been opened: its encoded bytes, or a file whose path has been checked."""
+
+    source: bytes | Path
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message of one speaker: text and images, in order. Plain text is one turn of the role `text`."""
+
+    role: Role
+    parts: tuple[str | ImageRef, ...]
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ImageRef))
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The turns of one record."""
+
+    turns: tuple[Turn, ...]
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        return tuple(image for turn in self.turns for image in turn.images)
+
+
+class Records(Protocol):
+    """A map-style data set: records are read by number, in any order and in several processes (it is pickled)."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Conversation:
+        """Return record `index`. Raises BadSample if it is no conversation."""
+        ...
+
+    def label(self, index: int) -> str:
+        """Return the name of record `index` in messages, as in `train.jsonl:18` (counted from 1, as editors do)."""
+        ...
+
+
+class Stream(Protocol):
+    """An iterable data set: each rank iterates over a part of its own."""
+
+    name: str
+
+    def __iter__(self) -> Iterator[Conversation | BadSample]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class StreamSample:
+    """A sample that a stream yielded. It cannot be read again, so that it carries its conversation."""
+
+    conversation: Conversation
+    source: int
+    label: str
+
+
+SampleId = int | StreamSample  # what identifies a sample: its number in the shuffled blend, or itself
+
+
+# --- Samples
+
+
+@dataclass(frozen=True)
+class SampleCost:
+    """Forward FLOPs of a sample of `length` tokens.
+
+    `vision` counts the tower and the projector by patches, attention included: c·Σp² + d·Σp over its images;
+    `language` is a·l² + b·l.
+    """
+
+    length: int
+    patches: int
+    images: int
+    vision: float
+    language: float
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image whose size has been read from its header, and its pixels not."""
+
+    number: int  # among the images of its record
+    grids: tuple[tuple[int, int], ...]  # (rows, columns) in patches of the image, or of each of its tiles
+    arrangement: tuple[int, int]  # (rows, columns) of the tiles that the image is cut into; (0, 0) if it is not cut
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedSample:
+    """A sequence of L tokens as template and tokenizer made it. Its pixels have not been read."""
+
+    tokens: NDArray[np.int64]  # [L]
+    trained: NDArray[np.bool_]  # [L]; the tokens that the model learns to predict (the answers)
+    images: tuple[StoredImage, ...]
+    tile_groups: tuple[TileGroup, ...]
+    source: int
+    cost: SampleCost
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedRecord:
+    """A record as the samples that it was split into, one as a rule, and the parts of it that were left out."""
+
+    samples: tuple[EncodedSample, ...]
+    skipped: tuple[Skipped, ...] = ()
+    sample_id: SampleId | None = None  # workers leave it out: a sample of a stream would send its images back
+
+
+class Picture(Protocol):
+    """An image in patches. Its layout is known; the patches may be made on demand."""
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) in patches of the image, or of each of its tiles."""
+        ...
+
+    @property
+    def arrangement(self) -> tuple[int, int]:
+        """(rows, columns) of the tiles that the image is cut into; (0, 0) if it is not cut."""
+        ...
+
+    def patches(self) -> Tensor:
+        """Return the normalised patches [P, D] of all grids, float32."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A sequence of L tokens with its images, in the order of their tokens.
+
+    If the model tiles images, `tile_groups` says which consecutive tiles are one image.
+    """
+
+    tokens: NDArray[np.int64]  # [L], each image expanded to one image token per feature
+    trained: NDArray[np.bool_]  # [L]; the tokens that the model learns to predict (the answers)
+    images: tuple[Picture, ...] = ()
+    tile_groups: tuple[TileGroup, ...] = ()
+    source: int = 0  # index of its data set
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        return tuple(grid for image in self.images for grid in image.grids)
+
+
+Row = Sequence[Sample]  # the samples of one sequence
+
+
+# --- Batches
+
+LoaderState = dict[str, Any]  # the position in the data as checkpoints store it: plain values, the same for all layouts
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """One of the samples that share a sequence. `encoded` is None if the sample is computed from its number."""
+
+    sample_id: SampleId
+    encoded: EncodedSample | None = None
+
+
+Segments = tuple[Segment, ...]  # the segments of one sequence
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The sequences of one optimizer step; `read` and `skipped` count the windows that it is the first to open."""
+
+    sequences: tuple[Segments, ...]
+    after: LoaderState  # where the next global batch begins
+    read: int
+    skipped: tuple[Skipped, ...] = ()
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """Largest load over the mean load of the data-parallel ranks, after and before balancing."""
+
+    vision: float
+    language: float
+    vision_before: float
+    language_before: float
+
+
+@dataclass(frozen=True)
+class StepData:
+    """The data of one optimizer step on one rank."""
+
+    batches: list[MicroBatch]
+    read: int  # number of samples read for it, counted by data-parallel rank 0
+    skipped: tuple[Skipped, ...]  # counted by the rank that collates them, or by rank 0 if they are never collated
+    imbalance: Imbalance | None  # None if costs are not known

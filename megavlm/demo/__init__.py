@@ -1,0 +1,1 @@
+"""The demo: questions about handwritten digits, its recipe and its report."""

@@ -1,0 +1,42 @@
+"""Choose the source of a run's samples, and the size of its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megavlm.config.resolve import data_kind, is_set
+from megavlm.config.schema import Config
+from megavlm.data.files import FilesSource
+from megavlm.data.streaming import files_source
+from megavlm.data.synthetic import VOCABULARY as SYNTHETIC
+from megavlm.data.synthetic import SyntheticSource
+from megavlm.demo.digits import VOCABULARY as DIGITS
+from megavlm.demo.digits import DigitsSource
+
+
+def build_source(
+    config: Config, *, run_dir: Path, rank: int = 0, barrier: Callable[[], None] = lambda: None
+) -> SyntheticSource | DigitsSource | FilesSource:
+    """Return the source that `--data` names.
+
+    Rank 0 writes the tokenizer of the demo to `run_dir`; the other ranks call `barrier` to wait for it.
+    """
+    if data_kind(config) == "digits":
+        return DigitsSource.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
+    if data_kind(config) == "files":
+        return files_source(config)
+    return SyntheticSource(config)
+
+
+def vocab_size_of(config: Config) -> int:
+    """Return the number of tokens of the model: as given, or the tokenizer's.
+
+    Raises UserError if there is no tokenizer, or if its tokens are more than the model has.
+    """
+    if is_set(config.model.language, "vocab_size"):
+        return config.model.language.vocab_size
+    kind = data_kind(config)
+    if kind == "files":
+        return FilesSource(config).vocab_size
+    return DIGITS if kind == "digits" else SYNTHETIC
