@@ -109,7 +109,7 @@ def step_counts(
 def standing_tensors(engine: Any) -> list[Tensor]:
     """Return the tensors that persist between steps: parameters, gradients, optimizer state, main weights."""
     found: list[Tensor] = []
-    for chunk in engine.parts:
+    for chunk in engine.model_chunks:
         found += [local_part(param) for param in chunk.parameters()]
         found += [param.main_grad for param in chunk.parameters() if getattr(param, "main_grad", None) is not None]
     for inner in _optimizers(engine):

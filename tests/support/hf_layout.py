@@ -88,7 +88,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     engine.schedule.train(batches)
     tokens = plan.dims.dp * sum(float(batch.loss_mask.sum()) for batch in batches)
     gradients = Pretrained.of(reference.gradients, *ALL_PARTS)
-    for chunk in engine.parts:
+    for chunk in engine.model_chunks:
         for param in chunk.module.parameters():
             param.data = param.main_grad / tokens  # so that each shard is a slice of the gradient
         for shard in named_shards(chunk.module):
