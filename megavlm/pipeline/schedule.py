@@ -7,6 +7,7 @@ the first vision stage, tokens at the first language stage, labels at the last).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,28 @@ def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
     )
 
 
+class NoSync:
+    """The context in which gradients of all chunks are added up and not reduced.
+
+    megatron-core's schedules enter what a call returns, and leave it before the last backward pass. One that fails, or
+    runs forward only, does not leave it: `close` does.
+    """
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._chunks = chunks
+        self._entered = ExitStack()
+
+    def __call__(self) -> ExitStack:
+        self._entered = ExitStack()
+        for chunk in self._chunks:
+            self._entered.enter_context(chunk.no_sync())
+        return self._entered
+
+    def close(self) -> None:
+        """Leave the context if it was not left; the wrappers are still there."""
+        self._entered.close()
+
+
 class Schedule:
     """Runs micro-batches through this rank's chunks and brings back what the last chunk says."""
 
@@ -84,6 +107,7 @@ class Schedule:
         self.num_sources = num_sources
         self._host_copies = host_copies_of(backend.device)
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
+        self.no_sync = NoSync(self.chunks)
         self._communicator = BatchShapedP2P(groups, config, sends_copies=backend.is_cpu) if dims.pp > 1 else None
 
     def train(self, batches: Sequence[MicroBatch]) -> Tensor:
@@ -123,18 +147,21 @@ class Schedule:
         if self._communicator is not None:
             self._communicator.expect([chunk.module for chunk in self.chunks], batches)
             arguments["p2p_communicator"] = self._communicator
-        results: list[Any] = self._run(
-            forward_step_func=_forward_logits if logits else partial(_forward_loss, num_sources=self.num_sources),
-            data_iterator=iterators[0] if single else iterators,
-            model=self.chunks[0] if single else self.chunks,
-            num_microbatches=len(batches),
-            seq_length=batches[0].tokens.shape[1],  # shapes are known from the batch: these two are not used
-            micro_batch_size=batches[0].tokens.shape[0],
-            forward_only=forward_only,
-            collect_non_loss_data=logits,
-            pg_collection=self.groups.collection,
-            **arguments,
-        )
+        try:
+            results: list[Any] = self._run(
+                forward_step_func=_forward_logits if logits else partial(_forward_loss, num_sources=self.num_sources),
+                data_iterator=iterators[0] if single else iterators,
+                model=self.chunks[0] if single else self.chunks,
+                num_microbatches=len(batches),
+                seq_length=batches[0].tokens.shape[1],  # shapes are known from the batch: these two are not used
+                micro_batch_size=batches[0].tokens.shape[0],
+                forward_only=forward_only,
+                collect_non_loss_data=logits,
+                pg_collection=self.groups.collection,
+                **arguments,
+            )
+        finally:
+            self.no_sync.close()
         while self.colocated is not None and self.colocated.advance():
             pass  # what is left is encoded beside the optimizer
         return results

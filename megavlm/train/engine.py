@@ -188,12 +188,13 @@ def build_engine(
     colocated = None
     if encoder is not None:
         colocated, optimizer = encoder.connect(config, groups, optimizer)
-    _connect(pipeline, config, chunks, optimizer, groups, colocated)
+    schedule = Schedule(
+        chunks, config=pipeline, groups=groups, backend=backend, num_sources=num_sources, colocated=colocated
+    )
+    _connect(schedule, config, optimizer)
     return Engine(
         chunks=chunks,
-        schedule=Schedule(
-            chunks, config=pipeline, groups=groups, backend=backend, num_sources=num_sources, colocated=colocated
-        ),
+        schedule=schedule,
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         groups=groups,
@@ -255,21 +256,15 @@ def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCa
     return FeatureCache(Path(folder), size=int(config.placement.vision_cache_size * 2**30), encoder=weights)
 
 
-def _connect(
-    pipeline: Any,
-    config: Config,
-    chunks: Sequence[Any],
-    optimizer: JoinedOptimizer,
-    groups: Groups,
-    colocated: ColocatedEncoder | None,
-) -> None:
+def _connect(schedule: Schedule, config: Config, optimizer: JoinedOptimizer) -> None:
     """Set the callbacks by which megatron-core's schedule scales losses, reduces gradients and gathers parameters."""
-    single = len(chunks) == 1
+    pipeline, chunks = schedule.config, schedule.chunks
     pipeline.grad_scale_func = optimizer.scale_loss
     pipeline.finalize_model_grads_func = partial(
-        finalize_gradients, groups=groups, colocated=colocated, counted=optimizer.expect_sums
+        finalize_gradients, groups=schedule.groups, colocated=schedule.colocated, counted=optimizer.expect_sums
     )
     if config.parallel.overlap_grad_reduce:
-        pipeline.no_sync_func = chunks[0].no_sync if single else [chunk.no_sync for chunk in chunks]
-    if config.parallel.overlap_param_gather and not single:  # with one chunk, each bucket begins the next one's gather
+        pipeline.no_sync_func = schedule.no_sync
+    # With one chunk, each bucket begins the next one's gather.
+    if config.parallel.overlap_param_gather and len(chunks) > 1:
         pipeline.param_sync_func = [chunk.start_param_sync for chunk in chunks]

@@ -111,3 +111,43 @@ def test_checkpoint_that_runs_code_is_refused(finished: Path, tmp_path: Path):
     assert status == 2, output
     assert "builtins.open" in lines_of_ours(output)[0]
     assert not proof.exists()
+
+
+def fail_in_a_step(argv: list[str], run_dir: str) -> None:
+    """Let rank 0 fail in its second forward pass and rank 1 in its first, to which rank 0 has sent something."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from megavlm.model.vlm import VLMChunk
+
+    passes = []
+    forward = VLMChunk.forward
+
+    def failing(self, *args, **kwargs):
+        passes.append(self)
+        if len(passes) == 2 - dist.get_rank():
+            raise RuntimeError("this pass fails")
+        return forward(self, *args, **kwargs)
+
+    with patch.object(VLMChunk, "forward", failing), pytest.raises(RuntimeError, match="this pass fails"):
+        train(argv, run_dir)
+
+
+def ignored_exceptions(argv: list[str], run_dir: str) -> list[str]:
+    """Return the exceptions that Python could only print, after a step that failed."""
+    import gc
+    import sys
+    from unittest.mock import patch
+
+    ignored: list[str] = []
+    with patch.object(sys, "unraisablehook", lambda each: ignored.append(str(each.exc_value))):
+        fail_in_a_step(argv, run_dir)
+        gc.collect()
+    return ignored
+
+
+def test_a_failed_step_says_only_why(pools, tmp_path: Path):
+    """megatron-core's schedule suspends the reduction of gradients; a run that fails in it is freed all the same."""
+    argv = [*SMALL, "--no-save", "--pp", "2", "--overlap-grad-reduce"]
+    assert pools(2).run(ignored_exceptions, argv, str(tmp_path)) == [[], []]
