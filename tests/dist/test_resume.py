@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.checkpoint import folders
-from tests.support.flags import DROPOUT, HALF, PADDED
+from tests.support.flags import DROPOUT, FOUR, HALF, PADDED, TWO
 from tests.support.forked import start_program
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
@@ -31,9 +31,9 @@ from tests.support.training import SMALL, assert_same_curve, metrics, train, wit
 )
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, layout: str):
     argv = [*SMALL, *DROPOUT, *layout.split()]
-    pools(world).run(train, argv, str(tmp_path / "whole"))
-    pools(world).run(train, [*argv, *HALF], str(tmp_path / "halves"))
-    pools(world).run(train, argv, str(tmp_path / "halves"))
+    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
+    pools(world).run(train, [*argv, *TWO], str(tmp_path / "halves"))
+    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
     assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
 
 
@@ -158,6 +158,8 @@ def kill_once(process: BaseProcess, condition, *, within: float = 120) -> None:
     process.join()
 
 
+# Slow: four starts of the program. `unit/checkpoint/test_folders.py` shows that unfinished folders do not count.
+@pytest.mark.slow
 def test_killed_at_any_moment_resumes_from_the_newest_complete_checkpoint(tmp_path: Path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     checkpoints = killed / "checkpoints"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.flags import DROPOUT, HALF, MODELS, PADDED
+from tests.support.flags import DROPOUT, FOUR, HALF, MODELS, PADDED, TWO
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 
@@ -68,9 +68,9 @@ def test_bf16_follows_fp32(pools: Pools, one_process, tmp_path: Path):
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str):
     argv = [*SMALL, *DROPOUT, *flags.split()]
     world = 4 if "--tp" in flags else 2
-    pools(world).run(train, argv, str(tmp_path / "whole"))
-    pools(world).run(train, [*argv, *HALF], str(tmp_path / "halves"))
-    pools(world).run(train, argv, str(tmp_path / "halves"))
+    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
+    pools(world).run(train, [*argv, *TWO], str(tmp_path / "halves"))
+    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
     assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
 
 

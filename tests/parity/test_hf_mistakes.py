@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support import hf
+from tests.support.fresh import run_programs
 from tests.support.tiny_models.llava import vicuna
 from tools import convert
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -136,13 +133,14 @@ def test_verify_finds_a_difference(folder: Path, tmp_path: Path, capsys: pytest.
 def test_the_programs_work_as_they_are_started(folder: Path, tmp_path: Path) -> None:
     """In processes of their own, where nothing has activated a backend before: import, train from both, export."""
 
-    def program(*words: str) -> None:
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-
     run = ["--train-iters", "1", "--global-batch-size", "1", "--seq-length", "48", "--no-tensorboard", "--run-dir"]
-    program("tools/convert.py", "import", str(folder), str(tmp_path / "ours"))
-    program("pretrain_vlm.py", "--config", str(tmp_path / "ours" / "config.yaml"), *run, str(tmp_path / "a"))
-    program("pretrain_vlm.py", "--init-from", str(folder), *run, str(tmp_path / "b"))
-    program("tools/convert.py", "export", str(tmp_path / "b"), str(tmp_path / "theirs"))
-    program("tools/convert.py", "verify", str(tmp_path / "theirs"), str(tmp_path / "a"))
+    ours, theirs, a, b = (str(tmp_path / name) for name in ("ours", "theirs", "a", "b"))
+    commands = [
+        ["tools/convert.py", "import", str(folder), ours],
+        ["pretrain_vlm.py", "--config", f"{ours}/config.yaml", *run, a],
+        ["pretrain_vlm.py", "--init-from", str(folder), *run, b],
+        ["tools/convert.py", "export", b, theirs],
+        ["tools/convert.py", "verify", theirs, a],
+    ]
+    results = run_programs(commands)
+    assert [status for status, _ in results] == [0] * len(commands), results[-1][1]

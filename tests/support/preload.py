@@ -6,6 +6,7 @@ group or ask for a device.
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from pathlib import Path
@@ -20,7 +21,14 @@ if not Path("/proc/driver/nvidia").exists():  # else each child asks for its dev
 
     backend.activate()  # before megatron-core is imported
 
+    # What the program imports when it is called, and torch in the first step.
+    import torch._dynamo
+
     import pretrain_vlm  # noqa: F401
 
 threads = len(os.listdir("/proc/self/task"))
 assert threads == 1, f"{threads} threads: what the others hold would stay locked in every child"
+
+# Children share what is imported: a collection that looked at it would copy its pages into each of them.
+gc.collect()
+gc.freeze()

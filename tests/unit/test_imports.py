@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fresh import run_programs
+
 ROOT = Path(__file__).parents[2]
 
 # Import direction: a module imports from its own row and the rows before; docs/architecture.md draws the same order. A
@@ -315,19 +317,19 @@ def test_the_pure_modules_load_without_torch() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "megavlm.checkpoint.hf.pretrained",
-        "megavlm.config.cli",
-        "megavlm.preview.collect",
-        "pretrain_vlm",
-        "tools.convert",
-    ],
+EARLY = (
+    "megavlm.checkpoint.hf.pretrained",
+    "megavlm.config.cli",
+    "megavlm.preview.collect",
+    "pretrain_vlm",
+    "tools.convert",
 )
-def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone(module: str) -> None:
-    program = f"import sys, {module}\nassert 'megatron.core' not in sys.modules, 'megatron-core was imported'"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> None:
+    check = "import sys, {}\nassert 'megatron.core' not in sys.modules, 'megatron-core was imported'"
+    results = run_programs([["-c", check.format(module)] for module in EARLY])
+    assert [status for status, _ in results] == [0] * len(EARLY), results[-1][1]
 
 
 @pytest.mark.parametrize(
