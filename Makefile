@@ -47,8 +47,8 @@ test-unit: $(STAMP) ## Run the tests of single parts, which start no group of pr
 test: $(STAMP) ## Run the CPU tests.
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS) tests
 
-test-all: $(STAMP) ## Run the CPU tests and the slow ones (full layout matrix).
-	$(VENV)/bin/python -m pytest -m "not gpu" $(ARGS) tests
+test-all: $(STAMP) ## Run all CPU tests in pieces and record them in runs/test-all-COMMIT; run it again to go on (hours).
+	$(VENV)/bin/python -m tests.support.pieces $(ARGS)
 
 test-next: $(STAMP) ## Run contract, parity, resume and conversion tests on the newest megatron-core.
 	rm -rf $(NEXT_DIR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import signal
@@ -13,7 +14,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
+
 from tests.support import forked
+
+IDLE = 0.005  # share of a core: a rank that waits for others uses 0.002, one on a machine with a load of 100 has 0.02
 
 
 class Pool:
@@ -41,19 +46,28 @@ class Pool:
         atexit.register(self.close)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
-        """Call a module-level function on every rank; returns their results by rank."""
+        """Call a module-level function on every rank; returns their results by rank.
+
+        The ranks are taken to be stuck where all of them together have used next to no processor time for `timeout`
+        seconds: on a busy machine a case may take long.
+        """
         for end in self._ends:
             end.send((function, args))
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout
+        used = self._processor_seconds()
         while len(results) < self.world:  # whichever rank is first: others may wait for one that failed
             waiting = [end for rank, end in enumerate(self._ends) if rank not in results]
-            ready = wait(waiting, max(0, deadline - time.monotonic()))
+            ready = wait(waiting, timeout)
             if not ready:
+                before, used = used, self._processor_seconds()
+                if used - before > IDLE * self.world * timeout:
+                    continue
                 silent = sorted(set(range(self.world)) - set(results))
                 stacks = "\n".join(f"rank {rank}:\n{self._stacks(rank)}" for rank in silent)
                 self.close()
-                raise AssertionError(f"ranks {silent} of {self.world} gave no result within {timeout} s\n{stacks}")
+                raise AssertionError(
+                    f"ranks {silent} of {self.world} gave no result and did nothing for {timeout} s\n{stacks}"
+                )
             rank = self._ends.index(ready[0])
             try:
                 succeeded, value = self._ends[rank].recv()
@@ -65,6 +79,16 @@ class Pool:
                 raise AssertionError(f"rank {rank} of {self.world}:\n{value}")
             results[rank] = value
         return [results[rank] for rank in range(self.world)]
+
+    def _processor_seconds(self) -> float:
+        """What the ranks and their children have used."""
+        total = 0.0
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):
+                rank = psutil.Process(process.pid)
+                for each in (rank, *rank.children(recursive=True)):
+                    total += sum(each.cpu_times()[:4])  # its own and its ended children's, user and system
+        return total
 
     def _stacks(self, rank: int) -> str:
         """Where the threads of a silent rank are; SIGUSR2 makes `faulthandler` write that down."""

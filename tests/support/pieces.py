@@ -1,0 +1,155 @@
+"""All tests in pieces, each a pytest of its own, with a record that says what ran, how long, and how it ended.
+
+`make test-all` runs it. A piece that crashes or hangs costs the others nothing, and a run that was interrupted goes on
+where it stopped: pieces that have ended are in RECORD/pieces.jsonl and are not run again. Other flags go to pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PASSED = (0, 5)  # pytest's status where all passed, and where nothing was selected
+STUCK = 1800  # seconds after which a test's stacks are written to the log and its piece is ended
+
+
+@dataclass(frozen=True)
+class Piece:
+    """How one of the pieces ended."""
+
+    name: str  # a folder or a file of tests
+    status: int  # pytest's; negative where a signal ended it
+    seconds: float
+    ended: str  # date and time
+
+
+def pieces(root: Path = ROOT) -> list[str]:
+    """Return the folders of tests, tests/dist by its files: processes of one must not stay for the next."""
+    folders = sorted(path for path in (root / "tests").iterdir() if any(path.glob("**/test_*.py")))
+    found = [
+        file for folder in folders for file in (sorted(folder.glob("test_*.py")) if folder.name == "dist" else [folder])
+    ]
+    return [str(path.relative_to(root)) for path in found]
+
+
+def run(name: str, record: Path, arguments: Sequence[str], root: Path) -> Piece:
+    """Run a piece; its output goes to a log in `record`, what its files cost to RECORD/files.jsonl."""
+    log = record / f"{name.removeprefix('tests/').replace('/', '-').removesuffix('.py')}.log"
+    stuck = ["-o", f"faulthandler_timeout={STUCK}", "-o", "faulthandler_exit_on_timeout=true"]
+    recorded = ["-p", "tests.support.record", "--record", str(record / "files.jsonl")]
+    began = time.monotonic()
+    with log.open("w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-m", "not gpu", *stuck, *recorded, *arguments, name],
+            cwd=root,
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    ended = datetime.now(UTC).isoformat(timespec="seconds")
+    return Piece(name, done.returncode, round(time.monotonic() - began, 1), ended)
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines; none where there is no file."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def summary(record: Path) -> str:
+    """Return the record as Markdown: totals, what failed, and each file with its cost, dearest first."""
+    ended, files = lines_of(record / "pieces.jsonl"), lines_of(record / "files.jsonl")
+    totals = {name: sum(file[name] for file in files) for name in ("passed", "failed", "skipped")}
+    failed = [f"- `{test}`" for file in files for test in file["failures"]]
+    failed += [f"- {each['name']} ended early: status {each['status']}" for each in ended if not _told(each, files)]
+    rows = [
+        f"| {file['file']} | {file['passed']} | {file['failed']} | {file['skipped']} | {_minutes(file['seconds'])} "
+        f"| {_minutes(file['processor_seconds'])} |"
+        for file in sorted(files, key=lambda file: -file["processor_seconds"])
+    ]
+    return "\n".join(
+        [
+            f"# All tests, {ended[-1]['ended'] if ended else 'none has ended'}",
+            "",
+            f"{', '.join(f'{count} {name}' for name, count in totals.items())}; "
+            f"{_minutes(sum(piece['seconds'] for piece in ended))} minutes by the clock, "
+            f"{_minutes(sum(file['processor_seconds'] for file in files))} of processor time; "
+            f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, commit {_commit()}.",
+            *(["", "Failed:", "", *failed] if failed else []),
+            "",
+            "| file | passed | failed | skipped | minutes | processor minutes |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f}"
+
+
+def _commit() -> str:
+    asked = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return asked.stdout.strip() or "unknown"
+
+
+def _told(piece: dict[str, Any], files: list[dict[str, Any]]) -> bool:
+    """Whether a piece passed, or failed by tests that its files' records name; a hang or a crash leaves none."""
+    return piece["status"] in PASSED or any(file["failures"] for file in files if _within(file["file"], piece["name"]))
+
+
+def _within(file: str, piece: str) -> bool:
+    return file == piece or file.startswith(f"{piece}/")
+
+
+def run_all(names: Iterable[str], record: Path, arguments: Sequence[str] = (), root: Path = ROOT) -> bool:
+    """Run the pieces that have not ended yet, and write the summary after each; returns whether all passed."""
+    record.mkdir(parents=True, exist_ok=True)
+    known = {piece["name"] for piece in lines_of(record / "pieces.jsonl")}
+    for name in names:
+        if name in known:
+            print(f"{name}: ended before", flush=True)
+            continue
+        _forget(name, record / "files.jsonl")
+        piece = run(name, record, arguments, root)
+        with (record / "pieces.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(piece)) + "\n")
+        (record / "summary.md").write_text(summary(record), encoding="utf-8")
+        print(f"{name}: status {piece.status}, {_minutes(piece.seconds)} minutes", flush=True)
+    return all(piece["status"] in PASSED for piece in lines_of(record / "pieces.jsonl"))
+
+
+def _forget(name: str, file: Path) -> None:
+    """Drop lines of a piece that was interrupted."""
+    kept = [line for line in lines_of(file) if not _within(line["file"], name)]
+    if file.exists():
+        file.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--to", type=Path, help="folder of the record (default: runs/test-all-COMMIT)")
+    parser.add_argument("--only", nargs="+", help="run these pieces only (default: all)")
+    options, arguments = parser.parse_known_args(argv)
+    record = (options.to or ROOT / f"runs/test-all-{_commit()}").resolve()
+    passed = run_all(options.only or pieces(), record, arguments)
+    print(f"{'All passed' if passed else 'NOT all passed'}: {record}/summary.md")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
