@@ -31,10 +31,10 @@ def compared(impl: str, precision: str, vocabulary: int, sequence_parallel: bool
     from megavlm.parallel.groups import build_groups, destroy_groups, start
     from tests.support.stand_ins import te_parallel_cross_entropy
 
-    start(activate(), timeout_minutes=1)
+    start(activate(), timeout_minutes=30)
     destroy_groups()
     world, dtype = dist.get_world_size(), DTYPES[precision]
-    groups = build_groups(Dims(tp=world, pp=1, vpp=1, dp=1), tied_owners=(0, 0), seed=1, timeout_minutes=1)
+    groups = build_groups(Dims(tp=world, pp=1, vpp=1, dp=1), tied_owners=(0, 0), seed=1, timeout_minutes=30)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=WIDTH,

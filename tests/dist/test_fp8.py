@@ -85,7 +85,7 @@ def _emulated(tp: int, sp: bool, recipe: str, fp8: str, bias: bool) -> list[list
     from megavlm.precision.scaling import DelayedRecipe, current_operands, delayed_operands
 
     destroy_groups()
-    groups = build_groups(Dims(tp=tp, pp=1, vpp=1, dp=1), tied_owners=(), seed=1, timeout_minutes=1)
+    groups = build_groups(Dims(tp=tp, pp=1, vpp=1, dp=1), tied_owners=(), seed=1, timeout_minutes=30)
     rank = groups.tp.rank()
     config = TransformerConfig(
         num_layers=1, hidden_size=K, num_attention_heads=2, tensor_model_parallel_size=tp, sequence_parallel=sp

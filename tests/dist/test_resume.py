@@ -13,7 +13,7 @@ import pytest
 
 from megavlm.checkpoint import folders
 from tests.support.flags import DROPOUT, FOUR, HALF, PADDED, TWO
-from tests.support.forked import start_program
+from tests.support.forked import PATIENCE, start_program, status_of
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 
@@ -142,14 +142,9 @@ def start(run_dir: Path) -> BaseProcess:
     return start_program([*argv, "--run-dir", str(run_dir)], run_dir.with_name(f"{run_dir.name}-output"))
 
 
-def status_of(process: BaseProcess) -> int | None:
-    process.join(timeout=300)
-    return process.exitcode
-
-
-def kill_once(process: BaseProcess, condition, *, within: float = 120) -> None:
+def kill_once(process: BaseProcess, condition) -> None:
     """kill -9 the program and its children as soon as the condition holds."""
-    deadline = time.monotonic() + within
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert process.is_alive(), "ended before it could be killed"
         assert time.monotonic() < deadline, "never got that far"
@@ -165,10 +160,13 @@ def test_killed_at_any_moment_resumes_from_the_newest_complete_checkpoint(tmp_pa
     checkpoints = killed / "checkpoints"
     assert status_of(start(whole)) == 0
 
-    kill_once(start(killed), lambda: folders.temporary_for(checkpoints, 4).exists())  # inside a save
+    def saving() -> bool:  # any but the first: on a busy machine the eye may be elsewhere during one
+        return any(folders.temporary_for(checkpoints, iteration).exists() for iteration in (4, 6, 8, 10))
+
+    kill_once(start(killed), saving)
     survivors = [iteration for iteration, _ in folders.complete(checkpoints)]
-    assert survivors in ([2], [2, 4])
-    kill_once(start(killed), lambda: len(folders.complete(checkpoints)) >= 4)  # between two saves
+    assert survivors == [2, 4, 6, 8, 10][: len(survivors)] != []
+    kill_once(start(killed), lambda: len(folders.complete(checkpoints)) > len(survivors))  # between two saves
     assert status_of(start(killed)) == 0
 
     assert without_wall_time(metrics(killed)) == without_wall_time(metrics(whole))

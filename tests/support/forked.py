@@ -13,6 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+PATIENCE = 1800  # seconds: a program that has not ended is stuck, however busy the machine is
+
+
 def context() -> ForkServerContext:
     """The context whose processes are children of the one fork server; that starts with the first of them."""
     forking = mp.get_context("forkserver")
@@ -25,6 +28,12 @@ def start_program(argv: Sequence[str], output: Path) -> BaseProcess:
     process = context().Process(target=_program, args=(list(argv), str(output)))
     process.start()
     return process
+
+
+def status_of(process: BaseProcess) -> int | None:
+    """Wait for a program's end; returns its exit status, None if it is stuck."""
+    process.join(timeout=PATIENCE)
+    return process.exitcode
 
 
 def _program(argv: list[str], output: str) -> None:

@@ -70,7 +70,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     destroy_groups()
     plan = make_plan(config, dims_of(config, world=dist.get_world_size()))
     tied = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
-    groups = build_groups(plan.dims, tied_owners=tied, seed=1, timeout_minutes=5)
+    groups = build_groups(plan.dims, tied_owners=tied, seed=1, timeout_minutes=30)
     vocabulary = config.model.language.vocab_size or 0
 
     def fill(chunks: Any) -> None:
