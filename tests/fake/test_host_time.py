@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.planner.passes import TORCH, moved
+from megavlm.planner.passes import TORCH, memory_traffic
 from tests.fake.build import shim
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def test_layers_launch_no_more_than_they_did(
             stretch = found["stretches"][f"{name} {way}"]
             assert 3 < stretch["launches"] <= allowed, f"{name} {way}: {stretch}"
         if name in ("language.layers.1", "vision.layers.1"):
-            told = moved(name, predict_gpu.case(sizes[shape]), TORCH)
+            told = memory_traffic(name, predict_gpu.case(sizes[shape]), TORCH)
             for way, size in (("forward", told.forward), ("backward", told.backward)):
                 counted = found["stretches"][f"{name} {way}"]["moved_bytes"]
                 assert size == pytest.approx(counted, rel=0.01), f"{name} {way}: {told.terms}"
