@@ -14,8 +14,11 @@ import torch
 from theirs import OPTIMIZER, llava_config, qwen_config
 from torch import Tensor
 
-from megavlm.arch.flops import Workload, layer_cost, step_flops, window_patches, window_squares
-from megavlm.arch.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, layer_names
+from megavlm.arch.flops import step_flops
+from megavlm.arch.kinds import layer_cost
+from megavlm.arch.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, kind_of, layer_names
+from megavlm.arch.scenario import scenario_of
+from megavlm.arch.workload import Workload, window_patches, window_squares
 from megavlm.config.cli import parse
 from megavlm.config.load import to_yaml
 from megavlm.config.rules import check
@@ -29,7 +32,6 @@ from megavlm.families.llava import inputs as llava_inputs
 from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.parallel.dims import Dims
 from megavlm.planner.memory import Memory, rank_memory
-from megavlm.planner.scenario import scenario_of
 
 LEAST_LAYERS = 3  # language layers below which the output layer is most of the language model
 _PAD, _RESERVED = 0, 8  # tokens at the end of the vocabulary that text leaves alone
@@ -212,7 +214,7 @@ def whole_flops(shape: Shape) -> float:
 def language_flops(shape: Shape) -> float:
     """Of that, the language model's layers, their last norm and the output: all are trained, and three passes each."""
     work = workload(shape)
-    names = [n for n in layer_names(shape.model) if n.startswith(LANGUAGE_LAYER) or n in (LANGUAGE_NORM, OUTPUT)]
+    names = [n for n in layer_names(shape.model) if kind_of(n) in (LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT)]
     return sum(3 * layer_cost(name, shape.model, work).forward_flops for name in names)
 
 

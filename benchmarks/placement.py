@@ -170,10 +170,10 @@ def shown(name: str, timings: Sequence[Timing], gain: str = "") -> None:
 
 def vision_share(argv: Sequence[str]) -> float:
     """Vision's and the projector's share of forward FLOPs."""
-    from megavlm.arch.flops import layer_cost
+    from megavlm.arch.kinds import layer_cost
     from megavlm.arch.layers import encoder_names, layer_names
+    from megavlm.arch.workload import typical_workload
     from megavlm.config.cli import parse
-    from megavlm.planner.plan import typical_workload
 
     config = parse(list(argv))
     work = typical_workload(config)

@@ -17,14 +17,14 @@ from typing import Any
 
 import gpu_model
 
-from megavlm.arch.flops import attends_in_windows
-from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
-from megavlm.arch.parameters import local_parameters
+from megavlm.arch.kinds import is_transformer, local_parameters
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
+from megavlm.arch.scenario import Scenario, scenario_of
+from megavlm.arch.workload import attends_in_windows
 from megavlm.parallel.dims import Dims
 from megavlm.planner.explain import Explained, StepPart, explained, played
 from megavlm.planner.hardware import Hardware, profile
 from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, MemoryPasses
-from megavlm.planner.scenario import Scenario, scenario_of
 from megavlm.planner.terms import TE_HOST, HostTime, work_terms
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance-model.md"
@@ -100,10 +100,10 @@ def transformers(shape: gpu_model.Shape, hardware: Hardware) -> Explained:
 def _their_part(name: str, whole: Scenario, hardware: Hardware, counted: dict[str, Any]) -> StepPart:
     vision = whole.model.vision
     key = name
-    if name.startswith(VISION_LAYER):
-        windowed = vision.window_size is None or attends_in_windows(vision, int(name.removeprefix(VISION_LAYER)))
+    if kind_of(name) == VISION_LAYER:
+        windowed = vision.window_size is None or attends_in_windows(vision, number_of(name))
         key = f"{VISION_LAYER}{1 if windowed else 2}"
-    elif name.startswith(LANGUAGE_LAYER):
+    elif kind_of(name) == LANGUAGE_LAYER:
         key = f"{LANGUAGE_LAYER}1"
     sides = [counted.get(f"{key} {way}") for way in ("forward", "backward")]
     if sides[0] is None:  # patches and their norm run before the first layer that is followed
@@ -115,8 +115,7 @@ def _their_part(name: str, whole: Scenario, hardware: Hardware, counted: dict[st
         # The embedding's backward stretch ends with clipping, which is counted with the update.
         passes.append(0.0 if name == "embedding" and rates is hardware.backward else moved / rates.bandwidth)
         host.append(launches * each + calls * THEIRS.attention_call)
-    numbered = name.startswith((VISION_LAYER, LANGUAGE_LAYER))
-    python = THEIRS.layer if numbered else (0.0, 0.0)
+    python = THEIRS.layer if is_transformer(name) else (0.0, 0.0)
     terms = {**work_terms(name, whole, hardware), "passes": (passes[0], passes[1])}
     return StepPart(name, terms, (host[0] + python[0], host[1] + python[1]))
 

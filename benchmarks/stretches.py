@@ -22,11 +22,11 @@ def follow_ours(engine: Any, enter: Enter) -> None:
     from megavlm.model import vlm
     from megavlm.train import engine as engines
 
-    run = vlm.VLMChunk._run
+    run = vlm.VLMChunk.run_layer
 
-    def followed(self: Any, name: str, hidden: Any, context: Any, **kwargs: Any) -> Tensor:
+    def followed(self: Any, name: str, hidden: Any, context: Any) -> Tensor:
         enter(f"{name} forward")
-        output = run(self, name, hidden, context, **kwargs)
+        output = run(self, name, hidden, context)
         if output is not hidden:  # an identity's backward is its layer's
             _begin_backward(output, name, enter)
         return output
@@ -41,7 +41,7 @@ def follow_ours(engine: Any, enter: Enter) -> None:
         enter(name)
         return nullcontext()
 
-    vlm.VLMChunk._run = followed  # type: ignore[method-assign]
+    vlm.VLMChunk.run_layer = followed  # type: ignore[method-assign]
     engine.schedule.config.finalize_model_grads_func = finalized
     engines.profiler_range = followed_range
 

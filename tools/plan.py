@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megavlm.arch.layers import module_of
+from megavlm.arch.layers import part_of
 from megavlm.config.fields import with_values
 from megavlm.config.load import from_yaml_file, to_yaml
 from megavlm.config.messages import plain
@@ -149,7 +149,7 @@ def draw(outcome: Outcome, config: Config, *, hardware_name: str, path: Path) ->
     title = f"{candidate.label} on {plain(hardware_name)}"
 
     def sees(chunk: int) -> bool:
-        return any(module_of(name) == "vision" for name in chunks[chunk])
+        return any(part_of(name) == "vision" for name in chunks[chunk])
 
     if path.suffix == ".png":
         png(timeline, path, title=title, sees=sees)

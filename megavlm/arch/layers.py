@@ -1,8 +1,13 @@
-"""The VLM as a list of named layers, in the order that data passes them. Names know no layout."""
+"""The model as a list of named layers, in the order that data passes through them. Names do not depend on the layout.
+
+A name is its kind, followed by a number where the kind is numbered: `vision.layers.` and `vision.layers.3`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 
 from megavlm.config.derived import layer_precision
 from megavlm.config.lora import adapted_parts, is_target, linears_of
@@ -18,14 +23,53 @@ VISION_LAYER = "vision.layers."
 DEEPSTACK = "deepstack."
 LANGUAGE_LAYER = "language.layers."
 
+# Each kind of layer, and the part of the model that it belongs to: what `--freeze` refers to.
+PART_OF_KIND = {
+    PATCH_EMBED: "vision",
+    VISION_LAYER: "vision",
+    DEEPSTACK: "projector",
+    VISION_NORM: "vision",
+    PROJECTOR: "projector",
+    EMBEDDING: "language",
+    LANGUAGE_LAYER: "language",
+    LANGUAGE_NORM: "language",
+    OUTPUT: "language",
+}
+TRANSFORMER_LAYERS = (VISION_LAYER, LANGUAGE_LAYER)
+_NAME = re.compile("|".join(rf"({re.escape(kind)})" + r"(\d+)" * kind.endswith(".") for kind in PART_OF_KIND))
+
+
+@lru_cache(maxsize=65536)
+def split_name(key: str) -> tuple[str, int]:
+    """Return the kind and the number (0 if none) of a layer, by its name or the name of one of its parameters."""
+    found = _NAME.match(key)
+    assert found is not None, f"{key} belongs to no layer"
+    kind, *number = (group for group in found.groups() if group is not None)
+    return kind, int(number[0]) if number else 0
+
+
+def kind_of(key: str) -> str:
+    """Return the kind of a layer, by its name or the name of one of its parameters."""
+    return split_name(key)[0]
+
+
+def number_of(key: str) -> int:
+    """Return a layer's number among those of its kind; 0 if the kind is not numbered."""
+    return split_name(key)[1]
+
+
+def part_of(key: str) -> str:
+    """Return the part of the model that a layer or parameter belongs to: "vision", "projector" or "language"."""
+    return PART_OF_KIND[kind_of(key)]
+
 
 def vision_layers_run(vision: VisionConfig) -> int:
-    """Layers whose output is needed: `feature_layer=-2` leaves the last one out altogether."""
+    """Return the number of vision layers whose output is needed; `feature_layer=-2` leaves the last one out."""
     return vision.num_layers + 1 + vision.feature_layer
 
 
 def layer_names(model: ModelConfig) -> tuple[str, ...]:
-    """Every layer that a stage plan may cut between."""
+    """Return the names of all layers, in order; a plan may cut the pipeline before each but the first."""
     return (
         PATCH_EMBED,
         *_tower(model.vision),
@@ -39,13 +83,13 @@ def layer_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def encoder_names(model: ModelConfig) -> tuple[str, ...]:
-    """The layers that make features of images: all before the embedding."""
+    """Return the names of the layers that turn images into features: all before the embedding."""
     names = layer_names(model)
     return names[: names.index(EMBEDDING)]
 
 
 def _tower(vision: VisionConfig) -> Iterator[str]:
-    """Vision layers, and after those that DeepStack taps, the merger that turns their output into features."""
+    """Yield the vision layers, each followed by the merger of its output if DeepStack uses it."""
     for number in range(vision_layers_run(vision)):
         yield f"{VISION_LAYER}{number}"
         if number in vision.deepstack_layers:
@@ -53,41 +97,42 @@ def _tower(vision: VisionConfig) -> Iterator[str]:
 
 
 def trains_weights(name: str, config: Config) -> bool:
-    """Whether a layer's own weights are trained: its part is not frozen, and has no adapters anywhere."""
-    return module_of(name) not in (*config.model.freeze, *adapted_parts(config))
+    """Return whether a layer's own weights are trained: its part is not frozen and has no adapters anywhere."""
+    return part_of(name) not in (*config.model.freeze, *adapted_parts(config))
 
 
 def keeps_fp8(name: str, config: Config) -> bool:
-    """Whether a layer's linears keep their weights in FP8 alone: `--fp8-param-gather`, where there is gathering."""
+    """Return whether a layer's linear layers hold their weights only in FP8 (`--fp8-param-gather`)."""
     in_fp8 = config.precision.fp8_param_gather and layer_precision(name, config) == "fp8"
     return in_fp8 and trains_weights(name, config)
 
 
 def trained_layers(config: Config) -> frozenset[str]:
-    """The layers that have anything to train, own weights or adapters: what gradients are computed for."""
+    """Return the layers with trained weights, their own or adapters."""
     return frozenset(
         name for name in layer_names(config.model) if trains_weights(name, config) or _has_adapters(name, config)
     )
 
 
 def _has_adapters(name: str, config: Config) -> bool:
-    part = module_of(name)
-    if not name.startswith((VISION_LAYER, LANGUAGE_LAYER)) or part in config.model.freeze:
+    part = part_of(name)
+    if kind_of(name) not in TRANSFORMER_LAYERS or part in config.model.freeze:
         return False
     return any(is_target(config.lora, name, linear) for linear in linears_of(config, part))
 
 
 def trained_below(name: str, earlier: Sequence[str], trained: Collection[str]) -> bool:
-    """Whether what layer `name` reads depends on one of the `trained` layers, given all layers before it.
+    """Return whether the input of layer `name` depends on one of the `trained` layers among the `earlier` ones.
 
-    DeepStack's mergers hand their features to the language model alone: the tower goes on without them.
+    Features of DeepStack's mergers go to the language model only; the rest of the tower does not depend on them.
     """
-    takes_all = module_of(name) == "language"
-    return any(other in trained for other in earlier if takes_all or not other.startswith(DEEPSTACK))
+    takes_all = part_of(name) == "language"
+    return any(other in trained for other in earlier if takes_all or kind_of(other) != DEEPSTACK)
 
 
-def module_of(name: str) -> str:
-    """Which part of the model a layer or parameter belongs to: "vision", "projector" or "language"."""
-    if name.startswith((PATCH_EMBED, "vision.")):
-        return "vision"
-    return "projector" if name.startswith((PROJECTOR, DEEPSTACK)) else "language"
+def carried_features(earlier: Sequence[str]) -> int:
+    """Return how many DeepStack features travel with the hidden states after the `earlier` layers: each merger makes
+    one, and the language layers take one each, in order.
+    """
+    kinds = [kind_of(name) for name in earlier]
+    return max(0, kinds.count(DEEPSTACK) - kinds.count(LANGUAGE_LAYER))

@@ -4,7 +4,7 @@ An image comes as a base tile, which is all of it at the tower's size, and a gri
 shape kept, in the middle, padded on two opposite sides. The grid's features form one map. It loses its padding, is
 reduced where it is larger than `max_tiles` tiles, and each of its rows ends with a newline. The base tile's features
 come first. An image whose base tile is all there is ends with one newline. Image tokens are counted here, features laid
-out in `megavlm/model/tiles.py`; both as in Transformers' LlavaOnevision.
+out in `megavlm/model/vision_ops.py`; both as in Transformers' LlavaOnevision.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megavlm.arch.flops import Workload, layer_cost, window_patches, window_squares
-from megavlm.arch.layers import layer_names, module_of
+from megavlm.arch.kinds import layer_cost
+from megavlm.arch.layers import layer_names, part_of
+from megavlm.arch.workload import Workload, window_patches, window_squares
 from megavlm.config.schema import ModelConfig
 from megavlm.data.types import SampleCost
 
@@ -26,7 +27,7 @@ class CostModel:
             work = Workload(**{**dict.fromkeys(Workload.__dataclass_fields__, 0), **fields})
             # The projector runs where the tower does.
             parts = (module,) if module == "language" else ("vision", "projector")
-            names = [name for name in layer_names(model) if module_of(name) in parts]
+            names = [name for name in layer_names(model) if part_of(name) in parts]
             return sum(layer_cost(name, model, work).forward_flops for name in names)
 
         return cls(

@@ -8,8 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megavlm.arch.flops import window_patches
-from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
+from megavlm.arch.image_tokens import patches_per_feature
+from megavlm.arch.kind import Stream
+from megavlm.arch.kinds import layer_kind
+from megavlm.arch.workload import window_patches
 from megavlm.config.derived import sequence_multiple, sequence_parallel
 from megavlm.config.schema import Config, VisionConfig
 from megavlm.data.anyres import TileGroup
@@ -31,6 +33,7 @@ class MicroBatchContext:
     config: Config
     groups: Groups
     device: torch.device
+    wants_logits: bool = False  # whether the output layer returns logits instead of the loss
     encoder_apart: bool = False  # colocated: features come as each rank needs them, without a blank image's
 
     @cached_property
@@ -95,24 +98,20 @@ class MicroBatchContext:
         if self.encoder_apart:
             return self.places.numel(), 1, model.language.hidden_size
         patches = sum(rows * columns for rows, columns in self.layout.grids)
-        return patches // model.projector.pixel_shuffle**2, 1, model.language.hidden_size
+        return patches // patches_per_feature(model.projector), 1, model.language.hidden_size
 
-    def trailing_dims(self, name: str) -> tuple[int, int]:
-        """All dimensions but the first of the hidden states that layer `name` reads."""
-        model = self.config.model
-        if name in (EMBEDDING, LANGUAGE_NORM, OUTPUT) or name.startswith(LANGUAGE_LAYER):
-            return 1 if name == EMBEDDING else self.batch.tokens.shape[0], model.language.hidden_size
-        return 1, model.vision.hidden_size
-
-    def rows(self, name: str) -> int:
-        """The first dimension of the hidden states that layer `name` reads, on this tensor-parallel rank."""
-        parts = self.groups.dims.tp if sequence_parallel(self.config) else 1
-        if name == EMBEDDING:
-            newline = self.config.model.projector.anyres_max_tiles is not None
-            return 1 + newline if self.layout.is_blank else self.batch.feature_positions.numel()
-        if name in (LANGUAGE_NORM, OUTPUT) or name.startswith(LANGUAGE_LAYER):
-            return self.batch.tokens.shape[1] // parts
-        return self.layout.bounds[-1] // parts
+    def hidden_shape(self, name: str) -> tuple[int, int, int]:
+        """Return the shape of the hidden states that layer `name` reads, on this tensor-parallel rank."""
+        model, batch = self.config.model, self.batch
+        shards = self.groups.dims.tp if sequence_parallel(self.config) else 1
+        reads = layer_kind(name).reads
+        if reads is Stream.PATCHES:
+            return self.layout.bounds[-1] // shards, 1, model.vision.hidden_size
+        if reads is Stream.TEXT:
+            return batch.tokens.shape[1] // shards, batch.tokens.shape[0], model.language.hidden_size
+        newline = model.projector.anyres_max_tiles is not None
+        rows = 1 + newline if self.layout.is_blank else batch.feature_positions.numel()
+        return rows, 1, model.language.hidden_size
 
     @cached_property
     def places(self) -> Tensor:

@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megavlm.arch.flops import head_width
+from megavlm.arch.transformer import head_width
 from megavlm.config.schema import LanguageConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.model.cross_entropy import CrossEntropy

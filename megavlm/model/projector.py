@@ -1,4 +1,4 @@
-"""From vision tokens to language embeddings: gather, drop what is no patch, merge neighbours, project."""
+"""The projector: gathers vision tokens, drops class tokens and padding, merges neighbours and projects them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from megavlm.config.derived import projector_width
 from megavlm.config.schema import ModelConfig
 from megavlm.data.anyres import TileGroup
-from megavlm.model.merge import pixel_shuffle
-from megavlm.model.tiles import lay_out
 from megavlm.model.vision import VisionLayout
+from megavlm.model.vision_ops import pixel_shuffle, unpad_and_concat
 
 
 class Projector(MegatronModule):
@@ -79,4 +78,5 @@ class Projector(MegatronModule):
             return out
         # As the rest of this, alike on every tensor-parallel rank: the newline's gradient needs no reduction.
         counts = [rows * columns // self.pixel_shuffle**2 for rows, columns in layout.grids]
-        return lay_out(out[:, 0], tile_groups, counts, newline=self.image_newline, max_tiles=self.max_tiles)[:, None]
+        newline, most = self.image_newline, self.max_tiles
+        return unpad_and_concat(out[:, 0], tile_groups, counts, newline=newline, max_tiles=most)[:, None]

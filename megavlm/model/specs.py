@@ -21,15 +21,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from megavlm.arch.flops import head_width
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
+from megavlm.arch.transformer import head_width
 from megavlm.config.derived import query_groups, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.model.activation import ActivationModule
 from megavlm.model.attention import Attention
-from megavlm.model.modules import fp8_fields, modules_of
+from megavlm.model.layer_modules import LayerModules, fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm
-from megavlm.model.parts import Modules
 from megavlm.parallel.groups import Groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -181,7 +180,7 @@ def _layer(
 
 
 def _submodules(
-    modules: Modules, mask: AttnMaskType, *, qk_norm: Any, branch: Any, qkv_bias: bool, activation: str
+    modules: LayerModules, mask: AttnMaskType, *, qk_norm: Any, branch: Any, qkv_bias: bool, activation: str
 ) -> TransformerLayerSubmodules:
     attention = SelfAttentionSubmodules(
         linear_qkv=partial(_qkv_linear, modules.column_linear, qkv_bias=qkv_bias),

@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 from megavlm.config.derived import layer_precision
 from megavlm.config.schema import Config
 from megavlm.model.activation import ACTIVATIONS, Activation, keeping_input
+from megavlm.model.layer_modules import Execution, LayerModules, with_bias_inside
 from megavlm.model.packing import Packing, in_rows, in_sequence
-from megavlm.model.parts import Execution, Modules, with_bias_inside
 from megavlm.model.rotary import Heads, Rotary, Rotation
 from megavlm.parallel.groups import Groups
 
@@ -33,10 +33,10 @@ _FUSED = {
 }
 
 
-def te_modules(extension: Any, *, fused_norm: bool) -> Modules:
+def te_modules(extension: Any, *, fused_norm: bool) -> LayerModules:
     """The parts out of `megatron.core.extensions.transformer_engine`, or what stands for it."""
     column = extension.TELayerNormColumnParallelLinear if fused_norm else extension.TEColumnParallelLinear
-    return Modules(
+    return LayerModules(
         norm=IdentityOp if fused_norm else extension.TENorm,
         column_linear=with_bias_inside(column),
         row_linear=with_bias_inside(extension.TERowParallelLinear),

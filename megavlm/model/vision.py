@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_
 from torch import Tensor, nn
 
 from megavlm.config.schema import VisionConfig
-from megavlm.model.windows import Grid, joint_window_order
+from megavlm.model.vision_ops import Grid, joint_window_order
 from megavlm.parallel.groups import Groups
 
 

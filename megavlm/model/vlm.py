@@ -7,9 +7,8 @@ layer that DeepStack taps and the language layer that takes its features, they t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from contextlib import nullcontext
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -23,41 +22,34 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
 from torch import Tensor, nn
 
-from megavlm.arch.flops import attends_in_windows
 from megavlm.arch.layers import (
     DEEPSTACK,
     EMBEDDING,
     LANGUAGE_LAYER,
-    LANGUAGE_NORM,
     OUTPUT,
-    PATCH_EMBED,
-    PROJECTOR,
     VISION_LAYER,
-    VISION_NORM,
-    module_of,
+    carried_features,
+    kind_of,
+    part_of,
     trained_below,
     trained_layers,
     trains_weights,
 )
 from megavlm.backend.profiler_range import profiler_range
-from megavlm.config.derived import sequence_parallel
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
-from megavlm.model import specs
 from megavlm.model.context import MicroBatchContext
 from megavlm.model.deepstack import pack, unpack
 from megavlm.model.graphs import LayerGraphs
-from megavlm.model.language import Embedding, Output
+from megavlm.model.layer_kinds import IMPLEMENTATIONS, LayerBuilder
+from megavlm.model.layer_modules import execution_of
 from megavlm.model.lora import add_adapters
-from megavlm.model.modules import accumulation_fields, cross_entropy_of, execution_of, output_accumulation_fields
-from megavlm.model.norm import Norm
 from megavlm.model.offload import Offload
-from megavlm.model.projector import Projector
-from megavlm.model.vision import PatchEmbed
+from megavlm.model.packing import Packing
+from megavlm.model.rotary import Rotation
 from megavlm.parallel.groups import Groups
 from megavlm.planner.plan import Plan
-from megavlm.precision.fp8_weights import building
 
 TIED_KEY = f"{EMBEDDING}.word_embeddings.weight"
 
@@ -83,18 +75,17 @@ class VLMChunk(MegatronModule):
         self.next_name = plan.chunks[index + 1][0] if index + 1 < len(plan.chunks) else None
         self.carried_on = carried_features([*earlier, *self.names])
         self.is_first = index == 0
-        self.sequence_parallel = sequence_parallel(config)
         self.full_recompute = config.execution.recompute_granularity == "full"
         self.execution = execution_of(config, groups)
         self.input_tensor: Tensor | None = None
-        build = _Builder(config, groups, vocab_size=vocab_size, ties_locally=EMBEDDING in self.names)
+        builder = LayerBuilder(config, groups, vocab_size=vocab_size, ties_locally=EMBEDDING in self.names)
         self.parts: dict[str, nn.Module] = {}
         for name in self.names:
-            part = build(name)
+            part = IMPLEMENTATIONS[kind_of(name)].build(builder, name)
             self._choose_trained(name, part)
             self.parts[name] = part
             _attach(self, name, part)
-        language = {name: part for name, part in self.parts.items() if name.startswith(LANGUAGE_LAYER)}
+        language = {name: part for name, part in self.parts.items() if kind_of(name) == LANGUAGE_LAYER}
         self.transformer_layers = [(n, part) for n, part in self.parts.items() if isinstance(part, TransformerLayer)]
         self.graphs = LayerGraphs(language) if config.execution.cuda_graphs else None
         self.offload: Offload | None = None  # set by who builds all chunks of a rank, which share one
@@ -106,7 +97,7 @@ class VLMChunk(MegatronModule):
 
     def _choose_trained(self, name: str, part: nn.Module) -> None:
         """Freeze what is not trained; where a part of the model has adapters, all but those."""
-        config, module = self.run_config, module_of(name)
+        config, module = self.run_config, part_of(name)
         part.requires_grad_(trains_weights(name, config))
         if module in adapted_parts(config) and isinstance(part, TransformerLayer):
             gated = module == "language" or config.model.vision.activation == "swiglu"
@@ -114,11 +105,19 @@ class VLMChunk(MegatronModule):
 
     def transferred(self, batch: MicroBatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """Shapes of what this chunk receives from the one before and sends to the next; None at the ends."""
-        context = MicroBatchContext(
-            batch, self.run_config, self.groups, device=batch.tokens.device, encoder_apart=self.encoder_apart
-        )
+        context = self._context(batch, device=batch.tokens.device)
         received = None if self.is_first else _shape_before(self.names[0], self.carried, context)
         return received, None if self.next_name is None else _shape_before(self.next_name, self.carried_on, context)
+
+    def _context(self, batch: MicroBatch, *, device: torch.device, wants_logits: bool = False) -> MicroBatchContext:
+        return MicroBatchContext(
+            batch,
+            self.run_config,
+            self.groups,
+            device=device,
+            wants_logits=wants_logits,
+            encoder_apart=self.encoder_apart,
+        )
 
     def set_input_tensor(self, tensors: list[Tensor | None] | Tensor | None) -> None:
         """Called by the schedule before forward: what the previous chunk sent."""
@@ -140,17 +139,16 @@ class VLMChunk(MegatronModule):
 
     def _forward(self, batch: MicroBatch, *, logits: bool) -> Tensor:
         device = next(iter(self.parameters())).device
-        context = MicroBatchContext(
-            batch, self.run_config, self.groups, device=device, encoder_apart=self.encoder_apart
-        )
+        context = self._context(batch, device=device, wants_logits=logits)
         hidden, carried = self._received(context)
         with self.execution.chunk(self.transformer_layers):
             for name in self.names:
-                if name.startswith(DEEPSTACK):
-                    carried.append(self._run(name, hidden, context))
+                output = self.run_layer(name, hidden, context)
+                if kind_of(name) == DEEPSTACK:
+                    carried.append(output)
                     continue
-                hidden = self._run(name, hidden, context, logits=logits)
-                if carried and name.startswith(LANGUAGE_LAYER):
+                hidden = output
+                if carried and kind_of(name) == LANGUAGE_LAYER:
                     hidden = context.with_features(hidden, carried.pop(0))
         assert hidden is not None
         if OUTPUT in self.names:
@@ -158,55 +156,34 @@ class VLMChunk(MegatronModule):
         output = pack(hidden, carried).contiguous()
         return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
 
-    def _run(self, name: str, hidden: Any, context: MicroBatchContext, *, logits: bool = False) -> Tensor:
+    def run_layer(self, name: str, hidden: Any, context: MicroBatchContext) -> Tensor:
+        """Return the output of one of the chunk's layers; `hidden` is None for the patch embedding."""
         with profiler_range(name):
-            return self._output(name, hidden, context, logits=logits)
+            return IMPLEMENTATIONS[kind_of(name)].run(self, name, hidden, context)
 
-    def _output(self, name: str, hidden: Any, context: MicroBatchContext, *, logits: bool) -> Tensor:
-        part: Any = self.parts[name]
-        batch = context.batch
-        if name.startswith(VISION_LAYER):
-            windowed = attends_in_windows(self.run_config.model.vision, int(name.removeprefix(VISION_LAYER)))
-            packing = context.window_packing if windowed else context.image_packing
-            kwargs = {"rotary_pos_emb": context.vision_rope, "packed_seq_params": packing}
-            return self._transform(name, part, hidden, kwargs)
-        if name.startswith(LANGUAGE_LAYER):
-            if self.graphs is not None and context.language_packing is None:
-                return self.graphs(name, hidden, context.language_rope)
-            kwargs = {"rotary_pos_emb": context.language_rope, "packed_seq_params": context.language_packing}
-            return self._transform(name, part, hidden, kwargs)
-        if name == PATCH_EMBED:
-            return part(batch.patches, context.layout)
-        if name == PROJECTOR or name.startswith(DEEPSTACK):
-            return part(
-                hidden, context.layout, tile_groups=context.tile_groups, sequence_parallel=self.sequence_parallel
-            )
-        if name == EMBEDDING:
-            if batch.features is not None:
-                return context.with_features_merged(part(batch), batch.features[:, 0])
-            return part(batch, hidden)
-        if name == OUTPUT:
-            tied = self.run_config.model.language.tie_embeddings and not self.has_tied_copy
-            weight = self.parts[EMBEDDING].word_embeddings.weight if tied else None  # type: ignore[union-attr]
-            scores = part.logits(hidden, weight)
-            return part.gather(scores) if logits else part.loss(scores, batch.labels)
-        return part(hidden)
+    def run_transformer_layer(
+        self, name: str, hidden: Tensor, *, rotary: Rotation | None, packing: Packing | None
+    ) -> Tensor:
+        """Return the output of a transformer layer, offloading or recomputing what it saves as configured."""
+        layer: Any = self.parts[name]
 
-    def _transform(self, name: str, layer: TransformerLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        if self.offload is None or not torch.is_grad_enabled():
-            return self._transformed(name, layer, hidden, kwargs)
-        with self.offload.layer(layer, kwargs["rotary_pos_emb"]):
-            return self._transformed(name, layer, hidden, kwargs)
-
-    def _transformed(self, name: str, layer: TransformerLayer, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         def run(x: Tensor) -> Tensor:
             with self.execution.layer(name, layer):
-                return layer(x, attention_mask=None, **kwargs)[0]
+                return layer(x, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packing)[0]
 
-        # A layer whose input needs no gradient is the first of a frozen stretch: nothing to recompute for.
-        if self.full_recompute and hidden.requires_grad and self.training:
-            return self.execution.recomputed(layer, run, hidden)
-        return run(hidden)
+        offloads = self.offload is not None and torch.is_grad_enabled()
+        with self.offload.layer(layer, rotary) if offloads else nullcontext():  # type: ignore[union-attr]
+            # A layer whose input needs no gradient is the first of a frozen stretch: nothing to recompute for.
+            if self.full_recompute and hidden.requires_grad and self.training:
+                return self.execution.recomputed(layer, run, hidden)
+            return run(hidden)
+
+    @property
+    def tied_weight(self) -> Tensor | None:
+        """The embedding's weight, if the output layer of this chunk uses it in place of its own; else None."""
+        if not self.run_config.model.language.tie_embeddings or self.has_tied_copy:
+            return None
+        return self.parts[EMBEDDING].word_embeddings.weight  # type: ignore[union-attr, return-value]
 
     def _received(self, context: MicroBatchContext) -> tuple[Any, list[Tensor]]:
         """Hidden states and carried features from the previous chunk; what nothing trained lies before is cut off.
@@ -222,7 +199,7 @@ class VLMChunk(MegatronModule):
             tensor.grad = torch.zeros_like(tensor)
             tensor = tensor.detach()
         hidden, carried = unpack(
-            tensor, hidden=context.trailing_dims(self.names[0]), carried=[context.feature_shape] * self.carried
+            tensor, hidden=context.hidden_shape(self.names[0])[1:], carried=[context.feature_shape] * self.carried
         )
         return hidden if self.hidden_trained else hidden.detach(), carried
 
@@ -262,20 +239,14 @@ class VLMChunk(MegatronModule):
 
 
 def _shape_before(name: str, carried: int, context: MicroBatchContext) -> tuple[int, ...]:
-    """Of the one tensor that reaches layer `name` with so many layers' features beside the hidden states."""
-    hidden = (context.rows(name), *context.trailing_dims(name))
+    """Return the shape of the tensor received before layer `name`, with `carried` DeepStack features packed into it."""
+    hidden = context.hidden_shape(name)
     return (prod(hidden) + carried * prod(context.feature_shape), 1, 1) if carried else hidden
-
-
-def carried_features(earlier: Sequence[str]) -> int:
-    """DeepStack features on their way after these layers: language layers take one each, in order, while there are."""
-    made = sum(name.startswith(DEEPSTACK) for name in earlier)
-    return max(0, made - sum(name.startswith(LANGUAGE_LAYER) for name in earlier))
 
 
 def is_padded_for_tp(key: str) -> bool:
     """Whether a parameter's shape may hold padding for TP: vocabulary rows, vision heads."""
-    if key.startswith(VISION_LAYER):
+    if kind_of(key) == VISION_LAYER:
         columns = (".self_attention.linear_proj.weight", ".self_attention.linear_proj.lora.o_proj.A")
         return ".self_attention.linear_qkv." in key or key.endswith(columns)
     return key in (TIED_KEY, f"{OUTPUT}.linear.weight")
@@ -299,62 +270,3 @@ def _mark_tied_copy(parts: dict[str, nn.Module]) -> None:
         weight: Any = parts[OUTPUT].linear.weight  # type: ignore[union-attr]
         weight.shared_embedding = True
         weight.shared = True
-
-
-@dataclass(frozen=True)
-class _Builder:
-    """Builds the part that a layer name stands for."""
-
-    config: Config
-    groups: Groups
-    vocab_size: int
-    ties_locally: bool
-
-    @cached_property
-    def vision(self) -> TransformerConfig:
-        return specs.vision_config(self.config, tp=self.groups.dims.tp)
-
-    @cached_property
-    def language(self) -> TransformerConfig:
-        return specs.language_config(self.config, tp=self.groups.dims.tp)
-
-    @cached_property
-    def vision_layers(self) -> TransformerConfig:
-        return replace(self.vision, **accumulation_fields(self.config, "vision"))
-
-    @cached_property
-    def language_layers(self) -> TransformerConfig:
-        return replace(self.language, **accumulation_fields(self.config, "language"))
-
-    def __call__(self, name: str) -> nn.Module:
-        model, groups = self.config.model, self.groups
-        if name.startswith(VISION_LAYER):
-            number = int(name.removeprefix(VISION_LAYER))
-            with building(name, self.vision, self.config):
-                return specs.vision_layer(self.config, self.vision_layers, groups, number)
-        if name.startswith(LANGUAGE_LAYER):
-            number = int(name.removeprefix(LANGUAGE_LAYER))
-            with building(name, self.language, self.config):
-                return specs.language_layer(self.config, self.language_layers, groups, number)
-        if name == PATCH_EMBED:
-            parallel = sequence_parallel(self.config)
-            return PatchEmbed(model.vision, dtype=self.vision.params_dtype, groups=groups, sequence_parallel=parallel)
-        if name == VISION_NORM:
-            used = model.vision.post_norm and model.vision.feature_layer == -1
-            return Norm(self.vision, model.vision.hidden_size, model.vision.norm_epsilon) if used else nn.Identity()
-        if name == PROJECTOR or name.startswith(DEEPSTACK):
-            whole = specs.projector_config(self.config, tp=groups.dims.tp)
-            epsilon = 1e-5 if model.projector.input_norm else None
-            if name.startswith(DEEPSTACK):
-                epsilon = model.vision.norm_epsilon
-            return Projector(model, layer_config=whole, collection=groups.collection, norm_epsilon=epsilon)
-        if name == EMBEDDING:
-            return Embedding(self.vocab_size, layer_config=self.language, groups=groups)
-        if name == LANGUAGE_NORM:
-            return Norm(self.language, model.language.hidden_size, model.language.norm_epsilon)
-        assert name == OUTPUT
-        own = not (model.language.tie_embeddings and self.ties_locally)
-        # The embedding adds to the gradient of a weight that it shares, through autograd.
-        layer_config = replace(self.language, **output_accumulation_fields(self.config)) if own else self.language
-        loss = cross_entropy_of(self.config)
-        return Output(self.vocab_size, layer_config=layer_config, groups=groups, own_weight=own, cross_entropy=loss)

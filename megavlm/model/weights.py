@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megavlm.arch.layers import VISION_LAYER
+from megavlm.arch.layers import VISION_LAYER, kind_of
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.model.vlm import VLMChunk, is_padded_for_tp
@@ -65,7 +65,7 @@ def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_si
     """A parameter's shape without the padding that TP may have needed (vocabulary rows, vision heads)."""
     if not is_padded_for_tp(key):
         return shape
-    if not key.startswith(VISION_LAYER):
+    if kind_of(key) != VISION_LAYER:
         return (vocab_size, *shape[1:])
     if is_adapter(key):  # of vision attention: A reads all heads in o_proj, B writes them in q, k and v
         return (shape[0], model.vision.hidden_size) if key.endswith(".A") else (model.vision.hidden_size, shape[1])
@@ -89,7 +89,7 @@ def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:
         return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=_generator(key, config))
     std = 1 / math.sqrt(shape[0]) if leaf == "image_newline" else model.init_method_std  # LLaVA-NeXT
     if key.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")):
-        layers = model.vision.num_layers if key.startswith(VISION_LAYER) else model.language.num_layers
+        layers = model.vision.num_layers if kind_of(key) == VISION_LAYER else model.language.num_layers
         std /= math.sqrt(2 * layers)
     return torch.empty(shape).normal_(0.0, std, generator=_generator(key, config))
 

@@ -14,7 +14,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megavlm.arch.layers import module_of
+from megavlm.arch.layers import part_of
 from megavlm.config.derived import shards_gradients
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
@@ -147,7 +147,7 @@ def _no_decay(param: torch.nn.Parameter, name: str) -> bool:
 
 
 def _in_module(module: str, param: torch.nn.Parameter, name: str) -> bool:
-    return module_of(name.removeprefix("module.")) == module
+    return part_of(name.removeprefix("module.")) == module
 
 
 def build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, VISION_LAYER
+from megavlm.arch.kinds import is_transformer
+from megavlm.arch.layers import EMBEDDING, OUTPUT
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
@@ -136,7 +137,7 @@ def _units(chunk: VLMChunk) -> Iterator[nn.Module]:
     """Parts whose parameters are gathered for them alone; those of others are while the chunk runs."""
     tied_here = chunk.run_config.model.language.tie_embeddings and {EMBEDDING, OUTPUT} <= chunk.parts.keys()
     for name, part in chunk.parts.items():
-        if name.startswith((VISION_LAYER, LANGUAGE_LAYER)) or (name in (EMBEDDING, OUTPUT) and not tied_here):
+        if is_transformer(name) or (name in (EMBEDDING, OUTPUT) and not tied_here):
             yield part
 
 

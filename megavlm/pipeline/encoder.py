@@ -21,7 +21,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from megavlm.arch.layers import encoder_names, module_of, trained_layers
+from megavlm.arch.layers import encoder_names, part_of, trained_layers
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.schema import Config
@@ -81,7 +81,7 @@ class EncoderRunner:
         self.trained = bool(trained)
         self._model = config.model
         self._deepstack = len(config.model.vision.deepstack_layers)
-        tower_trained = any(module_of(name) == "vision" for name in trained)
+        tower_trained = any(part_of(name) == "vision" for name in trained)
         self._keep = config.placement.encoder_keep_chunks if tower_trained else None
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         self._dropout = dropout > 0 or (self.trained and config.lora.dropout > 0)

@@ -1,4 +1,4 @@
-"""Which rows of features go where: pure arithmetic for the exchange between a colocated encoder and the embedding.
+"""The rows of image features that each rank sends and receives between a colocated encoder and the embedding.
 
 Legend: R rows of features of a window of micro-batches, in the order of their tokens; M ranks of a model replica.
 """
@@ -17,10 +17,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Route:
-    """One rank's part in an exchange. Places count in the rows that it holds before, and in those that it has after."""
+    """One rank's part in an exchange: indices into the rows it holds before and into those after."""
 
-    send: tuple[Rows, ...]  # [M] places among the rows held before, for each rank
-    receive: tuple[Rows, ...]  # [M] places among the rows had after, from each rank
+    send: tuple[Rows, ...]  # [M] indices of the rows held before that go to each rank
+    receive: tuple[Rows, ...]  # [M] indices of the rows held after that come from each rank
 
     @property
     def received(self) -> int:
@@ -40,7 +40,7 @@ class FeatureExchange:
     returns: Mask  # [M, R], each row once
 
     def features(self, rank: int) -> Route:
-        """Rows made on a rank, in order → rows that it merges, in order."""
+        """Return how a rank turns the rows that it encoded, in order, into the rows that it merges, in order."""
         made, merged = np.flatnonzero(self.owner == rank), np.flatnonzero(self.wants[rank])
         return Route(
             send=tuple(np.flatnonzero(wanted[made]) for wanted in self.wants),
@@ -48,7 +48,7 @@ class FeatureExchange:
         )
 
     def gradients(self, rank: int) -> Route:
-        """Rows that a rank merges, in order → rows made on it, in order."""
+        """Return how a rank turns gradients of the rows that it merges into those of the rows that it encoded."""
         made, merged = np.flatnonzero(self.owner == rank), np.flatnonzero(self.wants[rank])
         mine = self.returns[rank][merged]
         return Route(
@@ -58,12 +58,12 @@ class FeatureExchange:
 
 
 def shard_size(rows: int, ranks: int) -> int:
-    """Rows of each rank where `rows` are dealt to `ranks` in consecutive runs; the last may have fewer, or none."""
+    """Return the rows per rank of `rows` cut into `ranks` contiguous shards; the last may be shorter or empty."""
     return -(-rows // ranks)
 
 
 def senders(encoder: Rows, *, width: int) -> Rows:
-    """[R] the rank that sends each row, where `encoder` [R] made it: `width` neighbouring ranks are an encoder."""
+    """Return [R], the rank that sends each row, from the encoder [R] that made it; `width` ranks are one encoder."""
     sender = encoder * width
     for number in np.unique(encoder):
         mine = np.flatnonzero(encoder == number)
@@ -74,7 +74,7 @@ def senders(encoder: Rows, *, width: int) -> Rows:
 def feature_exchange_of(
     owner: Sequence[int] | Rows, shards: Rows | None, *, merging: int, ranks: int
 ) -> FeatureExchange:
-    """Rows made by `owner`, merged by the first `merging` of `ranks` ranks.
+    """Return the exchange of rows that `owner` [R] encodes and the first `merging` of `ranks` ranks merge.
 
     Args:
         shards: [R] the one rank that merges each row; None: all of them merge every row, and the sending of gradients

@@ -11,8 +11,9 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from megavlm.arch.flops import Workload, layer_cost, window_patches, window_squares
+from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import encoder_names
+from megavlm.arch.workload import Workload, window_patches, window_squares
 from megavlm.config.schema import ModelConfig
 from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import MicroBatch

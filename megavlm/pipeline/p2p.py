@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
-from megavlm.planner.schedules import BACKWARD, FORWARD, PipelineShape, rank_schedules, schedule_for
+from megavlm.planner.schedules import BACKWARD, FORWARD, rank_schedules, shape_of
 
 Size = tuple[int, ...]
 
@@ -37,10 +37,9 @@ class BatchShapedP2P(P2PCommunicator):
         this rank's forward passes, gradients from the next in that of its backward passes.
         """
         dims = self._groups.dims
-        step = PipelineShape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, len(batches))
         known = [[chunk.transferred(batch) for batch in batches] for chunk in chunks]
         ends = {kind: deque[Size]() for kind in (FORWARD, BACKWARD)}
-        for each in rank_schedules(step)[self._groups.coords.pp]:
+        for each in rank_schedules(shape_of(dims, len(batches)))[self._groups.coords.pp]:
             received, sent = known[each.chunk // dims.pp][each.micro]
             size = received if each.kind == FORWARD else sent
             if size is not None:

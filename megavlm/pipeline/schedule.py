@@ -23,14 +23,13 @@ from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
-from megavlm.model.modules import fp8_fields
+from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.specs import common_config, padded_heads
 from megavlm.parallel.dims import Dims
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.micro_batches import DevicePrefetcher
 from megavlm.pipeline.p2p import BatchShapedP2P
-from megavlm.pipeline.tied import sum_tied_gradients
 
 
 def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
@@ -213,3 +212,30 @@ def finalize_gradients(
     dist.broadcast(num_tokens, group_src=groups.pp.size() - 1, group=groups.pp)
     dist.all_reduce(num_tokens, group=groups.dp_cp)
     counted(num_tokens)
+
+
+def sum_tied_gradients(chunks: Sequence[Any], groups: Groups) -> None:
+    """Set `main_grad` of both copies of tied embeddings to the sum of both gradients, so that the copies stay equal.
+
+    megatron-core synchronises copies on the first and last pipeline stage. Here the first language stage may be any
+    stage, or another chunk of the last rank, so the copies have a group of their own.
+
+    With the distributed optimizer only a rank's own shard of `main_grad` is reduced over data-parallel ranks at
+    this point. megatron-core gives shared embeddings a bucket of their own, so copies are sharded alike and the sum
+    of equal shards is right.
+    """
+    copies: list[Tensor] = [
+        param.main_grad
+        for chunk in chunks
+        for param in chunk.parameters()
+        if getattr(param, "shared_embedding", False) and param.requires_grad
+    ]
+    if not copies:
+        return
+    total = copies[0]
+    for other in copies[1:]:
+        total += other
+    if groups.tied is not None:
+        dist.all_reduce(total, group=groups.tied)
+    for other in copies[1:]:
+        other.copy_(total)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megavlm.parallel.dims import Dims
-from megavlm.planner.schedules import BACKWARD, FORWARD, PipelineShape, rank_schedules, schedule_for
+from megavlm.planner.schedules import BACKWARD, FORWARD, rank_schedules, shape_of
 
 _COMPUTE = {"forward-compute": (FORWARD, "forward"), "backward-compute": (BACKWARD, "backward")}
 
@@ -26,8 +26,7 @@ class TimerRanges:
 
     def __init__(self, dims: Dims, *, rank: int, micro_batches: int) -> None:
         """`rank` is the pipeline rank."""
-        shape = PipelineShape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, micro_batches)
-        order = rank_schedules(shape)[rank]
+        order = rank_schedules(shape_of(dims, micro_batches))[rank]
         self._passes = {
             name: [f"{word} of chunk {each.chunk}, micro-batch {each.micro}" for each in order if each.kind == kind]
             for name, (kind, word) in _COMPUTE.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
+from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
@@ -16,7 +17,6 @@ from megavlm.planner.host_memory import line, node_memory_error
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import Memory
 from megavlm.planner.plan import make_plan
-from megavlm.planner.scenario import Scenario, scenario_of
 from megavlm.planner.search import search
 from megavlm.planner.step import EncoderEstimate, StepEstimate, colocated_encoder, encoder_layers, step_of
 
@@ -47,7 +47,7 @@ def _manual(config: Config) -> Config:
 
 
 def predict(config: Config, dims: Dims, hardware: Hardware) -> StepEstimate:
-    """What a step of a configured layout takes, at the cuts that it would run with."""
+    """Return the estimate of one step of the configured layout, at the cuts that it would run with."""
     hardware = for_precision(hardware, config.precision.dtype)
     plan, scenario = make_plan(config, dims), scenario_of(config, dims, on_gpu=hardware.on_gpu)
     first = encoder_layers(scenario) if plan.placement == "colocated" else 0
@@ -70,19 +70,21 @@ def _encoder(config: Config, scenario: Scenario, hardware: Hardware) -> EncoderE
 
 
 def memory_of(config: Config, dims: Dims, *, on_gpu: bool) -> tuple[Memory, ...]:
-    """Predicted peak of each pipeline rank of a configured layout."""
+    """Return the predicted peak memory of each pipeline rank of the configured layout."""
     return predict(config, dims, profile(_profile(on_gpu))).memory
 
 
 def offload_line(config: Config, dims: Dims, *, on_gpu: bool) -> str | None:
-    """What a configured layout has in host memory, for people; None where nothing is offloaded."""
+    """Return a line of text on the host memory that the configured layout uses, or None if nothing is offloaded."""
     hardware = profile(_profile(on_gpu))
     step = predict(config, dims, hardware)
     return line(step.host, dims.world, hardware) if step.host else None
 
 
 def offload_memory_error(config: Config, dims: Dims, *, node_memory: float, devices: int) -> str | None:
-    """Why what GPUs offload is more than a node with so many of them can spare of its memory (bytes), if so."""
+    """Return an error message if offloading needs more than the `node_memory` bytes of a node with `devices` GPUs, else
+    None.
+    """
     hardware = profile("h100")
     spare = replace(hardware.own_host, memory=HOST_USABLE * node_memory)
     hardware = replace(hardware, devices_per_node=devices, host=spare)

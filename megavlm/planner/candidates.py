@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megavlm.arch.scenario import Offloaded, Recompute, Sharding
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims
-from megavlm.planner.scenario import Offloaded, Recompute, Sharding
 
 _STAGES: tuple[Sharding, ...] = ("none", "optimizer", "optimizer_gradients", "full")  # of ZeRO
 

@@ -9,17 +9,17 @@ layer is given apart: whether it shows depends on the layers before it (`tables.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megavlm.arch.flops import layer_cost
-from megavlm.arch.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PROJECTOR, VISION_LAYER
-from megavlm.arch.parameters import local_parameters
-from megavlm.planner.activations import FP32, saved_bytes
+from megavlm.arch.kind import FP32, Stream, stream_bytes
+from megavlm.arch.kinds import communication, is_transformer, layer_cost, layer_kind, local_parameters, saved_bytes
+from megavlm.arch.layers import carried_features
+from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.planner.hardware import Hardware, Link
 from megavlm.planner.memory import HOST_PIECE, is_offloaded
 from megavlm.planner.passes import Pair, Update, memory_traffic, program_of, touched_bytes
-from megavlm.planner.scenario import Recompute, Scenario
-from megavlm.planner.terms import calls_of, host_of, launch_seconds, layer_terms
+from megavlm.planner.terms import host_of, launch_seconds, layer_terms
 
 _ATTENTION_LAUNCHES = 3  # cuDNN's kernel and its two helpers
 _CPU_UPDATE = Update(over_tokens=0, clip=0, adam=32, copy=0)
@@ -27,7 +27,7 @@ _CPU_UPDATE = Update(over_tokens=0, clip=0, adam=32, copy=0)
 
 @dataclass(frozen=True)
 class Seconds:
-    """One micro-batch through one layer on one tensor-parallel rank."""
+    """Seconds of one micro-batch in one layer on one tensor-parallel rank."""
 
     forward: float
     backward: float
@@ -35,14 +35,15 @@ class Seconds:
 
 
 def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute = "none") -> Seconds:
-    """Forward and backward of a layer; `recompute` adds what is computed anew to the backward pass."""
+    """Return a layer's forward and backward seconds; the backward pass includes what `recompute` computes again."""
     passes, host = program_of(scenario), host_of(scenario)
     terms = layer_terms(name, scenario, hardware, passes)
     index = scenario.names.index(name)
     reached, trained, tp = scenario.gradient_reaches[index], scenario.trains(name), scenario.dims.tp
     link = hardware.link(tp)
-    gathers, reductions = _tensor_parallel_bytes(name, scenario)
-    again = gathers if trained and scenario.sequence_parallel else []
+    exchanged = communication(name, scenario)
+    gathers, reductions = exchanged.gathers, exchanged.reductions
+    again = gathers if trained and scenario.sequence_parallel else ()
     exchange = _collective(gathers, tp, link) + _collective(reductions, tp, link)
     issue, issue_back = launch_seconds(name, scenario, passes, host)
     calls = len(gathers) + len(reductions)
@@ -53,7 +54,7 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     # The input's gradient goes the opposite ways, and sequence-sharded inputs are gathered once more for the weight's.
     backward = sum(pair[1] for pair in terms.values()) + exchange + _collective(again, tp, link)
     issue_back += (calls + len(again)) * host.operation[1] * scenario.on_gpu
-    if recompute == "full" and reached and name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
+    if recompute == "full" and reached and is_transformer(name):
         backward, issue_back = backward + forward, issue_back + issue
     if recompute == "selective" and "attention" in terms:
         backward += terms["attention"][0]
@@ -70,7 +71,7 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
 
 
 def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, float]:
-    """(products, attention, traffic, calls) of a forward pass: what `tools/calibrate.py` fits a device's rates to."""
+    """Return (FLOPs of products, of attention, bytes, calls) of a forward pass: what `tools/calibrate.py` fits."""
     cost = layer_cost(name, scenario.model, scenario.work)
     attention = cost.attention_flops / scenario.dims.tp
     traffic = (
@@ -78,40 +79,16 @@ def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, flo
         if scenario.on_gpu
         else 2 * touched_bytes(name, scenario)
     )
-    return cost.forward_flops / scenario.dims.tp - attention, attention, traffic, calls_of(name)
+    return cost.forward_flops / scenario.dims.tp - attention, attention, traffic, layer_kind(name).cpu_calls
 
 
-def _tensor_parallel_bytes(name: str, scenario: Scenario) -> tuple[list[float], list[float]]:
-    """Bytes of the all-gathers and of the reductions of a forward pass, whole tensors.
-
-    A transformer layer gathers before and reduces after each of its two blocks; without sequence parallelism the two
-    all-reduces move as much as these four. Projector and merge are whole outside their own products.
-    """
-    if scenario.dims.tp == 1:
-        return [], []
-    e, work, model = scenario.bytes_each, scenario.work, scenario.model
-    vision = work.patches * model.vision.hidden_size * e
-    text = work.tokens * model.language.hidden_size * e
-    if name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
-        size = vision if name.startswith(VISION_LAYER) else text
-        return [size, size], [size, size]
-    if name == PROJECTOR or name.startswith(DEEPSTACK):
-        features = scenario.features * model.language.hidden_size * e
-        return [vision] * scenario.sequence_parallel, [features, features]
-    if name == EMBEDDING:
-        return [], [text, text]  # an all-reduce of whole embeddings
-    if name == OUTPUT:
-        return [text], [work.tokens * FP32] * 6  # largest logit, label's logit and sum, each an all-reduce
-    return [], []
-
-
-def _collective(sizes: list[float], ranks: int, link: Link) -> float:
-    """Ring all-gathers or reduce-scatters: (n−1)/n of the whole tensor passes each link, in n−1 hops."""
+def _collective(sizes: Sequence[float], ranks: int, link: Link) -> float:
+    """Return the seconds of ring all-gathers or reduce-scatters: (n−1)/n of a tensor passes each link, in n−1 hops."""
     return sum((ranks - 1) * link.latency + size * (ranks - 1) / ranks / link.bandwidth for size in sizes)
 
 
 def transfer_seconds(size: float, scenario: Scenario, hardware: Hardware) -> float:
-    """Sending `size` bytes to the next pipeline rank: the shape is announced first."""
+    """Return the seconds to send `size` bytes to the next pipeline rank."""
     dims = scenario.dims
     if dims.pp == 1:
         return 0.0
@@ -120,16 +97,12 @@ def transfer_seconds(size: float, scenario: Scenario, hardware: Hardware) -> flo
 
 
 def carried_bytes(scenario: Scenario, index: int) -> float:
-    """DeepStack features that travel along where the list is cut before layer `index`, whole on each rank."""
-    if not scenario.model.vision.deepstack_layers:
-        return 0.0
-    made = sum(name.startswith(DEEPSTACK) for name in scenario.names[:index])
-    taken = sum(name.startswith(LANGUAGE_LAYER) for name in scenario.names[:index])
-    return max(0, made - taken) * scenario.features * scenario.model.language.hidden_size * scenario.bytes_each
+    """Return the bytes of the DeepStack features that pass a cut before layer `index`, whole on each rank."""
+    return carried_features(scenario.names[:index]) * stream_bytes(Stream.FEATURES, scenario)
 
 
 def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, held: float = 0.0) -> float:
-    """Reducing a rank's gradients over data-parallel ranks in fp32, and gathering the weights anew in their own type.
+    """Return the seconds to reduce a rank's gradients in fp32 over data-parallel ranks and to gather updated weights.
 
     ZeRO-2 and 3 reduce after each micro-batch, and gather all weights that a rank holds (frozen ones too): once a step,
     or (3) for each pass.
@@ -153,7 +126,9 @@ def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, 
 
 
 def optimizer_seconds(trained: float, scenario: Scenario, hardware: Hardware) -> float:
-    """AdamW's passes over memory. With `--offload optimizer` the host updates, and 12 bytes a number cross the bus."""
+    """Return the seconds of AdamW's memory traffic. With `--offload optimizer` the host updates: 12 bytes per parameter
+    cross the bus.
+    """
     own = trained / scenario.shards
     rest, update = update_bytes(trained, scenario)
     if "optimizer" in scenario.offload:
@@ -162,7 +137,7 @@ def optimizer_seconds(trained: float, scenario: Scenario, hardware: Hardware) ->
 
 
 def update_bytes(trained: float, scenario: Scenario) -> tuple[float, float]:
-    """Bytes that a step's end moves of gradients, and in the update itself, on a rank with so many trained numbers.
+    """Return the bytes of memory traffic for gradients and for the update, on a rank with `trained` parameters.
 
     Clearing passes over all fp32 gradients that a rank has, all else over those that it updates with. On a CPU, whose
     rate is measured by this count, an update reads and writes gradient, weight and two moments.
@@ -175,7 +150,7 @@ def update_bytes(trained: float, scenario: Scenario) -> tuple[float, float]:
 
 
 def host_update_seconds(own: float, hardware: Hardware) -> float:
-    """Updating `own` numbers on the host in pieces: travel and update beside each other, but for one piece's."""
+    """Return the seconds to update `own` parameters on the host in pieces: transfers overlap with updates."""
     host = hardware.own_host
     travel, update = 3 * FP32 / host.link.bandwidth, 7 * FP32 / host.bandwidth
     piece = min(own, HOST_PIECE)
@@ -183,12 +158,12 @@ def host_update_seconds(own: float, hardware: Hardware) -> float:
 
 
 def held_parameters(scenario: Scenario, start: int, end: int) -> float:
-    """Numbers that one tensor-parallel rank holds of layers start … end−1 (shares with others, under ZeRO-3)."""
+    """Return the parameters that one tensor-parallel rank holds of layers start … end−1, before ZeRO-3 shards them."""
     return sum(local_parameters(name, scenario.model, scenario.dims.tp) for name in scenario.names[start:end])
 
 
 def trained_parameters(scenario: Scenario, start: int, end: int) -> float:
-    """Trained numbers that one tensor-parallel rank holds of layers start … end−1."""
+    """Return the trained parameters that one tensor-parallel rank holds of layers start … end−1."""
     return sum(
         local_parameters(n, scenario.model, scenario.dims.tp) for n in scenario.names[start:end] if scenario.trains(n)
     )

@@ -1,12 +1,13 @@
-"""`LayoutEvaluator`: whether a layout can run, how fast it is at least, and how fast at good cuts."""
+"""`LayoutEvaluator`: whether a layout can run, a lower bound of its step time, and its step time at good cuts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 from megavlm.arch.flops import step_flops
+from megavlm.arch.scenario import Scenario, Sharding, scenario_of
+from megavlm.arch.workload import times, typical_workload
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.config.schema import Config
@@ -18,9 +19,7 @@ from megavlm.planner.host_memory import node_memory_error
 from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles, sharded
 from megavlm.planner.memory import batch_bytes, batches_at_once
 from megavlm.planner.partition import NoPartition, Partition, best_partition
-from megavlm.planner.plan import typical_workload
-from megavlm.planner.scenario import Offloaded, Scenario, Sharding, scenario_of, times
-from megavlm.planner.schedules import peak_in_flight
+from megavlm.planner.schedules import peak_in_flight, scenario_shape
 from megavlm.planner.step import (
     EncoderEstimate,
     StepEstimate,
@@ -36,7 +35,7 @@ _LARGE = 1 / 8  # of a device: a whole encoder that takes less of it is not what
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate with its cuts and what a step of it takes."""
+    """A candidate with its cuts, step time, throughput and memory."""
 
     candidate: Candidate
     partition: Partition
@@ -52,7 +51,7 @@ class Rejected:
 
 
 class LayoutEvaluator:
-    """The models of one configuration on one device, with what candidates share computed once."""
+    """Evaluates layouts of one configuration on one device. What candidates share is computed once and cached."""
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
         self.config, self.hardware = config, hardware
@@ -67,7 +66,7 @@ class LayoutEvaluator:
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
 
     def infeasible_reason(self, candidate: Candidate) -> str | None:
-        """Why a candidate cannot run, in the words of the configuration's own rules, or for lack of memory."""
+        """Return why a candidate cannot run: the message of a configuration rule, or a lack of memory. None: it can."""
         if reason := self.rule(candidate):
             return reason
         profiles, encoder = self.profiles(candidate), self.encoder(candidate)
@@ -77,7 +76,7 @@ class LayoutEvaluator:
         if own + (encoder.memory.model_state if encoder else 0.0) > self.hardware.memory:
             return f"weights, gradients and optimizer alone do not fit {self.hardware.memory / GIB:.0f} GiB"
         # A rank that holds h micro-batches has room for (room − its standing bytes) / h of what one saves.
-        held = [max(1, min(chunks)) for chunks in peak_in_flight(profiles.scenario.shape)]
+        held = [max(1, min(chunks)) for chunks in peak_in_flight(scenario_shape(profiles.scenario))]
         most = free_memory * sum(1 / h for h in held) - float(profiles.model_state[-1]) / max(held)
         return self._no_free_memory() if profiles.modes[candidate.recompute].saved[-1] > most else None
 
@@ -85,34 +84,28 @@ class LayoutEvaluator:
         return f"no cut leaves room for activations in {self.hardware.memory / GIB:.0f} GiB"
 
     def free_memory(self, candidate: Candidate) -> float:
-        """Bytes of a device that are left for its part of the pipeline."""
+        """Return the bytes of a device that its part of the pipeline may take."""
         scenario, encoder = self.profiles(candidate).scenario, self.encoder(candidate)
         data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=encoder is None)
         return self.hardware.memory - data - (encoder.memory.total if encoder else 0.0)
 
     def rule(self, candidate: Candidate) -> str | None:
-        return self._rules(
-            candidate.dims,
-            candidate.micro_batch,
-            candidate.placement,
-            candidate.sharding,
-            candidate.vision_tp,
-            candidate.offload,
-        )
+        """Return what the configuration's rules say against a candidate, or None. Recomputation does not matter."""
+        return self._rules(replace(candidate, recompute="none"))
 
     def with_offload_that_fits(self, candidate: Candidate, space: Space) -> Candidate | None:
-        """The candidate with as little offloaded as gives it room, if anything does."""
+        """Return the candidate with the first set of offloaded tensors that makes it fit, or None if none does."""
         fitting = (each for each in with_offload(candidate, space) if not self.infeasible_reason(each))
         return next(fitting, None)
 
     def host_memory_error(self, estimate: Estimate) -> str | None:
-        """Why a node does not hold what is offloaded, if so."""
+        """Return an error message if a node's host memory cannot hold what is offloaded, else None."""
         if not estimate.step.host:
             return None
         return node_memory_error(estimate.step.host, estimate.candidate.dims.world, self.hardware)
 
     def offloaded(self, estimate: Estimate, space: Space) -> tuple[Estimate, ...]:
-        """The same layout and cuts with less and less on the device."""
+        """Return estimates of the same layout and cuts for each further set of offloaded tensors."""
         return tuple(
             self._estimate(each, estimate.partition, with_memory=True)
             for each in with_offload(estimate.candidate, space)
@@ -120,8 +113,8 @@ class LayoutEvaluator:
         )
 
     def with_fitting_encoder(self, candidate: Candidate) -> tuple[Candidate, str | None]:
-        """The candidate, or where it lacks memory for whole encoders, the same with each shared by as few ranks of a
-        tensor-parallel group as there is room for. Itself again where sharing does not help, and then its complaint.
+        """Return the candidate and None if it can run, else with its encoder split over the fewest ranks of a
+        tensor-parallel group that fit; if splitting does not help, return the candidate itself and the reason.
         """
         reason = self.infeasible_reason(candidate)
         if candidate.placement == "stages" or not reason or self.rule(candidate):
@@ -134,7 +127,7 @@ class LayoutEvaluator:
         return next(((each, None) for each in shared if not self.infeasible_reason(each)), (candidate, reason))
 
     def bound(self, candidate: Candidate) -> float:
-        """Seconds that no partition of the candidate can beat.
+        """Return a lower bound of the candidate's step time in seconds, over all partitions.
 
         With one chunk per rank, rank r of p ends no sooner than load₀ + … + load_(r−1) + m·load_r. The largest of these
         is least where all are equal, at B: load_r = B/m·(1 − 1/m)^r, which add up to the work W of a micro-batch. So
@@ -148,7 +141,7 @@ class LayoutEvaluator:
         return pipeline + self.non_pipeline_time(candidate, pipeline=pipeline)
 
     def non_pipeline_time(self, candidate: Candidate, *, pipeline: float) -> float:
-        """Seconds of a step before and after a pipeline of at least `pipeline` seconds, at least."""
+        """Return a lower bound of the seconds before and after a pipeline that takes at least `pipeline` seconds."""
         profiles, encoder = self.profiles(candidate), self.encoder(candidate)
         trained, held = self._parameters(candidate.dims.tp, profiles.first)
         ending = least_non_pipeline_time(
@@ -159,14 +152,19 @@ class LayoutEvaluator:
     def estimate(
         self, candidate: Candidate, *, limit: float = float("inf"), simulations: int = 1, with_memory: bool = False
     ) -> Estimate | Rejected | None:
-        """A step of the candidate at good cuts; None where it takes longer than `limit` seconds."""
+        """Return an estimate of the candidate at good cuts; None if a step takes longer than `limit` seconds."""
         profiles = self.profiles(candidate)
         scenario, free_memory = profiles.scenario, self.free_memory(candidate)
         own = replace(profiles, modes={candidate.recompute: profiles.modes[candidate.recompute]})
         nodes = 4 * scenario.dims.chunks + 50 if simulations == 1 else 5_000
         left = limit - self.non_pipeline_time(candidate, pipeline=limit)
         partition = best_partition(
-            own, scenario.shape, cap=free_memory, limit=left, simulations=simulations, nodes=nodes
+            own,
+            scenario_shape(scenario),
+            cap=free_memory,
+            limit=left,
+            simulations=simulations,
+            nodes=nodes,
         )
         if isinstance(partition, NoPartition):
             if partition.bound < float("inf"):
@@ -188,83 +186,58 @@ class LayoutEvaluator:
         return Estimate(candidate, partition, step, self.tokens / step.seconds, mfu)
 
     def refined(self, estimate: Estimate) -> Estimate:
-        """The same candidate at better cuts, with its memory in parts."""
+        """Return an estimate of the same candidate from a longer search for cuts, with memory by purpose."""
         better = self.estimate(estimate.candidate, simulations=20, with_memory=True)
         assert isinstance(better, Estimate)
         return better
 
     def profiles(self, candidate: Candidate) -> LayerProfiles:
-        return self._profiles(
-            candidate.dims, candidate.micro_batch, candidate.placement, candidate.sharding, candidate.offload
-        )
+        """Return times and bytes of the layers that a candidate's pipeline holds."""
+        return self._profiles(replace(candidate, recompute="none", vision_tp=1))
 
     def encoder(self, candidate: Candidate) -> EncoderEstimate | None:
+        """Return what a candidate's colocated encoder takes, however many chunks the language model is cut into."""
         if candidate.placement == "stages":
             return None
-        # In however many chunks the language model is.
-        return self._encoders(
-            replace(candidate.dims, vpp=1),
-            candidate.micro_batch,
-            candidate.sharding,
-            candidate.vision_tp,
-            candidate.offload,
-        )
+        return self._encoders(replace(candidate, recompute="none", dims=replace(candidate.dims, vpp=1)))
 
     def _count_parameters(self, tp: int, first: int) -> tuple[float, float]:
-        """Trained and all numbers that a tensor-parallel rank holds of the layers from `first` on."""
-        scenario = self.scenario(Dims(tp, 1, 1, 1), 1, "none")
+        """Return the trained and all parameters that a tensor-parallel rank holds of the layers from `first` on."""
+        scenario = self.scenario(Candidate(Dims(tp, 1, 1, 1), 1, "none", "stages", "none"))
         end = len(scenario.names)
         return trained_parameters(scenario, first, end), held_parameters(scenario, first, end)
 
-    def scenario(
-        self, dims: Dims, micro_batch: int, sharding: Sharding, offload: tuple[Offloaded, ...] = ()
-    ) -> Scenario:
-        layout = Candidate(dims, micro_batch, "none", "stages", sharding, offload=offload).applied(self.config)
-        return scenario_of(layout, dims, on_gpu=self.hardware.on_gpu)
+    def scenario(self, candidate: Candidate) -> Scenario:
+        """Return the scenario of a candidate; a colocated encoder has one of its own (`encoder_scenario`)."""
+        layout = replace(candidate, placement="stages", vision_tp=1).applied(self.config)
+        return scenario_of(layout, candidate.dims, on_gpu=self.hardware.on_gpu)
 
-    def _make_profiles(
-        self,
-        dims: Dims,
-        micro_batch: int,
-        placement: Literal["stages", "colocated"],
-        sharding: Sharding,
-        offload: tuple[Offloaded, ...],
-    ) -> LayerProfiles:
-        if dims.vpp > 1:  # layers take what they take, in however many chunks
-            profiles = self._profiles(replace(dims, vpp=1), micro_batch, placement, sharding, offload)
+    def _make_profiles(self, candidate: Candidate) -> LayerProfiles:
+        dims = candidate.dims
+        if dims.vpp > 1:  # a layer takes the same in however many chunks the model is cut
+            profiles = self._profiles(replace(candidate, dims=replace(dims, vpp=1)))
             return replace(profiles, scenario=replace(profiles.scenario, dims=dims))
-        scenario = self.scenario(dims, micro_batch, sharding, offload)
-        # Layers take as long wherever their state is; where gradients are shared, products cannot add to their sums.
+        scenario = self.scenario(candidate)
+        # Layers take as long wherever their state is; where gradients are sharded, products cannot add to their sums.
         alike: Sharding = "optimizer_gradients" if scenario.shards_gradients else "optimizer"
-        if (sharding, "optimizer" in offload) != (alike, False):
-            rest = tuple(each for each in offload if each != "optimizer")
-            return sharded(self._profiles(dims, micro_batch, placement, alike, rest), scenario)
-        return layer_profiles(
-            scenario, self.hardware, first=encoder_layers(scenario) if placement == "colocated" else 0
-        )
+        if (candidate.sharding, "optimizer" in candidate.offload) != (alike, False):
+            rest = tuple(each for each in candidate.offload if each != "optimizer")
+            return sharded(self._profiles(replace(candidate, sharding=alike, offload=rest)), scenario)
+        first = encoder_layers(scenario) if candidate.placement == "colocated" else 0
+        return layer_profiles(scenario, self.hardware, first=first)
 
-    def _make_encoder(
-        self, dims: Dims, micro_batch: int, sharding: Sharding, vision_tp: int, offload: tuple[Offloaded, ...]
-    ) -> EncoderEstimate:
+    def _make_encoder(self, candidate: Candidate) -> EncoderEstimate:
         return colocated_encoder(
-            self.scenario(dims, micro_batch, sharding, offload),
+            self.scenario(candidate),
             self.hardware,
-            images=self.images * micro_batch,
+            images=self.images * candidate.micro_batch,
             chunk_patches=chunk_patches(self.config, on_gpu=self.hardware.on_gpu),
             kept=self.config.placement.encoder_keep_chunks,
-            vision_tp=vision_tp,
+            vision_tp=candidate.vision_tp,
         )
 
-    def _breaks_rule(
-        self,
-        dims: Dims,
-        micro_batch: int,
-        placement: Literal["stages", "colocated"],
-        sharding: Sharding,
-        vision_tp: int,
-        offload: tuple[Offloaded, ...],
-    ) -> str | None:
-        layout = Candidate(dims, micro_batch, "none", placement, sharding, vision_tp, offload).applied(self.config)
-        complaints = (rule(layout) for rule in LAYOUT_RULES)
-        of_world = (rule(layout, dims.world) for rule in WORLD_RULES)
-        return next((text for text in (*complaints, *of_world) if text), None)
+    def _breaks_rule(self, candidate: Candidate) -> str | None:
+        layout = candidate.applied(self.config)
+        broken = (rule(layout) for rule in LAYOUT_RULES)
+        of_world = (rule(layout, candidate.dims.world) for rule in WORLD_RULES)
+        return next((text for text in (*broken, *of_world) if text), None)

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megavlm.arch.flops import attends_in_windows
-from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.workload import attends_in_windows
 from megavlm.planner.cost import trained_parameters
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.passes import MemoryPasses, Pair
-from megavlm.planner.scenario import Scenario
 from megavlm.planner.terms import HostTime, launch_seconds, layer_terms
 
+UPDATE = "update"
 # cuDNN's kernel looks at every tile of (sequence, head, 128 rows) up to the longest possible sequence; an empty one
 # takes so long of one of the multiprocessors.
 _EMPTY_TILE, _MULTIPROCESSORS, _TILE_ROWS = 0.3e-6, 132, 128
@@ -25,11 +26,18 @@ _EMPTY_TILE, _MULTIPROCESSORS, _TILE_ROWS = 0.3e-6, 132, 128
 
 @dataclass(frozen=True)
 class StepPart:
-    """A layer, or what ends a step: seconds of the device by term, forward and backward, and the host's."""
+    """Seconds of one layer, or of what ends a step (`UPDATE`): the device's by term and the host's, each as (forward,
+    backward).
+    """
 
     name: str
     terms: dict[str, Pair] = field(default_factory=dict)
     host: Pair = (0.0, 0.0)
+
+    @property
+    def kind(self) -> str:
+        """The kind of layer, or `UPDATE`."""
+        return self.name if self.name == UPDATE else kind_of(self.name)
 
     @property
     def device(self) -> Pair:
@@ -48,11 +56,11 @@ class Explained:
         """Seconds in which the device waits for the host."""
         return self.seconds - sum(sum(part.device) for part in self.parts)
 
-    def of(self, stem: str) -> dict[str, float]:
-        """Seconds of all parts whose name begins so, by term."""
+    def of(self, kind: str) -> dict[str, float]:
+        """Return the seconds of all parts of a kind, by term."""
         found: dict[str, float] = {}
         for part in self.parts:
-            for term, pair in part.terms.items() if part.name.startswith(stem) else ():
+            for term, pair in part.terms.items() if part.kind == kind else ():
                 found[term] = found.get(term, 0.0) + sum(pair)
         return found
 
@@ -74,20 +82,20 @@ def played(parts: Sequence[StepPart], update: float, hardware: Hardware, host: H
         issued += part.host[0]
         begins[part.name] = max(ended, issued - part.host[0])
         ended = max(ended, issued) + part.device[0]
-        issued = max(issued, ended) if host.waits and part.name.startswith(VISION_LAYER) else issued
+        issued = max(issued, ended) if host.waits and part.kind == VISION_LAYER else issued
     for part in reversed(parts):
         issued += part.host[1]
         ended = max(ended, issued) + part.device[1]
         ends[part.name] = ended
-    first = next(part.name for part in parts if part.name.startswith(LANGUAGE_LAYER))
+    first = next(part.name for part in parts if part.kind == LANGUAGE_LAYER)
     seconds = update / hardware.memory_bandwidth
-    ending = StepPart("update", {"gradients and update": (seconds, 0.0)})
+    ending = StepPart(UPDATE, {"gradients and update": (seconds, 0.0)})
     return Explained((*parts, ending), ended + seconds, ends[first] - begins[first])
 
 
 def _part(name: str, scenario: Scenario, hardware: Hardware, passes: MemoryPasses, host: HostTime) -> StepPart:
     terms = layer_terms(name, scenario, hardware, passes)
-    if name.startswith(VISION_LAYER) and not passes.windows_batched:
+    if kind_of(name) == VISION_LAYER and not passes.windows_batched:
         terms |= _empty_tiles(name, scenario)
     return StepPart(name, terms, launch_seconds(name, scenario, passes, host))
 
@@ -95,7 +103,7 @@ def _part(name: str, scenario: Scenario, hardware: Hardware, passes: MemoryPasse
 def _empty_tiles(name: str, scenario: Scenario) -> dict[str, Pair]:
     """Attention over all windows in one call: sequences and their possible length are rounded up to powers of two."""
     vision = scenario.model.vision
-    if not attends_in_windows(vision, int(name.removeprefix(VISION_LAYER))) or not scenario.work.window_squares:
+    if not attends_in_windows(vision, number_of(name)) or not scenario.work.window_squares:
         return {}
     sequences = scenario.work.patches**2 / scenario.work.window_squares  # as if all were alike
     grid = _power_of_two(sequences) * _power_of_two(scenario.work.patches) / _TILE_ROWS * vision.num_attention_heads

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megavlm.planner.activations import FP32, saved_bytes
+from megavlm.arch.kind import FP32
+from megavlm.arch.kinds import saved_bytes
+from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.planner.cost import trained_parameters
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import HOST_PIECE, is_offloaded, moments_here
-from megavlm.planner.scenario import Recompute, Scenario
-from megavlm.planner.schedules import peak_in_flight
+from megavlm.planner.schedules import peak_in_flight, scenario_shape
 
 GIB = 2**30
 # torch gives out pinned memory in powers of two: at worst twice what is asked for, on average over sizes 1 / ln 2.
@@ -41,7 +42,7 @@ def host_memory(
     spans = [(max(a, skip), b) for a, b in pairwise(bounds)]
     chunks = scenario.dims.chunks_of(rank)
     saved = 0.0
-    for chunk, count in zip(chunks, peak_in_flight(scenario.shape)[rank], strict=True):
+    for chunk, count in zip(chunks, peak_in_flight(scenario_shape(scenario))[rank], strict=True):
         names = scenario.names[slice(*spans[chunk])]
         saved += count * sum(pinned_bytes(name, scenario, recompute[chunk]) for name in names)
     own = sum(trained_parameters(scenario, *spans[chunk]) for chunk in chunks) / scenario.shards

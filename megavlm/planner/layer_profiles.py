@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.arch.flops import attends_in_windows
-from megavlm.arch.layers import VISION_LAYER
-from megavlm.planner.activations import hidden_bytes
+from megavlm.arch.kinds import hidden_bytes
+from megavlm.arch.layers import VISION_LAYER, kind_of, number_of
+from megavlm.arch.scenario import Recompute, Scenario
+from megavlm.arch.workload import attends_in_windows
 from megavlm.planner.cost import carried_bytes, layer_seconds, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
-from megavlm.planner.scenario import Recompute, Scenario
 from megavlm.planner.schedules import PipelineShape
 from megavlm.planner.timeline import Durations
 
@@ -179,10 +179,10 @@ def _mode(mode: Recompute, scenario: Scenario, hardware: Hardware, each: Each) -
 def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
     """Layers of one kind cost the same: numbers do not matter, windows and what is trained do."""
     name = scenario.names[index]
-    stem, _, number = name.rpartition(".")
-    windowed = name.startswith(VISION_LAYER) and attends_in_windows(scenario.model.vision, int(number))
+    kind = kind_of(name)
+    windowed = kind == VISION_LAYER and attends_in_windows(scenario.model.vision, number_of(name))
     return (
-        stem if number.isdigit() else name,
+        kind,
         windowed,
         scenario.trains(name),
         scenario.gradient_reaches[index],

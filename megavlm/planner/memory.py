@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 
-from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, VISION_LAYER
-from megavlm.arch.parameters import local_parameters, vocabulary_shard
-from megavlm.planner.activations import FP32, columns, hidden_bytes, saved_bytes
-from megavlm.planner.scenario import Recompute, Scenario, encoder_scenario
-from megavlm.planner.schedules import peak_in_flight
+from megavlm.arch.kind import FP32
+from megavlm.arch.kinds import hidden_bytes, is_transformer, local_parameters, saved_bytes
+from megavlm.arch.language_ends import logit_columns, vocabulary_shard
+from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED
+from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
+from megavlm.planner.schedules import peak_in_flight, scenario_shape
 
 HOST_PIECE = 2**24  # numbers that `optim/host_adamw.py` moves together
 LOSS_WORK = 2**25  # bytes of fp32 logits that `model/cross_entropy.py` makes at a time: about a GPU's second cache
@@ -39,7 +40,7 @@ class Memory:
 
     @property
     def model_state(self) -> float:
-        """What stays from step to step."""
+        """Bytes that stay allocated from step to step: weights, gradients, optimizer."""
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: Memory) -> Memory:
@@ -47,7 +48,10 @@ class Memory:
 
 
 def model_state_bytes(name: str, scenario: Scenario, *, copies_vocabulary: bool = False) -> Memory:
-    """What a layer takes from step to step. `copies_vocabulary`: a tied output layer away from its embedding."""
+    """Return the bytes of a layer that stay allocated from step to step.
+
+    `copies_vocabulary`: the output layer is tied to an embedding in another chunk, and so has a copy of its weight.
+    """
     count = local_parameters(name, scenario.model, scenario.dims.tp)
     if copies_vocabulary and name == OUTPUT and scenario.model.language.tie_embeddings:
         count += vocabulary_shard(scenario.model, scenario.dims.tp)
@@ -78,7 +82,7 @@ def _model_state(count: float, scenario: Scenario, *, trained: bool) -> Memory:
 
 
 def _sharded(count: float, scenario: Scenario, *, trained: bool, stays: bool) -> Memory:
-    """ZeRO-2 and 3: gathered weights that stay from pass to pass, and the rank's rows of all else."""
+    """Return the same for ZeRO-2 and 3: gathered weights that stay between passes, and shards of the rest."""
     gathered = count * scenario.bytes_each * stays
     if not trained:
         return Memory(weights=gathered + count * scenario.bytes_each / scenario.shards)
@@ -87,42 +91,42 @@ def _sharded(count: float, scenario: Scenario, *, trained: bool, stays: bool) ->
 
 
 def moments_here(scenario: Scenario) -> bool:
-    """Whether Adam's two moments are on the device."""
+    """Return whether Adam's two moments are in device memory."""
     return "optimizer" not in scenario.offload
 
 
 def is_offloaded(name: str, scenario: Scenario) -> bool:
-    """Whether what a layer saves goes to the host."""
-    return "activations" in scenario.offload and name.startswith((VISION_LAYER, LANGUAGE_LAYER))
+    """Return whether the activations that a layer saves are offloaded to the host."""
+    return "activations" in scenario.offload and is_transformer(name)
 
 
 def kept_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> float:
-    """What a micro-batch leaves on the device for its backward pass."""
+    """Return the bytes in device memory that a micro-batch keeps until a layer's backward pass."""
     return 0.0 if is_offloaded(name, scenario) else saved_bytes(name, scenario, recompute)
 
 
 def _is_unit(name: str, scenario: Scenario) -> bool:
-    """Whether a layer's weights are gathered for it alone, as `optim/fully_sharded.py` does."""
+    """Return whether `optim/fully_sharded.py` gathers a layer's weights separately from those of other layers."""
     vocabulary = name in (EMBEDDING, OUTPUT) and not scenario.model.language.tie_embeddings
-    return vocabulary or name.startswith((VISION_LAYER, LANGUAGE_LAYER))
+    return vocabulary or is_transformer(name)
 
 
 def _gathered(name: str, scenario: Scenario) -> float:
-    """ZeRO-3: a layer's gathered weights on their way, and the next one's."""
+    """Return the bytes of ZeRO-3's buffers: a layer's gathered weights and the prefetched ones of the next."""
     if scenario.sharding != "full" or not _is_unit(name, scenario):
         return 0.0
     return local_parameters(name, scenario.model, scenario.dims.tp) * 3 * scenario.bytes_each
 
 
 def _reduced(name: str, scenario: Scenario) -> float:
-    """ZeRO-2 and 3: a layer's gradients and the fp32 copy of them that is reduced."""
+    """Return the bytes of a layer's gradients and their fp32 copy that is reduced (ZeRO-2 and 3)."""
     if not (scenario.shards_gradients and _is_unit(name, scenario) and scenario.trains(name)):
         return 0.0
     return local_parameters(name, scenario.model, scenario.dims.tp) * (scenario.bytes_each + FP32)
 
 
 def replicated_encoder(scenario: Scenario, *, vision_tp: int = 1) -> Memory:
-    """Vision tower and projector (`--placement colocated`): whole on every rank, or shared by `vision_tp` of them.
+    """Return what a colocated encoder takes on each rank, whole or split over `vision_tp` ranks.
 
     Their state is sharded over all ranks that hold the same.
     """
@@ -153,17 +157,17 @@ def transient_bytes(name: str, scenario: Scenario, recompute: Recompute = "none"
 
 def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> float:
     e = scenario.bytes_each
-    if name.startswith((VISION_LAYER, LANGUAGE_LAYER)) and recompute == "full":
+    if is_transformer(name) and recompute == "full":
         return saved_bytes(name, scenario)  # one layer at a time is computed anew; its input replaces its gradient
     if name == OUTPUT:
         weight = vocabulary_shard(scenario.model, scenario.dims.tp) * e * scenario.trains(OUTPUT)
-        work = min(LOSS_WORK, scenario.work.tokens * columns(scenario) * FP32)
+        work = min(LOSS_WORK, scenario.work.tokens * logit_columns(scenario) * FP32)
         return max(weight, work) + 2 * hidden_bytes(name, scenario)  # the logits' gradient takes their place
     return 2 * hidden_bytes(name, scenario)  # the gradient that arrives and the one that leaves
 
 
 def batch_bytes(scenario: Scenario, *, with_patches: bool) -> float:
-    """One micro-batch's tensors: token ids, labels and positions of 8 bytes, a mask of 4, and its pixels."""
+    """Return the bytes of one micro-batch: token ids, labels and positions of 8 bytes, a mask of 4, and its pixels."""
     axes = 3 if scenario.model.language.mrope_section else 1
     text = scenario.work.tokens * (8 * (2 + axes) + 4) + scenario.features * 8
     vision = scenario.model.vision
@@ -182,13 +186,18 @@ def batches_at_once(scenario: Scenario) -> int:
 def rank_memory(
     scenario: Scenario, bounds: Sequence[int], rank: int, *, recompute: Sequence[Recompute], skip: int = 0
 ) -> Memory:
-    """Peak of one pipeline rank whose chunks are cut at `bounds` (indices into the layer list, both ends included).
+    """Return the peak memory of one pipeline rank whose chunks are cut at `bounds`: indices into the layer list,
+    both ends included.
 
     `recompute` is each chunk's mode; `skip` leaves the first layers out, where they are replicated instead.
     """
     spans = [scenario.names[a:b] for a, b in pairwise(bounds)]
     total, transient = Memory(), 0.0
-    for chunk, count in zip(scenario.dims.chunks_of(rank), peak_in_flight(scenario.shape)[rank], strict=True):
+    for chunk, count in zip(
+        scenario.dims.chunks_of(rank),
+        peak_in_flight(scenario_shape(scenario))[rank],
+        strict=True,
+    ):
         names = [name for name in spans[chunk] if scenario.names.index(name) >= skip]
         alone = EMBEDDING not in spans[chunk]
         for name in names:
@@ -204,7 +213,7 @@ def rank_memory(
 
 
 def table(memories: Sequence[Memory]) -> str:
-    """Memory of each pipeline rank for people, in GiB (MiB where all are small)."""
+    """Return a text table of the memory of each pipeline rank, in GiB, or in MiB if all are small."""
     unit, size = ("GiB", 2**30) if max(memory.total for memory in memories) > 2**30 else ("MiB", 2**20)
     header = ("rank", "weights", "gradients", "optimizer", "activations", "transient", "data", "total")
     rows = [header] + [

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megavlm.arch.scenario import Recompute
 from megavlm.planner.layer_profiles import Array, LayerProfiles, spans
-from megavlm.planner.scenario import Recompute
 from megavlm.planner.schedules import PipelineShape, peak_in_flight
 from megavlm.planner.timeline import Timeline, simulate
 

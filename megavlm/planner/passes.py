@@ -10,25 +10,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megavlm.arch.kind import FP32
+from megavlm.arch.kinds import (
+    KINDS,
+    hidden_bytes,
+    is_transformer,
+    layer_kind,
+    layer_sizes,
+    local_parameters,
+    saved_bytes,
+)
+from megavlm.arch.language_ends import logit_columns
 from megavlm.arch.layers import (
-    DEEPSTACK,
     EMBEDDING,
     LANGUAGE_LAYER,
     LANGUAGE_NORM,
     OUTPUT,
-    PATCH_EMBED,
-    PROJECTOR,
+    TRANSFORMER_LAYERS,
     VISION_LAYER,
-    VISION_NORM,
+    kind_of,
 )
-from megavlm.arch.parameters import local_parameters
-from megavlm.planner.activations import FP32, LayerSizes, columns, hidden_bytes, layer_sizes, saved_bytes
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.transformer import LayerSizes
 from megavlm.planner.memory import LOSS_WORK
-from megavlm.planner.scenario import Scenario
 
 Pair = tuple[float, float]  # forward, backward
-# Launches of layers that are neither numbered nor the output, as `benchmarks/host_time.py` counts them.
-_LAUNCHES: dict[str, Pair] = {PATCH_EMBED: (21, 23), PROJECTOR: (15, 14), EMBEDDING: (2, 5), LANGUAGE_NORM: (1, 2)}
 
 
 @dataclass(frozen=True)
@@ -162,23 +168,23 @@ def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> Memor
     tokens, and all of what lies between them: for its share of the tokens with sequence parallelism, else for all.
     """
     e, trained = scenario.bytes_each, scenario.trains(name)
-    numbered = name.startswith((VISION_LAYER, LANGUAGE_LAYER))
-    if numbered or name == LANGUAGE_NORM:
+    transformer = is_transformer(name)
+    if transformer or name == LANGUAGE_NORM:
         each = passes.weight_gradient
     else:
         each = passes.output_weight_gradient + 2 * (name == EMBEDDING)  # whose gradient is zeroed before rows are added
     weights = local_parameters(name, scenario.model, scenario.dims.tp) * trained
     added: dict[str, Pair] = {"weight gradients": (0.0, each * weights)} if each * weights else {}
-    if numbered:
+    if transformer:
         terms = _of_layer(layer_sizes(name, scenario), scenario, passes, trained=trained, fp8=name in scenario.fp8)
         return MemoryTraffic({term: _times(pair, e) for term, pair in terms.items() if any(pair)} | added)
     if name == OUTPUT:
         return MemoryTraffic(
-            {"cross entropy": _times(passes.cross_entropy, scenario.work.tokens * columns(scenario)), **added}
+            {"cross entropy": _times(passes.cross_entropy, scenario.work.tokens * logit_columns(scenario)), **added}
         )
     if name == LANGUAGE_NORM:
         return MemoryTraffic({"norms": _times(passes.norm, hidden_bytes(name, scenario)), **added})
-    touched = 0.0 if _unused(name, scenario) else touched_bytes(name, scenario)
+    touched = touched_bytes(name, scenario) if layer_kind(name).is_present(scenario.model) else 0.0
     return MemoryTraffic({"other": (2 * touched, 4 * touched), **added})
 
 
@@ -221,22 +227,16 @@ def touched_bytes(name: str, scenario: Scenario) -> float:
     return saved_bytes(name, everything) + hidden_bytes(name, scenario)
 
 
-def _unused(name: str, scenario: Scenario) -> bool:
-    vision = scenario.model.vision
-    return name == VISION_NORM and not (vision.post_norm and vision.feature_layer == -1)
-
-
 def launches(name: str, scenario: Scenario, passes: MemoryPasses) -> Pair:
-    """Operations that the host issues for a layer, forward and backward."""
-    if name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
-        return passes.launches_language if name.startswith(LANGUAGE_LAYER) else passes.launches_vision
-    if name == OUTPUT:
-        pieces = scenario.work.tokens * columns(scenario) * FP32 / LOSS_WORK
+    """Return the operations that the host issues for a layer, forward and backward."""
+    kind = kind_of(name)
+    if kind in TRANSFORMER_LAYERS:
+        return {VISION_LAYER: passes.launches_vision, LANGUAGE_LAYER: passes.launches_language}[kind]
+    if kind == OUTPUT:
+        pieces = scenario.work.tokens * logit_columns(scenario) * FP32 / LOSS_WORK
         ahead, back = passes.launches_output
         return ahead + passes.launches_loss_piece[0] * pieces, back + passes.launches_loss_piece[1] * pieces
-    if _unused(name, scenario):
-        return 0.0, 0.0
-    return _LAUNCHES.get(PROJECTOR if name.startswith(DEEPSTACK) else name, (2, 2))
+    return KINDS[kind].launches if KINDS[kind].is_present(scenario.model) else (0.0, 0.0)
 
 
 def _activation(passes: MemoryPasses, kind: str) -> Pair:

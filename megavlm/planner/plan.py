@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from megavlm.arch.flops import Workload, layer_cost, layer_flops, window_patches, window_squares
-from megavlm.arch.layers import EMBEDDING, OUTPUT, encoder_names, layer_names
+from megavlm.arch.flops import layer_flops
+from megavlm.arch.kinds import layer_cost
+from megavlm.arch.layers import EMBEDDING, OUTPUT, encoder_names, kind_of, layer_names, number_of
+from megavlm.arch.workload import typical_workload
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims, dims_for
@@ -103,30 +105,6 @@ def _check_cuts(cuts: Sequence[int], *, count: int, chunks: int) -> None:
         )
 
 
-def typical_workload(config: Config) -> Workload:
-    """One sample as the configuration describes it: enough to weigh layers against each other."""
-    vision, data = config.model.vision, config.data
-    images = max(1, round(sum(data.images_per_sample) / len(data.images_per_sample))) if data.images_per_sample else 1
-    sides = data.image_sizes or (vision.image_size,)
-    grids = [(side // vision.patch_size,) * 2 for side in sides]
-    if config.model.projector.anyres_max_tiles is not None:  # a base tile, and the grid's if no other image is there
-        tiles = [1 + (side // vision.image_size) ** 2 * (images == 1) for side in sides]
-        grids = [(vision.image_size // vision.patch_size,) * 2] * sum(tiles)
-    counts = [rows * columns for rows, columns in grids]
-    patches = images * sum(counts) // len(sides)
-    squares = images * sum(count**2 for count in counts) // len(sides)
-    window = window_patches(config.model)
-    windowed = images * sum(window_squares(grid, window) for grid in grids) // len(sides) if window else 0
-    tokens = config.train.seq_length
-    return Workload(
-        patches=patches,
-        patch_squares=squares,
-        window_squares=windowed,
-        tokens=tokens,
-        token_squares=tokens**2,
-    )
-
-
 def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
     """Cut a list into contiguous non-empty chunks whose largest cost is least (exact dynamic programming).
 
@@ -187,19 +165,6 @@ def table(plan: Plan, config: Config) -> str:
 
 
 def _summary(chunk: Sequence[str]) -> str:
-    """`vision.layers.0-3` for a run of numbered layers."""
-    parts: list[str] = []
-    runs: dict[str, tuple[int, int]] = {}
-    for name in chunk:
-        stem, _, number = name.rpartition(".")
-        if number.isdigit():
-            first, _ = runs.get(stem, (int(number), 0))
-            runs[stem] = (first, int(number))
-            label = f"{stem}.{first}" if first == int(number) else f"{stem}.{first}-{number}"
-            if parts and parts[-1].startswith(stem + "."):
-                parts[-1] = label
-                continue
-            parts.append(label)
-        else:
-            parts.append(name)
-    return ", ".join(parts)
+    """Return the layers of a chunk as text: `vision.layers.0-3` for consecutive layers of one kind."""
+    runs = [list(run) for _, run in groupby(chunk, key=kind_of)]
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{number_of(run[-1])}" for run in runs)

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from megavlm.arch.scenario import Scenario
+from megavlm.parallel.dims import Dims
+
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
 
@@ -38,9 +41,15 @@ class PipelineShape:
         return self.pp * self.vpp
 
 
-def schedule_for(*, pp: int, vpp: int) -> ScheduleName:
-    """The schedule that megatron-core runs for these degrees."""
-    return "interleaved" if vpp > 1 and pp > 1 else "1f1b"
+def shape_of(dims: Dims, micro_batches: int) -> PipelineShape:
+    """Return the shape of the pipeline that megatron-core runs for these degrees."""
+    schedule: ScheduleName = "interleaved" if dims.vpp > 1 and dims.pp > 1 else "1f1b"
+    return PipelineShape(schedule, dims.pp, dims.vpp, micro_batches)
+
+
+def scenario_shape(scenario: Scenario) -> PipelineShape:
+    """Return the shape of a scenario's pipeline."""
+    return shape_of(scenario.dims, scenario.micro_batches)
 
 
 @lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ from megavlm.planner.candidates import Candidate, Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator, Rejected
 from megavlm.planner.hardware import Hardware, for_precision
 from megavlm.planner.partition import simulate_partition
+from megavlm.planner.schedules import scenario_shape
 from megavlm.planner.timeline import Timeline
 
 
@@ -95,4 +96,10 @@ def timeline_of(estimate: Estimate, config: Config, hardware: Hardware) -> Timel
     """The estimate's pipeline played through once more, with every pass."""
     judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype))
     profiles, partition = judge.profiles(estimate.candidate), estimate.partition
-    return simulate_partition(profiles, profiles.scenario.shape, partition.cuts, partition.recompute, keep_events=True)
+    return simulate_partition(
+        profiles,
+        scenario_shape(profiles.scenario),
+        partition.cuts,
+        partition.recompute,
+        keep_events=True,
+    )

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
+from megavlm.arch.kinds import hidden_bytes
 from megavlm.arch.layers import EMBEDDING
-from megavlm.planner.activations import hidden_bytes
+from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.planner.cost import (
     gradient_seconds,
     held_parameters,
@@ -22,13 +23,13 @@ from megavlm.planner.host_memory import HostMemory, host_memory, of_update, pinn
 from megavlm.planner.layer_profiles import LayerProfiles, measured_once
 from megavlm.planner.memory import Memory, batch_bytes, kept_bytes, rank_memory, replicated_encoder
 from megavlm.planner.partition import simulate_partition
-from megavlm.planner.scenario import Recompute, Scenario, encoder_scenario
+from megavlm.planner.schedules import scenario_shape
 from megavlm.planner.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class EncoderEstimate:
-    """A colocated encoder: what it adds to every rank of a replica. Seconds per step, bytes at its peak."""
+    """What a colocated encoder adds to every rank of a replica: seconds per step and bytes at its peak."""
 
     scenario: Scenario  # one of its passes, on a layout of its own
     forward: float
@@ -44,7 +45,7 @@ class EncoderEstimate:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """What a step takes, by part, in seconds."""
+    """Predicted seconds of one optimizer step by part, and memory of each pipeline rank."""
 
     pipeline: float
     encoder: float
@@ -65,14 +66,14 @@ class StepEstimate:
 
 
 def encoder_layers(scenario: Scenario) -> int:
-    """Layers before the embedding, which a colocated encoder consists of."""
+    """Return how many layers precede the embedding: those of a colocated encoder."""
     return scenario.names.index(EMBEDDING)
 
 
 def colocated_encoder(
     scenario: Scenario, hardware: Hardware, *, images: int, chunk_patches: int, kept: int, vision_tp: int = 1
 ) -> EncoderEstimate:
-    """The encoder on each rank of a replica of TP × PP ranks.
+    """Return what the encoder takes on each rank of a replica of TP × PP ranks.
 
     `images` are those of one micro-batch, alike; `vision_tp` ranks together are an encoder, which takes ⌈all of the
     step's / encoders⌉ of them in passes of about `chunk_patches`. All passes but the last `kept` are computed again for
@@ -131,9 +132,9 @@ def step_of(
     timeline: Timeline | None = None,
     with_memory: bool = True,
 ) -> StepEstimate:
-    """Everything about one step of a partition; `cuts` are indices into the tables' own layers."""
+    """Return the estimate of one step of a partition; `cuts` are indices into the layers of `profiles`."""
     scenario, dims = profiles.scenario, profiles.scenario.dims
-    timeline = timeline or simulate_partition(profiles, scenario.shape, cuts, recompute)
+    timeline = timeline or simulate_partition(profiles, scenario_shape(scenario), cuts, recompute)
     bounds = [profiles.first, *(profiles.first + cut for cut in cuts), len(scenario.names)]
     memory = [
         rank_memory(scenario, [0, *bounds[1:]], rank, recompute=recompute, skip=profiles.first)
@@ -167,7 +168,7 @@ def step_of(
 
 
 def exposed_seconds(gradients: float, scenario: Scenario, *, pipeline: float) -> float:
-    """Of the seconds that gradients travel, those that the pipeline's passes do not hide."""
+    """Return the seconds of gradient communication that the pipeline's passes do not overlap."""
     if scenario.shards_gradients and scenario.on_gpu:  # layer by layer, behind the passes of other layers
         return max(gradients * 0.1, gradients - pipeline)
     if (
@@ -180,7 +181,7 @@ def exposed_seconds(gradients: float, scenario: Scenario, *, pipeline: float) ->
 def least_non_pipeline_time(
     scenario: Scenario, hardware: Hardware, *, trained: float, held: float, pipeline: float
 ) -> float:
-    """Seconds after a pipeline of at least `pipeline` seconds that no cut of layers with so many numbers can beat.
+    """Return a lower bound of the seconds after the pipeline (gradient reduction and optimizer), over all partitions.
 
     The fullest rank has at least the average, and pipeline + exposed never falls where the pipeline takes longer.
     """
@@ -191,7 +192,7 @@ def least_non_pipeline_time(
 
 
 def overlappable(encoder: EncoderEstimate, timeline: Timeline, *, communication: float) -> float:
-    """Seconds of a frozen encoder's forward passes that fit beside what a step waits for, if they run a step ahead.
+    """Return the seconds of a frozen encoder's forward passes that can overlap with idle time if run a step ahead.
 
     That is a rank's time in the pipeline without a pass of its own, and the `communication` that ends the step. The
     rank that waits least decides. An upper bound: taking turns is taken to cost nothing.
@@ -203,7 +204,7 @@ def overlappable(encoder: EncoderEstimate, timeline: Timeline, *, communication:
 
 
 def _of_ranks(scenario: Scenario, bounds: Sequence[int], count: Callable[[Scenario, int, int], float]) -> list[float]:
-    """Numbers of each pipeline rank, trained ones or all."""
+    """Return the parameters of each pipeline rank, as `count` counts them."""
     spans = list(pairwise(bounds))
     return [
         sum(count(scenario, *spans[chunk]) for chunk in scenario.dims.chunks_of(rank))

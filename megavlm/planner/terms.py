@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megavlm.arch.flops import layer_cost
-from megavlm.arch.layers import DEEPSTACK, EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, PROJECTOR, VISION_LAYER
+from megavlm.arch.kinds import is_transformer, layer_cost, layer_kind
+from megavlm.arch.scenario import Scenario
 from megavlm.planner.hardware import Hardware, fp8_speed
 from megavlm.planner.passes import MemoryPasses, Pair, launches, memory_traffic, touched_bytes
-from megavlm.planner.scenario import Scenario
 
 # FP8 products reach this share of twice bf16's rate: 1,040 TFLOP/s on an H100. Estimate, from one published run.
 FP8_SHARE = 0.8
@@ -42,7 +41,7 @@ def layer_terms(name: str, scenario: Scenario, hardware: Hardware, passes: Memor
     else:
         touched = touched_bytes(name, scenario)
         moves = {"other": (2 * touched, 4 * touched)}  # written once, read once; backward the same of two gradients
-        calls = calls_of(name)
+        calls = layer_kind(name).cpu_calls
         terms["calls"] = (calls * hardware.forward.overhead, calls * hardware.backward.overhead)
     terms |= {term: (pair[0] / rates[0], pair[1] / rates[1]) for term, pair in moves.items()}
     return terms if _has_backward(name, scenario) else {term: (pair[0], 0.0) for term, pair in terms.items()}
@@ -65,7 +64,7 @@ def launch_seconds(name: str, scenario: Scenario, passes: MemoryPasses, host: Ho
     """Seconds that the host takes to launch a layer's passes on a GPU; 0 on a CPU, which launches nothing."""
     if not scenario.on_gpu:
         return 0.0, 0.0
-    python = host.layer if name.startswith((VISION_LAYER, LANGUAGE_LAYER)) else (0.0, 0.0)
+    python = host.layer if is_transformer(name) else (0.0, 0.0)
     issued = launches(name, scenario, passes)
     forward, backward = (n * each + more for n, each, more in zip(issued, host.operation, python, strict=True))
     return forward, backward * _has_backward(name, scenario)
@@ -78,15 +77,3 @@ def host_of(scenario: Scenario) -> HostTime:
 
 def _has_backward(name: str, scenario: Scenario) -> bool:
     return scenario.trains(name) or scenario.gradient_reaches[scenario.names.index(name)]
-
-
-def calls_of(name: str) -> float:
-    """What a pass costs on a CPU in calls of Python and of operators, in units of a lone norm's.
-
-    Times of layers so small (width 128, 64 patches) that their arithmetic hardly counts, rounded.
-    """
-    if name.startswith((VISION_LAYER, LANGUAGE_LAYER)):
-        return 20
-    if name.startswith(DEEPSTACK):
-        return 6
-    return {PATCH_EMBED: 4, PROJECTOR: 6, EMBEDDING: 2, OUTPUT: 8}.get(name, 1)

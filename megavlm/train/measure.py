@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megavlm.arch.layers import EMBEDDING
+from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.model.context import MicroBatchContext
@@ -21,7 +22,6 @@ from megavlm.parallel.groups import destroy_groups
 from megavlm.planner.cost import features_of, update_bytes
 from megavlm.planner.fit import Sample
 from megavlm.planner.hardware import Link
-from megavlm.planner.scenario import Scenario, scenario_of
 from megavlm.train.build import Run, build
 from megavlm.train.loop import close
 
@@ -65,7 +65,7 @@ def _layer_times(run: Run, batch: Any, backend: Backend) -> dict[str, tuple[floa
     times: dict[str, tuple[float, float]] = {}
     for name in chunk.names:
         given = None if hidden is None else hidden.detach().requires_grad_()
-        output, forward = _timed(partial(chunk._run, name, given, view), backend)
+        output, forward = _timed(partial(chunk.run_layer, name, given, view), backend)
         gradient = torch.ones_like(output)
         _, backward = _timed(partial(torch.autograd.backward, output, gradient), backend)
         times[name] = (forward, backward)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megavlm.arch.flops import Workload, step_flops, window_patches, window_squares
+from megavlm.arch.flops import step_flops
+from megavlm.arch.workload import Workload, window_patches, window_squares
 from megavlm.data.rank_loader import stats
 from megavlm.data.types import StepData
 from megavlm.metrics import throughput

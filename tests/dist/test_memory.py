@@ -86,7 +86,8 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.arch.parameters import local_parameters, vocabulary_shard
+    from megavlm.arch.kinds import local_parameters
+    from megavlm.arch.language_ends import vocabulary_shard
     from megavlm.config.cli import parse
     from megavlm.config.rules import check
     from megavlm.metrics.memory import step_counts

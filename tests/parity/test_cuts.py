@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megavlm.arch.layers import layer_names, module_of
+from megavlm.arch.layers import layer_names, part_of
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ProjectorConfig, TrainConfig, VisionConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
@@ -86,7 +86,7 @@ def test_every_cut_gives_the_same_numbers(freeze: Any, single: Single) -> None:
     for images in (IMAGES, [[]]):
         batch = hf.batch_of(config, images)
         whole = run(chunks_of(config, single), batch)
-        trained = {module_of(name) for name in whole if name != "loss"}
+        trained = {part_of(name) for name in whole if name != "loss"}
         assert trained == {"vision", "projector", "language"} - set(freeze)
         for cut in range(1, len(layer_names(config.model))):
             parts = run(chunks_of(config, single, cut), batch)
@@ -112,6 +112,6 @@ def test_no_backward_runs_through_a_frozen_tower(single: Single) -> None:
             )
     gradients = run(chunks, hf.batch_of(config, IMAGES))
     assert {name for name, flows in needed.items() if not flows} == {
-        name for name in layer_names(config.model) if module_of(name) == "vision"
+        name for name in layer_names(config.model) if part_of(name) == "vision"
     }
     assert gradients["deepstack.0.linear_fc1.weight"].abs().max() > 0

@@ -20,7 +20,7 @@ from megavlm.data.anyres import TileGroup, features_of_group
 from megavlm.errors import UserError
 from megavlm.families.llava_onevision import FAMILY as LLAVA_ONEVISION
 from megavlm.families.shared.settings import Settings
-from megavlm.model.tiles import lay_out
+from megavlm.model.vision_ops import unpad_and_concat
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.tiny_models.llava_onevision import IMAGES, VISION, onevision
@@ -118,6 +118,6 @@ def test_features_lie_as_in_the_reference(side: int, max_tiles: int, sizes: list
     )
     features = torch.cat(tiles).flatten(0, 1)
     counts = [side**2] * sum(group.tiles for group in groups)
-    ours = lay_out(features, groups, counts, newline=newline, max_tiles=max_tiles)
+    ours = unpad_and_concat(features, groups, counts, newline=newline, max_tiles=max_tiles)
     assert torch.equal(ours, torch.cat(theirs))
     assert [features_of_group(group, side, max_tiles=max_tiles) for group in groups] == lengths.tolist()

@@ -16,7 +16,7 @@ from megavlm.arch.layers import layer_names
 from megavlm.config.schema import Config, LoraConfig, PrecisionConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.model import te
-from megavlm.model.modules import fp8_fields
+from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.weights import initialize, named_shards
 from tests.support import te_kernels
 from tests.support.harness import Single

@@ -87,7 +87,7 @@ def transformer_engine() -> Iterator[None]:
     from megatron.core import fp8_utils
     from megatron.core.distributed import param_and_grad_buffer
 
-    from megavlm.model import modules
+    from megavlm.model import layer_modules
     from megavlm.train import build
     from tests.support import stand_ins, te_kernels
 
@@ -120,7 +120,7 @@ def transformer_engine() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(te_kernels.importable())
         for owner, name, value in (
-            (modules, "implementation", lambda config: "te"),
+            (layer_modules, "implementation", lambda config: "te"),
             (build, "check_device", lambda config: None),
             (megatron.core.extensions, "transformer_engine", extension),
             (fp8_utils, "get_fp8_context", lambda config, is_init=False: making() if is_init else nullcontext()),

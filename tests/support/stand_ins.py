@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
-from megavlm.model import modules
+from megavlm.model import layer_modules
 from megavlm.model.norm import Norm
 from tests.support import te_kernels
 
@@ -239,7 +239,7 @@ EXTENSION = SimpleNamespace(
 def transformer_engine() -> Iterator[None]:
     """Layers are made of these classes, as where Transformer Engine is chosen."""
     with (
-        patch.object(modules, "implementation", lambda config: "te"),
+        patch.object(layer_modules, "implementation", lambda config: "te"),
         patch.object(megatron.core.extensions, "transformer_engine", EXTENSION, create=True),
         te_kernels.importable(),
     ):

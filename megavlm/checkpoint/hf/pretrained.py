@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.arch.layers import EMBEDDING, module_of
+from megavlm.arch.layers import EMBEDDING, part_of
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
@@ -61,7 +61,7 @@ class Pretrained:
 
     def provides(self, key: str) -> bool:
         """Whether one of our tensors comes from here."""
-        return module_of(key) in self.parts and not is_adapter(key)
+        return part_of(key) in self.parts and not is_adapter(key)
 
     @property
     def unused(self) -> list[str]:

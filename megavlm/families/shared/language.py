@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megavlm.arch.flops import head_width
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
+from megavlm.arch.transformer import head_width
 from megavlm.config.derived import query_groups
 from megavlm.config.schema import LanguageConfig
 from megavlm.families.shared.settings import Settings, refuse

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megavlm.arch.flops import Workload, layer_cost, window_squares
-from megavlm.arch.layers import layer_names, module_of
+from megavlm.arch.kinds import layer_cost
+from megavlm.arch.layers import layer_names, part_of
+from megavlm.arch.workload import Workload, window_squares
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.costs import CostModel
 
@@ -27,7 +28,7 @@ def test_costs_are_the_flops_of_the_model() -> None:
         token_squares=4900,
     )
     costs = {name: layer_cost(name, MODEL, work).forward_flops for name in layer_names(MODEL)}
-    language = sum(cost for name, cost in costs.items() if module_of(name) == "language")
+    language = sum(cost for name, cost in costs.items() if part_of(name) == "language")
     assert measured.patches == 88
     assert measured.language == pytest.approx(language)
     assert measured.vision == pytest.approx(sum(costs.values()) - language)

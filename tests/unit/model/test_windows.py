@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.arch.flops import window_squares
+from megavlm.arch.workload import window_squares
 from megavlm.model.vision import VisionLayout
-from megavlm.model.windows import window_order
+from megavlm.model.vision_ops import window_order
 
 SIDES = st.integers(1, 9)
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.arch.parameters import local_parameters
+from megavlm.arch.kinds import local_parameters
+from megavlm.arch.scenario import scenario_of
 from megavlm.config.cli import parse
 from megavlm.parallel.dims import Dims
 from megavlm.planner.cost import features_of, layer_seconds
 from megavlm.planner.hardware import PROFILES, fp8_speed
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import model_state_bytes
-from megavlm.planner.scenario import scenario_of
 from megavlm.planner.terms import FP8_SHARE
 
 # As wide as a 7B: where products are narrower, casting costs more than FP8 saves.

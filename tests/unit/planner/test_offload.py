@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megavlm.arch.kinds import saved_bytes
+from megavlm.arch.scenario import Offloaded, Scenario, Sharding, scenario_of
 from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
 from megavlm.parallel.dims import Dims
-from megavlm.planner.activations import saved_bytes
 from megavlm.planner.auto import offload_memory_error, planned, predict
 from megavlm.planner.candidates import Space
 from megavlm.planner.cost import host_update_seconds, layer_seconds, optimizer_seconds
@@ -18,7 +19,6 @@ from megavlm.planner.host_memory import HOST_PIECE, host_memory, node_memory_err
 from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
 from megavlm.planner.peaks import peak_tflops
 from megavlm.planner.report import report
-from megavlm.planner.scenario import Offloaded, Scenario, Sharding, scenario_of
 from megavlm.planner.search import search
 from tests.support.small_run import SMALL
 

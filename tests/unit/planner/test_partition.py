@@ -7,11 +7,11 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
+from megavlm.arch.scenario import scenario_of
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims
 from megavlm.planner.layer_profiles import LayerProfiles, RecomputeProfile
 from megavlm.planner.partition import NoPartition, Partition, best_partition, chunk_bytes, simulate_partition
-from megavlm.planner.scenario import scenario_of
 from megavlm.planner.schedules import PipelineShape, peak_in_flight
 
 

@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.arch.flops import Workload, layer_cost, layer_flops, step_flops, window_patches, window_squares
-from megavlm.arch.layers import layer_names, module_of, trained_below, trained_layers, trains_weights
+from megavlm.arch.flops import layer_flops, step_flops
+from megavlm.arch.kinds import layer_cost
+from megavlm.arch.layers import layer_names, part_of, trained_below, trained_layers, trains_weights
+from megavlm.arch.workload import Workload, typical_workload, window_patches, window_squares
 from megavlm.config.cli import parse
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, PlacementConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims, dims_for
-from megavlm.planner.plan import even_cuts, make_plan, table, typical_workload
+from megavlm.planner.plan import even_cuts, make_plan, table
 
 WORDS = ("--language-vocab-size", "256")
 
@@ -117,7 +119,7 @@ def test_deepstack_mergers_follow_the_layers_they_tap():
         "deepstack.1",
         "vision.norm",
     )
-    assert module_of("deepstack.0") == module_of("deepstack.0.linear_fc1.weight") == "projector"
+    assert part_of("deepstack.0") == part_of("deepstack.0.linear_fc1.weight") == "projector"
 
 
 def test_the_tower_does_not_depend_on_deepstack():
@@ -209,7 +211,7 @@ def test_flops_count_two_four_or_six_per_parameter_and_token():
 
     def forward(module):
         return sum(
-            layer_cost(name, model, work).forward_flops for name in layer_names(model) if module_of(name) == module
+            layer_cost(name, model, work).forward_flops for name in layer_names(model) if part_of(name) == module
         )
 
     first = layer_cost("patch_embed", model, work).forward_flops  # its input needs no gradient

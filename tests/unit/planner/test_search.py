@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megavlm.arch.kinds import local_parameters
 from megavlm.arch.layers import layer_names
-from megavlm.arch.parameters import local_parameters
+from megavlm.arch.scenario import scenario_of
 from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
 from megavlm.config.schema import VisionConfig
@@ -25,7 +26,6 @@ from megavlm.planner.hardware import PROFILES, profile, to_json
 from megavlm.planner.memory import Memory
 from megavlm.planner.plan import dims_of, make_plan
 from megavlm.planner.report import report
-from megavlm.planner.scenario import scenario_of
 from megavlm.planner.search import search, timeline_of
 from megavlm.planner.step import EncoderEstimate, overlappable
 from megavlm.planner.timeline import Timeline

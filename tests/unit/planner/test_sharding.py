@@ -7,12 +7,12 @@ from typing import get_args
 
 import pytest
 
+from megavlm.arch.scenario import Scenario, Sharding, scenario_of
 from megavlm.parallel.dims import Dims
 from megavlm.planner.candidates import Space
 from megavlm.planner.cost import gradient_seconds, optimizer_seconds
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.memory import model_state_bytes, rank_memory
-from megavlm.planner.scenario import Scenario, Sharding, scenario_of
 from megavlm.planner.search import search
 from tests.support.small_run import SMALL
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.cli import parse
 from megavlm.families import published_model
 from megavlm.parallel.dims import Dims
@@ -14,7 +15,7 @@ from megavlm.planner.cost import layer_seconds, optimizer_seconds, update_bytes
 from megavlm.planner.hardware import profile
 from megavlm.planner.layer_profiles import layer_profiles, relays
 from megavlm.planner.passes import NOW, TORCH, memory_traffic, program_of
-from megavlm.planner.scenario import Scenario, scenario_of
+from megavlm.planner.schedules import shape_of
 from megavlm.planner.terms import TE_HOST, launch_seconds, layer_terms
 
 H100 = profile("h100")
@@ -106,10 +107,10 @@ def test_a_single_stage_waits_for_its_host_once_a_step_and_stages_in_each_pass()
     profiles = layer_profiles(case("llava_1_5_7b"), H100, modes=("none",))
     count = profiles.count
     device = float(profiles.forward[-1])
-    alone = profiles.durations([(0, count, "none")], (), shape=replace(profiles.scenario.shape, micro_batches=3))
+    alone = profiles.durations([(0, count, "none")], (), shape=shape_of(profiles.scenario.dims, 3))
     assert alone.forward[0][0] > 1.05 * device
     assert alone.forward[0][1:] == pytest.approx([device] * 2)
-    shape = replace(profiles.scenario.shape, pp=2, micro_batches=3)
+    shape = replace(shape_of(profiles.scenario.dims, 3), pp=2)
     stages = profiles.durations([(0, 26, "none"), (26, count, "none")], (0.0,), shape=shape)
     vision = sum(launch_seconds(n, profiles.scenario, NOW, TE_HOST)[0] for n in profiles.scenario.names[:26])
     assert stages.forward[0] == pytest.approx([vision] * 3, rel=0.02)

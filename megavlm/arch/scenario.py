@@ -1,4 +1,4 @@
-"""`Scenario`: one way to run a model, as the planner's models of memory and time read it."""
+"""`Scenario`: one way to run a model, which memory and time follow from."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from megavlm.arch.flops import Workload
+from megavlm.arch.image_tokens import patches_per_feature
 from megavlm.arch.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
+from megavlm.arch.workload import Workload, times, typical_workload
 from megavlm.config.derived import layer_precision, overlapped, sequence_parallel
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.parallel.dims import Dims
-from megavlm.planner.plan import typical_workload
-from megavlm.planner.schedules import PipelineShape, schedule_for
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["none", "optimizer", "optimizer_gradients", "full"]
@@ -45,11 +44,6 @@ class Scenario:
     compiled_small_ops: bool = False  # of torch's layers
 
     @property
-    def shape(self) -> PipelineShape:
-        dims = self.dims
-        return PipelineShape(schedule_for(pp=dims.pp, vpp=dims.vpp), dims.pp, dims.vpp, self.micro_batches)
-
-    @property
     def bytes_each(self) -> int:
         return BYTES[self.precision]
 
@@ -70,7 +64,7 @@ class Scenario:
     @property
     def features(self) -> float:
         """Image features of a micro-batch."""
-        return self.work.patches / self.model.projector.pixel_shuffle**2
+        return self.work.patches / patches_per_feature(self.model.projector)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -121,15 +115,4 @@ def scenario_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Scenario
         te=on_gpu and config.execution.transformer_impl != "torch",
         fused_gradients=config.execution.gradient_accumulation_fusion,
         compiled_small_ops=config.execution.compile_small_ops,
-    )
-
-
-def times(work: Workload, samples: int) -> Workload:
-    """The work of several samples that are alike."""
-    return Workload(
-        patches=work.patches * samples,
-        patch_squares=work.patch_squares * samples,
-        window_squares=work.window_squares * samples,
-        tokens=work.tokens * samples,
-        token_squares=work.token_squares * samples,
     )

@@ -1,4 +1,4 @@
-"""What transformer layers are made of, chosen once: torch's parts, torch's with emulated FP8, or Transformer Engine's.
+"""The modules of transformer layers: torch's, torch's with emulated FP8, or Transformer Engine's.
 
 A layer is megatron-core's in any case, and so are the names of its parameters in checkpoints. What Transformer Engine
 has no part for (norms over all heads, LayerScale) is ours everywhere.
@@ -6,7 +6,9 @@ has no part for (norms over all heads, LayerScale) is ours everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megavlm.arch.layers import module_of
+from megavlm.arch.layers import part_of
 from megavlm.config.derived import fp8_in, layer_precision, shards_gradients
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
@@ -25,7 +27,6 @@ from megavlm.model.activation import ACTIVATIONS, Activation, activations
 from megavlm.model.attention import CoreAttention
 from megavlm.model.cross_entropy import CrossEntropy, vocab_parallel_cross_entropy
 from megavlm.model.norm import Norm
-from megavlm.model.parts import Execution, Modules, with_bias_inside
 from megavlm.model.rotary import Rotary
 from megavlm.parallel.groups import Groups
 from megavlm.precision.device import implementation
@@ -33,27 +34,70 @@ from megavlm.precision.emulated import EmulatedColumnParallelLinear, EmulatedRow
 from megavlm.precision.scaling import DelayedRecipe, Operands, current_operands, delayed_operands
 
 
+@dataclass(frozen=True)
+class LayerModules:
+    """The modules of one transformer layer, each as megatron-core's specs take them."""
+
+    norm: Any  # before attention and before the MLP
+    column_linear: Any  # query, key and value; the MLP's first layer
+    row_linear: Any  # attention's output; the MLP's second layer
+    core_attention: Any
+    activations: Mapping[str, Activation]  # of the MLP, by their names in the configuration
+    rotary: Rotary = field(default_factory=Rotary)  # splits queries, keys and values, and turns them
+    keys: Mapping[str, str] = field(default_factory=dict)  # prefixes of local names → those of checkpoints
+
+
+@cache
+def with_bias_inside(linear: type) -> type:
+    """A parallel linear layer's class that adds its bias itself, where megatron-core's layers ask to be handed it.
+
+    Transformer Engine then adds it where the product is written, and sums its gradient in the weight gradient's
+    product: three passes less over the widest tensor.
+    """
+
+    def init(self: Any, *args: Any, skip_bias_add: bool, **kwargs: Any) -> None:
+        linear.__init__(self, *args, skip_bias_add=False, **kwargs)  # type: ignore[misc]
+
+    return type(linear.__name__, (linear,), {"__init__": init, "__module__": linear.__module__})
+
+
+class Execution:
+    """Contexts that layers run in. This base class adds nothing."""
+
+    def chunk(self, layers: Sequence[tuple[str, Any]]) -> AbstractContextManager[Any]:
+        """Return the context for a forward pass through a chunk with these transformer layers."""
+        return nullcontext()
+
+    def layer(self, name: str, layer: Any) -> AbstractContextManager[Any]:
+        """Return the context for the forward pass of one layer."""
+        return nullcontext()
+
+    def recomputed(self, layer: Any, run: Any, hidden: Tensor) -> Tensor:
+        """Return `run(hidden)` without saving its activations; the backward pass calls `run` again."""
+        return checkpoint(run, False, hidden)
+
+
 class EmulatedExecution(Execution):
-    """Around emulated FP8: what is recomputed comes out as before."""
+    """Emulated FP8: a recomputed layer uses the scales of its first pass, so its output is the same."""
 
     def recomputed(self, layer: Any, run: Any, hidden: Tensor) -> Tensor:
         return checkpoint(same_when_repeated(run, layer), False, hidden)
 
 
-def modules_of(name: str, config: Config, groups: Groups) -> Modules:
-    """The parts of layer `name`. Raises UserError where `--transformer-impl` cannot be had."""
+def modules_of(name: str, config: Config, groups: Groups) -> LayerModules:
+    """Return the modules of layer `name`. Raises UserError if `--transformer-impl` is not available."""
     if implementation(config) == "te":
         from megatron.core.extensions import transformer_engine
 
         from megavlm.model.te import te_modules
 
         # Adapters read what the linear layer reads, which a norm inside it would keep to itself.
-        return te_modules(transformer_engine, fused_norm=module_of(name) not in adapted_parts(config))
+        return te_modules(transformer_engine, fused_norm=part_of(name) not in adapted_parts(config))
     fp8 = _operands(config, groups) if layer_precision(name, config) == "fp8" else None
     return torch_modules(fp8, compiled=config.execution.compile_small_ops)
 
 
-def torch_modules(fp8: Callable[[], Operands] | None = None, *, compiled: bool = False) -> Modules:
+def torch_modules(fp8: Callable[[], Operands] | None = None, *, compiled: bool = False) -> LayerModules:
     """Ours and megatron-core's own, which run anywhere; linear layers emulate FP8 with operands that `fp8` makes.
     Where `compiled`, activation and rotation are a kernel each.
     """
@@ -62,7 +106,7 @@ def torch_modules(fp8: Callable[[], Operands] | None = None, *, compiled: bool =
     if fp8 is not None:
         column = ModuleSpec(module=with_bias_inside(EmulatedColumnParallelLinear), params={"operands": fp8})
         row = ModuleSpec(module=with_bias_inside(EmulatedRowParallelLinear), params={"operands": fp8})
-    return Modules(
+    return LayerModules(
         norm=Norm,
         column_linear=column,
         row_linear=row,

@@ -1,0 +1,106 @@
+"""The encoder's kinds that are not transformer layers: patch embedding, the tower's last norm, projectors."""
+
+from __future__ import annotations
+
+from megavlm.arch.image_tokens import patches_per_feature
+from megavlm.arch.kind import Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.transformer import norm_parameters
+from megavlm.arch.workload import Workload
+from megavlm.config.derived import projector_width
+from megavlm.config.schema import ModelConfig
+
+
+class PatchEmbed(LayerKind):
+    reads = Stream.PATCHES
+    launches = (21, 23)
+    cpu_calls = 4
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        vision = model.vision
+        pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        rows = pixels + vision.patch_bias + vision.class_token
+        if vision.position_embedding != "rope2d":
+            rows += (vision.image_size // vision.patch_size) ** 2 + vision.class_token
+        return rows * vision.hidden_size + norm_parameters(vision) * vision.pre_norm
+
+    def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
+        vision = model.vision
+        pixels = vision.in_channels * vision.patch_size**2
+        table = (vision.image_size // vision.patch_size) ** 2 if vision.position_embedding != "rope2d" else 0
+        params = (vision.temporal_patch_size * pixels + table) * vision.hidden_size
+        return LayerCost(params, 2.0 * pixels * vision.hidden_size * work.patches)
+
+    def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
+        vision, patches = scenario.model.vision, scenario.work.patches
+        norm = norm_bytes(scenario, patches, vision.hidden_size, vision.normalization) * vision.pre_norm
+        return patches * vision.in_channels * vision.patch_size**2 * scenario.bytes_each + norm
+
+    def communication(self, scenario: Scenario) -> Communication:
+        return Communication()
+
+
+class VisionNorm(LayerKind):
+    reads = Stream.PATCHES
+
+    def is_present(self, model: ModelConfig) -> bool:
+        return model.vision.post_norm and model.vision.feature_layer == -1
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        return norm_parameters(model.vision) if self.is_present(model) else 0
+
+    def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
+        return LayerCost(model.vision.hidden_size, 0.0)
+
+    def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
+        vision, tokens = scenario.model.vision, scenario.work.patches / scenario.sequence_shards
+        present = self.is_present(scenario.model)
+        return norm_bytes(scenario, tokens, vision.hidden_size, vision.normalization) if present else 0.0
+
+    def communication(self, scenario: Scenario) -> Communication:
+        return Communication()
+
+
+class Projector(LayerKind):
+    """Pixel shuffle and a linear layer or an MLP, whole sequences on each rank outside their own products."""
+
+    reads = Stream.PATCHES
+    launches = (15, 14)
+    cpu_calls = 6
+
+    def has_norm(self, model: ModelConfig) -> bool:
+        """Return whether a norm precedes the first linear layer."""
+        return model.projector.input_norm
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        projector, outputs = model.projector, model.language.hidden_size
+        inputs = model.vision.hidden_size * patches_per_feature(projector)
+        count = 2 * inputs * self.has_norm(model) + outputs * (projector.anyres_max_tiles is not None)
+        if projector.kind == "linear":
+            return count + (inputs + projector.bias) * outputs // tp
+        hidden = projector_width(model)
+        return count + (inputs + projector.bias + outputs) * hidden // tp + outputs * projector.bias
+
+    def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
+        inputs, outputs = model.vision.hidden_size * patches_per_feature(model.projector), model.language.hidden_size
+        hidden = projector_width(model)
+        params = inputs * outputs if model.projector.kind == "linear" else inputs * hidden + hidden * outputs
+        return LayerCost(params, 2.0 * params * work.patches / patches_per_feature(model.projector))
+
+    def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
+        model, e = scenario.model, scenario.bytes_each
+        merged = scenario.work.patches * model.vision.hidden_size * e
+        hidden = projector_width(model)
+        inner = 0 if model.projector.kind == "linear" else 2 * scenario.features * hidden / scenario.dims.tp * e
+        return merged * (trained + self.has_norm(model)) + inner + scenario.work.patches * 8
+
+    def communication(self, scenario: Scenario) -> Communication:
+        patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
+        return Communication((patches,) * scenario.sequence_parallel, (features, features))
+
+
+class DeepstackMerger(Projector):
+    """A projector, always with a norm, of what an inner vision layer puts out (Qwen3-VL)."""
+
+    def has_norm(self, model: ModelConfig) -> bool:
+        return True

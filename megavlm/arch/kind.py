@@ -1,0 +1,89 @@
+"""`LayerKind`: everything torch-free that a kind of layer must answer. `kinds.py` lists the kinds.
+
+Legend: t tokens of a rank between tensor-parallel regions (sharded under sequence parallelism), T tokens inside them,
+e bytes of a number.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.workload import Workload
+from megavlm.config.schema import ModelConfig
+
+FP32 = 4  # bytes
+
+
+class Stream(Enum):
+    """What a layer reads, which fixes the shape of its input."""
+
+    PATCHES = "patches"  # packed vision tokens [V(/TP), 1, Hv]
+    FEATURES = "features"  # image features [F, 1, Hl]
+    TEXT = "text"  # hidden states [S(/TP), B, Hl]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Work of one layer's forward pass, of all tensor-parallel ranks together."""
+
+    parameters: int  # of its matrices, without biases and norms
+    forward_flops: float
+    attention_flops: float = 0.0  # the part of them that the products of scores and values take
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Tensors that a forward pass exchanges among tensor-parallel ranks, in bytes of the whole tensor each."""
+
+    gathers: tuple[float, ...] = ()
+    reductions: tuple[float, ...] = ()
+
+
+class LayerKind(ABC):
+    """One kind of layer. A kind that lacks an answer cannot be instantiated, and `kinds.py` does so at import."""
+
+    reads: ClassVar[Stream]
+    launches: ClassVar[tuple[float, float]] = (2, 2)  # kernels, forward and backward (`benchmarks/host_time.py`)
+    cpu_calls: ClassVar[float] = 1  # overhead of a pass on a CPU, in units of a lone norm's
+
+    def is_present(self, model: ModelConfig) -> bool:
+        """Return whether the model computes anything here; else the layer is an identity."""
+        return True
+
+    @abstractmethod
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        """Return the parameters that one of `tp` ranks holds, biases, norms and padding for TP included."""
+
+    @abstractmethod
+    def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
+        """Return the work of layer number `number` of this kind (0 if the kind is not numbered)."""
+
+    @abstractmethod
+    def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
+        """Return the bytes that autograd saves for the backward pass of a micro-batch, on one tensor-parallel rank.
+
+        `trained`: its own weights are trained. `core_attention`: attention's products are computed again instead.
+        """
+
+    @abstractmethod
+    def communication(self, scenario: Scenario) -> Communication:
+        """Return what a forward pass exchanges under tensor parallelism (TP > 1)."""
+
+
+def stream_bytes(stream: Stream, scenario: Scenario) -> float:
+    """Return the bytes of a stream's whole tensor for one micro-batch."""
+    work, model, e = scenario.work, scenario.model, scenario.bytes_each
+    if stream is Stream.PATCHES:
+        return work.patches * model.vision.hidden_size * e
+    return (scenario.features if stream is Stream.FEATURES else work.tokens) * model.language.hidden_size * e
+
+
+def norm_bytes(scenario: Scenario, tokens: float, width: int, normalization: str) -> float:
+    """Return what a norm saves: its input and statistics. On a CPU an RMS norm keeps x and x̂ in fp32 instead."""
+    if normalization == "LayerNorm" or scenario.on_gpu:
+        return tokens * (width * scenario.bytes_each + 8)
+    return tokens * (2 * width + 1) * FP32

@@ -1,0 +1,111 @@
+"""The one table of layer kinds without torch, and what it says of a layer by its name.
+
+`model/layer_kinds.py` is the half with torch: how a kind is built and run. Both tables must have an entry for every
+kind of `layers.py`, or the import fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TypeVar
+
+from megavlm.arch.encoder_ends import DeepstackMerger, PatchEmbed, Projector, VisionNorm
+from megavlm.arch.kind import Communication, LayerCost, LayerKind, Stream, stream_bytes
+from megavlm.arch.language_ends import Embedding, LanguageNorm, Output
+from megavlm.arch.layers import (
+    DEEPSTACK,
+    EMBEDDING,
+    LANGUAGE_LAYER,
+    LANGUAGE_NORM,
+    OUTPUT,
+    PART_OF_KIND,
+    PATCH_EMBED,
+    PROJECTOR,
+    VISION_LAYER,
+    VISION_NORM,
+    kind_of,
+    number_of,
+)
+from megavlm.arch.scenario import Recompute, Scenario
+from megavlm.arch.transformer import LanguageLayer, LayerSizes, TransformerKind, VisionLayer
+from megavlm.arch.workload import Workload
+from megavlm.config.schema import ModelConfig
+
+Entry = TypeVar("Entry")
+
+
+def for_every_kind(table: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """Return the table, if it has exactly one entry for each kind of layer; else raise a TypeError."""
+    if table.keys() != PART_OF_KIND.keys():
+        raise TypeError(f"a table of layer kinds lacks or adds {sorted(table.keys() ^ PART_OF_KIND.keys())}")
+    return table
+
+
+KINDS: Mapping[str, LayerKind] = for_every_kind(
+    {
+        PATCH_EMBED: PatchEmbed(),
+        VISION_LAYER: VisionLayer(),
+        DEEPSTACK: DeepstackMerger(),
+        VISION_NORM: VisionNorm(),
+        PROJECTOR: Projector(),
+        EMBEDDING: Embedding(),
+        LANGUAGE_LAYER: LanguageLayer(),
+        LANGUAGE_NORM: LanguageNorm(),
+        OUTPUT: Output(),
+    }
+)
+
+
+def layer_kind(name: str) -> LayerKind:
+    """Return the kind of a layer."""
+    return KINDS[kind_of(name)]
+
+
+def is_transformer(name: str) -> bool:
+    """Return whether a layer is a transformer layer."""
+    return isinstance(layer_kind(name), TransformerKind)
+
+
+def layer_sizes(name: str, scenario: Scenario) -> LayerSizes:
+    """Return the sizes of a transformer layer's tensors on one tensor-parallel rank."""
+    kind = layer_kind(name)
+    assert isinstance(kind, TransformerKind), name
+    return kind.sizes(scenario)
+
+
+@lru_cache(maxsize=65536)
+def local_parameters(name: str, model: ModelConfig, tp: int) -> int:
+    """Return the parameters of a layer on one of `tp` ranks, exactly as `model/specs.py` builds them."""
+    return layer_kind(name).parameters(model, tp)
+
+
+def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
+    """Return the matrices' parameters and the forward FLOPs of a layer."""
+    return layer_kind(name).cost(model, work, number_of(name))
+
+
+def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> float:
+    """Return the bytes that one micro-batch keeps until a layer's backward pass, on one tensor-parallel rank.
+
+    They follow what autograd saves in `model/`; a test counts the tensors that torch keeps. Where no gradient passes
+    the layer they are 0.
+    """
+    trained = scenario.trains(name)
+    if not trained and not scenario.gradient_reaches[scenario.names.index(name)]:
+        return 0.0
+    if recompute == "full" and is_transformer(name):
+        return hidden_bytes(name, scenario)
+    return layer_kind(name).saved_bytes(scenario, trained=trained, core_attention=recompute == "selective")
+
+
+def hidden_bytes(name: str, scenario: Scenario) -> float:
+    """Return the bytes of the tensor that enters a layer, on one tensor-parallel rank."""
+    reads = layer_kind(name).reads
+    whole = stream_bytes(reads, scenario)
+    return whole if reads is Stream.FEATURES else whole / scenario.sequence_shards
+
+
+def communication(name: str, scenario: Scenario) -> Communication:
+    """Return what a layer's forward pass exchanges among tensor-parallel ranks."""
+    return layer_kind(name).communication(scenario) if scenario.dims.tp > 1 else Communication()

@@ -1,0 +1,132 @@
+"""The two kinds of transformer layers: vision and language."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from megavlm.arch.kind import FP32, Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.workload import Workload, attends_in_windows
+from megavlm.config.derived import query_groups
+from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
+
+
+class TransformerKind(LayerKind):
+    """Attention and an MLP, each between two norms and residuals: what recomputation, offloading and LoRA apply to."""
+
+    cpu_calls = 20
+
+    @abstractmethod
+    def sizes(self, scenario: Scenario) -> LayerSizes:
+        """Return the sizes of the layer's tensors on one tensor-parallel rank."""
+
+    def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
+        return self.sizes(scenario).saved(trained=trained, core_attention=core_attention)
+
+    def communication(self, scenario: Scenario) -> Communication:
+        """A layer gathers before and reduces after each of its two blocks; without sequence parallelism the two
+        all-reduces move as much as these four.
+        """
+        size = stream_bytes(self.reads, scenario)
+        return Communication((size, size), (size, size))
+
+
+class VisionLayer(TransformerKind):
+    reads = Stream.PATCHES
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        vision = model.vision
+        hidden, ffn, heads = vision.hidden_size, vision.ffn_hidden_size, vision.num_attention_heads
+        width = hidden // heads
+        local = -(-heads // tp) * width  # heads are padded to a multiple of TP
+        gates = 2 if vision.activation == "swiglu" else 1
+        weights = 4 * local * hidden + (gates + 1) * ffn // tp * hidden
+        biases = 3 * local * vision.add_qkv_bias + (gates * ffn // tp + 2 * hidden) * vision.add_bias_linear
+        norms = {"none": 0, "head": 2 * width, "full": 2 * heads * width}[vision.qk_norm] + 2 * norm_parameters(vision)
+        return weights + biases + norms + 2 * hidden * vision.layer_scale
+
+    def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
+        vision = model.vision
+        gates = 3 if vision.activation == "swiglu" else 2
+        params = 4 * vision.hidden_size**2 + gates * vision.hidden_size * vision.ffn_hidden_size
+        windowed = attends_in_windows(vision, number)
+        attention = 4.0 * (work.window_squares if windowed else work.patch_squares) * vision.hidden_size
+        return LayerCost(params, 2.0 * params * work.patches + attention, attention)
+
+    def sizes(self, scenario: Scenario) -> LayerSizes:
+        return LayerSizes(scenario.model.vision, scenario)
+
+
+class LanguageLayer(TransformerKind):
+    reads = Stream.TEXT
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        language = model.language
+        hidden, width, heads = language.hidden_size, head_width(language), language.num_attention_heads
+        qkv = (heads + 2 * query_groups(language)) * width // tp
+        weights = (qkv + heads * width // tp + 3 * language.ffn_hidden_size // tp) * hidden
+        return weights + qkv * language.add_qkv_bias + 2 * width * language.qk_norm + 2 * hidden
+
+    def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
+        language = model.language
+        heads = 2 * language.num_attention_heads + 2 * query_groups(language)
+        params = language.hidden_size * (heads * head_width(language) + 3 * language.ffn_hidden_size)
+        attention = 2.0 * work.token_squares * head_width(language) * language.num_attention_heads
+        return LayerCost(params, 2.0 * params * work.tokens + attention, attention)
+
+    def sizes(self, scenario: Scenario) -> LayerSizes:
+        return _LanguageLayerSizes(scenario.model.language, scenario)
+
+
+def head_width(language: LanguageConfig) -> int:
+    """Return the channels of an attention head: as given, or the width shared among the heads."""
+    return language.kv_channels or language.hidden_size // language.num_attention_heads
+
+
+def norm_parameters(vision: VisionConfig) -> int:
+    """Return the parameters of one of the tower's norms."""
+    return vision.hidden_size * (2 if vision.normalization == "LayerNorm" else 1)
+
+
+class LayerSizes:
+    """Sizes of a vision layer's tensors on one rank, in elements."""
+
+    def __init__(self, vision: VisionConfig, scenario: Scenario) -> None:
+        self.scenario, self.tokens, self.hidden = scenario, scenario.work.patches, vision.hidden_size
+        width = vision.hidden_size // vision.num_attention_heads
+        self.heads = self.groups = -(-vision.num_attention_heads // scenario.dims.tp)
+        self.width, self.ffn = width, vision.ffn_hidden_size / scenario.dims.tp
+        self.norm, self.activation = vision.normalization, vision.activation
+        self.qkv_bias, self.linear_bias = vision.add_qkv_bias, vision.add_bias_linear
+        self.rotated = vision.position_embedding != "learned"
+        self.qk_norm = vision.qk_norm != "none"
+        self.scaled = vision.layer_scale
+        self.inner = 1 + (vision.activation == "swiglu")  # widths of the MLP that the activation keeps, its input's
+
+    def saved(self, *, trained: bool, core_attention: bool) -> float:
+        scenario, e, T = self.scenario, self.scenario.bytes_each, self.tokens
+        t = T / scenario.sequence_shards
+        norms = 2 * norm_bytes(scenario, t, self.hidden, self.norm)
+        linear_inputs = (2 * t * self.hidden + T * self.ffn) * e * trained
+        queries_and_keys = T * (self.heads + self.groups) * self.width
+        attention = (T * (2 * self.heads + 2 * self.groups) * self.width) * e  # q, k, v and the output
+        attention += T * self.heads * FP32 * (not core_attention)  # log of the sums that softmax divides by
+        if self.qk_norm:  # what the norms read, beside what attention reads
+            attention += queries_and_keys * e
+        if self.qk_norm and not scenario.on_gpu:
+            attention += queries_and_keys * FP32 * (1 if e == FP32 else 2)
+        return norms + linear_inputs + attention + T * self.inner * self.ffn * e + 2 * t * self.hidden * e * self.scaled
+
+
+class _LanguageLayerSizes(LayerSizes):
+    """The same of a language layer."""
+
+    def __init__(self, language: LanguageConfig, scenario: Scenario) -> None:
+        tp, heads = scenario.dims.tp, language.num_attention_heads
+        self.scenario, self.tokens, self.hidden = scenario, scenario.work.tokens, language.hidden_size
+        self.heads, self.width = heads // tp, head_width(language)
+        self.groups = max(1, query_groups(language) // tp)
+        self.ffn, self.inner = language.ffn_hidden_size / tp, 2
+        self.norm, self.activation = "RMSNorm", "swiglu"
+        self.qkv_bias, self.linear_bias = language.add_qkv_bias, False
+        self.rotated, self.qk_norm, self.scaled = True, language.qk_norm, False

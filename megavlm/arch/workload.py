@@ -1,0 +1,66 @@
+"""How much data passes through the model: tokens, patches, and the sums of squares that attention costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megavlm.config.schema import Config, ModelConfig, VisionConfig
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens that pass through the model, and the sums of squared lengths that attention is charged for."""
+
+    patches: int  # all images' patches (class tokens included)
+    patch_squares: int  # Σ over images of patches²
+    window_squares: int  # Σ over their windows of patches²; read where the tower has windows
+    tokens: int  # language positions that are not padding
+    token_squares: int  # Σ over samples of length²
+
+
+def times(work: Workload, samples: int) -> Workload:
+    """Return the workload of `samples` equal samples."""
+    return Workload(**{name: value * samples for name, value in vars(work).items()})
+
+
+def typical_workload(config: Config) -> Workload:
+    """Return the workload of one sample of the configured lengths and image sizes, to weigh layers by."""
+    vision, data = config.model.vision, config.data
+    images = max(1, round(sum(data.images_per_sample) / len(data.images_per_sample))) if data.images_per_sample else 1
+    sides = data.image_sizes or (vision.image_size,)
+    grids = [(side // vision.patch_size,) * 2 for side in sides]
+    if config.model.projector.anyres_max_tiles is not None:  # a base tile, and the grid's if no other image is there
+        tiles = [1 + (side // vision.image_size) ** 2 * (images == 1) for side in sides]
+        grids = [(vision.image_size // vision.patch_size,) * 2] * sum(tiles)
+    counts = [rows * columns for rows, columns in grids]
+    window = window_patches(config.model)
+    tokens = config.train.seq_length
+    return Workload(
+        patches=images * sum(counts) // len(sides),
+        patch_squares=images * sum(count**2 for count in counts) // len(sides),
+        window_squares=images * sum(window_squares(grid, window) for grid in grids) // len(sides) if window else 0,
+        tokens=tokens,
+        token_squares=tokens**2,
+    )
+
+
+def window_patches(model: ModelConfig) -> int:
+    """Return the side of the tower's windows in patches, rounded down to whole features; 0 if it has no windows."""
+    if model.vision.window_size is None:
+        return 0
+    merged = model.projector.pixel_shuffle
+    return model.vision.window_size // (model.vision.patch_size * merged) * merged
+
+
+def attends_in_windows(vision: VisionConfig, layer: int) -> bool:
+    """Return whether vision layer number `layer` attends inside windows only."""
+    return vision.window_size is not None and layer not in vision.full_attention_layers
+
+
+def window_squares(grid: tuple[int, int], side: int) -> int:
+    """Return Σ over an image's windows of patches². A window's area is a product, so the sum is one too: Σr² · Σc²."""
+
+    def squares(length: int) -> int:
+        return length // side * side**2 + (length % side) ** 2
+
+    return squares(grid[0]) * squares(grid[1])

@@ -1,0 +1,193 @@
+"""The one table of layer kinds with torch: how each is built and run. `megavlm/arch/kinds.py` is the other half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megavlm.arch.kinds import for_every_kind, layer_kind
+from megavlm.arch.layers import (
+    DEEPSTACK,
+    EMBEDDING,
+    LANGUAGE_LAYER,
+    LANGUAGE_NORM,
+    OUTPUT,
+    PATCH_EMBED,
+    PROJECTOR,
+    VISION_LAYER,
+    VISION_NORM,
+    number_of,
+)
+from megavlm.arch.workload import attends_in_windows
+from megavlm.config.derived import sequence_parallel
+from megavlm.config.schema import Config
+from megavlm.model import specs
+from megavlm.model.context import MicroBatchContext
+from megavlm.model.language import Embedding, Output
+from megavlm.model.layer_modules import accumulation_fields, cross_entropy_of, output_accumulation_fields
+from megavlm.model.norm import Norm
+from megavlm.model.projector import Projector
+from megavlm.model.vision import PatchEmbed
+from megavlm.parallel.groups import Groups
+from megavlm.precision.fp8_weights import building
+
+if TYPE_CHECKING:
+    from megavlm.model.vlm import VLMChunk
+
+
+@dataclass(frozen=True)
+class LayerImpl:
+    """`build(builder, name)` returns the layer's module; `run(chunk, name, hidden, context)` its output.
+
+    The shape of `hidden` follows from the kind's `reads` (`MicroBatchContext.hidden_shape`).
+    """
+
+    build: Callable[[LayerBuilder, str], nn.Module]
+    run: Callable[[VLMChunk, str, Any, MicroBatchContext], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerBuilder:
+    """What building a chunk's layers needs. `ties_locally`: the chunk also holds the embedding."""
+
+    config: Config
+    groups: Groups
+    vocab_size: int
+    ties_locally: bool
+
+    @cached_property
+    def vision(self) -> TransformerConfig:
+        return specs.vision_config(self.config, tp=self.groups.dims.tp)
+
+    @cached_property
+    def language(self) -> TransformerConfig:
+        return specs.language_config(self.config, tp=self.groups.dims.tp)
+
+    @cached_property
+    def vision_layers(self) -> TransformerConfig:
+        return replace(self.vision, **accumulation_fields(self.config, "vision"))
+
+    @cached_property
+    def language_layers(self) -> TransformerConfig:
+        return replace(self.language, **accumulation_fields(self.config, "language"))
+
+
+def _build_vision_layer(builder: LayerBuilder, name: str) -> nn.Module:
+    with building(name, builder.vision, builder.config):
+        return specs.vision_layer(builder.config, builder.vision_layers, builder.groups, number_of(name))
+
+
+def _build_language_layer(builder: LayerBuilder, name: str) -> nn.Module:
+    with building(name, builder.language, builder.config):
+        return specs.language_layer(builder.config, builder.language_layers, builder.groups, number_of(name))
+
+
+def _build_patch_embed(builder: LayerBuilder, name: str) -> nn.Module:
+    return PatchEmbed(
+        builder.config.model.vision,
+        dtype=builder.vision.params_dtype,
+        groups=builder.groups,
+        sequence_parallel=sequence_parallel(builder.config),
+    )
+
+
+def _build_vision_norm(builder: LayerBuilder, name: str) -> nn.Module:
+    vision = builder.config.model.vision
+    if not layer_kind(name).is_present(builder.config.model):
+        return nn.Identity()
+    return Norm(builder.vision, vision.hidden_size, vision.norm_epsilon)
+
+
+def _build_projector(builder: LayerBuilder, name: str) -> nn.Module:
+    return _projector(builder, norm_epsilon=1e-5 if builder.config.model.projector.input_norm else None)
+
+
+def _build_deepstack_merger(builder: LayerBuilder, name: str) -> nn.Module:
+    return _projector(builder, norm_epsilon=builder.config.model.vision.norm_epsilon)
+
+
+def _projector(builder: LayerBuilder, *, norm_epsilon: float | None) -> nn.Module:
+    layer_config = specs.projector_config(builder.config, tp=builder.groups.dims.tp)
+    collection = builder.groups.collection
+    return Projector(builder.config.model, layer_config=layer_config, collection=collection, norm_epsilon=norm_epsilon)
+
+
+def _build_embedding(builder: LayerBuilder, name: str) -> nn.Module:
+    return Embedding(builder.vocab_size, layer_config=builder.language, groups=builder.groups)
+
+
+def _build_language_norm(builder: LayerBuilder, name: str) -> nn.Module:
+    language = builder.config.model.language
+    return Norm(builder.language, language.hidden_size, language.norm_epsilon)
+
+
+def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
+    own = not (builder.config.model.language.tie_embeddings and builder.ties_locally)
+    # The embedding adds to the gradient of a weight that it shares, through autograd.
+    fused = output_accumulation_fields(builder.config) if own else {}
+    return Output(
+        builder.vocab_size,
+        layer_config=replace(builder.language, **fused),
+        groups=builder.groups,
+        own_weight=own,
+        cross_entropy=cross_entropy_of(builder.config),
+    )
+
+
+def _run_vision_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
+    windowed = attends_in_windows(context.config.model.vision, number_of(name))
+    packing = context.window_packing if windowed else context.image_packing
+    return chunk.run_transformer_layer(name, hidden, rotary=context.vision_rope, packing=packing)
+
+
+def _run_language_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
+    rotary, packing = context.language_rope, context.language_packing
+    if chunk.graphs is not None and packing is None:
+        return chunk.graphs(name, hidden, rotary)
+    return chunk.run_transformer_layer(name, hidden, rotary=rotary, packing=packing)
+
+
+def _run_patch_embed(chunk: VLMChunk, name: str, hidden: Any, context: MicroBatchContext) -> Tensor:
+    return chunk.parts[name](context.batch.patches, context.layout)
+
+
+def _run_norm(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
+    return chunk.parts[name](hidden)
+
+
+def _run_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
+    sharded = sequence_parallel(context.config)
+    return chunk.parts[name](hidden, context.layout, tile_groups=context.tile_groups, sequence_parallel=sharded)
+
+
+def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
+    part, features = chunk.parts[name], context.batch.features
+    if features is not None:
+        return context.with_features_merged(part(context.batch), features[:, 0])
+    return part(context.batch, hidden)
+
+
+def _run_output(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
+    part: Any = chunk.parts[name]
+    scores = part.logits(hidden, chunk.tied_weight)
+    return part.gather(scores) if context.wants_logits else part.loss(scores, context.batch.labels)
+
+
+IMPLEMENTATIONS: Mapping[str, LayerImpl] = for_every_kind(
+    {
+        PATCH_EMBED: LayerImpl(_build_patch_embed, _run_patch_embed),
+        VISION_LAYER: LayerImpl(_build_vision_layer, _run_vision_layer),
+        DEEPSTACK: LayerImpl(_build_deepstack_merger, _run_projector),
+        VISION_NORM: LayerImpl(_build_vision_norm, _run_norm),
+        PROJECTOR: LayerImpl(_build_projector, _run_projector),
+        EMBEDDING: LayerImpl(_build_embedding, _run_embedding),
+        LANGUAGE_LAYER: LayerImpl(_build_language_layer, _run_language_layer),
+        LANGUAGE_NORM: LayerImpl(_build_language_norm, _run_norm),
+        OUTPUT: LayerImpl(_build_output, _run_output),
+    }
+)

@@ -1,0 +1,104 @@
+"""Operations on the patches and features of images: windows, pixel shuffle, tiles. They need torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavlm.data.anyres import TileGroup, feature_map
+
+Grid = tuple[int, int]
+
+# Windows (Qwen2.5-VL): most vision layers attend inside a window only, a few over the whole image. The patches of a
+# window are consecutive inside the tower, so a window is a sequence like any other. Windows of equal size are
+# consecutive too, over all images, so attention is one batched call per size, of which an image has at most four
+# (inside, right edge, lower edge, corner). Attention depends neither on the order of sequences nor on the order within
+# one, so any order that keeps windows together gives the same numbers. Layers that attend over whole images reorder
+# their tokens image by image.
+
+
+@lru_cache(maxsize=256)
+def window_order(grid: Grid, side: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the order of patches that tiles a grid with windows of `side` × `side` patches from its upper left corner.
+
+    Returns:
+        ([rows·columns] int64: the row-major patch that stands at each place of the tower's order,
+        patches of each window in that order).
+    """
+    tiles = {
+        (row, column): (min(side, grid[0] - row), min(side, grid[1] - column))
+        for row in range(0, grid[0], side)
+        for column in range(0, grid[1], side)
+    }
+    patches = torch.arange(grid[0] * grid[1]).view(grid)
+    corners = sorted(tiles, key=lambda corner: tiles[corner], reverse=True)
+    spans = [patches[r : r + tiles[r, c][0], c : c + tiles[r, c][1]].flatten() for r, c in corners]
+    return torch.cat(spans), tuple(len(span) for span in spans)
+
+
+def joint_window_order(grids: Sequence[Grid], side: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the same for consecutive images, the largest windows first and windows of one size together."""
+    orders: list[Tensor] = []
+    lengths: list[int] = []
+    start = 0
+    for grid in grids:
+        order, of_windows = window_order(grid, side)
+        orders.append(order + start)
+        lengths += of_windows
+        start += len(order)
+    counts = torch.tensor(lengths)
+    place = counts.repeat_interleave(counts).argsort(descending=True, stable=True)
+    return torch.cat(orders)[place], tuple(sorted(lengths, reverse=True))
+
+
+def pixel_shuffle(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tensor:
+    """Return each factor × factor block of neighbouring patches as one vector: [P, H] → [P/factor², H·factor²].
+
+    Blocks are in row-major order, and inside a block (row, column, channel).
+    """
+    if factor == 1:
+        return patches
+    merged = []
+    for (rows, columns), image in zip(grids, patches.split([r * c for r, c in grids]), strict=True):
+        blocks = image.view(rows // factor, factor, columns // factor, factor, -1).transpose(1, 2)
+        merged.append(blocks.reshape(rows * columns // factor**2, -1))
+    return torch.cat(merged)
+
+
+def unpad_and_concat(
+    features: Tensor, groups: Sequence[TileGroup], counts: Sequence[int], *, newline: Tensor, max_tiles: int
+) -> Tensor:
+    """Return images' features [F, H] from their tiles' [Σ counts, H]: of each image the base tile, then the grid of
+    tiles as one map without its padding, each row closed by a newline [H] (LLaVA-OneVision; `data/anyres.py`).
+
+    Args:
+        counts: features of each tile.
+    """
+    tiles = iter(features.split(list(counts)))
+    images: list[Tensor] = []
+    for group in groups:
+        base = next(tiles)
+        images.append(base)
+        if group.tiles == 1:
+            images.append(newline[None])
+        else:
+            grid = torch.stack([next(tiles) for _ in range(group.tiles - 1)])
+            images.append(_lines(grid, group, newline=newline, max_tiles=max_tiles))
+    return torch.cat(images)
+
+
+def _lines(grid: Tensor, group: TileGroup, *, newline: Tensor, max_tiles: int) -> Tensor:
+    """Return [height · (width + 1), H] from the features [tiles, side², H] of a grid of tiles."""
+    side = round(grid.shape[1] ** 0.5)
+    kept = feature_map(group, side, max_tiles=max_tiles)
+    cells = grid.view(*group.grid, side, side, -1).transpose(1, 2)  # tile row, row in it, tile column, column in it, H
+    whole = cells.flatten(2, 3).flatten(0, 1)[kept.rows, kept.columns]
+    if whole.shape[:2] != (kept.height, kept.width):
+        channels_first = whole.permute(2, 0, 1)[None]
+        reduced = F.interpolate(channels_first, (kept.height, kept.width), mode="bilinear", align_corners=False)
+        whole = reduced[0].permute(1, 2, 0)
+    return torch.cat([whole, newline.expand(kept.height, 1, -1)], dim=1).flatten(0, 1)

@@ -1,0 +1,61 @@
+"""The two tables of layer kinds: complete, or the import fails; and nobody takes a layer's name apart beside them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.arch.kind import LayerKind
+from megavlm.arch.kinds import KINDS
+from megavlm.arch.layers import DEEPSTACK, PART_OF_KIND, kind_of, layer_names, number_of, part_of
+from megavlm.config.schema import Config
+
+ROOT = Path(__file__).parents[3] / "megavlm"
+
+
+@pytest.mark.parametrize("half", ["megavlm.arch.kinds", "megavlm.model.layer_kinds"])
+def test_a_kind_without_an_entry_fails_at_import(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(half)
+    with monkeypatch.context() as patch:
+        patch.setitem(PART_OF_KIND, "resampler", "projector")
+        with pytest.raises(TypeError, match="resampler"):
+            importlib.reload(module)
+    importlib.reload(module)
+
+
+def test_a_kind_without_an_answer_cannot_be_made() -> None:
+    resampler: Any = type("Resampler", (LayerKind,), {"parameters": lambda self, model, tp: 0})
+    with pytest.raises(TypeError, match="saved_bytes"):
+        resampler()
+
+
+def test_every_kind_is_in_the_list_of_layers() -> None:
+    names = layer_names(Config().model)
+    assert {kind_of(name) for name in names} == KINDS.keys() - {DEEPSTACK}  # which only Qwen3-VL has
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "number", "part"),
+    [
+        ("vision.layers.13", "vision.layers.", 13, "vision"),
+        ("vision.layers.1.self_attention.linear_qkv.weight", "vision.layers.", 1, "vision"),
+        ("vision.norm", "vision.norm", 0, "vision"),
+        ("deepstack.2.norm.bias", "deepstack.", 2, "projector"),
+        ("projector.image_newline", "projector", 0, "projector"),
+        ("language.norm.weight", "language.norm", 0, "language"),
+        ("output.linear.weight", "output", 0, "language"),
+    ],
+)
+def test_a_name_says_kind_number_and_part(key: str, kind: str, number: int, part: str) -> None:
+    assert (kind_of(key), number_of(key), part_of(key)) == (kind, number, part)
+
+
+def test_layers_are_told_apart_by_kind_alone() -> None:
+    ladder = re.compile(
+        r"(?:startswith|removeprefix)\(\(?(?:VISION_LAYER|LANGUAGE_LAYER|DEEPSTACK|PROJECTOR|PATCH_EMBED)"
+    )
+    assert [str(file) for file in ROOT.rglob("*.py") if ladder.search(file.read_text())] == []
