@@ -40,7 +40,7 @@ def test_the_search_predicts_the_same_step(monkeypatch: pytest.MonkeyPatch) -> N
         config = replace(
             config,
             train=replace(config.train, seq_length=shape.sample, micro_batch_size=count, global_batch_size=count),
-            data=replace(config.data, source="synthetic", images_per_sample=(1,), image_sizes=(side,)),
+            data=replace(config.data, kind="synthetic", images_per_sample=(1,), image_sizes=(side,)),
         )
         best = search(config, 1, hardware, space=replace(space, micro_batch=(count,))).best[0].step
         explained = found.steps["now"].seconds
