@@ -154,7 +154,8 @@ def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
     # Earlier versions saved sizes that follow from others as null.
     made_with = resolve(from_dict({"model": summary["model"]}), vocab_size=config.model.language.vocab_size).model
     expected, saved = asdict(config.model), asdict(made_with)
-    for section, fields in expected.items():
+    # The projector last: its width follows from the language model's, whose option is the one to name.
+    for section, fields in sorted(expected.items(), key=lambda item: item[0] == "projector"):
         pairs = fields.items() if isinstance(fields, dict) else [(section, fields)]
         for name, value in pairs:
             before = saved[section][name] if isinstance(fields, dict) else saved[section]
