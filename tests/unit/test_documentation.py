@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 # `docs/lab-notes.md` is a diary: it tells of files and flags of its day.
 DOCUMENTS = [
     ROOT / "README.md",
+    ROOT / "benchmarks/README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "lab-notes.md"),
 ]
@@ -46,9 +47,9 @@ def programs() -> dict[str, set[str]]:
     for name in TOOLS:
         own = flags_of(importlib.import_module(f"tools.{name}")._parser())
         found[f"tools/{name}.py"] = own | run if name in TAKES_RUN_FLAGS else own
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        found["benchmarks/predict_gpu.py"] = flags_of(importlib.import_module("predict_gpu")._parser())
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        own = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', path.read_text(encoding="utf-8")))
+        found[f"benchmarks/{path.name}"] = {*own, "--help"}
     # The branch of a shell script's `case` that takes options is its parser.
     (options,) = re.findall(r"^ +(--[a-z |-]+)\)", (ROOT / "tools/gpu_check.sh").read_text(), flags=re.MULTILINE)
     return {**found, "tools/gpu_check.sh": set(options.split(" | "))}
@@ -80,7 +81,7 @@ def unknown_flags(text: str) -> Iterator[str]:
     for code in code_of(text):
         for program, own in programs().items():
             _, found, arguments = code.partition(f"{program} ")
-            for flag in FLAG.findall(arguments.partition("#")[0]) if found else ():
+            for flag in FLAG.findall(re.split("#|&&", arguments)[0]) if found else ():
                 if flag not in own | FOREIGN_FLAGS:
                     yield f"{flag} of {program}"
 
@@ -111,7 +112,7 @@ def missing_targets(text: str) -> Iterator[str]:
         yield from (target for target in re.findall(r"\bmake ([a-z-]+)", code) if target not in targets)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_document_names_what_exists(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     assert list(unknown_flags(text)) == []

@@ -1,0 +1,222 @@
+"""List the rows of docs/measured.md: what each figure is, and where it stands in the records."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Value = Callable[[dict[str, Any]], float | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure: `value` reads it from a record of `records/RECORD.jsonl`, or returns None where the record lacks it.
+
+    Records before `since` (a date) measured another program: the row's command has been rewritten since then.
+    """
+
+    what: str
+    record: str
+    command: str
+    value: Value
+    form: str = "{:.2f} ×"
+    by_the_clock: bool = False
+    since: str = ""
+
+
+def at(*path: str) -> Value:
+    """Return a function that follows `path` into a record; an entry of a list is found by its `question`."""
+
+    def value(record: dict[str, Any]) -> float | None:
+        found: Any = record
+        for key in path:
+            if isinstance(found, list):
+                found = next((entry for entry in found if entry["question"] == key), {})
+            else:
+                found = found.get(key, {})
+        return found if found != {} else None
+
+    return value
+
+
+def _vision_time_saved(record: dict[str, Any]) -> float | None:
+    """Return the share of the encoder's processor time that the cache saves."""
+    before, after = (at("results", FROZEN, side, "vision")(record) for side in ("colocated", "cache, later epochs"))
+    return None if before is None or after is None else 1 - after / before
+
+
+def _errors(record: dict[str, Any]) -> list[float]:
+    """Return the relative errors of the planner's step times."""
+    return [abs(each["predicted"] / each["measured"] - 1) for each in record["seconds"].values()]
+
+
+def _images(side: str) -> Value:
+    return lambda record: statistics.median(each["jpeg"][f"{side}_ratio"] for each in record["results"])
+
+
+def _of_1024(record: dict[str, Any]) -> float | None:
+    return record["processor_seconds"] if record["gpus"] == 1024 else None
+
+
+PLACEMENT = "python benchmarks/placement.py"
+PIPELINE, FROZEN = "PP2, trained encoder", "PP2, frozen encoder, two micro-batches"
+CONVERT, CONVERT_SINCE = "python benchmarks/convert.py", "2026-11-21T09:30"  # pieces on several threads
+CPU_STEP, DATA, IMAGES = (f"python benchmarks/{name}.py" for name in ("cpu_step", "data", "data_images"))
+PLANNER = (
+    "torchrun --nproc-per-node 2 tools/calibrate.py --out mine.json && python benchmarks/planner.py --profile mine.json"
+)
+PLANNER_SINCE = "2026-11-21T11:54"  # calls of a layer are counted
+
+
+def _placements() -> list[Row]:
+    """Return rows by the clock and by processor time of the busier process."""
+    against_glued = "faster than with the encoder and half of the language model on the first stage, PP2"
+    asked = [
+        (f"encoder colocated: times {against_glued}", PIPELINE, "colocated"),
+        (f"pipeline cut evenly by FLOPs: times {against_glued}", PIPELINE, "stages, cut evenly"),
+        *(
+            (
+                f"encoder colocated: times faster than tensor-parallel, TP2, images of {side} pixels",
+                question,
+                "colocated",
+            )
+            for count, side in ((8, 112), (2, 224), (1, 336))
+            for question in [f"TP2, {count} images of {side} × {side} pixels per sample"]
+        ),
+        ("frozen encoder that encodes ahead: times faster, PP2, two micro-batches", FROZEN, "encoded ahead"),
+    ]
+    return [
+        Row(f"{what}; {how}", "placement", PLACEMENT, at("results", question, side, key), by_the_clock=clock)
+        for what, question, side in asked
+        for how, key, clock in (("by the clock", "gain_clock", True), ("by processor time", "gain_busiest", False))
+    ]
+
+
+ROWS = (
+    Row(
+        "CPU training step, one process: throughput over Transformers'",
+        "cpu_step",
+        CPU_STEP,
+        at("against_transformers", "throughput_ratio"),
+        by_the_clock=True,
+    ),
+    Row("the same by processor time", "cpu_step", CPU_STEP, at("against_transformers", "cpu_time_ratio")),
+    *_placements(),
+    Row(
+        "vision cache: share of the encoder's processor time saved",
+        "placement",
+        PLACEMENT,
+        _vision_time_saved,
+        "{:.0%}",
+    ),
+    Row(
+        "planner: median error of step times, 16 configurations of two processes",
+        "planner",
+        PLANNER,
+        lambda record: statistics.median(_errors(record)),
+        "{:.1%}",
+        by_the_clock=True,
+        since=PLANNER_SINCE,
+    ),
+    Row(
+        "planner: largest error of the same",
+        "planner",
+        PLANNER,
+        lambda record: max(_errors(record)),
+        "{:.0%}",
+        by_the_clock=True,
+        since=PLANNER_SINCE,
+    ),
+    Row(
+        "planner: search over 1,024 GPUs (Qwen2.5-VL-72B), processor time",
+        "search",
+        "python benchmarks/search.py",
+        _of_1024,
+        "{:.1f} s",
+        since="2026-11-22",  # a GPU's passes and launches are counted
+    ),
+    Row(
+        "Hugging Face import of 4 GiB: speed over reading alone",
+        "convert",
+        CONVERT,
+        at("import", "ratio_to_reading"),
+        by_the_clock=True,
+        since=CONVERT_SINCE,
+    ),
+    Row(
+        "Hugging Face export of 4 GiB: speed over reading alone",
+        "convert",
+        CONVERT,
+        at("export", "ratio_to_reading"),
+        by_the_clock=True,
+        since=CONVERT_SINCE,
+    ),
+    Row(
+        "copying the same files: speed over reading alone",
+        "convert",
+        CONVERT,
+        at("copy", "ratio_to_reading"),
+        by_the_clock=True,
+    ),
+    Row(
+        "Hugging Face export of 4 GiB: peak of resident memory",
+        "convert",
+        CONVERT,
+        at("export", "peak_mib"),
+        "{:.0f} MiB",
+        since=CONVERT_SINCE,
+    ),
+    Row(
+        "JPEG to patches, one core: speed over Transformers' processors (median of six families, three sizes)",
+        "data_images",
+        IMAGES,
+        _images("ours"),
+    ),
+    Row("the same with resizing by torch (not exact)", "data_images", IMAGES, _images("fast")),
+    *(
+        Row(
+            f"packing, 8,192 positions, {what}: share of positions that hold tokens",
+            "data",
+            DATA,
+            at("packing", key, "useful"),
+            "{:.1%}",
+        )
+        for what, key in (
+            ("best fit decreasing (ours)", "best fit, decreasing (ours)"),
+            ("first fit", "first fit"),
+            ("in order", "in order"),
+            ("a sequence for each sample", "naive padding"),
+        )
+    ),
+    *(
+        Row(
+            f"{part} load of 32 ranks {when} balancing: largest over mean",
+            "data",
+            DATA,
+            at("imbalance", when, part),
+            "{:.3f}",
+        )
+        for part in ("vision", "language")
+        for when in ("before", "after")
+    ),
+    Row("demo: answers right, which digits, held out", "demo", "python benchmarks/demo.py", at("right"), "{:.1%}"),
+    Row("demo: the same with the images shuffled", "demo", "python benchmarks/demo.py", at("right_shuffled"), "{:.1%}"),
+    Row(
+        "demo: time after installation",
+        "demo",
+        "python benchmarks/demo.py",
+        at("seconds"),
+        "{:.0f} s",
+        by_the_clock=True,
+    ),
+    Row(
+        "demo: share of the time that waits for data",
+        "demo",
+        "python benchmarks/demo.py",
+        at("waiting_for_data"),
+        "{:.1%}",
+        by_the_clock=True,
+    ),
+)

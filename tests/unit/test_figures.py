@@ -1,0 +1,74 @@
+"""Every figure that README.md shows stands in docs/measured.md, and there in a record or as measured once."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "docs/measured.md"
+# `1.05 ×` but not the `4 ×` of a size (`4 × 4 pixels`) or of a layout (`TP × PP`).
+FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)? (?:×(?! \w)|%|s\b|ms\b|min\b|MiB\b|GiB\b|TFLOP/s)")
+TOLERANCE = re.compile(r"\b1e-\d+\b")
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("measured")
+
+
+def test_the_table_is_made_of_the_records(benchmark: Any) -> None:
+    text = MEASURED.read_text(encoding="utf-8")
+    assert "| CPU training step, one process" in text
+    assert benchmark.documented(text) == text, "renew it: python benchmarks/measured.py --write"
+
+
+def test_readme_shows_only_measured_figures() -> None:
+    figures = FIGURE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert figures
+    assert set(figures) <= set(FIGURE.findall(MEASURED.read_text(encoding="utf-8")))
+
+
+def test_a_figure_is_the_median_of_the_runs_of_an_idle_machine(benchmark: Any) -> None:
+    row = benchmark.Row("speed", "x", "run", lambda record: record.get("speed"), by_the_clock=True, since="2026-11-02")
+    common = {"cpu": "Some", "cores": 2, "python": "3.11", "torch": "2", "megatron-core": "1", "transformers": "5"}
+    found = [
+        {**common, "date": f"2026-11-0{day}", "load_average_before": load, **speed}
+        for day, load, speed in (
+            (1, 0.1, {"speed": 9.0}),  # of another program
+            (2, 0.1, {"speed": 1.0}),
+            (3, 9.0, {"speed": 8.0}),  # of a busy machine
+            (4, 0.2, {"speed": 1.5}),
+            (5, 0.3, {"speed": 1.1}),
+            (6, 0.3, {}),
+        )
+    ]
+    cells = benchmark.line(row, benchmark.samples(row, found), [benchmark.machine(found[0])])
+    assert cells == "| speed | 1.10 × | 1.00 × to 1.50 × | 3 runs | 2026-11-05 | A, load 0.1 to 0.3 | `run` |"
+    busy = benchmark.line(row, benchmark.samples(row, found[2:3]), [benchmark.machine(found[0])])
+    assert busy == "| speed | 8.00 × | – | one run | 2026-11-03 | A, load 9.0, **busy** | `run` |"
+
+
+def claims() -> Iterator[tuple[str, str]]:
+    """Yield the tolerance and the test of each row of the table of tests."""
+    section = MEASURED.read_text(encoding="utf-8").partition("## What tests hold")[2]
+    for _, tolerance, test in re.findall(r"^\| (.+) \| (.+) \| `(tests/.+)` \|$", section, flags=re.MULTILINE):
+        yield tolerance, test
+
+
+def test_tolerances_are_those_of_the_tests() -> None:
+    found = list(claims())
+    assert len(found) > 10
+    for tolerance, test in found:
+        text = (ROOT / test).read_text(encoding="utf-8")
+        for helper in re.findall(r"^from (tests[.\w]+) import", text, flags=re.MULTILINE):
+            path = ROOT / (helper.replace(".", "/") + ".py")
+            text += path.read_text(encoding="utf-8") if path.exists() else ""
+        for number in TOLERANCE.findall(tolerance):
+            assert number in text, f"{test} does not say {number}"
