@@ -99,6 +99,15 @@ def missing_files(text: str, folder: Path) -> Iterator[str]:
             yield target
 
 
+def missing_headings(text: str, document: Path) -> Iterator[str]:
+    """Yield anchors of links that no heading of the linked document has."""
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text):
+        linked = document.parent / target if target else document
+        headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        if anchor not in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}:
+            yield f"{target}#{anchor}"
+
+
 def exists(path: str) -> bool:
     """Whether a path, from the root or from any folder below it, is one of the repository's."""
     pattern = re.compile(rf"(.*/)?{re.escape(path).replace(chr(92) + '*', '[^/]*')}")
@@ -118,12 +127,14 @@ def test_a_document_names_what_exists(document: Path) -> None:
     assert list(unknown_flags(text)) == []
     assert list(missing_files(text, document.parent)) == []
     assert list(missing_targets(text)) == []
+    assert list(missing_headings(text, document)) == []
 
 
 def test_what_does_not_exist_is_found() -> None:
     text = (
         "Run `make tset` or `python tools/plan.py --lora-rank 4 --gpus 8`, `--projector-…`, `--projektor-…`, `--nope`;"
-        " see `megavlm/data/nothing.py`, `nothing.py`, `data/order.py`, `tests/nowhere/`, [there](docs/nothing.md)."
+        " see `megavlm/data/nothing.py`, `nothing.py`, `data/order.py`, `tests/nowhere/`, [there](docs/nothing.md),"
+        " [here](docs/gpu.md#fp8), [not here](docs/gpu.md#fp9)."
     )
     assert set(unknown_flags(text)) == {"--projektor-", "--nope", "--lora-rank of tools/plan.py"}
     assert set(missing_files(text, ROOT)) == {
@@ -133,3 +144,4 @@ def test_what_does_not_exist_is_found() -> None:
         "docs/nothing.md",
     }
     assert list(missing_targets(text)) == ["tset"]
+    assert list(missing_headings(text, ROOT / "README.md")) == ["docs/gpu.md#fp9"]
