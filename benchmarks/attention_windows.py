@@ -1,10 +1,10 @@
-"""Attention within Qwen2.5-VL's windows: how long Transformer Engine takes for one long list of short sequences.
+"""Time Transformer Engine's attention within Qwen2.5-VL's windows: one call over a long list of short sequences.
 
     python benchmarks/attention_windows.py [--out FILE.json]
     CUDA_VISIBLE_DEVICES= python benchmarks/attention_windows.py --device cpu    # the same code with torch's attention
 
-A tower's windows of 64 patches reach attention as sequences that share a row ("thd" with `cu_seqlens`) or as a batch
-("bshd"). The first call with a shape is timed by itself: cuDNN plans for each new one. Forward and backward, medians.
+A tower's windows of 64 patches reach attention packed into one row ("thd" with `cu_seqlens`) or as a batch ("bshd").
+The first call with a shape is timed separately, because cuDNN plans in it. Times are medians of forward and backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One way to say the same: `windows` sequences of 64."""
+    """One layout of the same computation: `windows` sequences of 64."""
 
     layout: str  # "thd", "bshd", or "sdpa": torch's, on a batch
     windows: int
@@ -55,7 +55,7 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", metavar="FILE.json", help="write the table there, too")
+    parser.add_argument("--out", metavar="FILE.json", help="also write the table to this file")
     options = parser.parse_args()
     rows = []
     for case in CASES if options.device == "cuda" else small(CASES):
@@ -71,12 +71,12 @@ def main() -> None:
 
 
 def small(cases: Sequence[Case]) -> list[Case]:
-    """A fortieth of the windows."""
+    """Return the case with a fortieth of the windows."""
     return [Case(case.layout, case.windows // 40, case.empty // 40) for case in cases]
 
 
 def measure(case: Case, device: str) -> tuple[float, float]:
-    """Seconds of the first call and of a later one, forward and backward."""
+    """Return the seconds of the first call and of a later one, forward and backward."""
     generator = torch.Generator(device).manual_seed(1)
     shape = (case.windows * WINDOW, HEADS, WIDTH)
     query, key, value = (
@@ -96,7 +96,7 @@ def measure(case: Case, device: str) -> tuple[float, float]:
 
 
 def attention_of(case: Case, device: str) -> Attention:
-    """Attention over [windows · 64, heads, width]; on a CPU torch's stands for Transformer Engine's."""
+    """Return attention over [windows · 64, heads, width]; on a CPU torch's replaces Transformer Engine's."""
     if case.layout == "sdpa" or device == "cpu":
         return windows_apart
     import transformer_engine.pytorch as te
@@ -111,13 +111,13 @@ def attention_of(case: Case, device: str) -> Attention:
 
 
 def bounds_of(case: Case) -> list[int]:
-    """Where each sequence begins, and where the last ends; empty ones begin and end there."""
+    """Return the offsets of the sequences; the offsets of empty ones are the end of the last."""
     ends = [number * WINDOW for number in range(case.windows + 1)]
     return ends + [ends[-1]] * case.empty
 
 
 def windows_apart(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """torch's attention on a batch of windows."""
+    """Compute torch's attention on a batch of windows."""
     query, key, value = (each.view(-1, WINDOW, HEADS, WIDTH).transpose(1, 2) for each in (query, key, value))
     return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 

@@ -1,11 +1,11 @@
-"""Converting a checkpoint: speed against reading the same files with safetensors alone, and memory.
+"""Measure the conversion of a checkpoint: speed over reading the same files with safetensors alone, and memory.
 
     .venv/bin/python benchmarks/convert.py [--gigabytes 4]
 
-Writes a synthetic LLaVA of that size (bf16, several files), then in turn, each in a process of its own and from disk:
-reads every tensor with safetensors, copies the files, imports the model and exports it again. The same with a tiny
-model gives the start-up (interpreter, torch, megatron-core), which is subtracted. Prints speed, its ratio to reading,
-and the peak of resident memory; appends them to `benchmarks/records/convert.jsonl`.
+The script writes a synthetic LLaVA of that size (bf16, several files). Then it reads every tensor with safetensors,
+copies the files, imports the model and exports it again, in turn, each in a process of its own and from disk. The same
+with a tiny model gives the start-up time (interpreter, torch, megatron-core), which is subtracted. Prints speed, its
+ratio to reading, and the peak of resident memory; appends them to `benchmarks/records/convert.jsonl`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ for name in os.listdir(sys.argv[2]):
 
 
 def synthetic(folder: Path, gigabytes: float) -> int:
-    """A LLaVA with a small tower and as many Llama layers as it takes; returns its bytes."""
+    """Write a LLaVA with a small tower and enough Llama layers; return its bytes."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -108,7 +108,7 @@ def _spelled(name: str) -> str:
 
 
 def measured(command: Sequence[str], source: Path) -> tuple[float, float]:
-    """Seconds and peak resident megabytes of a command that reads `source` from disk, not from the page cache."""
+    """Return the seconds and peak resident megabytes of a command that reads `source` from disk, not the page cache."""
     for file in source.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:

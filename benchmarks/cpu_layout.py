@@ -1,4 +1,4 @@
-"""One layout of `cpu_step.py`, started by torchrun: times steps of the VLM and prints one line of JSON on rank 0."""
+"""Time steps of one layout of `cpu_step.py`; rank 0 prints one line of JSON. torchrun starts this program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--pp", type=int, required=True)
     parser.add_argument("--vpp", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
-    parser.add_argument("--micro-batches", type=int, required=True, help="of one sample, over all ranks")
+    parser.add_argument("--micro-batches", type=int, required=True, help="micro-batches of one sample, over all ranks")
     parser.add_argument("--steps", type=int, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

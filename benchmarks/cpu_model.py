@@ -1,4 +1,4 @@
-"""The VLM that `cpu_step.py` measures, as both sides build it: SigLIP ViT, GELU MLP, Llama, fp32."""
+"""Build the VLM that `cpu_step.py` measures, for both sides: SigLIP ViT, GELU MLP, Llama, fp32."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from theirs import OPTIMIZER, text_sizes
 from torch import Tensor
+from transformers_models import OPTIMIZER, text_sizes
 
 from megavlm.backend import Backend
 from megavlm.config.schema import (
@@ -33,7 +33,7 @@ IMAGE_TOKENS, TEXT_TOKENS = 256, 256
 
 
 def config(*, layers: int, micro_batch: int, global_batch: int, parallel: ParallelConfig | None = None) -> Config:
-    """ViT layers × 384 (6 heads) on 16×16 patches, language layers × 512 (8 heads), 512 tokens."""
+    """Return a run: ViT layers × 384 (6 heads, 16×16 patches), language layers × 512 (8 heads), 512 tokens."""
     return Config(
         model=ModelConfig(
             vision=VisionConfig(
@@ -58,9 +58,9 @@ def config(*, layers: int, micro_batch: int, global_batch: int, parallel: Parall
 
 @dataclass(frozen=True)
 class Times:
-    """One step of one side, seconds. `optimizer` is all that is neither forward nor backward.
+    """Seconds of one step of one side. `optimizer` is everything but forward and backward.
 
-    `cpu` is the processor time of all threads: on a machine with other work it tells more than the clock.
+    `cpu` is the processor time of all threads, which depends less on other work than the clock.
     """
 
     step: float
@@ -96,7 +96,7 @@ class _Timer:
 
 
 def micro_batch(options: Config, *, seed: int) -> MicroBatch:
-    """Random images, each followed by random text that is trained throughout."""
+    """Return random images, each followed by random text, all of which is trained."""
     vision, random = options.model.vision, np.random.default_rng(seed)
     samples = []
     for _ in range(options.train.micro_batch_size):
@@ -118,7 +118,7 @@ def micro_batch(options: Config, *, seed: int) -> MicroBatch:
 
 
 def our_engine(options: Config, backend: Backend) -> Any:
-    """An engine for whatever layout this process is part of."""
+    """Return an engine for the layout of this process."""
     import torch.distributed as dist
 
     from megavlm.config.resolve import resolve
@@ -134,7 +134,7 @@ def our_engine(options: Config, backend: Backend) -> Any:
 
 
 def our_step(engine: Any, batches: list[MicroBatch]) -> Callable[[], Times]:
-    """One training step of ours, timed by megatron-core's own timers."""
+    """Return a function that runs and times one megavlm step with megatron-core's timers."""
 
     def step() -> Times:
         watch = Stopwatch()
@@ -158,7 +158,7 @@ def our_step(engine: Any, batches: list[MicroBatch]) -> Callable[[], Times]:
 
 
 def their_model(options: Config) -> Any:
-    """The same architecture from Transformers."""
+    """Return the same architecture from Transformers."""
     import transformers
 
     vision, language = options.model.vision, options.model.language
@@ -187,7 +187,7 @@ def their_model(options: Config) -> Any:
 
 
 def their_batch(batch: MicroBatch, options: Config) -> dict[str, Tensor]:
-    """The same micro-batch as Transformers takes it: images instead of patches, labels at their own token."""
+    """Return the same micro-batch in Transformers' format: images instead of patches, labels at their own token."""
     assert batch.patches is not None
     patch, side = options.model.vision.patch_size, options.model.vision.image_size
     columns = batch.patches.unflatten(0, (-1, IMAGE_TOKENS)).transpose(1, 2)
@@ -198,8 +198,8 @@ def their_batch(batch: MicroBatch, options: Config) -> dict[str, Tensor]:
 
 
 def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
-    """Write their weights under our names and in our shapes."""
-    from megavlm.families.llava import FAMILY as LLAVA
+    """Write Transformers' weights under megavlm's names and in its shapes."""
+    from megavlm.checkpoint.hf.families.llava import LLAVA
     from tests.support.mapping import to_ours
 
     theirs = {name: param.detach() for name, param in model.named_parameters()}
@@ -214,7 +214,7 @@ def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
 def their_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]
 ) -> Callable[[], Times]:
-    """One training step as Transformers' users write it, clipping included."""
+    """Return a function that runs and times one step as Transformers' users write it, clipping included."""
 
     def step() -> Times:
         cpu, start = time.process_time(), time.perf_counter()

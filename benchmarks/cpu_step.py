@@ -1,9 +1,9 @@
-"""The same VLM here and in Hugging Face Transformers on one CPU, and ours on two processes against one.
+"""Compare a training step of one VLM in megavlm and in Transformers on one CPU, and megavlm's layouts with one process.
 
     .venv/bin/python benchmarks/cpu_step.py [--quick] [--steps N]
 
-Steps of both sides alternate, each side in a process of its own, so that whatever else runs on the machine meets both;
-figures are medians, ratios are medians of ratios of neighbouring steps. The result is printed and, unless `--quick`,
+Steps of both sides alternate, each side in a process of its own, so that other work on the machine slows both. Figures
+are medians; ratios are medians of ratios of neighbouring steps. The result is printed and, unless `--quick`,
 appended to `benchmarks/records/cpu_step.jsonl`.
 """
 
@@ -38,7 +38,7 @@ class Layout:
     vpp: int = 1
 
     def ideal_bubble(self, micro_batches: int) -> float:
-        """Idle share of a rank: (p−1)/(v·m+p−1), for stages of equal cost and transfers that cost nothing."""
+        """Return the idle share of a rank, (p−1)/(v·m+p−1), for stages of equal cost and free transfers."""
         return (self.pp - 1) / (self.vpp * micro_batches + self.pp - 1)
 
 
@@ -56,8 +56,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each side")
     parser.add_argument("--layout-steps", type=int, default=2, help="measured steps of each layout and round")
     parser.add_argument("--rounds", type=int, default=2, help="how often all layouts are measured in turn")
-    parser.add_argument("--layers", type=int, default=12, help="of the vision tower, and of the language model")
-    parser.add_argument("--micro-batches", type=int, default=4, help="per step of the layouts")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the vision tower, and of the language model")
+    parser.add_argument(
+        "--micro-batches", type=int, default=4, help="micro-batches of a step in the comparison of layouts"
+    )
     parser.add_argument("--quick", action="store_true", help="two layers, few steps, nothing recorded")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -78,7 +80,7 @@ def main() -> None:
 
 
 class Worker:
-    """A side in its own process that makes a step when told to."""
+    """A side in its own process, which runs a step on request."""
 
     def __init__(self, side: str, *, layers: int, threads: int, weights: Path) -> None:
         command = [sys.executable, "-W", "ignore", str(HERE / "cpu_worker.py"), side]
@@ -108,7 +110,7 @@ class Worker:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """For children. Threads that wait sleep instead of spinning: a busy machine then costs both sides the same."""
+    """Return the environment of child processes. Waiting threads sleep, so that other work slows both sides alike."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -121,7 +123,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def compare_sides(*, layers: int, steps: int) -> dict[str, Any]:
-    """Alternating steps from the same weights on the same batch; losses must agree at every step."""
+    """Alternate steps from the same weights on the same batch; the losses must agree at every step."""
     threads = os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.pt"
@@ -154,12 +156,12 @@ def summary(steps: Sequence[Step]) -> dict[str, float]:
 
 
 def median_ratio(pairs: Sequence[tuple[Step, Step]], part: str) -> float:
-    """Theirs over ours: higher is better for us."""
+    """Return the median of Transformers' value over megavlm's: more than 1 means that megavlm is faster."""
     return statistics.median(theirs[part] / ours[part] for ours, theirs in pairs)
 
 
 def compare_layouts(*, layers: int, micro_batches: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Every layout on one thread per process, in turn; the same global batch everywhere."""
+    """Measure every layout in turn, with one thread per process and the same global batch."""
     measured: dict[str, list[Step]] = {layout.name: [] for layout in LAYOUTS}
     for _ in range(rounds):
         for layout in LAYOUTS:
@@ -179,9 +181,9 @@ def compare_layouts(*, layers: int, micro_batches: int, steps: int, rounds: int)
 
 
 def run_layout(layout: Layout, *, layers: int, micro_batches: int, steps: int) -> list[Step]:
-    """Per step: the slowest rank's time, the share of the schedule in which ranks compute nothing, and the balance.
+    """Return for each step the slowest rank's time, the idle share of the schedule, and the balance.
 
-    Balance is the mean rank's computing time over the busiest one's: what it lacks to 100 % adds to the bubble.
+    Balance is the mean computing time of the ranks over the busiest one's; what is missing to 100 % adds to the bubble.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(layout.processes), str(HERE / "cpu_layout.py")]

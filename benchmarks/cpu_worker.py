@@ -1,7 +1,7 @@
-"""One side of `cpu_step.py` in a process of its own: builds its model, then makes a step whenever it is told to.
+"""Run one side of `cpu_step.py` in a process of its own: build its model, then run a step on request.
 
-Speaks lines of JSON: a ready line, then for each line on its standard input (`step`, `interception` or `memory`) one
-answer. Both sides start from the weights that the Transformers side writes to `--weights`.
+It writes lines of JSON: one when it is ready, then one answer for each line of its standard input (`step`,
+`interception` or `memory`). Both sides start from the weights that the Transformers side writes to `--weights`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import cpu_model
 import torch
-from theirs import their_optimizer
+from transformers_models import their_optimizer
 
 MIB = 2**20
 
@@ -76,12 +76,12 @@ def theirs(layers: int, weights: Path) -> tuple[Callable[[], cpu_model.Times], i
 
 
 def resident_peak() -> float:
-    """High-water mark of this process's resident set, MiB (Linux counts in KiB)."""
+    """Return the largest resident set of this process in MiB (Linux counts in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
 
 
 def interception(step: Callable[[], cpu_model.Times]) -> dict[str, float]:
-    """What the CPU backend's stand-ins cost in one step: calls into backend/cpu.py × the dearest of their prices.
+    """Return what the CPU backend's proxies cost in a step: calls into backend/cpu.py × the time of the slowest kind.
 
     Every call from megatron-core that would not happen on a GPU enters a function of that file (a tensor factory,
     `Tensor.type`, a `torch.cuda` function), so the profiler sees and counts it. Names that the proxy merely passes

@@ -1,12 +1,12 @@
-"""Packing and balance: how many places hold tokens, and how even the load is over 32 simulated ranks.
+"""Measure packing and balance: the share of positions that hold tokens, and the load of 32 simulated ranks.
 
     .venv/bin/python benchmarks/data.py [--ranks 32] [--seq-length 8192] [--steps 20]
 
-Lengths have a long tail, as visual instruction data has: text of log-normal length (median 200 tokens), none to eight
-images of native resolution, 64 to 2,500 tokens each. Each packer sees the same samples, in windows of
-`--packing-window`; naive padding puts each sample into a sequence of its own. CostModel are forward FLOPs of
-Qwen2.5-VL-7B, vision and language apart. `before` deals sequences out in turn, `after` is what a run does. Images are
-those of `data_images.py`, in one size; the wait for data is `data_time_s` of a run's metrics. Appends to
+Lengths have a long tail, like those of visual instruction data: text of log-normal length (median 200 tokens), none to
+eight images of native resolution, 64 to 2,500 tokens each. Each packer sees the same samples, in windows of
+`--packing-window`; naive padding puts each sample into a sequence of its own. Costs are forward FLOPs of Qwen2.5-VL-7B,
+for vision and language separately. `before` assigns sequences round-robin, `after` as a run does. Images are those of
+`data_images.py`, in one size; the wait for data is `data_time_s` of a run's metrics. Appends to
 `benchmarks/records/data.jsonl`.
 """
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=8192)
     parser.add_argument("--packing-window", type=int, default=DataConfig().packing_window)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--no-images", action="store_true", help="leave the images out")
+    parser.add_argument("--no-images", action="store_true", help="do not measure image processing")
     options = parser.parse_args()
     record: dict[str, Any] = {**circumstances(), "arguments": vars(options)}
     record |= packing(options)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def sample(item: int, *, seq_length: int) -> EncodedRecord:
-    """Sample `item` of a long-tailed data set."""
+    """Return sample `item` of a long-tailed data set."""
     rng = np.random.default_rng(item)
     text = int(np.clip(rng.lognormal(5.3, 1.0), 16, 4096))
     images = int(rng.choice([0, 1, 2, 4, 8], p=[0.2, 0.6, 0.1, 0.06, 0.04]))
@@ -93,7 +93,7 @@ COSTS = CostModel.of(QWEN2_5_VL_7B)
 
 
 def packing(options: argparse.Namespace) -> dict[str, Any]:
-    """Share of places that hold tokens, over the samples of twenty windows."""
+    """Return the share of positions that hold tokens, over the samples of twenty windows."""
     size, capacity = options.packing_window, options.seq_length
     windows = [
         [sample(item, seq_length=capacity).samples[0].cost.length for item in range(start, start + size)]
@@ -119,7 +119,7 @@ def packing(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def next_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Samples as they come; a sequence is closed when the next one does not fit."""
+    """Pack samples in order; close a sequence when the next sample does not fit."""
     bins: list[list[int]] = [[]]
     for item, length in enumerate(lengths):
         if sum(lengths[other] for other in bins[-1]) + length > capacity:
@@ -129,7 +129,7 @@ def next_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Samples as they come, each into the first sequence that has room; the rooms that are left."""
+    """Pack samples in order, each into the first sequence with enough free positions."""
     rooms: list[int] = []
     for length in lengths:
         for number, room in enumerate(rooms):
@@ -142,7 +142,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 def balance(options: argparse.Namespace) -> dict[str, Any]:
-    """Largest load over mean load of the ranks, step by step."""
+    """Return the largest load over the mean load of the ranks, averaged over steps."""
     size, ranks, places = options.packing_window, options.ranks, options.sequences_per_rank
     sampler = PackedBatchSampler(
         lambda number: [sample(i, seq_length=options.seq_length) for i in range(number * size, (number + 1) * size)],

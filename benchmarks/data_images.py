@@ -1,11 +1,11 @@
-"""Images per second and core, from JPEG bytes and from pixels to patches, here and in Transformers' processors.
+"""Compare images per second on one core, from JPEG bytes and from pixels to patches, with Transformers' processors.
 
     .venv/bin/python benchmarks/data_images.py [--quick] [--repeats N]
 
-Both sides take turns in one process and one thread (Transformers' PIL backends, which return pixels or patches as
-their models want them); times are processor time, figures medians, ratios medians of ratios of neighbouring turns.
-Images are crops of scikit-learn's two photographs, enlarged to common sizes. Ours is measured as it is, with Pillow's
-resizing, and with `fast`. `off` is the largest difference in grey levels between the two, and the share
+Both sides take turns in one process and one thread; Transformers uses its PIL backends, which return pixels or patches
+as their models need them. Times are processor time, figures are medians, ratios are medians of ratios of neighbouring
+turns. Images are crops of scikit-learn's two photographs, enlarged to common sizes. megavlm is measured with Pillow's
+resizing and with `fast`. `off` is the largest difference in grey levels between the two, and the share
 of values that differ by more than one; that ours equals Transformers' is held by `tests/parity/test_processors.py`.
 Appends to `benchmarks/records/data_images.jsonl`, unless `--quick`.
 """
@@ -142,7 +142,7 @@ def measure(family: str, size: tuple[int, int], repeats: int) -> dict[str, Any]:
 
 
 def photograph(height: int, width: int) -> bytes:
-    """A JPEG of quality 90."""
+    """Return a photograph as a JPEG of quality 90."""
     image = Image.fromarray(load_sample_images().images[height % 2])
     file = BytesIO()
     ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
@@ -150,7 +150,7 @@ def photograph(height: int, width: int) -> bytes:
 
 
 def compare(sides: tuple[Callable[[], Any], ...], repeats: int) -> dict[str, float]:
-    """Images per second of each side, and ratios to the last one."""
+    """Return the images per second of each side, and the ratios to the last one."""
     seconds: list[list[float]] = [[] for _ in sides]
     for turn in range(repeats + 1):
         for side, times in zip(sides, seconds, strict=True):
@@ -167,7 +167,7 @@ def compare(sides: tuple[Callable[[], Any], ...], repeats: int) -> dict[str, flo
 
 
 def differences(ours: Processor, fast: Processor, pixels: np.ndarray) -> dict[str, float]:
-    """How far `fast` is from Pillow's pixels, which ours are (tests/parity/test_processors.py)."""
+    """Return how far `fast` is from Pillow's pixels, which are the default (tests/parity/test_processors.py)."""
     pairs = zip(ours.views(pixels), fast.views(pixels), strict=True)
     levels = np.concatenate([np.abs(one.astype(int) - other).ravel() for one, other in pairs])
     return {"fast": int(levels.max()), "share_over_one": float((levels > 1).mean())}

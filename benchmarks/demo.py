@@ -1,4 +1,4 @@
-"""How long the demo takes, how many of its answers are right, and what it waits for.
+"""Measure how long the demo takes, how many of its answers are right, and how long it waits for data.
 
     python benchmarks/demo.py [--tp 2] [--pp 2]
 

@@ -1,4 +1,4 @@
-"""A data set as users have one, made on the spot for `gpu_vlm.py`: JPEG files, LLaVA records, tokenizer, processor."""
+"""Write a data set for `gpu_vlm.py` like a user's: JPEG files, LLaVA records, tokenizer, processor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_WORKERS = 8
 
 
 def flags_of(shape: Shape, folder: Path) -> str:
-    """Writes a data set for a shape into a folder; returns the flags of pretrain_vlm.py that read it."""
+    """Write a data set for a shape into a folder; return the flags of pretrain_vlm.py that read it."""
     _write_tokenizer(folder / "model")
     (folder / "model" / "preprocessor_config.json").write_text(json.dumps(_processor(shape)))
     _write_records(shape, folder)
@@ -30,7 +30,7 @@ def flags_of(shape: Shape, folder: Path) -> str:
 
 
 def _processor(shape: Shape) -> dict[str, Any]:
-    """preprocessor_config.json of the family: LLaVA-1.5 cuts squares out, Qwen2.5-VL keeps sizes as they are."""
+    """Return preprocessor_config.json of the family: LLaVA-1.5 crops to squares, Qwen2.5-VL keeps the sizes."""
     side = shape.model.vision.image_size
     if shape.model.vision.window_size is None:
         square = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
@@ -40,7 +40,7 @@ def _processor(shape: Shape) -> dict[str, Any]:
 
 
 def _write_records(shape: Shape, folder: Path) -> None:
-    """One photograph and one exchange each; the answer is between a half and all of the text that a sample has."""
+    """Write records of one photograph and one exchange; the answer is between a half and all of a sample's text."""
     random = np.random.default_rng(1)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     lines = []
@@ -63,14 +63,14 @@ def _features(shape: Shape, number: int) -> int:
 
 
 def _photograph(height: int, width: int, random: np.random.Generator) -> Any:
-    """Areas of colour with a little noise, which compress as photographs do; [height, width, 3] of bytes."""
+    """Return areas of colour with a little noise, [height, width, 3] bytes, which compress like photographs."""
     coarse = random.integers(0, 256, (height // 16 + 2, width // 16 + 2, 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
     return np.clip(smooth + random.integers(-8, 9, (height, width, 1)), 0, 255).astype(np.uint8)
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Words are tokens, ChatML is the template."""
+    """Write a tokenizer whose tokens are words, with ChatML as template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""The VLMs that `gpu_vlm.py` measures, as both sides build them, and the batch that both take."""
+"""Build the VLMs that `gpu_vlm.py` measures, for both sides, and their batch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from theirs import OPTIMIZER, llava_config, qwen_config
 from torch import Tensor
+from transformers_models import OPTIMIZER, llava_config, qwen_config
 
 from megavlm.arch.flops import step_flops
 from megavlm.arch.kinds import layer_cost
@@ -39,7 +39,7 @@ _PAD, _RESERVED = 0, 8  # tokens at the end of the vocabulary that text leaves a
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model's sizes, and samples of equal length with one image each, which share a sequence.
+    """A published model's sizes, and samples of equal length with one image each, which are packed into one sequence.
 
     Transformers gets the samples as rows of a batch: equally long, they need neither padding nor a mask, which is the
     best case for it. Ours gets them packed in one row.
@@ -70,11 +70,11 @@ class Shape:
         return replace(self, model=replace(self.model, language=replace(self.model.language, num_layers=count)))
 
     def without_image_token(self) -> Shape:
-        """For a tokenizer that has one of its own."""
+        """Return the shape for a tokenizer that has its own image token."""
         return replace(self, model=replace(self.model, image_token=None))
 
     def one_sample(self) -> Shape:
-        """The first sample alone."""
+        """Return the shape with its first sample only."""
         return replace(self, images=self.images[:1])
 
 
@@ -101,12 +101,12 @@ def models(*, small: bool) -> list[tuple[Shape, ...]]:
 
 
 def shapes(*, small: bool) -> list[Shape]:
-    """Each model's largest."""
+    """Return the largest shape of each model."""
     return [of_model[0] for of_model in models(small=small)]
 
 
 def shape_named(name: str, *, layers: int, small: bool) -> Shape:
-    """The shape that a task names, with so many language layers."""
+    """Return the shape that a task names, with `layers` language layers."""
     found = next(shape for of_model in models(small=small) for shape in of_model if shape.name == name)
     return found.with_layers(layers)
 
@@ -152,7 +152,7 @@ def with_flags(config: Config, flags: Sequence[str]) -> Config:
 
 
 def samples_of(shape: Shape) -> list[Sample]:
-    """Random pixels and text, the same for both sides; all of the text is trained."""
+    """Return random pixels and text, the same for both sides; all of the text is trained."""
     random, vision = np.random.default_rng(1), shape.model.vision
     end, found = shape.vocabulary, []
     for height, width in shape.images:
@@ -168,7 +168,7 @@ def samples_of(shape: Shape) -> list[Sample]:
 
 
 def batch_of(shape: Shape, *, packed: bool) -> MicroBatch:
-    """The samples in one row, or in a row each."""
+    """Return the samples packed in one row, or in a row each."""
     samples = samples_of(shape)
     vision = shape.model.vision
     return collate(
@@ -185,7 +185,7 @@ def batch_of(shape: Shape, *, packed: bool) -> MicroBatch:
 
 
 def their_inputs(shape: Shape) -> dict[str, Tensor]:
-    """The batch as Transformers takes it, labels at their own tokens."""
+    """Return the batch in Transformers' format, with labels at their own tokens."""
     batch = batch_of(shape, packed=False)
     labels = torch.full_like(batch.tokens, -100)
     labels[:, 1:] = torch.where(batch.loss_mask[:, :-1].bool(), batch.labels[:, :-1], -100)
@@ -193,7 +193,7 @@ def their_inputs(shape: Shape) -> dict[str, Tensor]:
 
 
 def workload(shape: Shape) -> Workload:
-    """What FLOPs and memory are counted from."""
+    """Return the workload of which FLOPs and memory are counted."""
     model, window = shape.model, window_patches(shape.model)
     grids = [grid_of(*size, model.vision.patch_size) for size in shape.images]
     lengths = [rows * columns + model.vision.class_token for rows, columns in grids]
@@ -207,26 +207,26 @@ def workload(shape: Shape) -> Workload:
 
 
 def whole_flops(shape: Shape) -> float:
-    """Of a step, backward included."""
+    """Return the FLOPs of a step, backward included."""
     return step_flops(run_config(shape, precision="bf16"), workload(shape))
 
 
 def language_flops(shape: Shape) -> float:
-    """Of that, the language model's layers, their last norm and the output: all are trained, and three passes each."""
+    """Return the FLOPs of language layers, last norm and output: all are trained, so three passes each."""
     work = workload(shape)
     names = [n for n in layer_names(shape.model) if kind_of(n) in (LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT)]
     return sum(3 * layer_cost(name, shape.model, work).forward_flops for name in names)
 
 
 def predicted_memory(shape: Shape, *, precision: str, on_gpu: bool, flags: str = "") -> Memory:
-    """What the planner says that a step takes at its peak."""
+    """Return the planner's peak memory of a step."""
     config = run_config(shape, precision="fp32" if precision == "fp32" else "bf16", flags=flags)
     case = replace(scenario_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=on_gpu), work=workload(shape))
     return rank_memory(case, (0, len(case.names)), 0, recompute=(config.execution.recompute_granularity,))
 
 
 def layers_that_fit(shape: Shape, *, memory: float) -> int:
-    """As many language layers, at most the model's own, as full training in bf16 takes `memory` bytes with, or 0."""
+    """Return how many language layers, up to the model's own, fit in `memory` bytes in full bf16 training."""
     for count in range(shape.num_layers, 0, -1):
         if predicted_memory(shape.with_layers(count), precision="bf16", on_gpu=True).total <= memory:
             return count
@@ -234,7 +234,7 @@ def layers_that_fit(shape: Shape, *, memory: float) -> int:
 
 
 def fitting(shapes: Sequence[Shape], *, memory: float) -> Shape | None:
-    """The first shape that fits with `LEAST_LAYERS` language layers, else with any, cut to them; None if none does."""
+    """Return the first shape that fits with `LEAST_LAYERS` language layers, else with any number; None if none fits."""
     cut = [(shape, layers_that_fit(shape, memory=memory)) for shape in shapes]
     for least in (LEAST_LAYERS, 1):
         for shape, layers in cut:

@@ -1,4 +1,4 @@
-"""What `gpu_worker.py` asks of both sides, and what both measure with."""
+"""Define the interface of both sides of `gpu_vlm.py`, and the instruments that both use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ATTENTION = re.compile(r"scaled_dot_product\w*attention\w*|sdpa\w*?fprop|flash\
 
 @dataclass
 class Watch:
-    """When the language model's forward pass began and its backward pass ended: CUDA events, or seconds on a CPU."""
+    """Measures from the language model's first forward to its last backward: CUDA events, or seconds on a CPU."""
 
     on_gpu: bool
     began: Any = None
@@ -55,14 +55,14 @@ class Watch:
 
 @dataclass
 class Tally:
-    """What steps trained on, and how long each waited for it."""
+    """Counts the tokens that steps trained on, and the time that each waited for data."""
 
     tokens: int = 0
     places: int = 0  # that a sequence has, filled or not
     waited: list[float] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Begin again, after the warm-up."""
+        """Reset after the warm-up."""
         self.tokens = self.places = 0
         self.waited.clear()
 
@@ -78,32 +78,32 @@ class Side(ABC):
 
     @abstractmethod
     def build(self, shape: gpu_model.Shape, task: dict[str, Any], watch: Watch) -> Callable[[], float]:
-        """A new model; returns its step, which gives the loss."""
+        """Build a new model; return its step, which returns the loss."""
 
     @abstractmethod
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """Return the number of parameters."""
 
     @abstractmethod
     def standing(self) -> list[Tensor]:
-        """What lives from step to step."""
+        """Return the tensors that persist between steps."""
 
     @abstractmethod
     def release(self) -> None:
-        """Let the model go."""
+        """Free the model."""
 
     def machine(self) -> dict[str, Any]:
-        """What is measured on."""
+        """Return the device and its memory."""
         if not self.on_gpu:
             return {"device": "CPU", "memory": 0}
         known = torch.cuda.get_device_properties(0)
         return {"device": known.name, "memory": known.total_memory}
 
     def peak_bytes(self, step: Callable[[], float]) -> int:
-        """Most bytes of tensors alive during a step."""
+        """Return the peak bytes of tensors during a step."""
         if self.on_gpu:
             return torch.cuda.max_memory_allocated()
-        from megavlm.metrics.memory import LiveBytes
+        from tests.support.live_bytes import LiveBytes
 
         with LiveBytes(self.standing()) as counter:
             step()
@@ -111,12 +111,12 @@ class Side(ABC):
 
 
 def pinned(values: dict[str, Any], *, pin: bool) -> dict[str, Any]:
-    """Tensors in page-locked memory, where a GPU reads them while it computes."""
+    """Return the tensors in page-locked memory, from which a GPU copies while it computes."""
     return {k: v.contiguous().pin_memory() if pin and torch.is_tensor(v) else v for k, v in values.items()}
 
 
 def attention_of(step: Callable[[], float], *, on_gpu: bool) -> list[str]:
-    """The attention that one step runs, by the names that torch's profiler sees: operators and kernels, forward."""
+    """Return the names of the attention operators and kernels of one forward pass, from torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
@@ -126,13 +126,13 @@ def attention_of(step: Callable[[], float], *, on_gpu: bool) -> list[str]:
 
 
 def attention_names(names: Any) -> list[str]:
-    """The parts of operators' and kernels' names that say which attention it is."""
+    """Return the parts of operators' and kernels' names that identify the attention."""
     found = {match[0] for name in names if "backward" not in name.lower() and (match := _ATTENTION.search(name))}
     return sorted(found - {"scaled_dot_product_attention"})  # which only calls one of the others
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is for lack of device memory, whoever was refused it: torch, cuBLAS, cuDNN, NCCL or CUDA."""
+    """Return whether an error means too little device memory, for torch, cuBLAS, cuDNN, NCCL or CUDA."""
     said = str(error).lower()
     marks = ("out of memory", "status_alloc_failed", "allocation_failed", "cudaerrormemoryallocation")
     return isinstance(error, torch.OutOfMemoryError) or any(mark in said for mark in marks)

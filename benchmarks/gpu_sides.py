@@ -1,4 +1,4 @@
-"""Who takes turns in `gpu_vlm.py`: programs, precisions, flags, and where the data comes from."""
+"""List the sides that `gpu_vlm.py` compares: program, precision, flags, and source of the data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Side:
 
     @property
     def task(self) -> dict[str, Any]:
-        """What its process is told of it."""
+        """Return the task for the side's process."""
         return asdict(self)
 
 
@@ -54,13 +54,13 @@ ABLATION_ALONE = ("--transformer-impl torch", "--transformer-impl torch --cuda-g
 
 
 def ablation() -> tuple[Side, ...]:
-    """Our sides with flags; each group's first is what the others are compared with."""
+    """Return megavlm's sides with flags; the first of each group is the baseline of the others."""
     packed = (OURS, *(Side("megavlm", "bf16", flags) for flags in ABLATION))
     return (*packed, *(Side("megavlm", "bf16", flags, alone=True) for flags in ABLATION_ALONE))
 
 
 def chosen(*, precision: str, ablate: bool, their_compile: bool) -> tuple[Side, ...]:
-    """The sides that options ask for."""
+    """Return the sides that the options select."""
     if ablate:
         return ablation()
     if precision == "fp32":

@@ -1,4 +1,4 @@
-"""From what `gpu_vlm.py` measured to the lines of its table."""
+"""Make the table of `gpu_vlm.py` from its measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AGAINST = (AUTOCAST, COMPILED, PURE, SINGLE[0])
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. `met` is None where there is no target, or it is not judged here."""
+    """A line of the table. `met` is None if there is no target, or if it does not apply to this device."""
 
     what: str
     figure: str
@@ -27,7 +27,7 @@ class Row:
 
 
 def rows_of(result: Mapping[str, Any], device: str, *, judged: bool) -> list[Row]:
-    """The table's lines of one model; targets where the sizes are the published ones."""
+    """Return the lines of one model; targets apply only to published sizes."""
     name, answers = result["shape"], result.get("answers", {})
     if "error" in result:
         return [Row(name, f"not measured: {result['error']}")]
@@ -46,7 +46,7 @@ def rows_of(result: Mapping[str, Any], device: str, *, judged: bool) -> list[Row
 
 
 def _side(result: Mapping[str, Any], side: str, precision: str, device: str, *, judged: bool) -> Iterator[Row]:
-    """One of our sides: rates, and ratios to each of theirs."""
+    """Yield the rates of a megavlm side, and its ratios to each Transformers side."""
     answers, name, own = result["answers"], result["shape"], result["answers"][side]
     step, language = (median(own, f"{part}_seconds") for part in ("step", "language"))
     if step is None or language is None:
@@ -82,7 +82,7 @@ def _side(result: Mapping[str, Any], side: str, precision: str, device: str, *, 
 
 
 def _ablated(result: Mapping[str, Any], group: Sequence[str]) -> Iterator[Row]:
-    """Seconds and memory of each side of a group, and how many times those of the first they are."""
+    """Yield seconds and memory of each side of a group, and their ratios to the first."""
     answers, first = result["answers"], group[0]
     base = median(answers.get(first, []), "step_seconds")
     for side in group:
@@ -99,7 +99,7 @@ def _ablated(result: Mapping[str, Any], group: Sequence[str]) -> Iterator[Row]:
 
 
 def _files(result: Mapping[str, Any]) -> Iterator[Row]:
-    """What trains of a sequence's places, and what the loader costs, beside tensors that are there already."""
+    """Yield the share of positions that is trained, and the cost of the data loader over tensors in memory."""
     name, side = result["shape"], OURS_FILES.name
     own, made = good(result["answers"][side]), good(result["answers"].get(OURS.name, []))
     if not own:
@@ -114,40 +114,40 @@ def _files(result: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def good(answers: Sequence[Answer]) -> list[Answer]:
-    """Those that measured."""
+    """Return the turns that measured something."""
     return [answer for answer in answers if "error" not in answer]
 
 
 def _error(answers: Sequence[Answer]) -> str:
-    """Why a side has no figure."""
+    """Return why a side has no figure."""
     return next((answer["error"] for answer in answers if "error" in answer), "no round")
 
 
 def rate(answers: Sequence[Answer], part: str) -> float:
-    """Tokens, or places, a second over all timed steps."""
+    """Return tokens, or positions, per second over all timed steps."""
     return float(sum(answer[part] for answer in answers) / sum(sum(answer["step_seconds"]) for answer in answers))
 
 
 def most_bytes(answers: Sequence[Answer]) -> float:
-    """Peak memory over the rounds."""
+    """Return the peak memory over all rounds."""
     return float(max(answer["peak_bytes"] for answer in good(answers)))
 
 
 def median(answers: Sequence[Answer], part: str) -> float | None:
-    """Over all rounds."""
+    """Return the median over all rounds."""
     found = [value for answer in good(answers) for value in answer[part]]
     return statistics.median(found) if found else None
 
 
 def ratio(theirs: Sequence[Answer], ours: Sequence[Answer]) -> float | None:
-    """How many times as fast ours is: the median over rounds of neighbouring medians."""
+    """Return how many times faster megavlm is: the median over rounds of ratios of medians."""
     pairs = [(a, b) for a, b in zip(theirs, ours, strict=False) if "error" not in a and "error" not in b]
     steps = [[statistics.median(answer["step_seconds"]) for answer in pair] for pair in pairs]
     return statistics.median(a / b for a, b in steps) if steps else None
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For people."""
+    """Return the table as text."""
     widths = [max(len(getattr(row, part)) for row in rows) for part in ("what", "figure", "target")]
     signs = {None: "", True: "met", False: "missed"}
     return "\n".join(

@@ -1,12 +1,12 @@
-"""VLMs of published sizes on one GPU, here and in Hugging Face Transformers: time, FLOP/s, memory.
+"""Compare VLMs of published sizes on one GPU with Hugging Face Transformers: time, FLOP/s, memory.
 
     python benchmarks/gpu_vlm.py [--rounds 2] [--steps 5] [--their-compile] [--out FILE.json]
-    python benchmarks/gpu_vlm.py --ablate --only LLaVA                          # ours alone, with and without options
-    CUDA_VISIBLE_DEVICES= python benchmarks/gpu_vlm.py --device cpu --small     # the same code on toys
+    python benchmarks/gpu_vlm.py --ablate --only LLaVA                          # megavlm, with and without options
+    CUDA_VISIBLE_DEVICES= python benchmarks/gpu_vlm.py --device cpu --small     # the same code on small models
 
-Sides take turns, each in a process of its own that keeps nothing on the device between its turns, so that each has all
-of its memory. Figures are medians; ratios are medians over rounds. After each turn the result is written to `--out`,
-after each model printed and, but for `--small`, appended to `benchmarks/records/gpu_vlm.jsonl`.
+Sides take turns, each in a process of its own that frees the device's memory after its turn, so that each can use all
+of it. Figures are medians; ratios are medians over rounds. After each turn the result is written to `--out`, after each
+model printed and, but for `--small`, appended to `benchmarks/records/gpu_vlm.jsonl`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="toys instead of the published sizes; nothing recorded")
+    parser.add_argument(
+        "--small", action="store_true", help="small models instead of the published sizes; record nothing"
+    )
     parser.add_argument(
         "--precision", choices=("bf16", "fp32"), default="bf16", help="fp32: both sides, for comparison"
     )
@@ -72,12 +74,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--their-compile", action="store_true", help="measure Transformers under torch.compile as well")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a side in a round")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before the timed ones")
     parser.add_argument("--layers", type=int, help="language layers; default: as many as fit")
-    parser.add_argument("--memory-share", type=float, default=0.75, help="of the GPU's memory that our step may take")
-    parser.add_argument("--minutes", type=float, default=20.0, help="no side's turn begins after this")
-    parser.add_argument("--only", default="", help="models with this in their name")
-    parser.add_argument("--out", metavar="FILE.json", help="write rows and figures there, too")
+    parser.add_argument(
+        "--memory-share", type=float, default=0.75, help="share of the GPU's memory that megavlm's step may take"
+    )
+    parser.add_argument("--minutes", type=float, default=20.0, help="no turn begins after this time")
+    parser.add_argument("--only", default="", help="measure only models whose name contains this")
+    parser.add_argument("--out", metavar="FILE.json", help="also write rows and figures to this file")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""One side of `gpu_vlm.py` in a process of its own: builds a model, makes steps, lets it go, as often as it is told.
+"""Run one side of `gpu_vlm.py` in a process of its own: build a model, run steps, free it, for each task.
 
-Reads a task as a line of JSON on its standard input and writes what it measured to the file that the task names. A side
-that runs out of memory, or fails, answers so: the others are measured all the same.
+A task is a line of JSON on standard input; the result is written to the file that the task names. If a side runs out of
+memory or fails, its result says so, and the others are measured all the same.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def main() -> None:
 
 
 def _side(program: str) -> type[Side]:
-    """Imports the program's alone."""
+    """Return the side of a program, and import only that program."""
     if program == "megavlm":
-        from gpu_ours import Ours
+        from gpu_megavlm import Ours
 
         return Ours
-    from gpu_theirs import Theirs
+    from gpu_transformers import Theirs
 
     return Theirs
 
 
 def answer_of(side: Side, task: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, or what went wrong; the model is let go in any case."""
+    """Return the measurement or the error; free the model in any case."""
     try:
         answer = run(side, task)
     except Exception as error:
@@ -62,7 +62,7 @@ def answer_of(side: Side, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(side: Side, task: dict[str, Any]) -> dict[str, Any]:
-    """Build, warm up, measure."""
+    """Build the model, warm up, and return the measurement."""
     shape = gpu_model.shape_named(task["shape"], layers=task["layers"], small=task["small"])
     shape = shape.one_sample() if task["alone"] else shape
     began = time.perf_counter()

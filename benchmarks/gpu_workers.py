@@ -1,4 +1,4 @@
-"""The processes that `gpu_vlm.py` measures in."""
+"""Start and ask the processes in which `gpu_vlm.py` measures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Answer = dict[str, Any]
 
 
 class Workers:
-    """A process for each program, started when first asked for, and again where one kept memory or died."""
+    """A process for each program, started on first use, and restarted if it kept memory or died."""
 
     def __init__(self, device: str, folder: Path) -> None:
         self.folder = folder
@@ -26,7 +26,7 @@ class Workers:
         self._machines: dict[str, Any] = {}
 
     def machine(self, program: str) -> dict[str, Any]:
-        """What a program says that it runs on. Raises SystemExit where it does not start."""
+        """Return the device that a program reports. Raises SystemExit if the program does not start."""
         process = self._process(program)
         found: dict[str, Any] | None = self._machines[program]
         if found is None:
@@ -34,7 +34,7 @@ class Workers:
         return found
 
     def ask(self, program: str, task: Mapping[str, Any]) -> Answer:
-        """What a program measures; `error` says why it could not."""
+        """Return a program's measurement; `error` says why there is none."""
         answer, process = self.folder / "answer.json", self._process(program)
         answer.unlink(missing_ok=True)
         assert process.stdin is not None
@@ -71,7 +71,7 @@ class Workers:
 
 
 def environment() -> dict[str, str]:
-    """For workers: this repository first, no network, no noise."""
+    """Return the environment of workers: this repository first on the path, no network, few messages."""
     paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     # Blocks that grow: a step's largest tensors come and go, and would tear holes into fixed ones.
@@ -80,7 +80,7 @@ def environment() -> dict[str, str]:
 
 
 def _said(process: subprocess.Popen[str]) -> Any:
-    """The next line of JSON, whatever libraries print between; None where the process ends first."""
+    """Return the next line of JSON, ignoring other output; None if the process ends first."""
     assert process.stdout is not None
     for line in process.stdout:
         try:

@@ -1,11 +1,12 @@
-"""What a training step asks of the host, by layer: operations launched, bytes they move, Python calls, processor time.
+"""Count the host's work in a training step, by layer: launched operations, bytes they move, Python calls, time.
 
     python benchmarks/host_time.py [--only LLaVA] [--keep]
 
-Runs the step of `gpu_vlm.py`, ours and Transformers', at published widths on a device that is not there
-(`tests/fake/count.py`): no GPU, no values, exact counts. Ours runs there with torch's layers, never with Transformer
-Engine's. Processor time is that of toys on a CPU, the least of several steps: what Python and torch's dispatch take
-where arithmetic hardly counts. `--keep` appends to `benchmarks/records/host_time.jsonl`.
+The script runs the step of `gpu_vlm.py`, megavlm's and Transformers', at published widths on fake tensors
+(`tests/fake/count.py`): without a GPU and without values, but with exact counts. megavlm runs with torch's layers,
+because Transformer Engine cannot run there. Processor time is that of small models on a CPU, the smallest of several
+steps: the time of Python and torch's dispatch, with little arithmetic. `--keep` appends to
+`benchmarks/records/host_time.jsonl`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ Found = dict[str, dict[str, Any]]  # of each model: `stretches` by name, and `wa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="models with this in their name")
-    parser.add_argument("--keep", action="store_true", help="append what was counted to the records")
+    parser.add_argument("--only", default="", help="count only models whose name contains this")
+    parser.add_argument("--keep", action="store_true", help="append the counts to the records")
     parser.add_argument("--child", nargs=2, metavar=("SIDE", "FILE"), help=argparse.SUPPRESS)
     parser.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def child(side: str, only: str = "", *, cpu: bool = False, folder: Path = ROOT / ".pytest_cache") -> Found:
-    """Counts (or with `cpu` times) both models in a process of its own: a fake device is there from the start."""
+    """Count (or with `cpu`, time) both models in a process of its own, which has fake tensors from the start."""
     folder.mkdir(exist_ok=True)
     file = folder / f"host_time-{os.getpid()}.json"
     command = [sys.executable, "-W", "ignore", __file__, "--child", side, str(file), "--only", only]
@@ -75,7 +76,7 @@ def child(side: str, only: str = "", *, cpu: bool = False, folder: Path = ROOT /
 
 
 def counted(side: str, only: str, folder: Path) -> Found:
-    """Launches, bytes and calls of each stretch on a device that is not there, of two language layers."""
+    """Return launches, bytes and calls of each layer range on fake tensors, with two language layers."""
     from tests.fake.build import shim
 
     library = shim(folder)
@@ -119,7 +120,7 @@ def cut(shape: Any) -> Any:
 
 
 def timed(side: str, only: str) -> Found:
-    """Processor seconds of each stretch of toys on a CPU, the least of several steps."""
+    """Return the processor seconds of each layer range of small models on a CPU, the smallest of several steps."""
     import gpu_model
 
     found: Found = {}
@@ -151,30 +152,30 @@ class _Clock:
 
 
 def followed(side: str, shape: Any, device: str, enter: Callable[[str], None]) -> Callable[[], Any]:
-    """A step of `gpu_vlm.py` whose stretches `enter` is told of."""
+    """Return a step of `gpu_vlm.py` that calls `enter` where a layer range begins."""
     import gpu_sides
-    import stretches
+    import layer_ranges
     from gpu_side import Watch
 
     watch = Watch(device == "cuda")
     task = {**gpu_sides.Side(side, SIDES[side] if device == "cuda" else "fp32").task, "weights": None}
     if side == "megavlm":
-        from gpu_ours import Ours
+        from gpu_megavlm import Ours
 
         ours = Ours(device)
         step = ours.build(shape, task, watch)
-        stretches.follow_ours(ours.engine, enter)
+        layer_ranges.follow_ours(ours.engine, enter)
         return step
-    from gpu_theirs import Theirs
+    from gpu_transformers import Theirs
 
     theirs = Theirs(device)
     step = theirs.build(shape, task, watch)
-    stretches.follow_theirs(theirs.model, theirs.optimizer, enter)
-    return stretches.their_step_without_values(theirs, shape) if device == "cuda" else step
+    layer_ranges.follow_theirs(theirs.model, theirs.optimizer, enter)
+    return layer_ranges.their_step_without_values(theirs, shape) if device == "cuda" else step
 
 
 def table(found: dict[str, Any], toy: dict[str, Any]) -> list[str]:
-    """One line per kind of stretch, of numbered layers the second, and those that are cheaper or dearer."""
+    """Return one line per kind of layer range: of numbered layers the second, and those whose counts differ from it."""
     lines, seen = [_HEADER], set()
     names = dict.fromkeys(name.removesuffix(" forward").removesuffix(" backward") for name in found["stretches"])
     for name in names:

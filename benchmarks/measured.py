@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from measured_rows import ROWS, Row
+from tables import with_table
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parent / "docs" / "measured.md"
 # Other work on two cores decides what the clock shows from about this load average on.
 BUSY = 3.0
-_BEGIN, _END = "<!-- benchmarks/measured.py -->", "<!-- end -->"
 
 
 def records(name: str) -> list[dict[str, Any]]:
@@ -78,10 +78,8 @@ def table() -> str:
 
 
 def documented(text: str) -> str:
-    """Return the document with today's table between its two marks."""
-    head, _, rest = text.partition(_BEGIN)
-    _, _, tail = rest.partition(_END)
-    return f"{head}{_BEGIN}\n{table()}\n{_END}{tail}"
+    """Return the document with today's table."""
+    return with_table(text, "benchmarks/measured.py", table())
 
 
 def repeat(times: int, only: str) -> None:

@@ -1,4 +1,4 @@
-"""List the rows of docs/measured.md: what each figure is, and where it stands in the records."""
+"""List the rows of docs/measured.md: what each figure is, and how it is read from a record."""
 
 from __future__ import annotations
 

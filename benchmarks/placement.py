@@ -1,13 +1,13 @@
-"""Where the encoder runs: the same model and data, encoder in the pipeline or colocated, on two processes.
+"""Compare placements of the encoder, in the pipeline or colocated, with the same model and data on two processes.
 
     .venv/bin/python benchmarks/placement.py [--rounds 3] [--steps 2] [--only WORD] [--profile mine.json] [--dry]
 
-Sides take turns in the same two processes, each with a thread of its own. Two figures per side: the step by the clock,
-and the busiest process's processor time per step. The latter is what a step takes at least once no process ever waits,
-and other work on the machine hardly moves it; bubbles and waiting show in the clock alone. For a frozen encoder,
-`vision` is the processor time of the encoder's share in the main thread, the look-up in a cache included.
+Sides take turns in the same two processes, each with one thread. There are two figures per side: the step time by the
+clock, and the processor time per step of the busier process. The latter is a lower bound on the step if no process ever
+waits, and depends little on other work; bubbles and waiting show only in the clock. For a frozen encoder, `vision` is
+the processor time of the encoder in the main thread, including the look-up in a cache.
 
-Beside each measured gain stands the planner's, by the clock, for a hardware profile (`tools/calibrate.py` with two
+The planner's gain for a hardware profile is printed beside each gain by the clock (`tools/calibrate.py` with two
 processes makes one for this machine); for encoding ahead it is what the pipeline's bubbles and the gradients' exchange
 could hide at most.
 """
@@ -47,7 +47,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Question:
-    """`baseline` over each of `sides`: how many times faster these are."""
+    """A comparison: how many times faster each of `sides` is than `baseline`."""
 
     name: str
     baseline: Side
@@ -56,7 +56,7 @@ class Question:
 
 
 def questions(cache: str) -> list[Question]:
-    """`cache` is an empty folder."""
+    """Return all comparisons; `cache` is an empty folder."""
     # Passes of two images: as many patches as a micro-batch has in stages, so that caches hold as much of a pass.
     whole = "--placement colocated --encoder-keep-chunks 64 --encoder-chunk-patches"
     colocated = Side("colocated", f"{whole} 512")
@@ -100,9 +100,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a side in a round")
-    parser.add_argument("--only", default="", help="questions with this in their name")
+    parser.add_argument("--only", default="", help="run only comparisons whose name contains this")
     parser.add_argument("--dry", action="store_true", help="record nothing")
-    parser.add_argument("--profile", default="cpu", help="hardware that the planner predicts for")
+    parser.add_argument("--profile", default="cpu", help="hardware profile of the planner's predictions")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         measure(arguments, [q for q in questions(cache) if arguments.only in q.name])
@@ -138,7 +138,7 @@ def measure(arguments: argparse.Namespace, asked: Sequence[Question]) -> None:
 
 
 def predicted_gain(question: Question, side: Side, *, profile: str) -> float | None:
-    """How many times faster than the baseline the planner takes a side to be; it knows nothing of the cache."""
+    """Return how many times faster than the baseline a side is by the planner, which does not model the cache."""
     from megavlm.config.cli import parse
     from megavlm.planner.auto import predict
     from megavlm.planner.hardware import profile as hardware_of
@@ -153,7 +153,7 @@ def predicted_gain(question: Question, side: Side, *, profile: str) -> float | N
 
 
 def ratio(base: Sequence[Timing], other: Sequence[Timing], name: str) -> float:
-    """Median over rounds of neighbouring measurements."""
+    """Return the median over rounds of the ratio of neighbouring measurements."""
     return statistics.median(getattr(a, name) / getattr(b, name) for a, b in zip(base, other, strict=True))
 
 
@@ -169,7 +169,7 @@ def shown(name: str, timings: Sequence[Timing], gain: str = "") -> None:
 
 
 def vision_share(argv: Sequence[str]) -> float:
-    """Vision's and the projector's share of forward FLOPs."""
+    """Return the encoder's share of forward FLOPs."""
     from megavlm.arch.kinds import layer_cost
     from megavlm.arch.layers import encoder_names, layer_names
     from megavlm.arch.workload import typical_workload
@@ -182,7 +182,7 @@ def vision_share(argv: Sequence[str]) -> float:
 
 
 def run(argvs: Sequence[Sequence[str]], *, steps: int, world: int = 2) -> list[Timing]:
-    """Steps of each configuration, one after the other, in `world` processes."""
+    """Time the steps of each configuration, one after the other, in `world` processes."""
     import torch.multiprocessing as mp
 
     with socket.socket() as listener:
@@ -250,7 +250,7 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
 
 
 def watched(engine: Any) -> list[float]:
-    """Processor time of each call of a colocated frozen encoder in this thread, as they happen."""
+    """Return a list to which each call of a colocated frozen encoder in this thread adds its processor time."""
     calls: list[float] = []
     colocated = engine.schedule.colocated
     if colocated is None or colocated.encoder.trained:

@@ -1,11 +1,12 @@
-"""Where the encoder runs, on paper: vision at the language model's TP against colocated, for GPUs that are not here.
+"""Predict the gain of a colocated encoder over vision at the language model's TP, for GPUs.
 
     .venv/bin/python benchmarks/placement_paper.py [--micro-batches 32]
 
-Everything is the planner's simulation (`docs/planner.md` says what it leaves out); nothing is measured. One replica,
-one sample per micro-batch, bf16, all trained, no recomputation; memory is not looked at. Two pipelines stand against
-the colocated one: `glued` has the encoder and the first half of the language layers on the first stage, `even` the cut
-that balances FLOPs. Each column is how many times faster colocated is than glued / than even.
+The planner simulates everything (`docs/planner.md` says what it leaves out); nothing is measured. The run has one
+replica and one sample per micro-batch, in bf16, trains all parts and recomputes nothing; memory is ignored. The
+colocated encoder is compared with two pipelines: `glued` has the encoder and the first half of the language layers on
+the first stage, `even` has the cut that balances FLOPs. Each column is how many times faster colocated is than glued /
+than even.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def table(micro_batches: int) -> Iterator[str]:
-    """A Markdown table."""
+    """Return a Markdown table."""
     yield f"| layout | images of a sample | tokens | {' | '.join(GPUS)} |"
     yield "|---" * (3 + len(GPUS)) + "|"
     for layout in LAYOUTS:
@@ -75,8 +76,8 @@ def table(micro_batches: int) -> Iterator[str]:
 
 
 def run_of(layout: Layout, count: int, side: int, micro_batches: int) -> Config:
-    """A run in stages; the sequence is as long as its images and the text need."""
-    sizes = published_model(layout.model)
+    """Return a run in stages; the sequence holds exactly its images and its text."""
+    sizes = model(layout.model)
     side = _whole(sizes, side)
     features = (side // (sizes.vision.patch_size * sizes.projector.pixel_shuffle)) ** 2
     config = Config(
@@ -101,13 +102,13 @@ def gains(config: Config, layout: Layout, hardware: Hardware) -> Gains:
 
 
 def glued(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """Cuts that divide the language layers evenly and leave the encoder to the first stage."""
+    """Return cuts that divide the language layers evenly and leave the encoder on the first stage."""
     first = layer_names(model).index(EMBEDDING) + 1
     return tuple(first + model.language.num_layers * stage // stages for stage in range(1, stages))
 
 
 def _whole(model: ModelConfig, side: int) -> int:
-    """A side cut to whole features."""
+    """Return the side length, rounded down to whole features."""
     multiple = model.vision.patch_size * model.projector.pixel_shuffle
     return side // multiple * multiple
 

@@ -1,7 +1,7 @@
-"""The planner's step times against measured ones: `python benchmarks/planner.py --profile mine.json`.
+"""Compare the planner's step times with measured ones: `python benchmarks/planner.py --profile mine.json`.
 
-Two processes run every case in one go, one thread each, in rounds of another order each because a machine's speed
-drifts; the profile comes from `tools/calibrate.py` on this machine with as many processes. Prints predicted beside
+Two processes run every configuration, one thread each, in rounds of different order, because a machine's speed drifts.
+The profile comes from `tools/calibrate.py` on this machine with as many processes. Prints predicted beside
 measured, the median error, and how far from the fastest measured case the planner's choice is.
 """
 
@@ -52,7 +52,7 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", required=True, metavar="FILE.json")
-    parser.add_argument("--steps", type=int, default=2, help="timed in each round")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of each configuration in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -109,7 +109,7 @@ def predicted(flags: str, profile_name: str) -> float:
 
 
 def worker(steps: int, rounds: int) -> None:
-    """Every case on this process's world, `rounds` times; rank 0 prints the median step times as JSON."""
+    """Run every configuration on this world, `rounds` times; rank 0 prints the median step times as JSON."""
     from dataclasses import replace
 
     from megavlm import backend as backends

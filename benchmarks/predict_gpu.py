@@ -1,9 +1,9 @@
-"""What a step of `gpu_vlm.py` should take on a GPU, before one has said it: ours then and now, and Transformers'.
+"""Predict the time of a step of `gpu_vlm.py` on a GPU: megavlm's before and now, and Transformers'.
 
     python benchmarks/predict_gpu.py [--write]          # --write: into docs/performance-model.md, too
 
-Arithmetic of `megavlm/planner/explain.py` on the shapes of `gpu_model.py`. Transformers' passes and launches are those
-that `host_time.py` counted (the last record). Nothing here was measured on a GPU but for the rate of square products.
+The predictions are those of `megavlm/planner/explain.py` for the shapes of `gpu_model.py`. Transformers' passes and
+launches come from the last record of `host_time.py`. Only the rate of square products was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_model
+from tables import with_table
 
 from megavlm.arch.kinds import is_transformer, local_parameters
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
@@ -28,13 +29,12 @@ from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, MemoryPasses
 from megavlm.planner.terms import TE_HOST, HostTime, work_terms
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance-model.md"
-_BEGIN, _END = "<!-- benchmarks/predict_gpu.py -->", "<!-- end -->"
 RECORDS = Path(__file__).parent / "records" / "host_time.jsonl"
 GPUS = {"h100": 79.2, "h200": 139.8}  # GiB that CUDA reports, of which `gpu_vlm.py` plans for 75 %
 SHARE = 0.75
 OURS = TE_HOST
 THEIRS = HostTime(layer=(100e-6, 0.0), attention_call=15e-6, waits=True)  # seven modules; one SDPA call a window
-# Bytes a trained number: gradient's norm 4, clipping 8, AdamW 28; weights and gradients are cast inside the layers.
+# Bytes per trained parameter: gradient's norm 4, clipping 8, AdamW 28; weights, gradients are cast inside the layers.
 THEIR_UPDATE = 40
 TERMS = {
     "products": ("products",),
@@ -51,7 +51,7 @@ TERMS = {
 
 @dataclass(frozen=True)
 class Predicted:
-    """One shape on one GPU: a step by program."""
+    """The predicted step of each program, for one shape on one GPU."""
 
     shape: gpu_model.Shape
     gpu: str
@@ -65,7 +65,7 @@ class Predicted:
 
 
 def predictions() -> list[Predicted]:
-    """Of each model the shape that fits each GPU, cut to the layers that fit."""
+    """Return the predictions of each model for each GPU, with as many layers as fit."""
     found = []
     for of_model in gpu_model.models(small=False):
         for gpu in GPUS:
@@ -89,7 +89,7 @@ def case(shape: gpu_model.Shape, precision: str = "bf16") -> Scenario:
 
 
 def transformers(shape: gpu_model.Shape, hardware: Hardware) -> Explained:
-    """Transformers' step: its counted passes and launches, our products."""
+    """Return Transformers' step, made of its counted passes and launches and megavlm's products."""
     whole = case(shape)
     counted = counts()["transformers"]["counted"][shape.name]["stretches"]
     parts = [_their_part(name, whole, hardware, counted) for name in whole.names]
@@ -112,7 +112,7 @@ def _their_part(name: str, whole: Scenario, hardware: Hardware, counted: dict[st
     for side, rates, each in zip(sides, (hardware.forward, hardware.backward), THEIRS.operation, strict=True):
         launches, moved = (side["launches"], side["moved_bytes"]) if side else (0, 0)
         calls = sum(n for op, n in side["operations"].items() if op.endswith("flash_attention")) if side else 0
-        # The embedding's backward stretch ends with clipping, which is counted with the update.
+        # The embedding's backward range ends with clipping, which is counted with the update.
         passes.append(0.0 if name == "embedding" and rates is hardware.backward else moved / rates.bandwidth)
         host.append(launches * each + calls * THEIRS.attention_call)
     python = THEIRS.layer if is_transformer(name) else (0.0, 0.0)
@@ -121,13 +121,13 @@ def _their_part(name: str, whole: Scenario, hardware: Hardware, counted: dict[st
 
 
 def counts() -> dict[str, Any]:
-    """What `host_time.py` recorded last, by side."""
+    """Return the last record of `host_time.py`, by side."""
     sides: dict[str, Any] = json.loads(RECORDS.read_text(encoding="utf-8").splitlines()[-1])["sides"]
     return sides
 
 
 def tables() -> list[str]:
-    """The tables of docs/performance-model.md, one after the other."""
+    """Return the lines of the tables of docs/performance-model.md."""
     found = predictions()
     lines = summary(found)
     for each in found:
@@ -159,7 +159,7 @@ def summary(found: Sequence[Predicted]) -> list[str]:
 
 
 def milliseconds(each: Predicted) -> list[str]:
-    """Where a step's milliseconds go."""
+    """Return a table of the milliseconds of a step, by term."""
     programs = ("before", "now", "possible", "Transformers")
     lines = [f"| {each.shape.name}, {each.gpu.upper()}, ms | {' | '.join(programs)} |", "|---" * 5 + "|"]
     rows: dict[str, list[float]] = {}
@@ -192,7 +192,7 @@ def _sum(terms: dict[str, float], names: Sequence[str]) -> float:
 
 
 def targets(found: Sequence[Predicted]) -> list[str]:
-    """Milliseconds that are missing to each target, from where the step is now."""
+    """Return a table of the milliseconds that are missing to each target."""
     lines = [
         "| shape | GPU | to 500 TFLOP/s | to 700 in FP8 | to 1.5 × Transformers | to 2 × |",
         "|---" * 6 + "|",
@@ -213,10 +213,8 @@ def targets(found: Sequence[Predicted]) -> list[str]:
 
 
 def documented(text: str) -> str:
-    """The document with today's tables between its two marks."""
-    head, _, rest = text.partition(_BEGIN)
-    _, _, tail = rest.partition(_END)
-    return f"{head}{_BEGIN}\n{chr(10).join(tables())}\n{_END}{tail}"
+    """Return the document with today's tables."""
+    return with_table(text, "benchmarks/predict_gpu.py", "\n".join(tables()))
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""What the planner says of runs that others published: the rows of docs/planner.md, by simulation.
+"""Predict runs that others published: the rows of docs/planner.md.
 
     .venv/bin/python benchmarks/published_runs.py
 
-Nothing is fitted to these runs but the share of twice bf16's rate that FP8 products reach (`planner/terms.py`).
+Only the share of twice bf16's rate that FP8 products reach (`planner/terms.py`) was fitted to these runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def rates(
     micro_batch: int = 1,
     fp8: Any = "none",
 ) -> Rates:
-    """A step of text alone on H100s."""
+    """Return the rates of a text-only step on H100s."""
     config = Config(
         model=published_model(name),
         precision=PrecisionConfig("bf16", fp8=fp8),

@@ -1,4 +1,4 @@
-"""What every record says: when, which commit, which versions, on what."""
+"""Append records of measurements, with date, commit, versions, processor and load average."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def circumstances() -> dict[str, Any]:
-    """When, what and on what; call it before measuring, for the load average."""
+    """Return date, commit, versions, processor and load average; call it before measuring."""
 
     def git(*words: str) -> str:
         try:

@@ -1,9 +1,9 @@
-"""How long the planner's search takes, from one node to a thousand devices.
+"""Measure how long the planner's search takes, for 64 and for 1,024 devices.
 
     .venv/bin/python benchmarks/search.py [--gpus 64 1024]
 
-One process of one thread ranks the layouts of Qwen2.5-VL-72B on H100s (8,192 tokens, six images of 1,008 pixels) and
-appends the clock's and the processor's seconds to `records/search.jsonl`. Nothing of the model is built.
+One process with one thread ranks the layouts of Qwen2.5-VL-72B on H100s (8,192 tokens, six images of 1,008 pixels) and
+appends the seconds by the clock and of processor time to `records/search.jsonl`. No part of the model is built.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def measure(gpus: int) -> dict[str, int | float | str]:
-    """One search, in a process that has searched nothing of this size before."""
+    """Return the times of one search."""
     train = TrainConfig(seq_length=SEQUENCE, global_batch_size=8 * gpus)
     data = DataConfig(kind="synthetic", image_sizes=(SIDE,), images_per_sample=(IMAGES,))
     config = Config(model=published_model(MODEL), precision=PrecisionConfig("bf16"), train=train, data=data)

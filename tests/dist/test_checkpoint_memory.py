@@ -32,10 +32,10 @@ def bytes_taken(argv: list[str], run_dir: str) -> dict[str, int]:
     from megavlm.checkpoint import state
     from megavlm.config.cli import parse
     from megavlm.config.rules import check
-    from megavlm.metrics.memory import LiveBytes, standing_tensors
     from megavlm.parallel.groups import destroy_groups
     from megavlm.train.build import build
     from megavlm.train.loop import close
+    from tests.support.live_bytes import LiveBytes, standing_tensors
 
     config = parse([*argv, "--run-dir", run_dir])
     check(config, world=dist.get_world_size())

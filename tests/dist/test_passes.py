@@ -64,10 +64,10 @@ def bytes_per_parameter(argv: list[str], run_dir: str) -> dict[str, float]:
     from megavlm import backend
     from megavlm.config.cli import parse
     from megavlm.config.rules import check
-    from megavlm.metrics.memory import standing_tensors
     from megavlm.parallel.groups import destroy_groups
     from megavlm.train.build import build
     from megavlm.train.loop import close
+    from tests.support.live_bytes import standing_tensors
 
     config = parse([*argv, "--run-dir", run_dir])
     check(config, world=dist.get_world_size())

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megavlm.metrics.memory import LiveBytes
 from megavlm.model import cross_entropy
+from tests.support.live_bytes import LiveBytes
 
 TOKENS, WIDTH, COLUMNS = 256, 8, 4096
 ALONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)

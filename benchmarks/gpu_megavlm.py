@@ -1,4 +1,4 @@
-"""megavlm's side of `gpu_vlm.py`."""
+"""Run megavlm's side of `gpu_vlm.py`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Ours(Side):
         return step
 
     def _on_files(self, config: Any, groups: Any) -> Callable[[], float]:
-        """Steps on what the loader reads, as `train/loop.py` makes them."""
+        """Return a step on batches of the data loader, as `train/loop.py` runs it."""
         from megavlm.data.data_loader import build_data_loader, prepare_data
         from megavlm.data.rank_loader import stats
         from megavlm.train.source import build_source
@@ -101,7 +101,7 @@ class Ours(Side):
         return sum(param.numel() for param in self.engine.chunks[0].parameters())
 
     def standing(self) -> list[Tensor]:
-        from megavlm.metrics.memory import standing_tensors
+        from tests.support.live_bytes import standing_tensors
 
         return standing_tensors(self.engine)
 
@@ -118,7 +118,7 @@ class Ours(Side):
 
 @torch.no_grad()
 def _random(chunks: Any) -> None:
-    """Weights as a new model has them, drawn on the device: drawing billions by name takes minutes."""
+    """Draw initial weights on the device, because drawing billions of them by name takes minutes."""
     for chunk in chunks:
         for name, param in chunk.named_parameters():
             if name.endswith("bias"):
@@ -130,7 +130,7 @@ def _random(chunks: Any) -> None:
 
 
 def _loading(config: Any, shape: gpu_model.Shape, folder: str) -> Callable[[Any], None]:
-    """The weights that the other side wrote."""
+    """Return a function that loads the weights that the other side wrote."""
     from megavlm.checkpoint.hf.load import load_weights
     from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained
 

@@ -1,4 +1,4 @@
-"""Tells which layer a training step is in, forward or backward: of ours and of Transformers' models alike."""
+"""Report which layer a training step is in, forward or backward, for megavlm's and Transformers' models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-Enter = Callable[[str], None]  # called with "language.layers.1 forward" where a stretch of that name begins
+Enter = Callable[[str], None]  # called with "language.layers.1 forward" where the range of that name begins
 
 
 def _begin_backward(output: Any, name: str, enter: Enter) -> None:
@@ -18,7 +18,7 @@ def _begin_backward(output: Any, name: str, enter: Enter) -> None:
 
 
 def follow_ours(engine: Any, enter: Enter) -> None:
-    """Our layers by their names; then "gradients" and "optimizer"."""
+    """Report megavlm's layers by their names; then "gradients" and "optimizer"."""
     from megavlm.model import vlm
     from megavlm.train import engine as engines
 
@@ -47,7 +47,7 @@ def follow_ours(engine: Any, enter: Enter) -> None:
 
 
 def follow_theirs(model: Any, optimizer: Any, enter: Enter) -> None:
-    """Transformers' layers by our names; clipping counts as the last layer's backward, "optimizer" is the update."""
+    """Report Transformers' layers by megavlm's names; clipping counts as the last layer's backward pass."""
     inner = model.model
     language, vision = inner.language_model, getattr(inner, "vision_tower", None) or inner.visual
     tower = getattr(vision, "vision_model", vision)
@@ -75,9 +75,9 @@ def follow_theirs(model: Any, optimizer: Any, enter: Enter) -> None:
 
 
 def their_step_without_values(side: Any, shape: Any) -> Callable[[], Any]:
-    """Transformers' step where tensors of the device have no values: what it asks of integers, the host's copy answers.
+    """Return Transformers' step for tensors without values: integers that it reads come from copies on the host.
 
-    That are grids of images and positions; all that computes runs as on a GPU.
+    These are grids of images and positions; everything that computes runs as on a GPU.
     """
     import gpu_model
     import torch

@@ -1,4 +1,4 @@
-"""Transformers' side of `gpu_vlm.py`."""
+"""Run Transformers' side of `gpu_vlm.py`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import gpu_model
 import torch
 from gpu_side import MODEL_FILE, Side, Watch, pinned
-from theirs import OPTIMIZER, their_optimizer
 from torch import Tensor, nn
+from transformers_models import OPTIMIZER, their_optimizer
 
 
 class Theirs(Side):

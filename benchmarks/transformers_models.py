@@ -1,4 +1,4 @@
-"""What every benchmark asks of Transformers: the configurations of its models, and the optimizer beside them."""
+"""Return configurations of Transformers' models and their optimizer, for all benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-4, lr_decay_style="constant", weight_decay=0.0
 
 
 def text_sizes(language: LanguageConfig, *, vocabulary: int) -> dict[str, Any]:
-    """Fields of a Llama-like configuration."""
+    """Return the fields of a Llama-like configuration."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": language.hidden_size,
@@ -28,7 +28,7 @@ def text_sizes(language: LanguageConfig, *, vocabulary: int) -> dict[str, Any]:
 
 
 def their_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
-    """torch's AdamW, fused (the fastest), with our groups: no decay on norms and biases."""
+    """Return torch's fused AdamW (the fastest) with megavlm's groups: no decay on norms and biases."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in params if p.dim() > 1]},
@@ -45,7 +45,7 @@ def their_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def llava_config(shape: Shape) -> Any:
-    """LlavaConfig of a shape."""
+    """Return the LlavaConfig of a shape."""
     import transformers
 
     vision, language = shape.model.vision, shape.model.language
@@ -68,7 +68,7 @@ def llava_config(shape: Shape) -> Any:
 
 
 def qwen_config(shape: Shape) -> Any:
-    """Qwen2_5_VLConfig of a shape."""
+    """Return the Qwen2_5_VLConfig of a shape."""
     import transformers
 
     vision, language, end = shape.model.vision, shape.model.language, shape.vocabulary
