@@ -199,7 +199,7 @@ def their_batch(batch: MicroBatch, options: Config) -> dict[str, Tensor]:
 
 def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
     """Write Transformers' weights under megavlm's names and in its shapes."""
-    from megavlm.checkpoint.hf.families.llava import LLAVA
+    from megavlm.families.llava import FAMILY as LLAVA
     from tests.support.mapping import to_ours
 
     theirs = {name: param.detach() for name, param in model.named_parameters()}

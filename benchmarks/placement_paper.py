@@ -77,7 +77,7 @@ def table(micro_batches: int) -> Iterator[str]:
 
 def run_of(layout: Layout, count: int, side: int, micro_batches: int) -> Config:
     """Return a run in stages; the sequence holds exactly its images and its text."""
-    sizes = model(layout.model)
+    sizes = published_model(layout.model)
     side = _whole(sizes, side)
     features = (side // (sizes.vision.patch_size * sizes.projector.pixel_shuffle)) ** 2
     config = Config(
