@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "docs/measured.md"
 # `1.05 ×` but not the `4 ×` of a size (`4 × 4 pixels`) or of a layout (`TP × PP`).
-FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)? (?:×(?! \w)|%|s\b|ms\b|min\b|MiB\b|GiB\b|TFLOP/s)")
+FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)? (?:×(?! [A-Z\d])|%|s\b|ms\b|min\b|MiB\b|GiB\b|TFLOP/s)")
 TOLERANCE = re.compile(r"\b1e-\d+\b")
 
 
