@@ -51,8 +51,8 @@ def test_the_choice_for_a_gpu_takes_three_quarters_of_it(gpu: float, model: str,
         g.predicted_memory(found.with_layers(found.num_layers + more), precision="bf16", on_gpu=True) for more in (0, 1)
     )
     assert fits.total <= memory < over.total
-    assert fits.standing == pytest.approx(18 * their_parameters(found), rel=0.015)
-    assert 0.15 * fits.total < fits.total - fits.standing < 0.5 * fits.total
+    assert fits.model_state == pytest.approx(18 * their_parameters(found), rel=0.015)
+    assert 0.15 * fits.total < fits.total - fits.model_state < 0.5 * fits.total
 
 
 def their_parameters(shape: Any) -> int:

@@ -53,11 +53,11 @@ def bytes_taken(argv: list[str], run_dir: str) -> dict[str, int]:
     }
     with LiveBytes(standing_tensors(run.engine)) as counter:
         before = counter.live
-        folder = state.save(trained, position, config=config, plan=run.plan, root=Path(run_dir), keep=0)
+        folder = state.save(trained, position, config=run.config, plan=run.plan, root=Path(run_dir), keep=0)
         found["save"] = counter.peak - before
     with LiveBytes(standing_tensors(run.engine)) as counter:
         before = counter.live
-        state.load(trained, folder, config=config, plan=run.plan)
+        state.load(trained, folder, config=run.config, plan=run.plan)
         found["load"] = counter.peak - before
     found["written"] = _bytes_in(folder, f"__{dist.get_rank()}_")
     close(run)

@@ -61,47 +61,47 @@ def train_in_regions(argv: list[str], run_dir: str) -> tuple[int, list[str]]:
     import time
     from contextlib import contextmanager
 
-    from megavlm.arch.layers import VISION_LAYER
+    from megavlm.arch.layers import VISION_LAYER, kind_of
     from megavlm.model.vlm import VLMChunk
     from megavlm.pipeline import colocated
 
     inside, order = [], []
-    transformed, beside = VLMChunk._transformed, colocated.beside
+    run_layer, side_stream = VLMChunk.run_transformer_layer, colocated.side_stream
 
     class Noted:
-        def begin(self):
+        def fork(self):
             order.append("begin")
 
         @contextmanager
-        def work(self, inputs):
+        def run(self, inputs):
             order.append("work")
             assert all(each.dim() == 2 for each in inputs)
             yield
             order.append("done")
 
-        def end(self, outputs):
+        def join(self, outputs):
             order.append("end")
 
-    def within(self, name, layer, hidden, kwargs):
-        if name.startswith(VISION_LAYER):
+    def within(self, name, hidden, **kwargs):
+        if kind_of(name) == VISION_LAYER:
             order.append("V")
             inside.append(_Fp8.enabled)
             time.sleep(0.001)  # lets others run
             inside.append(_Fp8.enabled)
-            return transformed(self, name, layer, hidden, kwargs)
+            return run_layer(self, name, hidden, **kwargs)
         order.append("L")
         before, _Fp8.enabled = _Fp8.enabled, True
         try:
             time.sleep(0.002)
-            return transformed(self, name, layer, hidden, kwargs)
+            return run_layer(self, name, hidden, **kwargs)
         finally:
             _Fp8.enabled = before
 
-    VLMChunk._transformed, colocated.beside = within, lambda device: Noted()
+    VLMChunk.run_transformer_layer, colocated.side_stream = within, lambda device: Noted()
     try:
         train(argv, run_dir)
     finally:
-        VLMChunk._transformed, colocated.beside = transformed, beside
+        VLMChunk.run_transformer_layer, colocated.side_stream = run_layer, side_stream
     return sum(inside), order
 
 
