@@ -18,15 +18,15 @@ TOLERANCE = re.compile(r"\b1e-\d+\b")
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("measured")
 
 
-def test_the_table_is_made_of_the_records(benchmark: Any) -> None:
+def test_the_table_is_made_of_the_records(measured: Any) -> None:
     text = MEASURED.read_text(encoding="utf-8")
     assert "| CPU training step, one process" in text
-    assert benchmark.documented(text) == text, "renew it: python benchmarks/measured.py --write"
+    assert measured.documented(text) == text, "renew it: python benchmarks/measured.py --write"
 
 
 def test_readme_shows_only_measured_figures() -> None:
@@ -35,8 +35,8 @@ def test_readme_shows_only_measured_figures() -> None:
     assert set(figures) <= set(FIGURE.findall(MEASURED.read_text(encoding="utf-8")))
 
 
-def test_a_figure_is_the_median_of_the_runs_of_an_idle_machine(benchmark: Any) -> None:
-    row = benchmark.Row("speed", "x", "run", lambda record: record.get("speed"), by_the_clock=True, since="2026-11-02")
+def test_a_figure_is_the_median_of_the_runs_of_an_idle_machine(measured: Any) -> None:
+    row = measured.Row("speed", "x", "run", lambda record: record.get("speed"), by_the_clock=True, since="2026-11-02")
     common = {"cpu": "Some", "cores": 2, "python": "3.11", "torch": "2", "megatron-core": "1", "transformers": "5"}
     found = [
         {**common, "date": f"2026-11-0{day}", "load_average_before": load, **speed}
@@ -49,9 +49,9 @@ def test_a_figure_is_the_median_of_the_runs_of_an_idle_machine(benchmark: Any) -
             (6, 0.3, {}),
         )
     ]
-    cells = benchmark.line(row, benchmark.samples(row, found), [benchmark.machine(found[0])])
+    cells = measured.line(row, measured.samples(row, found), [measured.machine(found[0])])
     assert cells == "| speed | 1.10 × | 1.00 × to 1.50 × | 3 runs | 2026-11-05 | A, load 0.1 to 0.3 | `run` |"
-    busy = benchmark.line(row, benchmark.samples(row, found[2:3]), [benchmark.machine(found[0])])
+    busy = measured.line(row, measured.samples(row, found[2:3]), [measured.machine(found[0])])
     assert busy == "| speed | 8.00 × | – | one run | 2026-11-03 | A, load 9.0, **busy** | `run` |"
 
 
