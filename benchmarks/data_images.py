@@ -150,7 +150,7 @@ def photograph(height: int, width: int) -> bytes:
 
 
 def compare(sides: tuple[Callable[[], Any], ...], repeats: int) -> dict[str, float]:
-    """Return the images per second of each side, and the ratios to the last one."""
+    """Return each side's throughput in images per second, and its ratio to the last side's."""
     seconds: list[list[float]] = [[] for _ in sides]
     for turn in range(repeats + 1):
         for side, times in zip(sides, seconds, strict=True):

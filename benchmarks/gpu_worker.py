@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _side(program: str) -> type[Side]:
-    """Return the side of a program, and import only that program."""
+    """Return the benchmark side that runs `program`; only that program's packages are imported."""
     if program == "megavlm":
         from gpu_megavlm import Ours
 

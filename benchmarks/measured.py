@@ -63,7 +63,7 @@ def line(row: Row, found: Sequence[tuple[dict[str, Any], float]], machines: Sequ
 
 
 def machine(record: dict[str, Any]) -> str:
-    """Return the processor and the versions that a record was made with."""
+    """Return the machine of a record: its processor, and the versions of Python and packages."""
     versions = [f"{name} {record[name]}" for name in ("torch", "megatron-core", "transformers")]
     return f"{record['cpu']}, {record['cores']} cores, Python {record['python']}, {', '.join(versions)}"
 

@@ -100,7 +100,7 @@ class Projector(LayerKind):
 
 
 class DeepstackMerger(Projector):
-    """A projector, always with a norm, of what an inner vision layer puts out (Qwen3-VL)."""
+    """A DeepStack merger (Qwen3-VL): a projector with a norm, applied to the output of an inner vision layer."""
 
     def has_norm(self, model: ModelConfig) -> bool:
         return True

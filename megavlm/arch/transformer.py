@@ -89,7 +89,7 @@ def norm_parameters(vision: VisionConfig) -> int:
 
 
 class LayerSizes:
-    """Sizes of a vision layer's tensors on one rank, in elements."""
+    """Element counts of a vision layer's tensors on one rank."""
 
     def __init__(self, vision: VisionConfig, scenario: Scenario) -> None:
         self.scenario, self.tokens, self.hidden = scenario, scenario.work.patches, vision.hidden_size

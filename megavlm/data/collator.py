@@ -50,7 +50,7 @@ class Collator:
         self._pool = _start_workers(source, workers) if workers else None
 
     def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
-        """Return a micro-batch of each list of sequences."""
+        """Collate each list of sequences into one micro-batch; return the micro-batches in order."""
         return self._map(self._collate, micro_batches)
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Collator:
 
 
 class FileCollator(Collator):
-    """A collator of files, which also encodes their records."""
+    """A collator for data sets in files: it also encodes their records (template, tokens, image sizes)."""
 
     def __init__(self, source: FilesSource, spec: CollateSpec, *, workers: int = 0) -> None:
         super().__init__(source, spec, workers=workers)

@@ -100,7 +100,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
-    """Images are padded on the right and below to one size, as Transformers' processor does."""
+    """Return the model's inputs; images are padded at the right and the bottom to the largest, as Transformers does."""
     import torch
     from torch.nn.functional import pad
 

@@ -137,7 +137,7 @@ def optimizer_seconds(trained: float, scenario: Scenario, hardware: Hardware) ->
 
 
 def update_bytes(trained: float, scenario: Scenario) -> tuple[float, float]:
-    """Return the bytes of memory traffic for gradients and for the update, on a rank with `trained` parameters.
+    """Return the bytes read and written for the gradients and by the optimizer, on a rank with `trained` parameters.
 
     Clearing passes over all fp32 gradients that a rank has, all else over those that it updates with. On a CPU, whose
     rate is measured by this count, an update reads and writes gradient, weight and two moments.

@@ -101,5 +101,5 @@ def table(costs: Iterable[Cost]) -> str:
 
 
 def _cut(name: str, most: int = 90) -> str:
-    """Return a kernel's name, shortened to `most` characters: C++ templates make some names very long."""
+    """Return a kernel's name, cut to `most` characters because C++ templates make some names very long."""
     return name if len(name) <= most else name[: most - 1] + "…"

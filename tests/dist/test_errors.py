@@ -132,7 +132,7 @@ def fail_in_a_step(argv: list[str], run_dir: str) -> None:
 
 
 def ignored_exceptions(argv: list[str], run_dir: str) -> list[str]:
-    """Return the exceptions that Python could only print, after a step that failed."""
+    """Run a step that fails; return the exceptions that were raised where Python can only print them (destructors)."""
     import gc
     import sys
     from unittest.mock import patch

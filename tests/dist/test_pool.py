@@ -14,7 +14,7 @@ def wait_in_vain() -> None:
 
 
 def work(seconds: float) -> float:
-    """Return the processor time after it is at least `seconds`."""
+    """Compute until this process has used `seconds` of processor time; return what it has used."""
     began = time.process_time()
     while time.process_time() - began < seconds:
         pass
