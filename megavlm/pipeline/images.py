@@ -4,6 +4,7 @@ cost, how many in a pass. Pure arithmetic on grids.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +19,6 @@ from megavlm.config.schema import ModelConfig
 from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import MicroBatch
 from megavlm.pipeline.feature_exchange import Rows
-from megavlm.planner.assign import assign_longest_first
 
 Grid = tuple[int, int]
 
@@ -118,3 +118,18 @@ def split_into_passes(inputs: Sequence[EncoderInput], most_patches: int) -> list
             patches = 0
         patches += image.num_patches
     return [inputs[a:b] for a, b in pairwise([*starts, len(inputs)]) if b > a]
+
+
+def assign_longest_first(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """Return the rank of each item: the costliest goes first, always to the least loaded rank (LPT; Graham 1969).
+
+    The largest load is at most 4/3 of the best possible. Every rank computes the same assignment from the same costs:
+    items of equal cost go in order, and of equally loaded ranks the lowest takes the item.
+    """
+    loads = [(0.0, rank) for rank in range(ranks)]
+    owners = [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+        load, rank = heapq.heappop(loads)
+        owners[item] = rank
+        heapq.heappush(loads, (load + costs[item], rank))
+    return tuple(owners)

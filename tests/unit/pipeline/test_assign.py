@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 
-from megavlm.planner.assign import assign_longest_first
+from megavlm.pipeline.images import assign_longest_first
 
 
 def largest_load(costs, owners, ranks):
