@@ -1,0 +1,84 @@
+"""The history of a run: RUN_DIR/events.jsonl has one JSON object for each start, stop, save, restart and mishap.
+
+Every rank of every attempt appends to the one file, and nothing is ever removed from it: a run that resumes from an
+older checkpoint drops metrics, and keeps its events. `metrics.jsonl` says how a model trained, this file says how the
+run went.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+FILE = "events.jsonl"
+
+# Every kind of event and what it means; docs/long-runs.md has the same table.
+KINDS = {
+    "start": "a run, or an attempt of it, begins or goes on after `iteration`",
+    "stop": "the run ends before its last iteration; `reason` is the signal or the request",
+    "finish": "the run has done its last iteration",
+    "failure": "the run ends by an error; `reason` is its line",
+    "save": "a checkpoint is complete; `seconds` is what the save took",
+    "worker": "a data worker died or hung, and another took its place; `reason` names the sample",
+    "takeover": "the run took its folder over from a run that is dead",
+}
+
+
+def record(
+    run_dir: Path,
+    kind: str,
+    *,
+    iteration: int | None = None,
+    reason: str | None = None,
+    seconds: float | None = None,
+    **details: Any,
+) -> None:
+    """Append an event of this rank to RUN_DIR/events.jsonl, with the time, the rank and the attempt.
+
+    `iteration` is the last one that is done. A value that is None is left out. A file that cannot be written costs a
+    line on stderr and nothing else: a record of mishaps must not become one.
+    """
+    assert kind in KINDS, f"describe the event {kind!r} in KINDS"
+    given = {"iteration": iteration, "reason": reason, "seconds": seconds, **details}
+    event = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "kind": kind,
+        "attempt": attempt(),
+        "rank": int(os.environ.get("RANK", "0")),
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    line = json.dumps(event, ensure_ascii=False, default=str).encode() + b"\n"
+    try:
+        # One write to a file in append mode: lines of several processes do not mix.
+        file = os.open(run_dir / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(file, line)
+        finally:
+            os.close(file)
+    except OSError as error:
+        print(f"warning: {run_dir / FILE} cannot be written ({error.strerror}): {kind}", file=sys.stderr, flush=True)
+
+
+def attempt() -> int:
+    """Return how often torchrun has restarted this run's processes; 0 in the first attempt and without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the events of a run in the order in which they were written; a line that was cut off is left out."""
+    path = run_dir / FILE
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict):
+            found.append(event)
+    return found
