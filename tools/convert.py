@@ -148,11 +148,10 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _trained(source: Path) -> tuple[Path, Any, Config]:
     """Return a checkpoint's folder, its Hugging Face sidecar, and the configuration of its model and adapters."""
-    from megavlm.checkpoint import folders, safety, state
+    from megavlm.checkpoint import folders, state
     from megavlm.checkpoint.hf.sidecar import read_sidecar
 
     checkpoint = folders.resolve(source)
-    safety.check_metadata(checkpoint)
     sidecar = read_sidecar(checkpoint)
     if sidecar is None:
         raise UserError(

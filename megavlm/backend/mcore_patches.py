@@ -43,3 +43,10 @@ def _patch_checkpoint_writer() -> None:
     # rank at the first save. We save synchronously, so results never leave the process.
     writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     writer._results_queue = queue.Queue()
+
+
+def read_checkpoints_with(*, reader: type, planner: type) -> None:
+    """Let megatron-core load checkpoints through these classes: its own unpickle whatever a file holds. Idempotent."""
+    strategy: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+    strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader(folder)
+    strategy.MCoreLoadPlanner = planner

@@ -1,57 +1,168 @@
-"""A distributed checkpoint's `.metadata` is a pickle, and unpickling can run code: look before torch loads it.
+"""What a distributed checkpoint says of its tensors (`.metadata`), read without running anything of it.
 
-Read once with an unpickler that knows only the few classes that describe tensors; whatever else the file names is
-refused before anything of it is called. (`common.pt` and the random states go through `torch.load`, whose default
-since torch 2.6 is the same kind of allow-list.)
+The file is a pickle, and unpickling can run code. It is read once, by a machine that knows the few classes which
+describe tensors and checks each of their fields; the result is handed to torch, which never opens the file. Data files
+must lie in the checkpoint's own folder and be as long as the descriptions say.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import math
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.serialization import _get_layout
+
+from megavlm.checkpoint import restricted_pickle
 from megavlm.errors import UserError
+from megavlm.paths import inside, read_bytes
 
-# module → names that the metadata of a tensor checkpoint is made of
-_ALLOWED = {
-    "torch": {"Size", "device", "strided", "contiguous_format", "preserve_format", "channels_last"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+LARGEST = 2**30  # bytes of a `.metadata`; 2,000 ranks with 10,000 pieces each stay below
+_MOST_DIMENSIONS = 16
+
+
+class _Unread:
+    """The writers' plans, which megatron-core leaves in the file and no reader needs."""
+
+
+# class → its fields, each with the types that it may have
+_FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
+    Metadata: {
+        "state_dict_metadata": (dict,),
+        "planner_data": (dict, type(None)),
+        "storage_data": (dict,),
+        "storage_meta": (StorageMeta, type(None)),
+        "version": (str, type(None)),
+        "mcore_data": (dict,),
+        "all_local_plans": (list, type(None)),
     },
-    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "collections": {"OrderedDict", "defaultdict"},
-    "builtins": {"set", "frozenset", "dict", "list", "tuple", "int"},
+    StorageMeta: {
+        "checkpoint_id": (str, Path, type(None)),
+        "save_id": (str, type(None)),
+        "load_id": (str, type(None)),
+        "modules": (list,),
+    },
+    TensorStorageMetadata: {"properties": (TensorProperties,), "size": (torch.Size,), "chunks": (list,)},
+    BytesStorageMetadata: {},
+    ChunkStorageMetadata: {"offsets": (torch.Size,), "sizes": (torch.Size,)},
+    MetadataIndex: {"fqn": (str,), "offset": (torch.Size, type(None)), "index": (int, type(None))},
+    _StorageInfo: {
+        "relative_path": (str,),
+        "offset": (int,),
+        "length": (int,),
+        "transform_descriptors": (type(None),),  # others decompress, or run extensions
+    },
 }
-_DTYPES = ("float", "bfloat", "int", "uint", "bool", "complex")
+_PROPERTIES = (torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool)  # what TensorProperties is pickled as
+_PATHS = ("pathlib", "pathlib._local")  # where Python up to 3.12, and from 3.13 on, says that paths are
+
+_OBJECTS: dict[tuple[str, str], Any] = {
+    **{(made.__module__, made.__name__): made for made in (*_FIELDS, TensorProperties, _MEM_FORMAT_ENCODING)},
+    **{(made.__module__, made.__name__): _Unread for made in (SavePlan, WriteItem, TensorWriteData, _StoragePrefix)},
+    **{(module, "PosixPath"): Path for module in _PATHS},
+    (WriteItemType.__module__, WriteItemType.__name__): WriteItemType,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    ("torch", "Size"): torch.Size,
+    **{("torch", str(made)[6:]): made for made in vars(torch).values() if isinstance(made, torch.dtype)},
+}
 
 
-def check_metadata(folder: Path) -> None:
-    """Refuse `.metadata` that names anything but descriptions of tensors. Raises UserError."""
+def read_metadata(folder: Path) -> Metadata:
+    """Return the descriptions in `folder`/.metadata. Raises UserError where they are anything else, or untrue."""
     path = folder / ".metadata"
     try:
-        _Reader(io.BytesIO(path.read_bytes())).load()
+        data = read_bytes(path, at_most=LARGEST)
     except OSError as error:
         raise UserError(f"{folder} is not a complete distributed checkpoint: its .metadata cannot be read") from error
-    except UserError as error:
-        raise UserError(f"{path} {error}") from None
-    except Exception as error:
-        raise UserError(f"{path} is damaged ({error}): resume from another checkpoint") from error
+    try:
+        found = restricted_pickle.load(data, objects=_OBJECTS, call=_call, build=_build, keys=(str, MetadataIndex))
+        _check(found, folder)
+    except restricted_pickle.Refused as error:
+        raise UserError(f"{path} {error}: it is not loaded") from None
+    except Exception as error:  # whatever bytes are there
+        reason = str(error).partition("\n")[0][:200]
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {reason}): use another checkpoint") from error
+    found.all_local_plans = None
+    return found
 
 
-class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()) or (module == "torch" and name.startswith(_DTYPES)):
-            return super().find_class(module, name)
-        raise UserError(f"names {module}.{name}, which no tensor checkpoint needs: it is not loaded")
+def _call(called: Any, arguments: tuple[Any, ...]) -> Any:
+    if called is torch.Size:
+        (sizes,) = arguments
+        if len(sizes) > _MOST_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**62 for size in sizes):
+            raise ValueError(f"{sizes!r:.80} is no shape")
+        return torch.Size(sizes)
+    if called in (_get_layout, _MEM_FORMAT_ENCODING, WriteItemType) or called is Path:
+        if not all(type(argument) in (int, str) for argument in arguments):
+            raise ValueError(f"{called!r:.80} is called with {arguments!r:.80}")
+        return called(*arguments)
+    if arguments or not (called in _FIELDS or called in (TensorProperties, _Unread)):
+        raise restricted_pickle.Refused(f"calls {called!r:.80}, which is not called in any tensor checkpoint")
+    return called.__new__(called)
+
+
+def _build(made: Any, state: Any) -> None:
+    if type(made) is TensorProperties:
+        if type(state) is not tuple or tuple(map(type, state)) != _PROPERTIES:
+            raise ValueError(f"a tensor's properties are {state!r:.80}")
+        made.__setstate__(state)
+        return
+    if type(made) is _Unread:
+        return
+    fields = _FIELDS.get(type(made))
+    if fields is None or type(state) is not dict:
+        raise restricted_pickle.Refused(f"sets the state of {type(made).__name__}")
+    for name, value in state.items():
+        if not isinstance(value, fields.get(name, ())):
+            raise ValueError(f"{type(made).__name__}.{name} is {type(value).__name__}")
+    vars(made).update(state)
+
+
+def _check(metadata: Any, folder: Path) -> None:
+    """Raise an error where descriptions are incomplete, or contradict each other or the files."""
+    if type(metadata) is not Metadata:
+        raise ValueError(f"it describes {type(metadata).__name__}")
+    sizes: dict[str, int] = {}
+    for index, place in metadata.storage_data.items():
+        if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
+            raise ValueError("places of data are described by something else")
+        if place.relative_path not in sizes:
+            sizes[place.relative_path] = inside(folder, place.relative_path).stat().st_size
+        if not 0 <= place.offset <= place.offset + place.length <= sizes[place.relative_path]:
+            raise ValueError(f"{place.relative_path} is too short for {index.fqn}")
+    for name, entry in metadata.state_dict_metadata.items():
+        if type(name) is not str or type(entry) not in (TensorStorageMetadata, BytesStorageMetadata):
+            raise ValueError(f"{name!r:.80} is described by {type(entry).__name__}")
+        if type(entry) is TensorStorageMetadata:
+            _check_tensor(name, entry, metadata.storage_data)
+        elif MetadataIndex(name) not in metadata.storage_data:
+            raise ValueError(f"{name} is nowhere")
+
+
+def _check_tensor(name: str, entry: TensorStorageMetadata, places: dict[MetadataIndex, _StorageInfo]) -> None:
+    elements = 0
+    for chunk in entry.chunks:
+        if type(chunk) is not ChunkStorageMetadata or not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
+            raise ValueError(f"pieces of {name} are described by something else")
+        spans = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+        if any(offset + size > whole for offset, size, whole in spans):
+            raise ValueError(f"a piece of {name} goes beyond it")
+        held = math.prod(chunk.sizes)
+        if held * entry.properties.dtype.itemsize > places[MetadataIndex(name, chunk.offsets)].length:
+            raise ValueError(f"a piece of {name} is larger than its data")
+        elements += held
+    if elements != math.prod(entry.size):
+        raise ValueError(f"pieces of {name} do not make up {list(entry.size)}")

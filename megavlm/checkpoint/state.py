@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megavlm.checkpoint import folders, safety
+from megavlm.checkpoint import folders, reading
 from megavlm.checkpoint.optimizer import (
     load_loss_scale,
     load_optimizer_state,
@@ -93,7 +92,6 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     """Restore a checkpoint of any layout into this one. Raises UserError where it belongs to another model."""
     summary = read_summary(folder)
     check_fits(summary, config, folder)
-    safety.check_metadata(folder)
     same_layout = summary["plan"] == plan.to_json()
     state = _sharded_state(trained, loading=True)
     if not same_layout:
@@ -104,7 +102,7 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
         _prepare_histories(trained, config)
         state["fp8"] = _sharded_histories(trained)
     with _quiet():
-        loaded = dist_checkpointing.load(state, str(folder))
+        loaded = reading.load(state, folder)
     for index, chunk in enumerate(trained.chunks):
         chunk.load_state_dict(loaded[f"chunk{index}"])
         if resumes_history:
@@ -125,13 +123,12 @@ def is_weights_only(folder: Path) -> bool:
 def load_weights(chunks: Sequence[VLMChunk], *, folder: Path, config: Config) -> None:
     """Only the parameters of a checkpoint, into this layout; every rank calls it."""
     check_model(read_summary(folder), config, folder)
-    safety.check_metadata(folder)
     wanted = {
         f"chunk{index}": {key: entry for key, entry in chunk.sharded_state_dict().items() if not is_adapter(key)}
         for index, chunk in enumerate(chunks)
     }
     with _quiet():
-        loaded = dist_checkpointing.load(wanted, str(folder))
+        loaded = reading.load(wanted, folder)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"chunk{index}"], strict=False)  # without adapters, which the seed draws
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megavlm.checkpoint import folders
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
@@ -99,14 +103,39 @@ def test_checkpoint_of_a_newer_format_is_refused(finished: Path, tmp_path: Path)
     assert "99" in lines_of_ours(output)[0]
 
 
-def test_checkpoint_that_runs_code_is_refused(finished: Path, tmp_path: Path):
+class Opens:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
+def replace_random_state(checkpoint: Path, content: bytes) -> None:
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn.startswith("random/"))
+    place.relative_path, place.offset, place.length = "__0_9.distcp", 0, len(content)
+    (checkpoint / "__0_9.distcp").write_bytes(content)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("carrier", [".metadata", "common.pt", "random state"])
+def test_checkpoint_that_runs_code_is_refused(finished: Path, tmp_path: Path, carrier: str):
     run_dir, checkpoint = copy_of(finished, tmp_path)
-    proof = tmp_path / "executed"
-    # What a hand-written pickle that opens a file when loaded looks like.
-    (checkpoint / ".metadata").write_bytes(f"cbuiltins\nopen\n(V{proof}\nVw\ntR.".encode())
+    proof, saved = tmp_path / "executed", io.BytesIO()
+    torch.save({"state": Opens(proof)}, saved)
+    if carrier == "random state":
+        replace_random_state(checkpoint, saved.getvalue())
+    else:
+        code = pickle.dumps(Opens(proof)) if carrier == ".metadata" else saved.getvalue()
+        (checkpoint / carrier).write_bytes(code)
     status, output = resume(run_dir)
     assert status == 2, output
-    assert "builtins.open" in lines_of_ours(output)[0]
+    (line,) = lines_of_ours(output)
+    assert "not loaded" in line
+    assert "Traceback" not in output
     assert not proof.exists()
 
 

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import IO, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megavlm.checkpoint import safety
 from megavlm.checkpoint.hf.raw import read_into
+from megavlm.checkpoint.safety import read_metadata
 from megavlm.families.shared.table import Shape
 
 
@@ -46,8 +45,7 @@ class CheckpointReader:
 
     def __init__(self, checkpoint: Path) -> None:
         """Raises UserError where the checkpoint's metadata is none that is safe to read."""
-        safety.check_metadata(checkpoint)
-        metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+        metadata = read_metadata(checkpoint)
         self.stored: dict[str, Stored] = {}
         self._records: dict[str, list[_Record]] = {}
         for key, entry in metadata.state_dict_metadata.items():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.checkpoint import folders, safety
+from megavlm.checkpoint import folders
 from megavlm.errors import UserError
 
 
@@ -52,24 +52,3 @@ def test_a_user_may_name_a_checkpoint_a_run_or_its_checkpoints(tmp_path: Path):
         assert folders.resolve(named) == expected
     with pytest.raises(UserError, match="--load"):
         folders.resolve(tmp_path / "nothing")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"cos\nsystem\n(Vecho\ntR.", "os.system"),
-        (b"cbuiltins\neval\n(V1\ntR.", "builtins.eval"),
-        # the same through the newer opcodes: strings on the stack, then STACK_GLOBAL
-        (b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04echo\x85R.", "os.system"),
-        (b"not a pickle", "damaged"),
-    ],
-)
-def test_metadata_that_names_anything_else_is_refused(tmp_path: Path, content: bytes, message: str):
-    (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        safety.check_metadata(tmp_path)
-
-
-def test_missing_metadata_is_an_incomplete_checkpoint(tmp_path: Path):
-    with pytest.raises(UserError, match="not a complete"):
-        safety.check_metadata(tmp_path)
