@@ -111,7 +111,7 @@ def micro_batch(options: Config, *, seed: int) -> MicroBatch:
             seq_length=options.train.seq_length,
             image_token=IMAGE_TOKEN,
             pad_token=PAD_TOKEN,
-            pixel_shuffle=1,
+            projector=options.model.projector,
             patch_dim=vision.in_channels * vision.patch_size**2,
         ),
     )

@@ -11,6 +11,8 @@ import numpy as np
 from gpu_model import Shape
 from PIL import Image
 
+from megavlm.arch.image_tokens import grid_of, tokens_per_grid
+
 SAMPLES = 64
 _WORDS = tuple(f"word{number}" for number in range(64))
 _SPECIAL = ("<pad>", "<unk>", "<image>", "<|im_start|>", "<|im_end|>")
@@ -59,7 +61,7 @@ def _write_records(shape: Shape, folder: Path) -> None:
 
 def _features(shape: Shape, number: int) -> int:
     height, width = shape.images[number % len(shape.images)]
-    return height * width // (shape.model.vision.patch_size * shape.model.projector.pixel_shuffle) ** 2
+    return tokens_per_grid(grid_of(height, width, shape.model.vision.patch_size), shape.model.projector)
 
 
 def _photograph(height: int, width: int, random: np.random.Generator) -> Any:

@@ -15,17 +15,18 @@ from torch import Tensor
 from transformers_models import OPTIMIZER, llava_config, qwen_config
 
 from megavlm.arch.flops import step_flops
+from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, kind_of, layer_names
 from megavlm.arch.scenario import scenario_of
-from megavlm.arch.workload import Workload, window_patches, window_squares
+from megavlm.arch.workload import Workload, image_workload
 from megavlm.config.cli import parse
 from megavlm.config.load import to_yaml
 from megavlm.config.rules import check
 from megavlm.config.schema import Config, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.images import Image, grid_of
+from megavlm.data.images import Image
 from megavlm.data.types import Sample
 from megavlm.families import published_model
 from megavlm.families.llava import inputs as llava_inputs
@@ -157,8 +158,7 @@ def samples_of(shape: Shape) -> list[Sample]:
     end, found = shape.vocabulary, []
     for height, width in shape.images:
         pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        rows, columns = grid_of(height, width, vision.patch_size)
-        features = rows * columns // shape.model.projector.pixel_shuffle**2
+        features = tokens_per_grid(grid_of(height, width, vision.patch_size), shape.model.projector)
         text = random.integers(1, end - _RESERVED, shape.sample - features - 2)
         tokens = np.concatenate([[end - 4], np.full(features, end - 1), [end - 3], text])  # 4, 3: vision begins, ends
         trained = np.arange(shape.sample) >= features + 2
@@ -177,7 +177,7 @@ def batch_of(shape: Shape, *, packed: bool) -> MicroBatch:
             seq_length=shape.seq_length if packed else shape.sample,
             image_token=shape.vocabulary - 1,
             pad_token=_PAD,
-            pixel_shuffle=shape.model.projector.pixel_shuffle,
+            projector=shape.model.projector,
             patch_dim=vision.in_channels * vision.patch_size**2,
             mrope=bool(shape.model.language.mrope_section),
         ),
@@ -194,16 +194,9 @@ def their_inputs(shape: Shape) -> dict[str, Tensor]:
 
 def workload(shape: Shape) -> Workload:
     """Return the workload of which FLOPs and memory are counted."""
-    model, window = shape.model, window_patches(shape.model)
-    grids = [grid_of(*size, model.vision.patch_size) for size in shape.images]
-    lengths = [rows * columns + model.vision.class_token for rows, columns in grids]
-    return Workload(
-        patches=sum(lengths),
-        patch_squares=sum(length**2 for length in lengths),
-        window_squares=sum(window_squares(grid, window) for grid in grids) if window else 0,
-        tokens=shape.seq_length,
-        token_squares=len(grids) * shape.sample**2,
-    )
+    grids = [grid_of(*size, shape.model.vision.patch_size) for size in shape.images]
+    images = image_workload(grids, shape.model)
+    return replace(images, tokens=shape.seq_length, token_squares=len(grids) * shape.sample**2)
 
 
 def whole_flops(shape: Shape) -> float:

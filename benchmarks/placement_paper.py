@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.arch.layers import EMBEDDING, layer_names
 from megavlm.config.schema import Config, DataConfig, ModelConfig, PlacementConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
@@ -79,7 +80,7 @@ def run_of(layout: Layout, count: int, side: int, micro_batches: int) -> Config:
     """Return a run in stages; the sequence holds exactly its images and its text."""
     sizes = published_model(layout.model)
     side = _whole(sizes, side)
-    features = (side // (sizes.vision.patch_size * sizes.projector.pixel_shuffle)) ** 2
+    features = tokens_per_grid(grid_of(side, side, sizes.vision.patch_size), sizes.projector)
     config = Config(
         model=sizes,
         precision=PrecisionConfig("bf16"),

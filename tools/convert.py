@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megavlm.arch.anyres import TileGroup, Tiling
+from megavlm.arch.image_tokens import grid_of, tokens_per_image
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
 from megavlm.config.cli import parse
 from megavlm.config.load import from_dict, to_yaml
@@ -18,7 +20,6 @@ from megavlm.config.lora import adapted_parts
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, TrainConfig
-from megavlm.data.anyres import TileGroup, Tiling, features_of_group
 from megavlm.errors import UserError
 from megavlm.planner.plan import dims_of, make_plan
 
@@ -191,12 +192,12 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def length_for(model: ModelConfig, tiling: Tiling | None = None) -> int:
     """Return the tokens of one image and some text, rounded up to a multiple of 64 so that any TP divides it."""
-    side = model.vision.image_size // (model.vision.patch_size * model.projector.pixel_shuffle)
-    features = side**2
+    vision, size = model.vision, (model.vision.image_size, model.vision.image_size)
+    groups = []
     if model.projector.anyres_max_tiles is not None:
-        size = (model.vision.image_size, model.vision.image_size)
-        group = TileGroup((1, 1) if tiling is None else tiling(size), size)
-        features = features_of_group(group, side, max_tiles=model.projector.anyres_max_tiles)
+        groups = [TileGroup((1, 1) if tiling is None else tiling(size), size)]
+    tiles = sum(group.tiles for group in groups) or 1
+    features = sum(tokens_per_image([grid_of(*size, vision.patch_size)] * tiles, groups, model.projector))
     return 64 * -(-(features + 32) // 64)
 
 

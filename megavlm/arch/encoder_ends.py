@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megavlm.arch.image_tokens import patches_per_feature
 from megavlm.arch.kind import Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.transformer import norm_parameters
@@ -74,7 +73,7 @@ class Projector(LayerKind):
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         projector, outputs = model.projector, model.language.hidden_size
-        inputs = model.vision.hidden_size * patches_per_feature(projector)
+        inputs = model.vision.hidden_size * projector.pixel_shuffle**2
         count = 2 * inputs * self.has_norm(model) + outputs * (projector.anyres_max_tiles is not None)
         if projector.kind == "linear":
             return count + (inputs + projector.bias) * outputs // tp
@@ -82,16 +81,16 @@ class Projector(LayerKind):
         return count + (inputs + projector.bias + outputs) * hidden // tp + outputs * projector.bias
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        inputs, outputs = model.vision.hidden_size * patches_per_feature(model.projector), model.language.hidden_size
+        inputs, outputs = model.vision.hidden_size * model.projector.pixel_shuffle**2, model.language.hidden_size
         hidden = projector_width(model)
         params = inputs * outputs if model.projector.kind == "linear" else inputs * hidden + hidden * outputs
-        return LayerCost(params, 2.0 * params * work.patches / patches_per_feature(model.projector))
+        return LayerCost(params, 2.0 * params * work.features)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         model, e = scenario.model, scenario.bytes_each
         merged = scenario.work.patches * model.vision.hidden_size * e
         hidden = projector_width(model)
-        inner = 0 if model.projector.kind == "linear" else 2 * scenario.features * hidden / scenario.dims.tp * e
+        inner = 0 if model.projector.kind == "linear" else 2 * scenario.work.features * hidden / scenario.dims.tp * e
         return merged * (trained + self.has_norm(model)) + inner + scenario.work.patches * 8
 
     def communication(self, scenario: Scenario) -> Communication:

@@ -79,7 +79,7 @@ def stream_bytes(stream: Stream, scenario: Scenario) -> float:
     work, model, e = scenario.work, scenario.model, scenario.bytes_each
     if stream is Stream.PATCHES:
         return work.patches * model.vision.hidden_size * e
-    return (scenario.features if stream is Stream.FEATURES else work.tokens) * model.language.hidden_size * e
+    return (work.features if stream is Stream.FEATURES else work.tokens) * model.language.hidden_size * e
 
 
 def norm_bytes(scenario: Scenario, tokens: float, width: int, normalization: str) -> float:

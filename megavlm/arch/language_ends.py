@@ -23,7 +23,7 @@ class Embedding(LayerKind):
         return LayerCost(vocab_size(model.language) * model.language.hidden_size, 0.0)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
-        return stream_bytes(Stream.FEATURES, scenario) + (scenario.work.tokens + scenario.features) * 8
+        return stream_bytes(Stream.FEATURES, scenario) + (scenario.work.tokens + scenario.work.features) * 8
 
     def communication(self, scenario: Scenario) -> Communication:
         text = stream_bytes(Stream.TEXT, scenario)

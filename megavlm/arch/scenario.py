@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from megavlm.arch.image_tokens import patches_per_feature
 from megavlm.arch.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
 from megavlm.arch.workload import Workload, times, typical_workload
 from megavlm.config.derived import layer_precision, overlapped, sequence_parallel
@@ -60,11 +59,6 @@ class Scenario:
     @property
     def shards_gradients(self) -> bool:
         return self.sharding in ("optimizer_gradients", "full")
-
-    @property
-    def features(self) -> float:
-        """Image features of a micro-batch."""
-        return self.work.patches / patches_per_feature(self.model.projector)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megavlm.arch.image_tokens import Grid, tokens_per_grid
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 
@@ -14,6 +16,7 @@ class Workload:
     patches: int  # all images' patches (class tokens included)
     patch_squares: int  # Σ over images of patches²
     window_squares: int  # Σ over their windows of patches²; read where the tower has windows
+    features: int  # what the projector makes of the patches, before the tiles of an image are merged
     tokens: int  # language positions that are not padding
     token_squares: int  # Σ over samples of length²
 
@@ -21,6 +24,20 @@ class Workload:
 def times(work: Workload, samples: int) -> Workload:
     """Return the workload of `samples` equal samples."""
     return Workload(**{name: value * samples for name, value in vars(work).items()})
+
+
+def image_workload(grids: Sequence[Grid], model: ModelConfig) -> Workload:
+    """Return the workload of images of these grids, without text."""
+    lengths = [rows * columns + model.vision.class_token for rows, columns in grids]
+    window = window_patches(model)
+    return Workload(
+        patches=sum(lengths),
+        patch_squares=sum(length * length for length in lengths),
+        window_squares=sum(window_squares(grid, window) for grid in grids) if window else 0,
+        features=sum(tokens_per_grid(grid, model.projector) for grid in grids),
+        tokens=0,
+        token_squares=0,
+    )
 
 
 def typical_workload(config: Config) -> Workload:
@@ -39,6 +56,7 @@ def typical_workload(config: Config) -> Workload:
         patches=images * sum(counts) // len(sides),
         patch_squares=images * sum(count**2 for count in counts) // len(sides),
         window_squares=images * sum(window_squares(grid, window) for grid in grids) // len(sides) if window else 0,
+        features=images * sum(tokens_per_grid(grid, config.model.projector) for grid in grids) // len(sides),
         tokens=tokens,
         token_squares=tokens**2,
     )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.data.anyres import TileGroup
+from megavlm.arch.anyres import TileGroup
 
 
 @dataclass(frozen=True)

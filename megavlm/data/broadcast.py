@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.data.anyres import TileGroup
+from megavlm.arch.anyres import TileGroup
 from megavlm.data.batch import MicroBatch
 from megavlm.data.types import Imbalance, LoaderState, Skipped, StepData
 from megavlm.errors import UserError

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.config.schema import Config
-from megavlm.data.anyres import features_of_images
+from megavlm.arch.image_tokens import tokens_per_image
+from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.source import Source
 from megavlm.data.types import Row, Sample
@@ -25,10 +25,9 @@ class CollateSpec:
     seq_length: int
     image_token: int
     pad_token: int
-    pixel_shuffle: int  # side of the square of patches that becomes one feature
+    projector: ProjectorConfig  # decides how many image tokens an image becomes
     patch_dim: int  # values of a patch: channels × patch side²
     mrope: bool = False  # three rotary positions per token
-    anyres_max_tiles: int | None = None  # most features of a tiled image, in tiles; None: images are not tiled
     num_sources: int = 0  # data sets whose losses are reported separately
 
     @classmethod
@@ -42,10 +41,9 @@ class CollateSpec:
             seq_length=seq_length or config.train.seq_length,
             image_token=source.image_token,
             pad_token=source.pad_token,
-            pixel_shuffle=model.projector.pixel_shuffle,
+            projector=model.projector,
             patch_dim=model.vision.in_channels * model.vision.patch_size**2,
             mrope=bool(model.language.mrope_section),
-            anyres_max_tiles=model.projector.anyres_max_tiles,
             num_sources=len(source.names),
         )
 
@@ -73,7 +71,7 @@ def collate(
     loss_mask = np.zeros((len(rows), seq_length), dtype=np.float32)
     positions = np.empty((3 if spec.mrope else 1, len(rows), seq_length), dtype=np.int64)
     sources = np.zeros((len(rows), seq_length), dtype=np.int64)
-    bounds = [0]
+    bounds, merge = [0], spec.projector.pixel_shuffle
     for number, row in enumerate(rows):
         end = 0
         for sample in row:
@@ -86,7 +84,7 @@ def collate(
             loss_mask[number, start : end - 1] = sample.trained[1:]
             sources[number, start:end] = sample.source
             positions[:, number, start:end] = (
-                mrope_positions(sample.tokens, sample.grids, image_token=image_token, merge=spec.pixel_shuffle)
+                mrope_positions(sample.tokens, sample.grids, image_token=image_token, merge=merge)
                 if spec.mrope
                 else np.arange(len(sample))
             )
@@ -121,11 +119,7 @@ def collate(
 
 def _check_features(sample: Sample, spec: CollateSpec) -> None:
     """Assert that a sample has one image token for each image feature."""
-    features = sum(
-        features_of_images(
-            sample.grids, sample.tile_groups, pixel_shuffle=spec.pixel_shuffle, max_tiles=spec.anyres_max_tiles
-        )
-    )
+    features = sum(tokens_per_image(sample.grids, sample.tile_groups, spec.projector))
     tokens = int((sample.tokens == spec.image_token).sum())
     assert tokens == features, f"{tokens} image tokens for {features} image features"
 

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megavlm.arch.anyres import TileGroup
 from megavlm.config.resolve import data_kind, resolve
 from megavlm.config.schema import Config
-from megavlm.data.anyres import TileGroup
 from megavlm.data.chat import ChatFormat, Piece, split
 from megavlm.data.costs import CostModel
 from megavlm.data.decode import decode, size_of

@@ -9,37 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.errors import UserError
+from megavlm.arch.image_tokens import grid_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def grid_of(height: int, width: int, patch_size: int) -> tuple[int, int]:
-    """(rows, columns) of patches of an image whose sides are in pixels.
-
-    Raises UserError when a side is not a positive multiple of the patch.
-    """
-    if height < 1 or width < 1 or height % patch_size or width % patch_size:
-        raise UserError(
-            f"an image of {height}×{width} pixels cannot be cut into patches of {patch_size}: "
-            f"choose sides that are multiples of --vision-patch-size {patch_size}"
-        )
-    return height // patch_size, width // patch_size
-
-
-def features_of(grid: tuple[int, int], pixel_shuffle: int) -> int:
-    """Image features (= image tokens) of a patch grid: pixel shuffle merges N×N neighbours into one.
-
-    Raises UserError when the grid does not divide.
-    """
-    rows, columns = grid
-    if rows % pixel_shuffle or columns % pixel_shuffle:
-        raise UserError(
-            f"a grid of {rows}×{columns} patches cannot be merged {pixel_shuffle}×{pixel_shuffle}: change the image "
-            f"size, --vision-patch-size or --projector-pixel-shuffle {pixel_shuffle}"
-        )
-    return (rows // pixel_shuffle) * (columns // pixel_shuffle)
 
 
 def patchify(

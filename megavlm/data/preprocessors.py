@@ -54,7 +54,7 @@ def _plain(model: ModelConfig, *, fast: bool) -> Whole:
     side, half = model.vision.image_size, (0.5, 0.5, 0.5)
     return Whole(
         patch_size=model.vision.patch_size,
-        merge=model.projector.pixel_shuffle,
+        projector=model.projector,
         resample=Resampling.BICUBIC,
         mean=half,
         std=half,

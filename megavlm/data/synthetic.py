@@ -12,10 +12,11 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from megavlm.arch.anyres import TileGroup, Tiling
+from megavlm.arch.image_tokens import grid_of, tokens_per_image
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.data.anyres import TileGroup, Tiling, features_of_images
-from megavlm.data.images import Image, grid_of
+from megavlm.data.images import Image
 from megavlm.data.source import ComputedSource, generator
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
@@ -61,7 +62,7 @@ class SyntheticSource(ComputedSource):
         """
         vision, data = config.model.vision, config.data
         self.vocab_size = resolve(config, vocab_size=VOCABULARY).model.language.vocab_size
-        self._pixel_shuffle = config.model.projector.pixel_shuffle
+        self._projector = config.model.projector
         self.image_token = self.vocab_size - 1 if config.model.image_token is None else config.model.image_token
         self._seed = config.train.seed
         self._seq_length = config.train.seq_length
@@ -72,7 +73,6 @@ class SyntheticSource(ComputedSource):
         self._sides = data.image_sizes or (vision.image_size,)
         self._counts = data.images_per_sample or (0,)
         self._images_before = (0, *accumulate(self._counts))
-        self._max_tiles = config.model.projector.anyres_max_tiles
         self._tile_side = vision.image_size
         self._tiling = tiling or (lambda size: (size[0] // vision.image_size, size[1] // vision.image_size))
         if self.vocab_size < 3:
@@ -129,7 +129,7 @@ class SyntheticSource(ComputedSource):
 
     def _tiled(self, sides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[TileGroup, ...]]:
         """Sides of what the tower sees of a sample's images, and which of that are one image."""
-        if self._max_tiles is None:
+        if self._projector.anyres_max_tiles is None:
             return sides, ()
         alone = len(sides) == 1  # images of a sample with several are their base tiles
         groups = tuple(TileGroup(self._tiling((side, side)) if alone else (0, 0), (side, side)) for side in sides)
@@ -139,7 +139,7 @@ class SyntheticSource(ComputedSource):
         """Image tokens of each of a sample's images."""
         seen, groups = self._tiled(sides)
         grids = [grid_of(side, side, self._patch_size) for side in seen]
-        return features_of_images(grids, groups, pixel_shuffle=self._pixel_shuffle, max_tiles=self._max_tiles)
+        return tokens_per_image(grids, groups, self._projector)
 
     def _image(self, index: int, *, number: int, side: int) -> Image:
         def render() -> NDArray[np.uint8]:

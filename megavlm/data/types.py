@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.anyres import TileGroup
+from megavlm.arch.anyres import TileGroup
 
 if TYPE_CHECKING:  # families read their errors from here, and run without torch
     from torch import Tensor

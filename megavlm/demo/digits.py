@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.data.images import Image, features_of, grid_of
+from megavlm.data.images import Image
 from megavlm.data.source import ComputedSource, generator
 from megavlm.data.tokenizers.training import Tokenizer, ensure_tokenizer
 from megavlm.data.types import Sample
@@ -52,7 +53,7 @@ class DigitsSource(ComputedSource):
         self._channels = vision.in_channels
         self._patch_size = vision.patch_size
         grid = grid_of(canvases.height, canvases.width, vision.patch_size)
-        image_tokens = features_of(grid, config.model.projector.pixel_shuffle)
+        image_tokens = tokens_per_grid(grid, config.model.projector)
         self._prompts = {
             text: (tokenizer.bos, *[tokenizer.image] * image_tokens, *tokenizer.encode(text))
             for phrasings in PHRASINGS.values()

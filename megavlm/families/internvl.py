@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.data.images import features_of
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout, Prompt
 from megavlm.data.processors.processor import Processor, cut
@@ -75,7 +75,7 @@ class DynamicTiles(Processor):
         tile = self._tile(*self.tile)
         rows, columns = self._arrangement((height, width))
         tiles = (tile,) * (rows * columns + (rows * columns > 1))
-        features = len(tiles) * features_of(tile.grid, self.merge)
+        features = len(tiles) * tokens_per_grid(tile.grid, self.projector)
         prompt = Prompt(self.image_token, (self.start, self.end), (features,))
         return Layout((height, width), tiles, (rows, columns) if len(tiles) > 1 else (0, 0), prompt)
 

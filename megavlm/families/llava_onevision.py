@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megavlm.arch.anyres import TileGroup, Tiling
+from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.data.anyres import TileGroup, Tiling, features_of_group, features_of_images
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout
 from megavlm.data.processors.processor import Processor, cut, pad_evenly, pad_to_square, squared
@@ -96,9 +97,7 @@ def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
 
     if not batch.grids:
         return {"input_ids": batch.tokens}
-    shuffle, most = model.projector.pixel_shuffle, model.projector.anyres_max_tiles
-    features = features_of_images(batch.grids, batch.tile_groups, pixel_shuffle=shuffle, max_tiles=most)
-    ends = torch.tensor(features).cumsum(0)
+    ends = torch.tensor(tokens_per_image(batch.grids, batch.tile_groups, model.projector)).cumsum(0)
     image_tokens = torch.eq(batch.tokens, model.image_token or 0).sum(1).cumsum(0).cpu()
     images = torch.searchsorted(ends, image_tokens, right=True).diff(prepend=torch.tensor([0]))
     return {
@@ -116,14 +115,13 @@ _LEGACY_HEAD = "language_model.lm_head.weight"
 class Anyres(Processor):
     """Returns an image reduced to one tile, then tiles of the image enlarged to the best of some resolutions.
 
-    `megavlm/data/anyres.py` says which features of the tiles are kept. An image among others is only seen whole.
+    `megavlm/arch/anyres.py` says which features of the tiles are kept. An image among others is only seen whole.
     """
 
     anyres: ClassVar[bool] = True
 
     tile: int
     resolutions: tuple[Size, ...]
-    max_tiles: int
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         tile = self._tile(self.tile, self.tile)
@@ -132,7 +130,7 @@ class Anyres(Processor):
         arrangement = (0, 0) if images > 1 else self._arrangement((height, width))
         group = TileGroup(arrangement, (height, width))
         try:
-            features = features_of_group(group, tile.grid[0], max_tiles=self.max_tiles)
+            features = sum(tokens_per_image([tile.grid] * group.tiles, [group], self.projector))
         except UserError as error:  # of this image, so one to leave out
             raise BadSample(Reason.TOO_NARROW, str(error)) from error
         return Layout((height, width), (tile,) * group.tiles, arrangement, self._one_run(features))
@@ -159,7 +157,7 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
     resolutions = tuple((int(height), int(width)) for height, width in options["image_grid_pinpoints"])
     if not resolutions or any(height % tile or width % tile for height, width in resolutions):
         raise UserError(f"image_grid_pinpoints in preprocessor_config.json must be multiples of size {tile}")
-    return Anyres(tile=tile, resolutions=resolutions, max_tiles=model.projector.anyres_max_tiles or 9, **shared)
+    return Anyres(tile=tile, resolutions=resolutions, **shared)
 
 
 FAMILY = Family(

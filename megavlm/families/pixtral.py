@@ -127,7 +127,7 @@ class RowsOfFeatures(Processor):
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         tile = self._tile(*self._resized((height, width)))
-        rows, columns = tile.grid[0] // self.merge, tile.grid[1] // self.merge
+        rows, columns = (patches // self.projector.pixel_shuffle for patches in tile.grid)
         texts = ("", *(self.row_end,) * (rows - 1), self.end)
         return Layout((height, width), (tile,), (0, 0), Prompt(self.image_token, texts, (columns,) * rows))
 
@@ -140,7 +140,7 @@ class RowsOfFeatures(Processor):
         height, width = (int(side / ratio) for side in size)
         if not height or not width:
             raise BadSample(Reason.TOO_NARROW, f"{size[0]}×{size[1]} pixels would shrink to {height}×{width}")
-        factor = self.patch_size * self.merge
+        factor = self.patch_size * self.projector.pixel_shuffle
         return -(-height // factor) * factor, -(-width // factor) * factor
 
 

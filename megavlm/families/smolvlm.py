@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.data.images import features_of
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout, Prompt
 from megavlm.data.processors.processor import Processor, cut
@@ -69,7 +69,7 @@ class SplitTiles(Processor):
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         tile = self._tile(self.tile, self.tile)
-        features = features_of(tile.grid, self.merge)
+        features = tokens_per_grid(tile.grid, self.projector)
         rows, columns = self._arrangement(sizes.longest_edge((height, width), self.edge))
         texts = []
         for row in range(1, rows + 1):

@@ -8,13 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megavlm.arch.image_tokens import patches_per_feature
+from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import smallest_grid, tokens_per_grid, tokens_per_image
 from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
 from megavlm.arch.workload import window_patches
 from megavlm.config.derived import sequence_multiple, sequence_parallel
 from megavlm.config.schema import Config, VisionConfig
-from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import MicroBatch
 from megavlm.model.deepstack import add_features
 from megavlm.model.language import rope
@@ -39,13 +39,12 @@ class MicroBatchContext:
     @cached_property
     def layout(self) -> VisionLayout:
         model = self.config.model
-        side = model.projector.pixel_shuffle
         multiple = sequence_multiple("vision", self.config, tp=self.groups.dims.tp)
         return VisionLayout.of(
             self.batch.grids,
             class_token=model.vision.class_token,
             multiple=multiple,
-            blank=(side, side),
+            blank=smallest_grid(model.projector),
             window=window_patches(model),
         )
 
@@ -89,7 +88,8 @@ class MicroBatchContext:
     @property
     def tile_groups(self) -> tuple[TileGroup, ...]:
         """Which tiles are one image, for models of tiled images; a blank image is a base tile alone."""
-        return (TileGroup(grid=(0, 0), size=(0, 0)),) if self.layout.is_blank else self.batch.tile_groups
+        tiled = self.config.model.projector.anyres_max_tiles is not None
+        return (TileGroup(grid=(0, 0), size=(0, 0)),) * tiled if self.layout.is_blank else self.batch.tile_groups
 
     @property
     def feature_shape(self) -> tuple[int, int, int]:
@@ -97,8 +97,8 @@ class MicroBatchContext:
         model = self.config.model
         if self.encoder_apart:
             return self.places.numel(), 1, model.language.hidden_size
-        patches = sum(rows * columns for rows, columns in self.layout.grids)
-        return patches // patches_per_feature(model.projector), 1, model.language.hidden_size
+        features = sum(tokens_per_grid(grid, model.projector) for grid in self.layout.grids)
+        return features, 1, model.language.hidden_size
 
     def hidden_shape(self, name: str) -> tuple[int, int, int]:
         """Return the shape of the hidden states that layer `name` reads, on this tensor-parallel rank."""
@@ -109,8 +109,9 @@ class MicroBatchContext:
             return self.layout.bounds[-1] // shards, 1, model.vision.hidden_size
         if reads is Stream.TEXT:
             return batch.tokens.shape[1] // shards, batch.tokens.shape[0], model.language.hidden_size
-        newline = model.projector.anyres_max_tiles is not None
-        rows = 1 + newline if self.layout.is_blank else batch.feature_positions.numel()
+        rows = batch.feature_positions.numel()
+        if self.layout.is_blank:
+            (rows,) = tokens_per_image(self.layout.grids, self.tile_groups, model.projector)
         return rows, 1, model.language.hidden_size
 
     @cached_property

@@ -13,9 +13,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.derived import projector_width
 from megavlm.config.schema import ModelConfig
-from megavlm.data.anyres import TileGroup
 from megavlm.model.vision import VisionLayout
 from megavlm.model.vision_ops import pixel_shuffle, unpad_and_concat
 
@@ -38,9 +39,9 @@ class Projector(MegatronModule):
         """`norm_epsilon` is that of a LayerNorm before the first linear layer; None: there is no such norm."""
         assert not layer_config.sequence_parallel
         super().__init__(config=layer_config)
-        self.pixel_shuffle = model.projector.pixel_shuffle
+        self.projector = model.projector
         self.tp_group = collection.tp
-        inputs = model.vision.hidden_size * self.pixel_shuffle**2
+        inputs = model.vision.hidden_size * self.projector.pixel_shuffle**2
         outputs = model.language.hidden_size
         hidden = projector_width(model)
         dtype = layer_config.params_dtype
@@ -48,8 +49,8 @@ class Projector(MegatronModule):
         if norm_epsilon is not None:
             self.norm = nn.LayerNorm(inputs, eps=norm_epsilon, dtype=dtype)
         bias = model.projector.bias
-        self.max_tiles = model.projector.anyres_max_tiles
-        self.image_newline = None if self.max_tiles is None else nn.Parameter(torch.empty(outputs, dtype=dtype))
+        tiled = self.projector.anyres_max_tiles is not None
+        self.image_newline = nn.Parameter(torch.empty(outputs, dtype=dtype)) if tiled else None
         common = {"config": layer_config, "init_method": layer_config.init_method, "tp_group": collection.tp}
         if model.projector.kind == "linear":
             self.linear_fc1 = ColumnParallelLinear(inputs, outputs, bias=bias, gather_output=True, **common)
@@ -70,13 +71,13 @@ class Projector(MegatronModule):
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
         patches = hidden[:, 0].index_select(0, layout.patch_index(hidden.device))
-        merged = pixel_shuffle(patches, layout.grids, self.pixel_shuffle)
+        merged = pixel_shuffle(patches, layout.grids, self.projector.pixel_shuffle)
         out, _ = self.linear_fc1(self.norm(merged)[:, None])
         if self.linear_fc2 is not None:
             out, _ = self.linear_fc2(F.gelu(out))
-        if self.image_newline is None or self.max_tiles is None:
+        newline, most = self.image_newline, self.projector.anyres_max_tiles
+        if newline is None or most is None:
             return out
         # As the rest of this, alike on every tensor-parallel rank: the newline's gradient needs no reduction.
-        counts = [rows * columns // self.pixel_shuffle**2 for rows, columns in layout.grids]
-        newline, most = self.image_newline, self.max_tiles
+        counts = [tokens_per_grid(grid, self.projector) for grid in layout.grids]
         return unpad_and_concat(out[:, 0], tile_groups, counts, newline=newline, max_tiles=most)[:, None]

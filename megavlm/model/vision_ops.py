@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavlm.data.anyres import TileGroup, feature_map
+from megavlm.arch.anyres import TileGroup, feature_map
 
 Grid = tuple[int, int]
 
@@ -73,7 +73,7 @@ def unpad_and_concat(
     features: Tensor, groups: Sequence[TileGroup], counts: Sequence[int], *, newline: Tensor, max_tiles: int
 ) -> Tensor:
     """Return images' features [F, H] from their tiles' [Σ counts, H]: of each image the base tile, then the grid of
-    tiles as one map without its padding, each row closed by a newline [H] (LLaVA-OneVision; `data/anyres.py`).
+    tiles as one map without its padding, each row closed by a newline [H] (LLaVA-OneVision; `arch/anyres.py`).
 
     Args:
         counts: features of each tile.

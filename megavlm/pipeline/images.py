@@ -12,11 +12,12 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import encoder_names
-from megavlm.arch.workload import Workload, window_patches, window_squares
+from megavlm.arch.workload import image_workload
 from megavlm.config.schema import ModelConfig
-from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import MicroBatch
 from megavlm.pipeline.feature_exchange import Rows
 
@@ -42,12 +43,7 @@ def encoder_inputs(batches: Sequence[MicroBatch], model: ModelConfig) -> list[En
     """The images of a window of micro-batches, in the order of their tokens."""
     found = []
     for index, batch in enumerate(batches):
-        counts = features_of_images(
-            batch.grids,
-            batch.tile_groups,
-            pixel_shuffle=model.projector.pixel_shuffle,
-            max_tiles=model.projector.anyres_max_tiles,
-        )
+        counts = tokens_per_image(batch.grids, batch.tile_groups, model.projector)
         groups: list[tuple[TileGroup, ...]] = [(group,) for group in batch.tile_groups] or [()] * len(batch.grids)
         start = place = 0
         for group, features in zip(groups, counts, strict=True):
@@ -61,15 +57,7 @@ def encoder_inputs(batches: Sequence[MicroBatch], model: ModelConfig) -> list[En
 @lru_cache(maxsize=4096)
 def encoder_flops(grids: tuple[Grid, ...], model: ModelConfig) -> float:
     """Forward FLOPs of the encoder for one image's grids: what images are balanced by."""
-    window = window_patches(model)
-    lengths = [rows * columns + model.vision.class_token for rows, columns in grids]
-    work = Workload(
-        patches=sum(lengths),
-        patch_squares=sum(length * length for length in lengths),
-        window_squares=sum(window_squares(grid, window) for grid in grids) if window else 0,
-        tokens=0,
-        token_squares=0,
-    )
+    work = image_workload(grids, model)
     return sum(layer_cost(name, model, work).forward_flops for name in encoder_names(model))
 
 

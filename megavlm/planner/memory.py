@@ -169,7 +169,7 @@ def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> floa
 def batch_bytes(scenario: Scenario, *, with_patches: bool) -> float:
     """Return the bytes of one micro-batch: token ids, labels and positions of 8 bytes, a mask of 4, and its pixels."""
     axes = 3 if scenario.model.language.mrope_section else 1
-    text = scenario.work.tokens * (8 * (2 + axes) + 4) + scenario.features * 8
+    text = scenario.work.tokens * (8 * (2 + axes) + 4) + scenario.work.features * 8
     vision = scenario.model.vision
     pixels = scenario.work.patches * vision.in_channels * vision.patch_size**2 * scenario.bytes_each
     return text + pixels * with_patches

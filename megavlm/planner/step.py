@@ -97,6 +97,7 @@ def colocated_encoder(
             patches=round(scenario.work.patches * share),
             patch_squares=round(scenario.work.patch_squares * share),
             window_squares=round(scenario.work.window_squares * share),
+            features=round(scenario.work.features * share),
         ),
     )
     each = measured_once(alone, range(encoder_layers(scenario)))

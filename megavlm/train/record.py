@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megavlm.arch.flops import step_flops
-from megavlm.arch.workload import Workload, window_patches, window_squares
+from megavlm.arch.workload import Workload, image_workload
 from megavlm.data.rank_loader import stats
 from megavlm.data.types import StepData
 from megavlm.metrics import throughput
@@ -27,6 +27,7 @@ class Counts:
     patches: float = 0
     patch_squares: float = 0
     window_squares: float = 0
+    features: float = 0
     token_squares: float = 0
     read: float = 0  # samples read, including skipped ones
     skipped: float = 0  # samples skipped
@@ -43,17 +44,16 @@ def counts_of(run: Run, step: StepData, *, stop: bool) -> Counts:
     if at.tp or at.pp:
         return Counts(stop=stop)
     counted = stats(step.batches)
-    class_token, window = run.config.model.vision.class_token, window_patches(run.config.model)
-    grids = [grid for batch in step.batches for grid in batch.grids]
-    lengths = [rows * columns + class_token for rows, columns in grids]
+    images = image_workload([grid for batch in step.batches for grid in batch.grids], run.config.model)
     return Counts(
         tokens=counted.tokens,
         places=counted.places,
         image_tokens=counted.image_tokens,
         images=counted.images,
-        patches=sum(lengths),
-        patch_squares=sum(length * length for length in lengths),
-        window_squares=sum(window_squares(grid, window) for grid in grids) if window else 0,
+        patches=images.patches,
+        patch_squares=images.patch_squares,
+        window_squares=images.window_squares,
+        features=images.features,
         token_squares=sum(length * length for batch in step.batches for length in batch.lengths),
         read=step.read,
         skipped=sum(not skip.partly for skip in step.skipped),
@@ -69,6 +69,7 @@ def record_of(
         patches=int(counts.patches),
         patch_squares=int(counts.patch_squares),
         window_squares=int(counts.window_squares),
+        features=int(counts.features),
         tokens=int(counts.tokens),
         token_squares=int(counts.token_squares),
     )

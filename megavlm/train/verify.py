@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megavlm.arch.anyres import Tiling
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.config.schema import Config
-from megavlm.data.anyres import Tiling
 from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.synthetic import SyntheticSource

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers.image_processing_utils import select_best_resolution
 
+from megavlm.arch.anyres import TileGroup, tokens_per_tiled_image
 from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.data.anyres import TileGroup, features_of_group
 from megavlm.errors import UserError
 from megavlm.families.llava_onevision import FAMILY as LLAVA_ONEVISION
 from megavlm.families.shared.settings import Settings
@@ -120,4 +120,4 @@ def test_features_lie_as_in_the_reference(side: int, max_tiles: int, sizes: list
     counts = [side**2] * sum(group.tiles for group in groups)
     ours = unpad_and_concat(features, groups, counts, newline=newline, max_tiles=max_tiles)
     assert torch.equal(ours, torch.cat(theirs))
-    assert [features_of_group(group, side, max_tiles=max_tiles) for group in groups] == lengths.tolist()
+    assert [tokens_per_tiled_image(group, side, max_tiles=max_tiles) for group in groups] == lengths.tolist()

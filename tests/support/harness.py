@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from megavlm.arch.image_tokens import grid_of
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
-from megavlm.data.images import grid_of, patchify
+from megavlm.data.images import patchify
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import pipeline_config

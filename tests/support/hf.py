@@ -15,14 +15,15 @@ import transformers
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
+from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import grid_of, tokens_per_image
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from megavlm.data.anyres import TileGroup, features_of_images
 from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.images import Image, grid_of
+from megavlm.data.images import Image
 from megavlm.data.types import Sample
 from megavlm.planner.plan import make_plan
 from megavlm.train.engine import Engine, build_engine
@@ -76,7 +77,7 @@ def batch_of(
     assert image_token is not None
     assert vocabulary is not None
     rng = np.random.default_rng(seed)
-    patch, shuffle, most = model.vision.patch_size, model.projector.pixel_shuffle, model.projector.anyres_max_tiles
+    patch = model.vision.patch_size
     samples = []
     for number, sizes in enumerate(images):
         words = [word for word in rng.integers(1, vocabulary, 64).tolist() if word != image_token]
@@ -85,7 +86,7 @@ def batch_of(
         held = tuple(Image(*size, patch, partial(np.asarray, array)) for size, array in zip(seen, arrays, strict=True))
         grids = [grid_of(*size, patch) for size in seen]
         tokens: list[int] = []
-        for count in features_of_images(grids, groups, pixel_shuffle=shuffle, max_tiles=most):
+        for count in tokens_per_image(grids, groups, model.projector):
             tokens += [words.pop(), words.pop()] + [image_token] * count
         tokens += [words.pop() for _ in range(12 + number)]
         samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held, groups))
@@ -95,10 +96,9 @@ def batch_of(
             seq_length=config.train.seq_length,
             image_token=image_token,
             pad_token=0,
-            pixel_shuffle=shuffle,
+            projector=model.projector,
             patch_dim=model.vision.in_channels * patch**2,
             mrope=bool(model.language.mrope_section),
-            anyres_max_tiles=most,
         ),
     )
 

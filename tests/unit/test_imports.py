@@ -37,7 +37,6 @@ RANKS: tuple[tuple[str, ...], ...] = (
     (
         "megavlm.data.types",
         "megavlm.data.images",
-        "megavlm.data.anyres",
         "megavlm.data.batch",
         "megavlm.data.processors",
     ),

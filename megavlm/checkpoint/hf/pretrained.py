@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.arch.anyres import Tiling
 from megavlm.arch.layers import EMBEDDING, part_of
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
-from megavlm.data.anyres import Tiling
 from megavlm.errors import UserError
 from megavlm.families import family_of
 from megavlm.families.shared.family import ALL_PARTS, Family

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from PIL.Image import Resampling
 
-from megavlm.data.images import features_of, patchify
+from megavlm.arch.image_tokens import tokens_per_grid
+from megavlm.config.schema import ProjectorConfig
+from megavlm.data.images import patchify
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout, Prompt, Tile
 from megavlm.data.processors.resize import Pixels, resize
@@ -35,10 +37,10 @@ class Processor(ABC):
     sample: some models tile an image only if it is alone.
     """
 
-    anyres: ClassVar[bool] = False  # whether an image's tiles form one feature map (`megavlm/data/anyres.py`)
+    anyres: ClassVar[bool] = False  # whether an image's tiles form one feature map (`megavlm/arch/anyres.py`)
 
     patch_size: int
-    merge: int = 1  # merge × merge patches become one feature
+    projector: ProjectorConfig  # decides how many image tokens a tile becomes
     resample: Resampling
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -88,8 +90,7 @@ class Whole(Processor):
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         resized = self._resized(squared((height, width)) if self.pad_to_square else (height, width))
         tile = self._tile(*(self.crop or resized))
-        features = features_of(tile.grid, self.merge)
-        return Layout((height, width), (tile,), (0, 0), self._one_run(features))
+        return Layout((height, width), (tile,), (0, 0), self._one_run(tokens_per_grid(tile.grid, self.projector)))
 
     def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
         if self.pad_to_square:

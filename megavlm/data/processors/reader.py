@@ -54,7 +54,7 @@ class ProcessorReader:
         normalise = options.get("do_normalize", True)
         shared = {
             "patch_size": model.vision.patch_size,
-            "merge": model.projector.pixel_shuffle,
+            "projector": model.projector,
             "resample": Resampling(options["resample"]),
             "mean": tuple(options["image_mean"]) if normalise else (0.0, 0.0, 0.0),
             "std": tuple(options["image_std"]) if normalise else (1.0, 1.0, 1.0),

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megavlm.arch.anyres import Tiling
 from megavlm.config.schema import ModelConfig
-from megavlm.data.anyres import Tiling
 from megavlm.data.processors.reader import ProcessorReader
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.settings import Settings

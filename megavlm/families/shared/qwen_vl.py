@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.images import features_of
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout, Prompt
 from megavlm.data.processors.processor import Processor
@@ -123,14 +123,14 @@ class NativeResolution(Processor):
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         tile = self._tile(*self._resized((height, width)))
-        prompt = Prompt(self.image_token, (self.start, self.end), (features_of(tile.grid, self.merge),))
+        prompt = Prompt(self.image_token, (self.start, self.end), (tokens_per_grid(tile.grid, self.projector),))
         return Layout((height, width), (tile,), (0, 0), prompt)
 
     def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
         return [self._resize(pixels, *self._resized(pixels.shape[:2]))]
 
     def _resized(self, size: Size) -> Size:
-        factor = self.patch_size * self.merge
+        factor = self.patch_size * self.projector.pixel_shuffle
         return sizes.smart_resize(size, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
 

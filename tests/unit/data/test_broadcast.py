@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from megavlm.data.anyres import TileGroup
+from megavlm.arch.anyres import TileGroup
 from megavlm.data.broadcast import aligned, copy_to, deserialize, serialize, size_of
 from megavlm.data.types import Imbalance, Skipped, StepData
 from tests.support.micro_batch import micro_batch

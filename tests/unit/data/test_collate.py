@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from megavlm.config.schema import ProjectorConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.images import Image, patchify
@@ -59,7 +60,7 @@ def packed_batch(
             seq_length=seq_length,
             image_token=IMAGE,
             pad_token=PAD,
-            pixel_shuffle=pixel_shuffle,
+            projector=ProjectorConfig(pixel_shuffle=pixel_shuffle),
             patch_dim=PATCH**2,
             mrope=mrope,
             num_sources=2,

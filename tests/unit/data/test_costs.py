@@ -24,6 +24,7 @@ def test_costs_are_the_flops_of_the_model() -> None:
         patches=88,
         patch_squares=24**2 + 64**2,
         window_squares=sum(window_squares(grid, 4) for grid in grids),
+        features=22,
         tokens=70,
         token_squares=4900,
     )

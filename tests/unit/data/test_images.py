@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.images import features_of, grid_of, patchify
-from megavlm.errors import UserError
+from megavlm.data.images import patchify
 
 
 @settings(max_examples=30, deadline=None)
@@ -39,20 +37,3 @@ def test_mean_and_std_normalise_the_unit_interval() -> None:
     image = np.array([[[0], [255]]], dtype=np.uint8)
     patches = patchify(image, 1, mean=0.25, std=0.1)
     torch.testing.assert_close(patches, torch.tensor([[-2.5], [7.5]]))
-
-
-def test_grid_and_features() -> None:
-    assert grid_of(28, 42, 14) == (2, 3)
-    assert features_of((4, 6), 2) == 6
-    assert features_of((3, 5), 1) == 15
-
-
-@pytest.mark.parametrize(("height", "width"), [(30, 28), (28, 30), (0, 28)])
-def test_sides_that_do_not_divide_name_the_option(height: int, width: int) -> None:
-    with pytest.raises(UserError, match=rf"{height}×{width}.*--vision-patch-size 14"):
-        grid_of(height, width, 14)
-
-
-def test_grids_that_do_not_merge_name_the_option() -> None:
-    with pytest.raises(UserError, match=r"3×4 .*--projector-pixel-shuffle 2"):
-        features_of((3, 4), 2)

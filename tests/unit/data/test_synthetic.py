@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.config.schema import Config, DataConfig, TrainConfig, VisionConfig
-from megavlm.data.images import features_of
+from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import tokens_per_grid
+from megavlm.config.cli import parse
+from megavlm.config.schema import Config, DataConfig, ProjectorConfig, TrainConfig, VisionConfig
+from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.rank_loader import stats
 from megavlm.data.synthetic import SyntheticSource, chain, entropy
 from megavlm.errors import UserError
 
@@ -32,7 +36,7 @@ def test_a_sample_is_well_formed(index: int, seed: int, share: float) -> None:
     sample = source.sample(index)
     image_tokens = sample.tokens == source.image_token
     assert len(sample) == 64
-    assert image_tokens.sum() == sum(features_of(grid, 1) for grid in sample.grids)
+    assert image_tokens.sum() == sum(tokens_per_grid(grid, ProjectorConfig()) for grid in sample.grids)
     assert sample.tokens.min() > source.pad_token
     assert sample.tokens.max() < source.vocab_size
     assert sample.trained.any(), "every sample has an answer"
@@ -136,3 +140,23 @@ def test_text_has_the_entropy_it_says() -> None:
     given_first = pairs / np.maximum(pairs.sum(1, keepdims=True), 1)
     measured = -(pairs * np.log(np.where(pairs > 0, given_first, 1))).sum() / pairs.sum()
     assert measured == pytest.approx(entropy(10), rel=0.01)
+
+
+def test_synthetic_images_are_tiled_where_they_are_alone() -> None:
+    flags = "--vision-image-size 8 --vision-patch-size 4 --image-sizes 16 --images-per-sample 1 2 0 --seq-length 40"
+    given_config = parse([*flags.split(), "--projector-anyres-max-tiles", "4"])
+    source = SyntheticSource(given_config)
+    batch = collate(
+        [[sample] for sample in [source.sample(index) for index in range(3)]],
+        CollateSpec.of(given_config, source, seq_length=40),
+    )
+    assert batch.tile_groups == (
+        TileGroup((2, 2), (16, 16)),
+        TileGroup((0, 0), (16, 16)),
+        TileGroup((0, 0), (16, 16)),
+    )
+    assert (batch.tokens == source.image_token).sum(1).tolist() == [4 + 4 * 5, 2 * (4 + 1), 0]
+    assert batch.grids == ((2, 2),) * 7
+    assert batch.patches is not None
+    assert batch.patches.shape[0] == batch.num_patches == 28
+    assert stats([batch]).images == 3

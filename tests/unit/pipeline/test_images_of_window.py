@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from megavlm.arch.anyres import TileGroup
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.anyres import TileGroup
 from megavlm.data.batch import MicroBatch
 from megavlm.pipeline.images import (
     assign_images,

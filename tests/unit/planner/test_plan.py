@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megavlm.arch.flops import layer_flops, step_flops
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import layer_names, part_of, trained_below, trained_layers, trains_weights
-from megavlm.arch.workload import Workload, typical_workload, window_patches, window_squares
+from megavlm.arch.workload import Workload, image_workload, typical_workload, window_patches, window_squares
 from megavlm.config.cli import parse
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, PlacementConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
@@ -139,9 +139,8 @@ def test_windows_cost_what_they_hold():
     assert window_patches(ModelConfig()) == 0
     # 7 × 13 patches in windows of 6: rows 6 + 1, columns 6 + 6 + 1.
     assert window_squares((7, 13), 6) == sum((r * c) ** 2 for r in (6, 1) for c in (6, 6, 1))
-    work = Workload(
-        patches=91, patch_squares=91**2, window_squares=window_squares((7, 13), 6), tokens=1, token_squares=1
-    )
+    work = image_workload([(7, 13)], model)
+    assert work.window_squares == window_squares((7, 13), 6)
     windowed, full = (layer_cost(f"vision.layers.{number}", model, work).forward_flops for number in (0, 1))
     assert full - windowed == 4.0 * (91**2 - window_squares((7, 13), 6)) * model.vision.hidden_size
 
@@ -190,7 +189,7 @@ def test_adapters_train_the_layers_that_have_them():
 
 
 def test_flops_of_adapters_count_backward_from_the_first_of_them():
-    work = Workload(patches=10, patch_squares=0, window_squares=0, tokens=20, token_squares=0)
+    work = Workload(patches=10, patch_squares=0, window_squares=0, features=10, tokens=20, token_squares=0)
     argv = ["--lora-rank", "2", "--freeze", "vision", "projector", "--lora-targets"]
     late = parse([*WORDS, *argv, "language.layers.2"])
 
@@ -206,7 +205,7 @@ def test_flops_of_adapters_count_backward_from_the_first_of_them():
 
 def test_flops_count_two_four_or_six_per_parameter_and_token():
     """Attention aside: frozen with nothing trained below 2, frozen above a trained part 4, trained above 6."""
-    work = Workload(patches=10, patch_squares=0, window_squares=0, tokens=20, token_squares=0)
+    work = Workload(patches=10, patch_squares=0, window_squares=0, features=10, tokens=20, token_squares=0)
     model = ModelConfig(language=LanguageConfig(vocab_size=100))
 
     def forward(module):

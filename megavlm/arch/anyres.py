@@ -3,17 +3,16 @@
 An image comes as a base tile, which is all of it at the tower's size, and a grid of tiles that show it enlarged, its
 shape kept, in the middle, padded on two opposite sides. The grid's features form one map. It loses its padding, is
 reduced where it is larger than `max_tiles` tiles, and each of its rows ends with a newline. The base tile's features
-come first. An image whose base tile is all there is ends with one newline. Image tokens are counted here, features laid
-out in `megavlm/model/vision_ops.py`; both as in Transformers' LlavaOnevision.
+come first. An image whose base tile is all there is ends with one newline. Image tokens are counted here, and features
+are arranged in `megavlm/model/vision_ops.py`; both as in Transformers' LlavaOnevision.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megavlm.data.images import features_of
 from megavlm.errors import UserError
 
 # (height, width) of an image in pixels → (rows, columns) of the tiles of its grid.
@@ -25,9 +24,9 @@ _TOLERATED = 1.1
 
 @dataclass(frozen=True)
 class TileGroup:
-    """Consecutive tiles of a micro-batch that are one image: its base tile, then the grid's, row by row."""
+    """Consecutive tiles of a micro-batch that are one image: its base tile, then the tiles of its grid, row by row."""
 
-    grid: tuple[int, int]  # (rows, columns) of tiles; (0, 0) where the base tile is all
+    grid: tuple[int, int]  # (rows, columns) of tiles; (0, 0) if the image has only its base tile
     size: tuple[int, int]  # (height, width) of the image in pixels, as it was before tiling
 
     @property
@@ -37,7 +36,7 @@ class TileGroup:
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """What of a grid's features becomes image tokens: these rows and columns, resized to `height` × `width`."""
+    """Features of a grid of tiles that become image tokens: these rows and columns, resized to `height` × `width`."""
 
     rows: slice
     columns: slice
@@ -46,7 +45,7 @@ class FeatureMap:
 
 
 def feature_map(group: TileGroup, side: int, *, max_tiles: int) -> FeatureMap:
-    """The part that shows the image, of `group`'s grid of tiles of `side` × `side` features.
+    """Return the part of `group`'s grid of tiles that shows the image. Each tile has `side` × `side` features.
 
     An image that is wider than its grid fills the grid's width W and, in the middle, W · height / width of its rows;
     the others are padding. A taller one fills the grid's height. With r = √(features kept / (max_tiles · side²)), both
@@ -73,25 +72,9 @@ def feature_map(group: TileGroup, side: int, *, max_tiles: int) -> FeatureMap:
     return FeatureMap(slice(top, top + kept_rows), slice(left, left + kept_columns), *reduced)
 
 
-def features_of_group(group: TileGroup, side: int, *, max_tiles: int) -> int:
-    """Image tokens of one image, newlines included."""
+def tokens_per_tiled_image(group: TileGroup, side: int, *, max_tiles: int) -> int:
+    """Return the image tokens of one image, newlines included. Each tile has `side` × `side` features."""
     if group.tiles == 1:
         return side**2 + 1
     kept = feature_map(group, side, max_tiles=max_tiles)
     return side**2 + kept.height * (kept.width + 1)
-
-
-def features_of_images(
-    grids: Sequence[tuple[int, int]], groups: Sequence[TileGroup], *, pixel_shuffle: int, max_tiles: int | None
-) -> list[int]:
-    """Image tokens of each image, from the (rows, columns) in patches of what the tower sees.
-
-    Without `max_tiles` each grid is an image of its own; with it `groups` say which tiles are one image.
-    """
-    features = [features_of(grid, pixel_shuffle) for grid in grids]
-    if max_tiles is None:
-        assert not groups, "the model does not take tiled images"
-        return features
-    assert sum(group.tiles for group in groups) == len(grids), "every tile belongs to one image"
-    assert all(grid == (grids[0][0], grids[0][0]) for grid in grids), "tiles are square and of one size"
-    return [features_of_group(group, math.isqrt(features[0]), max_tiles=max_tiles) for group in groups]

@@ -1,0 +1,59 @@
+"""Image tokens of grids and of tiled images, by hand; tests/parity compares them with Transformers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megavlm.arch.anyres import TileGroup, feature_map
+from megavlm.arch.image_tokens import grid_of, smallest_grid, tokens_per_grid, tokens_per_image
+from megavlm.config.schema import ProjectorConfig
+from megavlm.errors import UserError
+
+
+def test_padding_is_cut_off_on_both_sides() -> None:
+    wide = feature_map(TileGroup(grid=(2, 2), size=(10, 20)), 4, max_tiles=9)
+    assert (wide.rows, wide.columns) == (slice(2, 6), slice(0, 8))
+    tall = feature_map(TileGroup(grid=(2, 2), size=(20, 10)), 4, max_tiles=9)
+    assert (tall.rows, tall.columns) == (slice(0, 8), slice(2, 6))
+    assert (tall.height, tall.width) == (8, 4)
+
+
+def test_a_map_is_reduced_where_it_is_more_than_a_tenth_too_long() -> None:
+    grid = TileGroup(grid=(2, 2), size=(10, 10))
+    assert feature_map(grid, 4, max_tiles=4).width == 8
+    reduced = feature_map(grid, 4, max_tiles=1)  # from 8 × 8 to one tile's worth
+    assert (reduced.rows, reduced.height, reduced.width) == (slice(0, 8), 4, 4)
+
+
+def test_tokens_of_base_tiles_grids_and_newlines() -> None:
+    groups = [TileGroup((2, 1), (20, 10)), TileGroup((0, 0), (20, 10))]
+    tiled = ProjectorConfig(pixel_shuffle=2, anyres_max_tiles=9)
+    assert tokens_per_image([(4, 4)] * 4, groups, tiled) == [4 + 4 * (2 + 1), 4 + 1]
+    assert tokens_per_image([(4, 6)], [], ProjectorConfig(pixel_shuffle=2)) == [6]
+    assert tokens_per_image([], [], tiled) == []
+    with pytest.raises(AssertionError, match="every tile"):
+        tokens_per_image([(4, 4)] * 3, groups, tiled)
+
+
+def test_an_image_of_which_nothing_would_be_left_is_refused() -> None:
+    with pytest.raises(UserError, match=r"8×127 pixels is too narrow for --projector-anyres-max-tiles 1"):
+        feature_map(TileGroup((1, 4), (8, 127)), 3, max_tiles=1)
+
+
+def test_tokens_of_grids() -> None:
+    assert grid_of(28, 42, 14) == (2, 3)
+    merging = ProjectorConfig(pixel_shuffle=2)
+    assert tokens_per_grid((4, 6), merging) == 6
+    assert tokens_per_grid((3, 5), ProjectorConfig()) == 15
+    assert tokens_per_grid(smallest_grid(merging), merging) == 1
+
+
+@pytest.mark.parametrize(("height", "width"), [(30, 28), (28, 30), (0, 28)])
+def test_sides_that_do_not_divide_name_the_option(height: int, width: int) -> None:
+    with pytest.raises(UserError, match=rf"{height}×{width}.*--vision-patch-size 14"):
+        grid_of(height, width, 14)
+
+
+def test_grids_that_do_not_merge_name_the_option() -> None:
+    with pytest.raises(UserError, match=r"3×4 .*--projector-pixel-shuffle 2"):
+        tokens_per_grid((3, 4), ProjectorConfig(pixel_shuffle=2))
