@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from megavlm.backend import Backend
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Coordinates, Dims
+from megavlm.parallel.rendezvous import join
 
 ENCODER_RNG = "encoder-rng"  # the dropout generator of a colocated encoder, in megatron-core's tracker
 
@@ -91,7 +92,10 @@ def start(backend: Backend, *, timeout_minutes: float) -> None:
     timeout = timedelta(minutes=timeout_minutes)
     if dist.is_torchelastic_launched():
         device = backend.device if backend.communication == "nccl" else None
-        dist.init_process_group(backend.communication, timeout=timeout, device_id=device)
+        store, rank, world = join(timeout)
+        dist.init_process_group(
+            backend.communication, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
+        )
     else:
         dist.init_process_group(backend.communication, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
+from megavlm.parallel import rendezvous
+
 
 def pretend() -> None:
     """Let `init_process_group("nccl")` work, and objects travel nowhere."""
@@ -23,6 +25,10 @@ def pretend() -> None:
         original("cuda:fake", timeout=timeout, **kwargs)
 
     dist.init_process_group = init
+    dist.rendezvous = lambda *_, **__: iter(
+        [(fake_pg.FakeStore(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))]
+    )
+    rendezvous.agree = lambda *_, **__: "alone"
     dist.is_torchelastic_launched = lambda: True
     dist.get_backend = lambda group=None: "nccl"
     dist.broadcast_object_list = lambda object_list, src=None, group=None, **_: None
