@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import queue
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 def install() -> None:
     """Idempotent; imports megatron-core."""
     _patch_clipping()
-    _patch_checkpoint_writer()
 
 
 def _patch_clipping() -> None:
@@ -36,13 +34,6 @@ def _scale_in_place(chunk_size: int, flag: Any, tensors: list[list[Tensor]], sca
     source, target = tensors
     assert source is target
     torch._foreach_mul_(target, scale)
-
-
-def _patch_checkpoint_writer() -> None:
-    # The writer hands its results over through a manager process of its own, which imports torch again: seconds per
-    # rank at the first save. We save synchronously, so results never leave the process.
-    writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    writer._results_queue = queue.Queue()
 
 
 def read_checkpoints_with(*, reader: type, planner: type) -> None:

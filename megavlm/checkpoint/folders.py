@@ -1,7 +1,7 @@
 """Checkpoint folders of a run: which are complete, how one becomes complete, which are kept. No torch.
 
-A save writes into `tmp-iter_0000100`; renaming it to `iter_0000100` is the commit. A rename is atomic, so whatever
-kills the run, every folder named `iter_*` is whole and the newest one is where the run resumes.
+A save writes into `tmp-iter_0000100`, its manifest last; renaming the folder to `iter_0000100` is the commit. Whatever
+kills the run, a folder `iter_*` with a manifest is whole, and the newest one is where the run resumes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from megavlm.checkpoint.manifest import FileSum, is_complete, write_manifest
 from megavlm.errors import UserError
 
 _COMPLETE = re.compile(r"iter_(\d{7,})")
@@ -24,12 +27,17 @@ def temporary_for(root: Path, iteration: int) -> Path:
     return root / f"tmp-iter_{iteration:07d}"
 
 
-def complete(root: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints as (iteration, folder), oldest first."""
+def named(root: Path) -> list[tuple[int, Path]]:
+    """Folders named like checkpoints as (iteration, folder), oldest first."""
     if not root.is_dir():
         return []
     found = ((_COMPLETE.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
     return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def complete(root: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints as (iteration, folder), oldest first."""
+    return [(iteration, path) for iteration, path in named(root) if is_complete(path)]
 
 
 def newest(root: Path) -> Path | None:
@@ -38,9 +46,14 @@ def newest(root: Path) -> Path | None:
     return folders[-1][1] if folders else None
 
 
+def is_named(path: Path) -> bool:
+    """Return whether a folder is named like a checkpoint."""
+    return bool(_COMPLETE.fullmatch(path.name)) and path.is_dir()
+
+
 def resolve(path: Path) -> Path:
     """A checkpoint folder from what a user may name: the folder itself, a run, or its `checkpoints/`."""
-    if _COMPLETE.fullmatch(path.name) and path.is_dir():
+    if is_named(path):
         return path
     found = newest(path / "checkpoints") or newest(path)
     if found is None:
@@ -57,13 +70,33 @@ def prepare(root: Path, iteration: int) -> Path:
     return temporary
 
 
-def commit(root: Path, iteration: int) -> Path:
-    """Make a written checkpoint count: flush its files, then rename it."""
+def commit(root: Path, iteration: int, sums: Mapping[str, FileSum] | None = None) -> Path:
+    """Make a written checkpoint count: flush its files, write its manifest, then rename it.
+
+    Files whose `sums` are not given are read.
+    """
     temporary, final = temporary_for(root, iteration), folder_for(root, iteration)
+    for path in temporary.rglob("*"):
+        _flush(path)
+    write_manifest(temporary, sums or {})
+    before = final.with_name(f"tmp-before-{final.name}")
     if final.exists():  # the same iteration again, after resuming from an older checkpoint by hand
-        shutil.rmtree(final)
+        final.rename(before)
     rename_flushed(temporary, final)
+    if before.exists():
+        shutil.rmtree(before)
     return final
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that it neither counts nor is pruned; return where it is now."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    with suppress(OSError):  # somebody's read-only folder stays as it is
+        if aside.exists():
+            shutil.rmtree(aside)
+        folder.rename(aside)
+        return aside
+    return folder
 
 
 def rename_flushed(temporary: Path, final: Path) -> None:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megavlm.checkpoint import folders, reading
+from megavlm.checkpoint import reading
+from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY
 from megavlm.checkpoint.optimizer import (
     load_loss_scale,
     load_optimizer_state,
@@ -27,7 +28,8 @@ from megavlm.checkpoint.optimizer import (
     param_shards,
     sharded_optimizer_state,
 )
-from megavlm.checkpoint.writing import write
+from megavlm.checkpoint.saving import save_share
+from megavlm.checkpoint.writing import share_of_rank
 from megavlm.config.derived import fp8_in, layer_precision
 from megavlm.config.load import from_dict
 from megavlm.config.lora import is_adapter
@@ -45,7 +47,6 @@ from megavlm.precision.history import history_of, prepare, restore, sharded_hist
 FORMAT = 1
 # Moments in the shape of their parameters, so that TP, PP and DP may all change.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-SUMMARY = "megavlm.json"  # in every checkpoint: what it is, readable without torch
 
 
 @dataclass(frozen=True)
@@ -68,30 +69,20 @@ class Position:
 
 
 def save(trained: Trained, position: Position, *, config: Config, plan: Plan, root: Path, keep: int) -> Path:
-    """Write and commit a checkpoint; every rank calls it. Returns its folder."""
-    temporary = folders.temporary_for(root, position.iteration)
-    if dist.get_rank() == 0:
-        folders.prepare(root, position.iteration)
-    dist.barrier()
+    """Write and commit a checkpoint; every rank calls it. Returns its folder. Raises UserError if it cannot."""
     state = _sharded_state(trained, loading=False)
     state["position"] = asdict(position)
     state["loss_scale"] = loss_scale_state(trained.optimizer)
     state["fp8"] = _sharded_histories(trained) if history_of(config) else {}
+    summary = _summary(config, plan, position)
     with _quiet():
-        write(state, temporary, group=trained.groups.dp_cp, metadata=dict(_METADATA))
-    if dist.get_rank() == 0:
-        summary = _summary(config, plan, position)
-        (temporary / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-        folders.commit(root, position.iteration)
-        folders.retain(root, keep)
-    dist.barrier()
-    return folders.folder_for(root, position.iteration)
+        share = share_of_rank(state, group=trained.groups.dp_cp, metadata=dict(_METADATA))
+        return save_share(share, summary, root=root, keep=keep)
 
 
 def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Position:
-    """Restore a checkpoint of any layout into this one. Raises UserError where it belongs to another model."""
+    """Restore a checkpoint of any layout, which fits (`check_fits`), into this one. Raises UserError if it cannot."""
     summary = read_summary(folder)
-    check_fits(summary, config, folder)
     same_layout = summary["plan"] == plan.to_json()
     state = _sharded_state(trained, loading=True)
     if not same_layout:
@@ -139,11 +130,14 @@ def read_summary(folder: Path) -> dict[str, Any]:
         summary = json.loads((folder / SUMMARY).read_text())
         if summary["format"] != FORMAT:
             raise UserError(f"{folder} has checkpoint format {summary['format']}; this megavlm reads {FORMAT}")
-    except (OSError, ValueError, KeyError) as error:
+        missing = [name for name in ("model", "plan") if not isinstance(summary.get(name), dict)]
+        if missing:
+            raise ValueError(f"it has no {missing[0]}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{folder} is no megavlm checkpoint: its {SUMMARY} cannot be read ({error})") from error
-    return summary
+    return dict(summary)
 
 
 def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
@@ -199,6 +193,7 @@ _MAY_CHANGE = ("init_method_std", "attention_dropout", "hidden_dropout", "freeze
 def _summary(config: Config, plan: Plan, position: Position) -> dict[str, Any]:
     return {
         "format": FORMAT,
+        ANNOUNCED: MANIFEST,
         "iteration": position.iteration,
         "consumed_samples": position.loader.get("consumed_samples"),
         "plan": plan.to_json(),

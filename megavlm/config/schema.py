@@ -174,6 +174,10 @@ class CheckpointConfig:
         "Run or checkpoint that a new run starts from; default: none.",
         common=FILES,
     )
+    fallback: bool = option(
+        True,
+        "Go on from the newest checkpoint that is whole if newer ones are damaged; off: end with a message instead.",
+    )
     init_from: str | None = option(
         None,
         "Hugging Face folder with the model's configuration and initial weights; default: random weights.",

@@ -23,6 +23,7 @@ KINDS = {
     "finish": "the run has done its last iteration",
     "failure": "the run ends by an error; `reason` is its line",
     "save": "a checkpoint is complete; `seconds` is what the save took",
+    "damage": "a checkpoint is not what was saved, or cannot be verified; `reason` says why",
     "worker": "a data worker died or hung, and another took its place; `reason` names the sample",
     "takeover": "the run took its folder over from a run that is dead",
 }

@@ -17,6 +17,7 @@ from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of
+from megavlm.checkpoint.restoring import Choices, choices_in, choices_of, load_newest
 from megavlm.config.derived import overlapped
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
@@ -27,12 +28,14 @@ from megavlm.data.source import ComputedSource
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, SkippedLog, TensorBoardSink
 from megavlm.model.specs import DTYPES
+from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups, build_groups, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.pipeline.images import patches_by_rank
 from megavlm.planner.auto import offload_memory_error
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
 from megavlm.precision.device import check_device, device_at_hand
+from megavlm.resilience import events
 from megavlm.train.engine import Engine, WeightInit, build_engine
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
@@ -101,7 +104,8 @@ def build(config: Config, backend: Backend) -> Run:
         vision_group=_vision_group(plan, groups),
         patch_shards=_patch_shards(config, plan, groups),
     )
-    checkpoint = _first_checkpoint(config, run_dir)
+    choices = _choices(config, run_dir)
+    checkpoint = choices.folders[0] if choices.folders else None
     on_rank_0(partial(write_sidecars, run_dir, config, checkpoint, image_token=source.image_token))
     engine = build_engine(
         config,
@@ -109,10 +113,10 @@ def build(config: Config, backend: Backend) -> Run:
         groups,
         vocab_size=source.vocab_size,
         backend=backend,
-        weights=_initial_weights(config, checkpoint, vocab_size=source.vocab_size),
+        weights=_initial_weights(config, choices, vocab_size=source.vocab_size),
         num_sources=len(source.names) if len(source.names) > 1 else 0,
     )
-    position = _restore(engine, data_loader, config, plan, checkpoint)
+    position = _restore(engine, data_loader, config, plan, choices)
     progress, sinks = _outputs(config, run_dir, position.iteration) if rank == 0 else (None, [])
     return Run(
         config=config,
@@ -160,37 +164,76 @@ def _patch_shards(config: Config, plan: Plan, groups: Groups) -> PatchShards | N
     return partial(patches_by_rank, model=config.model, ranks=groups.mp.size(), width=plan.vision_tp)
 
 
-def _first_checkpoint(config: Config, run_dir: Path) -> Path | None:
-    """Return the checkpoint to start from: the latest of the run, else that of `--load`, else None."""
-    checkpoint = folders.newest(run_dir / "checkpoints")
-    if checkpoint is None and config.checkpoint.load is not None:
-        checkpoint = folders.resolve(Path(config.checkpoint.load))
-    return checkpoint
+def _choices(config: Config, run_dir: Path) -> Choices:
+    """Return the checkpoints to start from: those of the run, else those of `--load`, else none. All ranks agree."""
+    found: list[Choices] = []
+
+    def choose() -> None:
+        options = config.checkpoint
+        choices = choices_in(run_dir / "checkpoints", fallback=options.fallback)
+        if not choices.folders and options.load is not None:
+            choices = choices_of(Path(options.load), fallback=options.fallback)
+        for remark in choices.remarks:
+            _warn_of_checkpoint(run_dir, remark)
+        found.append(choices)
+
+    on_rank_0(choose)
+    dist.broadcast_object_list(agreed := [found[0] if found else None], src=0)
+    assert agreed[0] is not None
+    return agreed[0]
 
 
-def _initial_weights(config: Config, checkpoint: Path | None, *, vocab_size: int) -> WeightInit | None:
+def _initial_weights(config: Config, choices: Choices, *, vocab_size: int) -> WeightInit | None:
     """Return the function that sets the initial weights; None if the seed or `_restore` sets them."""
-    if checkpoint is not None:
-        weights_only = state.is_weights_only(checkpoint)
-        return partial(state.load_weights, folder=checkpoint, config=config) if weights_only else None
+    if choices.folders:
+        if not state.is_weights_only(choices.folders[0]):
+            return None
+        return partial(_load_weights_of_checkpoint, config=config, choices=choices)
     pretrained_list = pretrained_of(config)
     if not pretrained_list:
         return None
     return partial(load_weights, pretrained_list=pretrained_list, config=config, vocab_size=vocab_size)
 
 
-def _restore(
-    engine: Engine, data_loader: DataLoader, config: Config, plan: Plan, checkpoint: Path | None
-) -> state.Position:
-    """Restore model, optimizer and data loader from the checkpoint of a run, if there is one; return its position."""
-    if checkpoint is None or state.is_weights_only(checkpoint):
+def _restore(engine: Engine, data_loader: DataLoader, config: Config, plan: Plan, choices: Choices) -> state.Position:
+    """Restore model, optimizer and data loader from the newest whole checkpoint, if there is one; return its position.
+
+    Newer ones of this run, which are damaged, are renamed: they must not outlive the ones that this run will save.
+    """
+    if not choices.folders or state.is_weights_only(choices.folders[0]):
         return state.Position(iteration=0, loader={})
-    position = state.load(engine.trained(), checkpoint, config=config, plan=plan)
+    run_dir = Path(config.run.run_dir)
+    checkpoint, position = load_newest(
+        choices,
+        check=lambda folder: state.check_fits(state.read_summary(folder), config, folder),
+        load=lambda folder: state.load(engine.trained(), folder, config=config, plan=plan),
+        say=partial(_warn_of_checkpoint, run_dir),
+    )
     data_loader.load_state_dict(position.loader)
     engine.scheduler.step(increment=position.iteration)
     if dist.get_rank() == 0:
+        if checkpoint.parent == run_dir / "checkpoints":
+            for iteration, folder in folders.named(checkpoint.parent):
+                if iteration > position.iteration:
+                    print(f"{folder} is now {folders.set_aside(folder).name}", flush=True)
         print(f"resumed from {checkpoint} at iteration {position.iteration}", flush=True)
     return position
+
+
+def _load_weights_of_checkpoint(chunks: Sequence[VLMChunk], *, config: Config, choices: Choices) -> None:
+    load_newest(
+        choices,
+        check=lambda folder: state.check_model(state.read_summary(folder), config, folder),
+        load=lambda folder: state.load_weights(chunks, folder=folder, config=config),
+        say=partial(_warn_of_checkpoint, Path(config.run.run_dir)),
+    )
+
+
+def _warn_of_checkpoint(run_dir: Path, text: str) -> None:
+    """Say on rank 0 that a checkpoint is not what it should be, in the run's history too."""
+    if dist.get_rank() == 0:
+        print(f"warning: {text}", flush=True)
+        events.record(run_dir, "damage", reason=text)
 
 
 def _outputs(config: Config, run_dir: Path, first_iteration: int) -> tuple[ProgressLine, list[Sink]]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megavlm.checkpoint import folders
+from megavlm.checkpoint.manifest import write_manifest
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.training import SMALL, train
 
@@ -98,6 +99,7 @@ def test_checkpoint_of_a_newer_format_is_refused(finished: Path, tmp_path: Path)
     run_dir, checkpoint = copy_of(finished, tmp_path)
     summary = json.loads((checkpoint / "megavlm.json").read_text())
     (checkpoint / "megavlm.json").write_text(json.dumps(summary | {"format": 99}))
+    write_manifest(checkpoint, {})
     status, output = resume(run_dir)
     assert status == 2, output
     assert "99" in lines_of_ours(output)[0]
@@ -131,6 +133,7 @@ def test_checkpoint_that_runs_code_is_refused(finished: Path, tmp_path: Path, ca
     else:
         code = pickle.dumps(Opens(proof)) if carrier == ".metadata" else saved.getvalue()
         (checkpoint / carrier).write_bytes(code)
+    write_manifest(checkpoint, {})
     status, output = resume(run_dir)
     assert status == 2, output
     (line,) = lines_of_ours(output)

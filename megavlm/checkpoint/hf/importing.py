@@ -33,7 +33,8 @@ from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, THREADS, for_each
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.sidecar import write_sidecar
-from megavlm.checkpoint.state import FORMAT, SUMMARY
+from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY
+from megavlm.checkpoint.state import FORMAT
 from megavlm.config.schema import Config
 from megavlm.families.shared.table import Shape
 
@@ -58,6 +59,7 @@ def import_checkpoint(
     summary = {
         "format": FORMAT,
         "contents": "weights",
+        ANNOUNCED: MANIFEST,
         "iteration": 0,
         "consumed_samples": 0,
         "plan": plan.to_json(),

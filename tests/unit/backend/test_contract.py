@@ -100,7 +100,31 @@ HOOKS = (
     ),
     Hook(CORE + "parallel_state", "_global_process_group_list", "groups are closed, not only forgotten"),
     Hook(CORE + "fp8_utils", "get_fp8_context", "a layer's FP8 region", ("config",)),
-    Hook(CORE + "dist_checkpointing.strategies.filesystem_async", "_results_queue", "results stay in the process"),
+    Hook(
+        CORE + "dist_checkpointing.strategies.filesystem_async",
+        "_split_by_size_and_type",
+        "files of a rank",
+        ("bins", "items"),
+    ),
+    Hook(
+        CORE + "dist_checkpointing.strategies.state_dict_saver",
+        "save_state_dict_async_plan",
+        "what a rank writes",
+        ("state_dict", "storage_writer", "process_group", "coordinator_rank", "planner"),
+    ),
+    Hook(
+        CORE + "dist_checkpointing.strategies.torch",
+        "_replace_state_dict_keys_with_sharded_keys",
+        "what a rank writes",
+        ("sharded_state_dict", "keep_only_main_replica"),
+    ),
+    Hook(CORE + "dist_checkpointing.strategies.torch", "mcore_to_pyt_state_dict", "what a rank writes"),
+    Hook(
+        CORE + "dist_checkpointing.strategies.fully_parallel",
+        "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
+        "ranks deal out what they share",
+        ("sharded_state_dict",),
+    ),
     Hook(
         CORE + "dist_checkpointing.strategies.fully_parallel",
         "FullyParallelSaveStrategyWrapper",

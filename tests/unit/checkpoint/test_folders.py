@@ -32,7 +32,8 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path):
     write(tmp_path, 5)
     (folders.prepare(tmp_path, 5) / "other").write_text("new")
     folders.commit(tmp_path, 5)
-    assert [path.name for path in folders.folder_for(tmp_path, 5).iterdir()] == ["other"]
+    files = {path.name for path in folders.folder_for(tmp_path, 5).iterdir()}
+    assert files == {"other", "manifest.json"}
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3]), (2, [2, 3]), (9, [1, 2, 3])])

@@ -1,0 +1,226 @@
+"""The manifest of a checkpoint: size and checksum of each of its files. It is written last. No torch.
+
+A folder without it is no checkpoint, whatever its name: not every file system renames a folder in one piece. (Those of
+earlier versions have none; their `megavlm.json` does not announce one, and they load without being verified.)
+
+The checksum is CRC-32: it finds every burst of up to 32 wrong bits, and all but one of 4 · 10⁹ other damages. A storage
+system is not an attacker, and whoever can write a file can write the manifest, so SHA-256 (1.8 GB/s where CRC-32 has
+4.0) would find no more.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+MANIFEST = "manifest.json"
+SUMMARY = "megavlm.json"  # in every checkpoint: what it is
+ANNOUNCED = "manifest"  # the key of the summary that says that there is a manifest
+_PIECE = 4 * 2**20  # bytes that are read at once: outside the interpreter's lock, like their checksum
+_TENSORS = ".distcp"  # what files of tensors end in: they are verified while they are loaded, all others before
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Size and CRC-32 of a file."""
+
+    bytes: int
+    crc32: int
+
+
+class SummingFile:
+    """A file that is open for writing and sums up what is written to it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._bytes = self._crc = 0
+        self.error: OSError | None = None  # what the file system said: torch reports "unexpected pos" in its place
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self._crc = zlib.crc32(data, self._crc)
+        self._bytes += written
+        return written
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def sum(self) -> FileSum:
+        return FileSum(self._bytes, self._crc)
+
+
+def sum_of(path: Path) -> FileSum:
+    """Return the size and checksum of a file, which is read in pieces."""
+    size = crc = 0
+    buffer = memoryview(bytearray(_PIECE))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+            size += count
+    return FileSum(size, crc)
+
+
+def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> None:
+    """Write the manifest of all files of a folder; those whose sums are not `known` are read."""
+    files = {
+        name: asdict(known.get(name) or sum_of(folder / name))
+        for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        if name != MANIFEST
+    }
+    with (folder / MANIFEST).open("w") as file:
+        json.dump({"format": 1, "files": files}, file, indent=1)
+        file.write("\n")
+
+
+def read_manifest(folder: Path) -> dict[str, FileSum]:
+    """Return the sums of a checkpoint's files by name. Raises ValueError where the manifest is damaged."""
+    try:
+        files = json.loads((folder / MANIFEST).read_bytes())["files"]
+        sums = {str(name): FileSum(int(entry["bytes"]), int(entry["crc32"])) for name, entry in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its {MANIFEST} is damaged ({_brief(error)})") from error
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in sums):
+        raise ValueError(f"its {MANIFEST} names files outside of it")
+    return sums
+
+
+def is_verifiable(folder: Path) -> bool:
+    """Return whether a checkpoint has a manifest."""
+    return (folder / MANIFEST).is_file()
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint: it has a manifest, or an earlier version wrote it, without one."""
+    if is_verifiable(folder):
+        return True
+    try:
+        summary = json.loads((folder / SUMMARY).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(summary, dict) and ANNOUNCED not in summary
+
+
+def first_look(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint as far as a moment tells: sizes of files, contents of all but tensors."""
+    try:
+        if not is_complete(folder):
+            return f"it has no {MANIFEST}: it was not saved to its end, or is damaged"
+        if not is_verifiable(folder):
+            return None
+        sums = read_manifest(folder)
+        if SUMMARY not in sums:
+            return f"its {MANIFEST} does not list {SUMMARY}"
+        for name, expected in sums.items():
+            found = (folder / name).stat()
+            if found.st_size != expected.bytes:
+                return f"{name} has {found.st_size:,} bytes, not {expected.bytes:,}"
+    except FileNotFoundError as error:
+        return f"{Path(str(error.filename)).name} is missing"
+    except OSError as error:
+        return f"{Path(str(error.filename)).name} cannot be read: {in_words(error)}"
+    except ValueError as error:
+        return str(error)
+    return damage(folder, [name for name in sums if not name.endswith(_TENSORS)])
+
+
+def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
+    """Return which of the files (default: all) is not what was written, None where all are."""
+    try:
+        sums = read_manifest(folder)
+        for name in sums if names is None else names:
+            found, expected = sum_of(folder / name), sums[name]
+            if found.bytes != expected.bytes:
+                return f"{name} has {found.bytes:,} bytes, not {expected.bytes:,}"
+            if found != expected:
+                return f"{name} is damaged: its checksum is {found.crc32:08x}, not {expected.crc32:08x}"
+    except FileNotFoundError as error:
+        return f"{Path(str(error.filename)).name} is missing"
+    except OSError as error:
+        return f"{Path(str(error.filename)).name} cannot be read: {in_words(error)}"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def share_of(sums: Mapping[str, FileSum], *, rank: int, world: int) -> list[str]:
+    """Return the files of tensors that a rank verifies: those that it wrote, and likely reads; others go to the idlest.
+
+    Files are read twice on the way from the storage only where another machine verifies than loads them.
+    """
+    shares: list[list[str]] = [[] for _ in range(world)]
+    loads = [0] * world
+    tensors = {name: entry.bytes for name, entry in sums.items() if name.endswith(_TENSORS)}
+    for name in sorted(tensors, key=lambda each: (-tensors[each], each)):
+        writer = name[2:].split("_")[0] if name.startswith("__") else ""
+        to = int(writer) if writer.isdecimal() and int(writer) < world else min(range(world), key=loads.__getitem__)
+        shares[to].append(name)
+        loads[to] += tensors[name]
+    return shares[rank]
+
+
+class Verification:
+    """Verify a rank's share of a checkpoint in a thread, while the checkpoint is loaded."""
+
+    def __init__(self, folder: Path, *, rank: int, world: int) -> None:
+        self._found: str | None = None
+        self._thread = threading.Thread(target=self._verify, args=(folder, rank, world), daemon=True)
+
+    def _verify(self, folder: Path, rank: int, world: int) -> None:
+        if is_verifiable(folder):
+            try:
+                names = share_of(read_manifest(folder), rank=rank, world=world)
+            except (OSError, ValueError) as error:
+                self._found = str(error)
+            else:
+                self._found = damage(folder, names)
+
+    def __enter__(self) -> Verification:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.join()
+
+    def result(self) -> str | None:
+        """Wait for the end, and return what is damaged."""
+        self._thread.join()
+        return self._found
+
+
+_WORDS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file would be larger than the limit for files (ulimit -f)",
+    errno.EACCES: "there is no permission",
+    errno.EPERM: "there is no permission",
+    errno.EROFS: "the file system is read-only",
+}
+
+
+def in_words(error: OSError) -> str:
+    """Return what the file system said, as a person would say it."""
+    return _WORDS.get(error.errno or 0) or os.strerror(error.errno or 0) if error.errno else str(error)
+
+
+def _brief(error: BaseException) -> str:
+    """Return an error in one line."""
+    text: Any = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

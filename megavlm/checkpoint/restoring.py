@@ -1,0 +1,122 @@
+"""Load the newest checkpoint that is whole: each is verified while it is loaded, and one that is damaged is left out.
+
+Every rank verifies some of the files in a thread. What they find is shared before anything loaded is used, so that all
+ranks go on from the same checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.manifest import Verification, first_look, is_verifiable
+from megavlm.errors import UserError
+
+Loaded = TypeVar("Loaded")
+_NOT_THE_FILES = (MemoryError, torch.OutOfMemoryError)  # why a load may fail although every byte is right
+
+_WITHOUT = "Leave --no-fallback out to go on from an older one, or move this one away"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The checkpoints that a run may start from, newest first, and what is said of those left out."""
+
+    folders: tuple[Path, ...]
+    remarks: tuple[str, ...] = ()
+    fallback: bool = True  # whether an older one may stand in for a damaged one
+
+
+def choices_in(root: Path, *, fallback: bool = True) -> Choices:
+    """Return the checkpoints of a folder that look whole; none if it has none. Raises UserError if all are damaged."""
+    whole, remarks = [], []
+    for _, folder in reversed(folders.named(root)):
+        problem = first_look(folder)
+        if problem is None:
+            whole.append(folder)
+        elif not whole:
+            remarks.append(f"checkpoint {folder} is damaged, and left out: {problem}")
+            if not fallback:
+                raise UserError(
+                    f"checkpoint {folder} is damaged: {problem}. --no-fallback leaves it to you: move it away"
+                )
+    if remarks and not whole:
+        raise UserError(f"{remarks[0]}, and no older one is whole: move the folders away to start anew")
+    return Choices(tuple(whole), tuple(remarks), fallback)
+
+
+def choices_of(path: Path, *, fallback: bool = True) -> Choices:
+    """Return the checkpoints that `--load PATH` names: one, or all of a run. Raises UserError."""
+    if folders.is_named(path):
+        if problem := first_look(path):
+            raise UserError(f"--load {path} is damaged: {problem}. Give another checkpoint, or its run")
+        return Choices((path,))
+    for root in (path / "checkpoints", path):
+        if (found := choices_in(root, fallback=fallback)).folders:
+            return found
+    raise UserError(f"--load {path} holds no complete checkpoint: give a run folder or one of its iter_* folders")
+
+
+def load_newest(
+    choices: Choices, *, check: Callable[[Path], None], load: Callable[[Path], Loaded], say: Callable[[str], None]
+) -> tuple[Path, Loaded]:
+    """Load the newest checkpoint that turns out to be whole; return it and what `load` returned. All ranks call it.
+
+    Raises UserError if none is, or if `check` finds that one does not belong to this run.
+    """
+    for number, folder in enumerate(choices.folders):
+        check(folder)
+        if not is_verifiable(folder):
+            say(f"{folder} has no checksums, since an earlier version saved it: it cannot be verified")
+        loaded, problem = _load_and_verify(folder, load)
+        if problem is None:
+            return folder, loaded
+        older = choices.folders[number + 1 :]
+        if older and not choices.fallback:
+            raise UserError(f"checkpoint {folder} is damaged: {problem}. {_WITHOUT}")
+        if not older:
+            raise UserError(f"checkpoint {folder} is damaged: {problem}. No older one is whole: load another run's")
+        say(f"checkpoint {folder} is damaged: {problem}. Going on from {older[0].name}")
+    raise AssertionError("no checkpoint to choose from")
+
+
+def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any, str | None]:
+    """Return what `load` returns and None, or, on all ranks alike, what is wrong with the checkpoint."""
+    loaded, failure = None, None
+    with Verification(folder, rank=dist.get_rank(), world=dist.get_world_size()) as verification:
+        try:
+            loaded = load(folder)
+        except _NOT_THE_FILES:
+            raise
+        except (Exception, CheckpointException) as error:  # whatever is said of files that are not as they should be
+            failure = error
+        damaged = verification.result()
+    said = None if failure is None else _in_one_line(failure)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (damaged, said))
+    problems = [each for each, _ in found if each]
+    if not problems and any(each for _, each in found):
+        problems = [each for _, each in found if each]
+        if is_verifiable(folder):  # every byte is what was written: an older checkpoint would not load either
+            raise UserError(problems[0]) from failure
+    return loaded, problems[0] if problems else None
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Return what a load that failed says: our own line, or the innermost cause, which torch wraps in others."""
+    if isinstance(error, UserError):
+        return str(error)
+    inner = getattr(error, "failures", None)
+    if isinstance(inner, dict) and inner:
+        error = next(iter(inner.values()))[0]
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"it cannot be loaded ({type(error).__name__}{': ' + lines[0][:200] if lines else ''})"

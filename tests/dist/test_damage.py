@@ -1,0 +1,231 @@
+"""Damage to the newest of three checkpoints: it is named in one line, and the run goes on from the one before it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megavlm.checkpoint import folders
+from tests.support.pool import Pools
+from tests.support.training import SMALL, metrics, train, without_wall_time
+
+TINY = [
+    *SMALL,
+    *"--vision-num-layers 1 --language-num-layers 1 --lr-warmup-iters 1 --save-interval 1 --keep-checkpoints 0".split(),
+]
+
+
+@pytest.fixture(scope="module")
+def three(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process with checkpoints of iterations 1, 2 and 3."""
+    run_dir = tmp_path_factory.mktemp("three")
+    pools(1).run(train, [*TINY, "--train-iters", "3"], str(run_dir))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    pools(1).run(
+        train,
+        [*TINY, "--no-save", "--save-interval", "0", *"--keep-checkpoints 2 --train-iters 4".split()],
+        str(run_dir),
+    )
+    return run_dir
+
+
+def resume(argv: list[str], run_dir: str) -> tuple[str, str]:
+    """Run the program's parts in this process; return what it printed and the user's error, if any."""
+    import torch.distributed as dist
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.config.rules import check
+    from megavlm.errors import UserError
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.loop import fit
+
+    config = parse([*argv, "--run-dir", run_dir])
+    check(config, world=dist.get_world_size())
+    destroy_groups()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            fit(build(config, backend.activate()))
+        except UserError as error:
+            return printed.getvalue(), str(error)
+    return printed.getvalue(), ""
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 64
+    path.write_bytes(content)
+
+
+def rewrite(text: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text(text) and None
+
+
+def of_another_iteration(path: Path) -> None:
+    shutil.copy(path.parent.with_name("iter_0000002") / path.name, path)
+
+
+def slow(*case: object) -> object:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+CASES = [
+    (".metadata", cut),
+    slow(".metadata", empty),
+    slow(".metadata", Path.unlink),
+    slow(".metadata", flip),
+    ("megavlm.json", Path.unlink),
+    slow("megavlm.json", cut),
+    slow("megavlm.json", empty),
+    slow("megavlm.json", rewrite('{"format": 2}')),
+    slow("megavlm.json", rewrite("[]")),
+    slow("megavlm.json", rewrite("[" * 100_000)),
+    slow("megavlm.json", rewrite('{"format": 1, "model": {}}')),
+    slow("__0_0.distcp", cut),
+    slow("__0_0.distcp", empty),
+    slow("__0_0.distcp", Path.unlink),
+    slow("__0_1.distcp", zero),
+    ("__0_0.distcp", flip),
+    slow("__0_1.distcp", flip),
+    ("__0_0.distcp", of_another_iteration),
+    slow("common.pt", cut),
+    slow("common.pt", empty),
+    slow("common.pt", Path.unlink),
+    ("common.pt", flip),
+    slow("metadata.json", cut),
+    slow("metadata.json", empty),
+    slow("metadata.json", Path.unlink),
+    slow("metadata.json", rewrite('{"sharded_backend": "other"}')),
+    ("manifest.json", Path.unlink),
+    slow("manifest.json", cut),
+    slow("manifest.json", empty),
+    slow("manifest.json", flip),
+]
+
+
+@pytest.mark.parametrize(("file", "damage"), CASES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_loaded(
+    pools: Pools, three: Path, undisturbed: Path, tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(three, run_dir)
+    newest = folders.folder_for(run_dir / "checkpoints", 3)
+    damage(newest / file)
+    ((printed, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(run_dir))
+    assert error == ""
+    (line,) = [line for line in printed.splitlines() if line.startswith("warning: ")]
+    assert "iter_0000003" in line
+    # A bit of the manifest may be one of another file's checksum.
+    assert file in line or (damage is flip and file == "manifest.json")
+    assert without_wall_time(metrics(run_dir)) == without_wall_time(metrics(undisturbed))
+    assert [iteration for iteration, _ in folders.complete(newest.parent)] == [1, 2, 3, 4]
+    assert newest.with_name("damaged-iter_0000003").is_dir()  # not pruned, and not counted
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [event["reason"] for event in events if event["kind"] == "damage"] == [line.removeprefix("warning: ")]
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "common.pt"])
+def test_no_fallback_refuses_a_damaged_checkpoint(pools: Pools, three: Path, tmp_path: Path, file: str) -> None:
+    shutil.copytree(three, tmp_path / "run")
+    flip(tmp_path / "run/checkpoints/iter_0000003" / file)
+    ((_, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4", "--no-fallback"], str(tmp_path / "run"))
+    assert "--no-fallback" in error
+    assert file in error
+    assert "\n" not in error
+
+
+def test_where_none_is_whole_the_run_does_not_begin_anew(pools: Pools, three: Path, tmp_path: Path) -> None:
+    for number, file in ((1, "__0_1.distcp"), (2, "__0_0.distcp"), (3, "metadata.json")):
+        shutil.copytree(three / f"checkpoints/iter_000000{number}", tmp_path / f"checkpoints/iter_000000{number}")
+        flip(tmp_path / f"checkpoints/iter_000000{number}" / file)
+    ((printed, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(tmp_path))
+    assert "iter_0000001 is damaged: __0_1.distcp" in error
+    assert printed.count("warning: ") == 2
+
+
+@pytest.mark.parametrize("folder", ["", "checkpoints", "checkpoints/iter_0000003"])
+def test_what_is_loaded_of_another_run_is_verified(pools: Pools, three: Path, tmp_path: Path, folder: str) -> None:
+    shutil.copytree(three, tmp_path / "first")
+    flip(tmp_path / "first/checkpoints/iter_0000003/__0_0.distcp")
+    argv = [*TINY, "--train-iters", "4", "--load", str(tmp_path / "first" / folder)]
+    ((printed, error),) = pools(1).run(resume, argv, str(tmp_path / "second"))
+    if folder.endswith("3"):  # this one was asked for
+        assert "iter_0000003 is damaged" in error
+    else:
+        assert "Going on from iter_0000002" in printed
+        assert (tmp_path / "first/checkpoints/iter_0000003").is_dir()  # another run's folder is left alone
+
+
+def test_all_ranks_leave_out_what_one_of_them_finds_damaged(pools: Pools, tmp_path: Path) -> None:
+    argv = [*TINY, "--tp", "2"]
+    pools(2).run(train, [*argv, "--train-iters", "4"], str(tmp_path / "whole"))
+    pools(2).run(train, [*argv, "--train-iters", "3"], str(tmp_path / "run"))
+    flip(tmp_path / "run/checkpoints/iter_0000003/__1_0.distcp")
+    first, second = pools(2).run(resume, [*argv, "--train-iters", "4"], str(tmp_path / "run"))
+    assert first[1] == second[1] == ""
+    assert "__1_0.distcp is damaged" in first[0]
+    assert without_wall_time(metrics(tmp_path / "run")) == without_wall_time(metrics(tmp_path / "whole"))
+
+
+def test_a_checkpoint_of_an_earlier_version_loads_and_says_that_nothing_verifies_it(
+    pools: Pools, three: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(three, tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/iter_0000003"
+    (newest / "manifest.json").unlink()
+    summary = json.loads((newest / "megavlm.json").read_text())
+    (newest / "megavlm.json").write_text(json.dumps({key: summary[key] for key in summary if key != "manifest"}))
+    ((printed, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(tmp_path / "run"))
+    assert error == ""
+    assert "cannot be verified" in printed
+    assert without_wall_time(metrics(tmp_path / "run")) == without_wall_time(metrics(undisturbed))
+    # Damaged, it is left out by what torch says of it.
+    empty(newest / "__0_0.distcp")
+    shutil.rmtree(tmp_path / "run/checkpoints/iter_0000004")
+    ((printed, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(tmp_path / "run"))
+    assert error == ""
+    assert "Going on from iter_0000002" in printed
+    assert "Traceback" not in printed
+
+
+def save_on_a_full_disk(argv: list[str], run_dir: str) -> str:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        return resume(argv, run_dir)[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_save_that_fails_says_why_in_words(pools: Pools, tmp_path: Path) -> None:
+    for error in pools(2).run(save_on_a_full_disk, [*TINY, "--train-iters", "2"], str(tmp_path)):
+        assert "larger than the limit for files" in error
+        assert ".distcp" in error
+        assert "unexpected pos" not in error

@@ -1,0 +1,131 @@
+"""What the manifest of a checkpoint finds, and what it says."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from megavlm.checkpoint import manifest
+from megavlm.checkpoint.manifest import MANIFEST, SUMMARY, FileSum, SummingFile
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / SUMMARY).write_text(json.dumps({manifest.ANNOUNCED: MANIFEST}))
+    (tmp_path / "common.pt").write_bytes(bytes(range(100)))
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(9 * 2**20))
+    manifest.write_manifest(tmp_path, {})
+    return tmp_path
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_whole_checkpoint_has_no_damage(folder: Path) -> None:
+    assert manifest.is_complete(folder)
+    assert manifest.first_look(folder) is None
+    assert manifest.damage(folder) is None
+
+
+@pytest.mark.parametrize("at", [0, 4 * 2**20, 9 * 2**20 - 1])
+def test_a_flipped_bit_of_tensors_is_found_by_reading_them(folder: Path, at: int) -> None:
+    flip(folder / "__0_0.distcp", at)
+    assert manifest.first_look(folder) is None  # which would take as long as loading
+    assert "__0_0.distcp is damaged" in str(manifest.damage(folder))
+
+
+def test_a_flipped_bit_of_any_other_file_is_seen_at_once(folder: Path) -> None:
+    flip(folder / "common.pt", 50)
+    assert "common.pt is damaged" in str(manifest.first_look(folder))
+
+
+def test_sizes_and_missing_files_are_seen_at_once(folder: Path) -> None:
+    (folder / "__0_0.distcp").write_bytes(bytes(9 * 2**20 - 1))
+    assert manifest.first_look(folder) == "__0_0.distcp has 9,437,183 bytes, not 9,437,184"
+    (folder / "__0_0.distcp").unlink()
+    assert manifest.first_look(folder) == "__0_0.distcp is missing"
+    assert manifest.damage(folder) == "__0_0.distcp is missing"
+
+
+def test_without_its_manifest_a_folder_is_no_checkpoint(folder: Path) -> None:
+    """As a file system leaves it that renames a folder file by file, or copies it."""
+    (folder / MANIFEST).unlink()
+    assert not manifest.is_complete(folder)
+    assert "not saved to its end" in str(manifest.first_look(folder))
+    (folder / SUMMARY).unlink()
+    assert not manifest.is_complete(folder)
+
+
+def test_a_checkpoint_of_an_earlier_version_needs_none(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+    (folder / SUMMARY).write_text('{"format": 1}')
+    assert manifest.is_complete(folder)
+    assert manifest.first_look(folder) is None
+    assert not manifest.is_verifiable(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"files": []}',
+        '{"files": {"a": 1}}',
+        '{"files": {"a": {"bytes": null, "crc32": 1}}}',
+        '{"files": {"../x": {"bytes": 1, "crc32": 1}}}',
+        '{"files": {"/etc/passwd": {"bytes": 1, "crc32": 1}}}',
+        "[" * 100_000,
+        "\xff",
+    ],
+)
+def test_a_manifest_of_any_other_kind_is_damaged(folder: Path, content: str) -> None:
+    (folder / MANIFEST).write_bytes(content.encode("latin-1"))
+    assert MANIFEST in str(manifest.first_look(folder))
+    assert "\n" not in str(manifest.first_look(folder))
+
+
+def test_a_file_is_summed_while_it_is_written(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("wb") as file:
+        stream = SummingFile(file)
+        for piece in (b"abc", memoryview(b"defg"), b""):
+            stream.write(piece)
+        assert stream.tell() == 7
+    assert stream.sum == manifest.sum_of(tmp_path / "a") == FileSum(7, 0x312A6AA6)
+
+
+def test_each_file_of_tensors_is_verified_by_one_rank() -> None:
+    sums = {f"__{rank}_{part}.distcp": FileSum(2**24 + rank, 0) for rank in range(8) for part in range(2)}
+    sums[SUMMARY] = FileSum(1, 0)
+    for world in (1, 3, 8, 20):
+        shares = [manifest.share_of(sums, rank=rank, world=world) for rank in range(world)]
+        assert sorted(name for share in shares for name in share) == sorted(set(sums) - {SUMMARY})
+    assert manifest.share_of(sums, rank=5, world=8) == ["__5_0.distcp", "__5_1.distcp"]
+    most = max(len(manifest.share_of(sums, rank=rank, world=3)) for rank in range(3))
+    assert most == 6  # of 16
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(errno.ENOSPC, "disk is full"), (errno.EACCES, "permission"), (errno.EIO, "Input/output")]
+)
+def test_errors_of_the_file_system_have_words(number: int, words: str) -> None:
+    assert words in manifest.in_words(OSError(number, "?"))
+
+
+def test_a_file_remembers_what_the_file_system_said() -> None:
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    stream = SummingFile(Full())
+    with pytest.raises(OSError, match="No space"):
+        stream.write(b"x")
+    assert stream.error is not None
+    assert manifest.in_words(stream.error) == "the disk is full"
