@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,16 +14,43 @@ class Escapes(ValueError):
     """A name that leads out of the folder that it belongs to."""
 
 
-def inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str, *, directory: bool = False) -> Path:
     """Return `folder`/`name` for a plain name of a regular file in it. Raises Escapes; OSError where it is not there.
 
-    A name with a directory in it is refused, and so is a link that leads out of `folder`.
+    A name with a directory in it is refused, and so is a link that leads out of `folder`; those of a download cache of
+    Hugging Face lead to its own blobs. With `directory` it is a folder in `folder`, in place of a file.
     """
     path = folder / plain(name)
-    if not path.resolve().is_relative_to(folder.resolve()):
+    if path.is_symlink() and not any(_real(path).is_relative_to(home) for home in _homes(folder)):
         raise Escapes(f"{path} is a link that leads out of its folder")
-    check_regular(path)
+    if directory and not path.is_dir():
+        raise NotADirectoryError(f"{path} is no folder")
+    if not directory:
+        check_regular(path)
     return path
+
+
+def _homes(folder: Path) -> Iterator[Path]:
+    """Yield where links in `folder` may lead: models--…/snapshots/REVISION/FILE is a link to models--…/blobs/HASH."""
+    real = _real(folder)
+    yield real
+    if real.parent.name == "snapshots":
+        yield real.parents[1] / "blobs"
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # Path.resolve() fails for links in a circle
+
+
+def copy_files(source: Path, target: Path, *, suffixes: tuple[str, ...] | None = None) -> None:
+    """Copy the regular files of a folder, those with one of `suffixes` if given, into a folder that is made.
+
+    Raises Escapes for a link that leads out of `source`. What is no file is left out.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and (suffixes is None or path.suffix in suffixes):
+            shutil.copyfile(inside(source, path.name), target / path.name)
 
 
 def plain(name: str) -> str:

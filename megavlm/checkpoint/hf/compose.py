@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.safetensors_writer import StreamedFile
-from megavlm.checkpoint.hf.sidecar import FILES, KEPT, NAME, TENSORS, UNUSED
+from megavlm.checkpoint.hf.sidecar import FILES, NAME, TENSORS, UNUSED, copy_kept
 from megavlm.config.schema import ModelConfig
 from megavlm.families import FAMILIES
 from megavlm.families.shared.family import Composition
@@ -41,11 +40,10 @@ def write_composed_sidecar(pretrained_list: Sequence[Pretrained], config: Mappin
     """
     parts = {part: pretrained for pretrained in pretrained_list for part in pretrained.parts}
     target = parent / NAME
-    (target / FILES).mkdir(parents=True, exist_ok=True)
     for pretrained in (parts["vision"], parts["language"]):
-        for file in sorted(pretrained.folder.path.iterdir()):
-            if file.is_file() and file.suffix in KEPT and not file.name.endswith(".safetensors.index.json"):
-                shutil.copyfile(file, target / FILES / file.name)
+        copy_kept(pretrained.folder.path, target / FILES)
+    for index in (target / FILES).glob("*.safetensors.index.json"):
+        index.unlink()
     (target / FILES / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     _write_unused(parts["vision"], target / UNUSED)
     (target / TENSORS).write_text(json.dumps({"spelling": 0, "files": {}}) + "\n")

@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import folded, read_adapters
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader, Stored
-from megavlm.checkpoint.hf.files import INDEX, HfFolder, read_json
+from megavlm.checkpoint.hf.files import INDEX, HfFolder
 from megavlm.checkpoint.hf.pretrained import copies, refuse
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
 from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
-from megavlm.checkpoint.hf.sidecar import Sidecar
+from megavlm.checkpoint.hf.sidecar import TENSORS, Sidecar, copy_kept
 from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families import family_of
 from megavlm.families.shared.family import Family
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, pieces
+from megavlm.json_files import read_json
 from megavlm.model.weights import real_shape
 
 FILE_BYTES = 5 * 10**9
@@ -40,6 +41,8 @@ def export(
     """
     records = CheckpointReader(checkpoint)
     family = family_at(sidecar)
+    if sidecar.variant >= len(family.name_prefixes):
+        raise UserError(f"{sidecar.path / TENSORS} has no known spelling ({sidecar.variant}): the folder is damaged")
     table = family.table(model, family.name_prefixes[sidecar.variant])
     stored = records.stored
     adapters = read_adapters(records, model)
@@ -50,12 +53,12 @@ def export(
         raise UserError(f"{out} exists: choose another folder, or remove it")
     unused = HfFolder(sidecar.path)
     copies_of = _inverted(copies(table, family.name_prefixes[sidecar.variant].head, model, sidecar.file_of))
-    temporary = out.with_name(f"tmp-{out.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     declared = _declared(table, stored, model)
     declared |= {copy: declared[name] for name, made in copies_of.items() for copy in made}
     files = _files(declared, unused, sidecar)
+    temporary = out.with_name(f"tmp-{out.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     with ExitStack() as stack:
         writers = {file: stack.enter_context(StreamedFile(temporary / file, held)) for file, held in files.items()}
         writer_of = {name: writers[file] for file, held in files.items() for name in held}
@@ -121,6 +124,12 @@ def _declared(table: Table, stored: Mapping[str, Stored], model: ModelConfig) ->
 def _files(declared: Declared, unused: HfFolder, sidecar: Sidecar) -> dict[str, Declared]:
     """Each file's tensors, in the order that the original files have them; where there were none, cut by size."""
     declared = {**declared, **{name: (info.dtype, info.shape) for name, info in unused.tensors.items()}}
+    if sidecar.file_of and sidecar.file_of.keys() != declared.keys():
+        differing = sorted(sidecar.file_of.keys() ^ declared.keys())
+        raise UserError(
+            f"{sidecar.path / TENSORS} and the checkpoint have different tensors, as {differing[0]!r:.80}: the folder "
+            "is damaged"
+        )
     files: dict[str, Declared] = {}
     for name, file in (sidecar.file_of or _cut(declared)).items():
         files.setdefault(file, {})[name] = declared[name]
@@ -147,15 +156,15 @@ def _bytes(tensor: tuple[str, tuple[int, ...]]) -> int:
 
 def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -> None:
     """The other files as they were; what they say of types and sizes is corrected where training changed those."""
-    for file in sidecar.files.iterdir():
-        shutil.copyfile(file, folder / file.name)
+    copy_kept(sidecar.files, folder)
     tensors = [tensor for held in files.values() for tensor in held.values()]
     size = sum(map(_bytes, tensors))
     if len(files) > 1:
         weight_map = {name: file for file, held in files.items() for name in held}
         index: dict[str, Any] = read_json(folder / INDEX) if (folder / INDEX).exists() else {"weight_map": weight_map}
-        if index.get("metadata", {}).get("total_size") != size:
-            index["metadata"] = {**index.get("metadata", {}), "total_size": size}
+        said = index.get("metadata") or {}
+        if not isinstance(said, dict) or said.get("total_size") != size:
+            index["metadata"] = {**(said if isinstance(said, dict) else {}), "total_size": size}
             (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     floating = {dtype for dtype, _ in tensors if DTYPES[dtype].is_floating_point}
     config = read_json(folder / "config.json")

@@ -18,6 +18,8 @@ from megavlm.checkpoint.hf.raw import PIECE_BYTES, read_into
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.errors import UserError
 from megavlm.families.shared.settings import Settings
+from megavlm.json_files import read_json
+from megavlm.paths import Escapes, inside
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -88,8 +90,11 @@ def _header(folder: Path, file: str) -> dict[str, TensorInfo]:
     """The tensors of a file, in its order."""
     path = folder / file
     try:
+        inside(folder, file)
         with safe_open(str(path), framework="pt"):  # refuses what is truncated or contradicts itself
             pass
+    except Escapes as error:
+        raise UserError(f"{error}: put the file there itself") from error
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is no complete safetensors file ({error}): copy it again") from error
     with path.open("rb") as opened:
@@ -105,17 +110,6 @@ def _header(folder: Path, file: str) -> dict[str, TensorInfo]:
     }
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as JSON ({error}): the folder is incomplete or damaged") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{file} is no JSON object: the folder is damaged")
-    return values
-
-
 def _weight_files(path: Path) -> list[str]:
     if (path / INDEX).exists():
         weight_map = read_json(path / INDEX).get("weight_map")
@@ -123,9 +117,13 @@ def _weight_files(path: Path) -> list[str]:
             raise UserError(f"{path / INDEX} has no weight_map: the folder is damaged")
         files = list(dict.fromkeys(map(str, weight_map.values())))
         for file in files:
-            # A name from a file is data: it must not lead out of the folder.
-            if Path(file).name != file or not (path / file).is_file():
-                raise UserError(f"{path / INDEX} names {file!r}, which is not in the folder: complete the download")
+            try:
+                inside(path, file)
+            except (OSError, Escapes) as error:
+                shown = repr(file) if len(file) < 100 else f"{file[:100]!r}…"
+                raise UserError(
+                    f"{path / INDEX} names {shown}, which is not in the folder: complete the download"
+                ) from error
         return files
     files = sorted(file.name for file in path.glob("*.safetensors"))
     if not files and any(next(path.glob(pattern), None) for pattern in _PICKLES):

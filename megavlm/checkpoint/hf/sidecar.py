@@ -7,13 +7,16 @@ not run (`unused.safetensors`), and which of their files each tensor was in (`te
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megavlm.checkpoint.hf.files import read_json
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.safetensors_writer import StreamedFile
+from megavlm.errors import UserError
+from megavlm.json_files import TEXT, check, mapped, read_json, whole
+from megavlm.paths import Escapes, copy_files, inside, plain
 
 NAME, FILES = "hf", "files"
 UNUSED, TENSORS = "unused.safetensors", "tensors.json"
@@ -33,10 +36,7 @@ class Sidecar:
 def write_sidecar(pretrained: Pretrained, parent: Path) -> None:
     """Copy what an export will need to `parent`/hf, streaming."""
     target = parent / NAME
-    (target / FILES).mkdir(parents=True, exist_ok=True)
-    for file in sorted(pretrained.folder.path.iterdir()):
-        if file.is_file() and file.suffix in KEPT:
-            shutil.copyfile(file, target / FILES / file.name)
+    copy_kept(pretrained.folder.path, target / FILES)
     tensors = pretrained.folder.tensors
     with StreamedFile(
         target / UNUSED, {name: (tensors[name].dtype, tensors[name].shape) for name in pretrained.unused}
@@ -47,18 +47,44 @@ def write_sidecar(pretrained: Pretrained, parent: Path) -> None:
     (target / TENSORS).write_text(json.dumps(listing, indent=1) + "\n")
 
 
+def copy_kept(source: Path, target: Path) -> None:
+    """Copy what an export returns unchanged. Raises UserError for a link that leads out of `source`."""
+    try:
+        copy_files(source, target, suffixes=KEPT)
+    except Escapes as error:
+        raise UserError(f"{error}: put the file there itself, or remove the link") from error
+
+
 def carry_sidecar(checkpoint: Path, run_dir: Path) -> None:
     """Give a run that starts from a checkpoint what that one kept of Hugging Face, if it came from there."""
     sidecar = read_sidecar(checkpoint)
     if sidecar is not None and sidecar.path.parent != run_dir:
-        shutil.copytree(sidecar.path, run_dir / NAME, dirs_exist_ok=True)
+        target = run_dir / NAME
+        copy_kept(sidecar.files, target / FILES)
+        for name in (TENSORS, UNUSED):
+            shutil.copyfile(sidecar.path / name, target / name)
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
-    """What was kept beside a checkpoint or in its run, if that came from Hugging Face."""
-    found = [parent / NAME for parent in (checkpoint, checkpoint.parent.parent) if (parent / NAME / TENSORS).is_file()]
-    if not found:
+    """What was kept beside a checkpoint or in its run, if that came from Hugging Face. Raises UserError where it is
+    damaged, or names files elsewhere."""
+    for parent in (checkpoint, checkpoint.parent.parent):
+        path = parent / NAME
+        if os.path.lexists(path / TENSORS):
+            break
+    else:
         return None
-    path = found[0]
-    listing = read_json(path / TENSORS)
-    return Sidecar(path, path / FILES, variant=listing["spelling"], file_of=listing["files"])
+    try:
+        inside(parent, NAME, directory=True)
+        inside(path, FILES, directory=True)
+        listing = read_json(inside(path, TENSORS))
+        for file in (path / UNUSED, *(path / FILES).iterdir()):
+            inside(file.parent, file.name)
+        check(listing, {"spelling": whole(0, 99), "files": mapped(TEXT)}, str(path / TENSORS))
+        file_of = dict(listing["files"])
+        for file in set(file_of.values()):
+            if not plain(file).endswith(".safetensors"):
+                raise Escapes(f"{file!r} is no name of a safetensors file")
+        return Sidecar(path, path / FILES, variant=listing["spelling"], file_of=file_of)
+    except (OSError, Escapes, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error}): nothing can be exported from it") from error

@@ -6,14 +6,18 @@ data, so its YAML files may only name what reads tars as they are.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megatron.energon.dataset_config import load_yaml
 from megatron.energon.epathlib import EPath
 
+from megavlm.data.records.prepared import check_prepared
+
 _MODULE = "megatron.energon"
 _CLASSES = ("Metadataset", "MetadatasetV2", "CrudeWebdataset")
 _CODE = ("__function__", "joiner", "sample_loader")
+_AUX = "aux"  # data for code that looks samples up, which there is none of
 _META = ".nv-meta"
 
 
@@ -40,7 +44,7 @@ def _check_node(node: Any, path: EPath, seen: set[str]) -> None:
     for key, value in node.items():
         _check_node(value, path, seen)
         refused = (
-            key in _CODE
+            key in (*_CODE, _AUX)
             or (key == "part_filter" and isinstance(value, str))
             or (key == "__module__" and value != _MODULE)
             or (key == "__class__" and value not in _CLASSES)
@@ -60,3 +64,5 @@ def _check_reference(path: EPath, node: dict[str, Any], seen: set[str]) -> None:
     config = path / _META / str(node.get("dataset_config") or "dataset.yaml")
     if config.is_file():
         _check(config, seen)
+    if path.is_local() and (path / _META).is_dir():
+        check_prepared(Path(str(path)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -35,6 +36,7 @@ from megatron.energon.state import FlexState
 from megavlm.data.records.blend import check_yaml
 from megavlm.data.records.parts import conversation_of_parts
 from megavlm.data.records.plain import from_plain, to_plain
+from megavlm.data.records.prepared import check_prepared
 from megavlm.data.types import BadSample, Conversation, Reason
 from megavlm.errors import UserError
 
@@ -197,6 +199,8 @@ class EnergonStream:
                 return load_dataset(path).get_datasets(
                     split_part="train", shuffle_over_epochs_multiplier=epochs, **options
                 )
+            if path.is_local():
+                check_prepared(Path(str(path)))
             crude = CrudeWebdataset(path, split_part="train", shuffle_over_epochs=epochs, **options)
         except Exception as error:
             what = " ".join(str(error).split()) or type(error).__name__

@@ -89,6 +89,8 @@ def sample_offsets(path: Path) -> list[int]:
                 if member.isreg() and own and own[1] != key and not _NO_SAMPLE.match(member.name):
                     starts.append(member.offset)
                     key = own[1]
+                if tar.offset > size:
+                    raise tarfile.ReadError("a member is longer than the tar")
             end = tar.offset
             with path.open("rb") as file:
                 file.seek(end)

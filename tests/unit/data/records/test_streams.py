@@ -197,6 +197,50 @@ def test_the_code_beside_a_prepared_folder_is_not_run(folder: Path) -> None:
     assert len(take(opened(folder), 3)) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("split.yaml", {"split_parts": {"train": ["../other/0.tar"]}, "exclude": []}),
+        ("split.yaml", {"split_parts": {"train": ["{.,}./other/0.tar"]}, "exclude": []}),
+        ("split.yaml", {"split_parts": {"train": ["{0..999999999}.tar"]}, "exclude": []}),
+        ("split.yaml", {"split_parts": {"train": ["{0..99999}{0..99999}.tar"]}, "exclude": []}),
+        (".info.json", {"shard_counts": {"../other/0.tar": 4}}),
+        (".info.json", {"shard_counts": {"/other/0.tar": 4}}),
+        (".info.json", {"shard_counts": {"0.tar": 10**9}}),
+        (".info.json", {"shard_counts": {"0.tar": -1}}),
+        (".info.json", {"shard_counts": {"0.tar": "4"}}),
+        (".info.json", {"shard_counts": ["0.tar"]}),
+        (".info.json", {}),
+    ],
+)
+@pytest.mark.parametrize("in_a_blend", [False, True])
+def test_a_prepared_folder_names_its_own_tars(
+    folder: Path, tmp_path: Path, name: str, content: dict[str, Any], in_a_blend: bool
+) -> None:
+    opened(folder)
+    write_tar(tmp_path / "other" / "0.tar", [sample("other")] * 4)
+    opened(tmp_path / "other")
+    (folder / ".nv-meta" / name).write_text(json.dumps(content))
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(
+        json.dumps(
+            {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"path": "data"}}}
+        )
+    )
+    with pytest.raises(UserError, match="megatron-energon can open") as caught:
+        opened(blend if in_a_blend else folder)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_meta_dataset_has_nothing_beside_samples(folder: Path, tmp_path: Path) -> None:
+    opened(folder)
+    train = {"path": "data", "aux": {"images": "data"}}
+    content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": train}}
+    (tmp_path / "blend.yaml").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="has aux"):
+        opened(tmp_path / "blend.yaml")
+
+
 def test_what_cannot_be_opened_is_one_line(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="is not a file or folder"):
         opened(tmp_path / "nowhere")

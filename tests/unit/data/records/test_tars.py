@@ -50,6 +50,17 @@ def test_garbage_in_the_middle_is_one_sample(tmp_path: Path) -> None:
     assert tars.sample_offsets(path) == [*offsets[:3], len(data)]
 
 
+@pytest.mark.parametrize("size", [2**62, 2**40, -1])
+def test_a_member_that_lies_about_its_size_is_one_sample(tmp_path: Path, size: int) -> None:
+    path = write_tar(tmp_path / "a.tar", [sample("0"), sample("1")])
+    offsets, data = tars.sample_offsets(path), path.read_bytes()
+    header = tarfile.TarInfo("a-002.jpg")
+    header.size = size
+    path.write_bytes(data[: offsets[-1]] + header.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    assert tars.sample_offsets(path)[:3] == offsets
+    assert len(tars.sample_offsets(path)) <= 4
+
+
 @pytest.mark.parametrize("data", [b"", b"no tar at all" * 100])
 def test_what_is_no_tar_is_one_damaged_sample(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "a.tar").write_bytes(data)

@@ -1,0 +1,84 @@
+"""JSON from folders that others made: read within bounds, and checked for types and ranges before it is used."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megavlm.errors import UserError
+from megavlm.paths import read_bytes
+
+LARGEST = 2**28  # bytes of a JSON file: an index of a million tensors has half of that
+
+
+def read_json(file: Path, *, at_most: int = LARGEST) -> dict[str, Any]:
+    """Return the JSON object in a regular file. Raises UserError for anything else, however deep or long it is."""
+    try:
+        values = json.loads(read_bytes(file, at_most=at_most))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise UserError(f"{file} cannot be read as JSON ({reason}): the folder is incomplete or damaged") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file} is no JSON object: the folder is damaged")
+    return values
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a value of a JSON file must be: `words` for messages, and how to tell."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+    def __or__(self, other: Expected) -> Expected:
+        return Expected(f"{self.words} or {other.words}", lambda value: self.fits(value) or other.fits(value))
+
+
+def whole(low: int, high: int) -> Expected:
+    """A whole number between two bounds, which are in the range."""
+    return Expected(f"a whole number from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
+
+
+def number(low: float, high: float) -> Expected:
+    """A finite number between two bounds, which are in the range."""
+    return Expected(
+        f"a number from {low:g} to {high:g}",
+        lambda value: type(value) in (int, float) and math.isfinite(value) and low <= value <= high,
+    )
+
+
+def listed(of: Expected, fewest: int, most: int) -> Expected:
+    """A list of so many values of one kind."""
+    how_many = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    return Expected(
+        f"a list of {how_many} times {of.words}",
+        lambda value: isinstance(value, list | tuple) and fewest <= len(value) <= most and all(map(of.fits, value)),
+    )
+
+
+def mapped(of: Expected) -> Expected:
+    """An object whose values are all of one kind."""
+    return Expected(
+        f"an object, each value {of.words}",
+        lambda value: isinstance(value, Mapping) and all(map(of.fits, value.values())),
+    )
+
+
+TEXT = Expected("a text", lambda value: isinstance(value, str) and len(value) < 2**20)
+FLAG = Expected("true or false", lambda value: isinstance(value, bool))
+OBJECT = Expected("an object", lambda value: isinstance(value, Mapping))
+
+
+def check(values: Mapping[str, Any], expected: Mapping[str, Expected], where: str) -> None:
+    """Raise UserError for the first value that is not what `expected` says of its key; null counts as absent."""
+    for name, kind in expected.items():
+        value = values.get(name)
+        if value is not None and not kind.fits(value):
+            shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:57]}…"
+            raise UserError(
+                f"{where}: {name} is {shown}, and must be {kind.words}: correct it, or download the file again"
+            )

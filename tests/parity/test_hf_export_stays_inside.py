@@ -1,0 +1,106 @@
+"""What a checkpoint's `hf/` names is written into the export, and nowhere else; links do not lead out of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.support import hf
+from tests.support.tiny_models.llava import vicuna
+from tools import convert
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of an imported checkpoint."""
+    root = tmp_path_factory.mktemp("original")
+    folder = hf.save(transformers.LlavaForConditionalGeneration(vicuna()), root / "theirs")
+    assert convert.main(["import", str(folder), str(root / "ours")]) == 0
+    return root / "ours"
+
+
+@pytest.fixture
+def imported(original: Path, tmp_path: Path) -> Path:
+    """A copy of it, beside a file of someone else."""
+    shutil.copytree(original, tmp_path / "ours")
+    (tmp_path / "foreign.safetensors").write_text("someone else's")
+    return tmp_path / "ours"
+
+
+def kept(root: Path) -> Path:
+    (found,) = root.glob("**/hf")
+    return found
+
+
+def listing(change: Callable[[dict], None]) -> Callable[[Path], None]:
+    def apply(sidecar: Path) -> None:
+        values = json.loads((sidecar / "tensors.json").read_text())
+        change(values)
+        (sidecar / "tensors.json").write_text(json.dumps(values))
+
+    return apply
+
+
+def name_file(name: object) -> Callable[[Path], None]:
+    return listing(lambda values: values["files"].update({next(iter(values["files"])): name}))
+
+
+def link(name: str, to: str) -> Callable[[Path], None]:
+    def apply(sidecar: Path) -> None:
+        if (sidecar / name).exists():
+            (sidecar / name).rename(sidecar / f"{name.replace('/', '-')}-moved")
+        (sidecar / name).symlink_to(sidecar.parents[3] / to if to.startswith("..") else to)
+
+    return apply
+
+
+def fifo(sidecar: Path) -> None:
+    (sidecar / "tensors.json").unlink()
+    os.mkfifo(sidecar / "tensors.json")
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    "absolute": name_file("/tmp/megavlm-foreign.safetensors"),
+    "above": name_file("../foreign.safetensors"),
+    "no safetensors": name_file("config.json"),
+    "no name": name_file(7),
+    "unknown tensor": listing(lambda values: values["files"].update(nothing="model.safetensors")),
+    "tensor left out": listing(lambda values: values["files"].pop(next(iter(values["files"])))),
+    "unknown spelling": listing(lambda values: values.update(spelling=98)),
+    "no spelling": listing(lambda values: values.pop("spelling")),
+    "spelling of another type": listing(lambda values: values.update(spelling="0")),
+    "deep": lambda sidecar: (sidecar / "tensors.json").write_text("[" * 100_000) and None,
+    "fifo": fifo,
+    "linked file": link("files/notes.txt", "/etc/passwd"),
+    "linked config": link("files/config.json", "/etc/passwd"),
+    "linked folder": link("files", "/etc"),
+    "linked tensors": link("unused.safetensors", "/etc/passwd"),
+}
+
+
+@pytest.mark.parametrize("damage", CASES.values(), ids=CASES)
+def test_an_export_writes_only_its_own_folder(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+) -> None:
+    damage(kept(imported))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert convert.main(["export", str(imported), str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("convert.py: ")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not Path("/tmp/megavlm-foreign.safetensors").exists()
+    assert (tmp_path / "foreign.safetensors").read_text() == "someone else's"
+
+
+def test_a_link_in_a_folder_is_not_copied_into_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = hf.save(transformers.LlavaForConditionalGeneration(vicuna()), tmp_path / "theirs")
+    (folder / "notes.txt").symlink_to("/etc/passwd")
+    assert convert.main(["import", str(folder), str(tmp_path / "ours")]) == 2
+    assert "is a link that leads out of its folder" in capsys.readouterr().err
+    assert not list((tmp_path / "ours").rglob("notes.txt"))
