@@ -6,11 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megavlm.config.messages import shown
-from megavlm.config.resolve import data_kind, is_set, resolve
-from megavlm.config.schema import Config, DataConfig, VisionConfig
-
-# Minimum number of text tokens of a sample: one to read and one to predict.
-_LEAST_TEXT = 2
+from megavlm.config.resolve import is_set, resolve
+from megavlm.config.schema import Config
 
 
 def lr_decays_downwards(config: Config) -> str | None:
@@ -80,26 +77,6 @@ def imageless_samples_exist(config: Config) -> str | None:
     return None
 
 
-def synthetic_samples_fit(config: Config) -> str | None:
-    """Check the worst case: every image of a sample has the largest configured size.
-
-    The data source counts the tokens of tiled images and rejects those that do not fit.
-    """
-    data, length = config.data, config.train.seq_length
-    if data_kind(config) != "synthetic" or config.model.projector.anyres_max_tiles is not None:
-        return None
-    images = max(data.images_per_sample, default=0)
-    features = _most_features(data, config.model.vision, config.model.projector.pixel_shuffle)
-    needed = images * features + _LEAST_TEXT
-    if needed > length:
-        return (
-            f"--seq-length {length} is too short for {images} image(s) of up to {features} tokens and {_LEAST_TEXT} of "
-            f"text: set --seq-length to at least {needed}, or lower --images-per-sample, --image-sizes or "
-            f"--vision-image-size"
-        )
-    return None
-
-
 def files_have_datasets(config: Config) -> str | None:
     data = config.data
     if data.datasets and data.kind not in (None, "files"):
@@ -165,11 +142,6 @@ def _decay_end(config: Config) -> tuple[str, int]:
     return "--train-iters", config.train.train_iters
 
 
-def _most_features(data: DataConfig, vision: VisionConfig, shuffle: int) -> int:
-    """Return the image tokens of the largest synthetic image: (side / patch / shuffle)²."""
-    return (max(data.image_sizes, default=vision.image_size) // vision.patch_size // shuffle) ** 2
-
-
 RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     lr_decays_downwards,
     warmup_fits,
@@ -177,7 +149,6 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     loss_scale_starts_above_its_floor,
     one_optimizer_scales_the_loss,
     imageless_samples_exist,
-    synthetic_samples_fit,
     files_have_datasets,
     profile_sees_iterations,
     run_dir_is_a_folder,

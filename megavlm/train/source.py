@@ -9,7 +9,6 @@ from megavlm.config.resolve import data_kind, is_set
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
 from megavlm.data.streaming import files_source
-from megavlm.data.synthetic import VOCABULARY as SYNTHETIC
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.demo.digits import VOCABULARY as DIGITS
 from megavlm.demo.digits import DigitsSource
@@ -32,11 +31,12 @@ def build_source(
 def vocab_size_of(config: Config) -> int:
     """Return the number of tokens of the model: as given, or the tokenizer's.
 
-    Raises UserError if there is no tokenizer, or if its tokens are more than the model has.
+    Raises UserError if there is no tokenizer, if its tokens are more than the model has, or if synthetic samples are
+    longer than a sequence.
     """
+    kind = data_kind(config)
+    if kind == "synthetic":
+        return SyntheticSource(config).vocab_size
     if is_set(config.model.language, "vocab_size"):
         return config.model.language.vocab_size
-    kind = data_kind(config)
-    if kind == "files":
-        return FilesSource(config).vocab_size
-    return DIGITS if kind == "digits" else SYNTHETIC
+    return DIGITS if kind == "digits" else FilesSource(config).vocab_size

@@ -457,9 +457,6 @@ RUN = (
         "--lr-decay-style WSD --lr-warmup-iters 95", "--lr-wsd-decay-iters 10", "at most 5", "--lr-wsd-decay-iters 5"
     ),
     Mistake("--imageless-samples 0 8", "--imageless-samples 8", "use 0 to 7", "--imageless-samples 0 7"),
-    Mistake("--seq-length 17", "--seq-length 17", "at least 18", "--seq-length 18"),
-    Mistake("--images-per-sample 1 4", "--seq-length 64", "at least 66", "--images-per-sample 1 3"),
-    Mistake("--image-sizes 32 64", "--image-sizes", "at least 66", "--seq-length 66"),
     Mistake("--run-dir=", "--run-dir", "name the folder", "--run-dir a"),
     Mistake("--run-dir=~/runs", "--run-dir '~/runs'", "write the full path", "--run-dir a"),
     Mistake(f"--run-dir {__file__}", "--run-dir", "is a file: choose another", "--run-dir a"),

@@ -95,6 +95,8 @@ def test_answers_vary_and_average_the_share() -> None:
     ("changed", "match"),
     [
         (config(seq_length=17), "--seq-length 17 .* at least 18"),
+        (config(DataConfig(images_per_sample=(1, 4))), "--seq-length 64 .* 4 image.* at least 66"),
+        (config(DataConfig(image_sizes=(32, 64)), seq_length=65), "--seq-length 65 .* at least 66"),
         (config(DataConfig(image_sizes=(20,))), "--vision-patch-size"),
     ],
 )

@@ -41,6 +41,8 @@ def test_it_is_that_of_the_source(files: list[str], tmp_path: Path) -> None:
         assert vocab_size_of(config) == source.vocab_size
     with pytest.raises(UserError, match="need a tokenizer"):
         vocab_size_of(parse(["--datasets", "a.json"]))
+    with pytest.raises(UserError, match="--seq-length 17 is too short"):
+        vocab_size_of(parse(["--seq-length", "17", "--language-vocab-size", "97"]))
 
 
 def test_a_tokenizers_size_is_planned_and_counted(files: list[str]) -> None:
