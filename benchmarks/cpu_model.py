@@ -188,13 +188,13 @@ def their_model(options: Config) -> Any:
 
 def their_batch(batch: MicroBatch, options: Config) -> dict[str, Tensor]:
     """Return the same micro-batch in Transformers' format: images instead of patches, labels at their own token."""
-    assert batch.patches is not None
+    assert batch.images is not None
     patch, side = options.model.vision.patch_size, options.model.vision.image_size
-    columns = batch.patches.unflatten(0, (-1, IMAGE_TOKENS)).transpose(1, 2)
+    columns = batch.images.patches.unflatten(0, (-1, IMAGE_TOKENS)).transpose(1, 2)
     pixels = torch.nn.functional.fold(columns, (side, side), kernel_size=patch, stride=patch)
-    labels = torch.full_like(batch.tokens, -100)
-    labels[:, 1:] = torch.where(batch.loss_mask[:, :-1].bool(), batch.labels[:, :-1], -100)
-    return {"input_ids": batch.tokens, "pixel_values": pixels, "labels": labels}
+    labels = torch.full_like(batch.text.tokens, -100)
+    labels[:, 1:] = torch.where(batch.text.loss_mask[:, :-1].bool(), batch.text.labels[:, :-1], -100)
+    return {"input_ids": batch.text.tokens, "pixel_values": pixels, "labels": labels}
 
 
 def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from megavlm.config.derived import overlapped
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
-from megavlm.data.batch import MicroBatch
 
 
 class Ours(Side):
@@ -65,7 +64,7 @@ class Ours(Side):
         if task["files"]:
             return self._on_files(config, groups)
         batch = gpu_model.batch_of(shape, packed=not task["alone"])
-        given = MicroBatch(**pinned(vars(batch), pin=self.on_gpu))
+        given = batch.with_tensors(pinned(batch.host_tensors(), pin=self.on_gpu))
 
         def step() -> float:
             loss: float = self.engine.train_step([given]).loss

@@ -187,8 +187,8 @@ def batch_of(shape: Shape, *, packed: bool) -> MicroBatch:
 def their_inputs(shape: Shape) -> dict[str, Tensor]:
     """Return the batch in Transformers' format, with labels at their own tokens."""
     batch = batch_of(shape, packed=False)
-    labels = torch.full_like(batch.tokens, -100)
-    labels[:, 1:] = torch.where(batch.loss_mask[:, :-1].bool(), batch.labels[:, :-1], -100)
+    labels = torch.full_like(batch.text.tokens, -100)
+    labels[:, 1:] = torch.where(batch.text.loss_mask[:, :-1].bool(), batch.text.labels[:, :-1], -100)
     return {**shape.inputs(batch, shape.model), "labels": labels}
 
 

@@ -1,90 +1,184 @@
-"""`MicroBatch`: all that a micro-batch is, between the data and the model.
+"""`MicroBatch`: its text, the sizes of its images, and the patches of those images that this rank encodes.
 
-Legend: B samples, S language positions per sample, N images, P patches of all images, D pixels of a patch
-(channels × patch side²), F image features (= image tokens in the text).
+Legend: B sequences, S positions per sequence, N images, P patches, D values of a patch (channels × patch side²),
+F image features, each of which takes the place of one image token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import tokens_per_image
+from megavlm.config.schema import ProjectorConfig
+
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """One micro-batch of one data-parallel rank.
+class ImageSizes:
+    """The sizes of N images, in the order of their image tokens.
 
-    Images are packed: their patches follow each other in `patches`, row-major within an image, and image i is
-    `grids[i]` (rows, columns) patches. Features of all images, in the same order, replace the embeddings of the
-    tokens at `feature_positions`. A rank that holds no vision part may carry `patches=None`, and one that encodes some
-    of the images for others only the patches of those; a rank without the output layer still carries the labels (they
-    are small and every rank can check the shapes).
-
-    A model of tiled images (`anyres.py`) sees tiles as images; `tile_groups` say which of them are one image.
+    A model of tiled images (`anyres.py`) has one grid per tile, and `tile_groups` says how many tiles each image has.
     """
 
-    tokens: Tensor  # [B, S] int64; image places hold the tokenizer's image token
-    labels: Tensor  # [B, S] int64; the token each position must predict
-    loss_mask: Tensor  # [B, S] float32; 1 where the prediction is trained
-    # [B, S] int64, or [1, S] where rows are alike: rotary position of each token; with M-RoPE [3, B, S]: time, height,
-    # width
-    positions: Tensor
-    grids: tuple[tuple[int, int], ...]  # per image: (rows, columns) in patches
-    feature_positions: Tensor  # [F] int64; index into the flattened [B·S] tokens, in feature order
-    # [P, D] normalised pixels (channel, row, column within a patch): float32 as the data make them, then in the type
-    # that the model computes in (`staging.py`)
-    patches: Tensor | None
-    # [sequences+1] int32 over the flattened [B·S], on the host whatever the device; None: B sequences of S
-    cu_seqlens: Tensor | None = None
-    tile_groups: tuple[TileGroup, ...] = ()  # per tiled image: how many of `grids` it is; empty where none is tiled
-    lengths: tuple[int, ...] = ()  # tokens of each sample, padding not counted
-    sources: Tensor | None = None  # [B, S] int64: which data set a token is from; None where there is but one
-    # Ranks that all need `patches`, which the first of them alone holds: where a micro-batch arrives on the device the
-    # others get them. Until then theirs have a shape and no memory (device "meta").
-    vision_group: dist.ProcessGroup | None = None
-    # Where a colocated encoder has already run: [F', 1 + DeepStack layers, Hl], those of the features that this rank
-    # merges into its hidden states.
-    features: Tensor | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Positions that are not padding."""
-        return sum(self.lengths)
-
-    @property
-    def num_patches(self) -> int:
-        return sum(rows * columns for rows, columns in self.grids)
+    grids: tuple[tuple[int, int], ...] = ()  # (rows, columns) in patches of each image, or of each tile
+    tile_groups: tuple[TileGroup, ...] = ()  # one per tiled image; empty if the model does not tile images
 
     @property
     def num_images(self) -> int:
         return len(self.tile_groups or self.grids)
 
+    @property
+    def num_patches(self) -> int:
+        return sum(rows * columns for rows, columns in self.grids)
+
+    def image_tokens(self, projector: ProjectorConfig) -> list[int]:
+        """Return the number of image tokens (= features) of each image."""
+        return tokens_per_image(self.grids, self.tile_groups, projector)
+
+    def split(self) -> list[ImageSizes]:
+        """Return the sizes of each image."""
+        if not self.tile_groups:
+            return [ImageSizes((grid,)) for grid in self.grids]
+        bounds = pairwise(accumulate((group.tiles for group in self.tile_groups), initial=0))
+        return [
+            ImageSizes(self.grids[start:end], (group,))
+            for (start, end), group in zip(bounds, self.tile_groups, strict=True)
+        ]
+
+    def select(self, chosen: Mask) -> ImageSizes:
+        """Return the sizes of the images that are True in `chosen` [N]."""
+        return join_sizes([image for image, keep in zip(self.split(), chosen, strict=True) if keep])
+
+    def patch_rows(self, chosen: Mask) -> NDArray[np.int64]:
+        """Return the indices, among all P patches, of the patches of the images that are True in `chosen` [N]."""
+        return np.flatnonzero(np.repeat(chosen, [image.num_patches for image in self.split()]))
+
+
+def join_sizes(sizes: Sequence[ImageSizes]) -> ImageSizes:
+    """Return the sizes of all images, in order."""
+    return ImageSizes(
+        grids=tuple(grid for each in sizes for grid in each.grids),
+        tile_groups=tuple(group for each in sizes for group in each.tile_groups),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ImageBatch:
+    """The images that this rank encodes, as patches: image after image, row-major within an image or tile."""
+
+    sizes: ImageSizes
+    patches: Tensor  # [P, D] normalised pixels (channel, row, column within a patch), float32 until `Staging` casts
+    # The ranks that all encode these images, if only the first of them has read the patches. On the others `patches`
+    # has no memory (device "meta") until the micro-batch is on the device, where they are broadcast.
+    vision_group: dist.ProcessGroup | None = None
+
+    def split(self) -> list[ImageBatch]:
+        """Return each image; its patches are a view."""
+        sizes = self.sizes.split()
+        patches = self.patches.split([each.num_patches for each in sizes])
+        return [ImageBatch(size, part) for size, part in zip(sizes, patches, strict=True)]
+
+    def select(self, chosen: Mask) -> ImageBatch:
+        """Return a copy of the images that are True in `chosen` [N]."""
+        return ImageBatch(self.sizes.select(chosen), self.patches[torch.from_numpy(self.sizes.patch_rows(chosen))])
+
+
+@dataclass(frozen=True, eq=False)
+class TextBatch:
+    """B sequences of S positions: text tokens, image tokens and padding. A sequence may hold several samples."""
+
+    tokens: Tensor  # [B, S] int64
+    labels: Tensor  # [B, S] int64: the token that each position predicts
+    loss_mask: Tensor  # [B, S] float32: 1 where the prediction has a loss
+    # [B, S] int64: the rotary position of each token; [1, S] if all sequences have the same. With M-RoPE [3, B, S] or
+    # [3, 1, S]: time, row and column.
+    positions: Tensor
+    feature_positions: Tensor  # [F] int64: the image tokens' indices into the flattened [B·S], in order of features
+    # [samples + 1] int32: where samples begin and end in the flattened [B·S]; None if each sequence is one sample. It
+    # stays on the host, which reads it.
+    cu_seqlens: Tensor | None = None
+    lengths: tuple[int, ...] = ()  # the number of tokens of each sample, without padding
+    sources: Tensor | None = None  # [B, S] int64: the data set of each token; None if there is only one
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of positions that are not padding."""
+        return sum(self.lengths)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by field, without fields that are None."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True, eq=False)
+class LocalFeatures:
+    """The features of a colocated encoder that belong to this tensor-parallel rank's part of the sequences."""
+
+    positions: Tensor  # [F'] int64: those of `TextBatch.feature_positions` that lie in this rank's part
+    values: Tensor | None  # [F', 1 + DeepStack layers, Hl] on the device; None on ranks without the embedding
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One micro-batch of a data-parallel rank. All ranks of a model replica have the same `text` and `image_sizes`."""
+
+    text: TextBatch
+    image_sizes: ImageSizes  # of all images of the text
+    images: ImageBatch | None = None  # those that this rank encodes; None on a rank without vision layers
+    features: LocalFeatures | None = None  # set once a colocated encoder has run
+
+    @classmethod
+    def of_images(cls, images: ImageBatch) -> MicroBatch:
+        """Return a micro-batch without text, for vision layers."""
+        none = torch.empty(0, 0, dtype=torch.int64)
+        text = TextBatch(tokens=none, labels=none, loss_mask=none, positions=none, feature_positions=none)
+        return cls(text, images.sizes, images)
+
+    def host_tensors(self) -> dict[str, Tensor]:
+        """Return, by name, the tensors that the data loader makes on the host and that layers read on the device.
+
+        Equal rows of positions are reduced to one, so this is meant for a batch on the host.
+        """
+        found = self.text.tensors()
+        found.pop("cu_seqlens", None)
+        found["positions"] = _distinct_rows(self.text.positions)
+        if self.images is not None and not self.images.patches.is_meta:
+            found["patches"] = self.images.patches
+        if self.features is not None:
+            found["local_positions"] = self.features.positions
+        return found
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> MicroBatch:
+        """Return the micro-batch with copies of the tensors that `host_tensors` names."""
+        images, features = self.images, self.features
+        if images is not None:
+            images = replace(images, patches=tensors.get("patches", images.patches))
+        if features is not None:
+            features = replace(features, positions=tensors["local_positions"])
+        copied: dict[str, Any] = {name: tensors[name] for name in self.text.tensors() if name in tensors}
+        text = replace(self.text, **copied)
+        return MicroBatch(text, self.image_sizes, images, features)
+
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same batch on another device, but for what the host needs to know: it must not wait to be told."""
-        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in self.travelling().items()}
-        return replace(self, **moved)
-
-    def travelling(self) -> dict[str, Tensor]:
-        """By field, the tensors that layers read on the device and the data make on the host."""
-        values: dict[str, Any] = {**vars(self), "positions": _rows_that_differ(self.positions)}
-        return {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, Tensor) and name not in _NEVER_TRAVELS and not value.is_meta
-        }
+        """Return a copy on another device; what the host reads stays on the host, so that it never waits."""
+        tensors = self.host_tensors().items()
+        return self.with_tensors({name: tensor.to(device, non_blocking=True) for name, tensor in tensors})
 
 
-_NEVER_TRAVELS = ("cu_seqlens", "features")  # read on the host; made on the device
-
-
-def _rows_that_differ(positions: Tensor) -> Tensor:
-    """One row of positions where all are alike, as samples without padding or images have them. Asked on the host."""
+def _distinct_rows(positions: Tensor) -> Tensor:
+    """Return one row of positions if all are equal, as those of unpadded text are. Compared on the host only."""
     several = positions.shape[-2] > 1
     if several and positions.device.type == "cpu" and bool((positions == positions[..., :1, :]).all()):
         return positions[..., :1, :]

@@ -8,42 +8,37 @@ message contains their shape and type.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.arch.anyres import TileGroup
-from megavlm.data.batch import MicroBatch
+from megavlm.data.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
+from megavlm.data.image_assignment import ImageAssignment
 from megavlm.data.types import Imbalance, LoaderState, Skipped, StepData
 from megavlm.errors import UserError
 
 _ALIGNMENT = 8  # bytes: the alignment of a tensor of any type
-_TENSORS = ("tokens", "labels", "loss_mask", "positions", "feature_positions", "cu_seqlens", "sources")
-
-# Returns, for a step's micro-batches, the rows of each rank's patches among all of their patches.
-PatchShards = Callable[[Sequence[MicroBatch]], Sequence[NDArray[np.int64]]]
 
 
 @dataclass(frozen=True)
 class ReplicaBroadcast:
     """Broadcasts steps within a model replica.
 
-    The first rank of `replica` reads. `vision_group` are its ranks that need pixels, the reader first; None on a rank
-    that needs none. If each rank needs other patches, `patch_shards` returns the rows of each rank, ascending; a
-    micro-batch then holds this rank's patches only.
+    The first rank of `replica` reads. `vision_group` are the ranks that encode images, the reader first; None on a rank
+    that encodes none. They all encode all images, or with `assignment` each its own.
     """
 
     replica: dist.ProcessGroup
     vision_group: dist.ProcessGroup | None
     device: torch.device
     patch_dim: int
-    patch_shards: PatchShards | None = None
+    assignment: ImageAssignment | None = None
 
     @property
     def reads(self) -> bool:
@@ -52,8 +47,9 @@ class ReplicaBroadcast:
     def share(self, read: Callable[[], StepData]) -> StepData:
         """Return the step that the replica's first rank reads, on every rank, in host memory.
 
-        With `patch_shards` each rank has its patches already; else `vision_group` receives them when a micro-batch is
-        copied to the device. A UserError of the reader is raised on every rank, so that no rank waits for its data.
+        With `assignment` each rank has the patches of its images, on the device; else `vision_group` receives patches
+        when a micro-batch is copied to the device. A UserError of the reader is raised on every rank, so that no rank
+        waits for its data.
         """
         if self.replica.size() == 1:
             return read()
@@ -99,43 +95,39 @@ class ReplicaBroadcast:
 
     def _with_pixels(self, step: StepData) -> StepData:
         if self.vision_group is None:
-            return replace(step, batches=[replace(batch, patches=None) for batch in step.batches])
-        if self.patch_shards is not None:
-            return replace(step, batches=self._scatter(step.batches, self.patch_shards(step.batches)))
+            return _with_images(step, [None] * len(step.batches))
+        images = [batch.images for batch in step.batches if batch.images is not None]
+        if self.assignment is not None:
+            chosen = self.assignment.by_rank([each.sizes for each in images])
+            return _with_images(step, [self._scatter(*each) for each in zip(images, chosen, strict=True)])
         if self.vision_group.size() == 1:
             return step
-        return replace(step, batches=[replace(batch, vision_group=self.vision_group) for batch in step.batches])
+        return _with_images(step, [replace(each, vision_group=self.vision_group) for each in images])
 
-    def _scatter(self, batches: Sequence[MicroBatch], shards: Sequence[NDArray[np.int64]]) -> list[MicroBatch]:
-        """Return the batches with this rank's patches. The reader sends them, one micro-batch at a time."""
-        ends = np.cumsum([batch.num_patches for batch in batches])
-        cuts = [np.searchsorted(shard, ends[:-1]) for shard in shards]
-        parts = [np.split(shard, cut) for shard, cut in zip(shards, cuts, strict=True)]
-        found = []
-        for index, batch in enumerate(batches):
-            rows = [part[index] - (ends[index] - batch.num_patches) for part in parts]
-            found.append(replace(batch, patches=self._scatter_patches(batch, rows)))
-        return found
-
-    def _scatter_patches(self, batch: MicroBatch, rows: Sequence[NDArray[np.int64]]) -> Tensor:
-        """Return this rank's patches [P', D] of a micro-batch; `rows` lists those of every rank."""
-        assert batch.patches is not None
-        mine = len(rows[self.replica.rank()])
-        outgoing = torch.empty(0, self.patch_dim, dtype=batch.patches.dtype, device=self.device)
+    def _scatter(self, images: ImageBatch, chosen: Sequence[Mask]) -> ImageBatch:
+        """Return this rank's images of a micro-batch, which the reader sends; `chosen` [N] are those of each rank."""
+        rows = [images.sizes.patch_rows(mask) for mask in chosen]
+        rank = self.replica.rank()
+        outgoing = torch.empty(0, self.patch_dim, dtype=images.patches.dtype, device=self.device)
         sent = [0] * len(rows)
         if self.reads:
             order = torch.from_numpy(np.concatenate(rows)).to(self.device, non_blocking=True)
-            outgoing = batch.patches.to(self.device, non_blocking=True).index_select(0, order)
+            outgoing = images.patches.to(self.device, non_blocking=True).index_select(0, order)
             sent = [len(each) for each in rows]
-        received = [mine if rank == 0 else 0 for rank in range(len(rows))]
-        patches = outgoing.new_empty(mine, self.patch_dim)
+        received = [len(rows[rank]), *[0] * (len(rows) - 1)]
+        patches = outgoing.new_empty(len(rows[rank]), self.patch_dim)
         dist.all_to_all_single(patches, outgoing, received, sent, group=self.replica)
-        return patches
+        return ImageBatch(images.sizes.select(chosen[rank]), patches)
+
+
+def _with_images(step: StepData, images: Sequence[ImageBatch | None]) -> StepData:
+    pairs = zip(step.batches, images, strict=True)
+    return replace(step, batches=[replace(batch, images=each) for batch, each in pairs])
 
 
 def serialize(step: StepData) -> tuple[bytes, list[Tensor]]:
     """Return the description of a step, and the tensors whose memory follows it; `deserialize` is the inverse."""
-    tensors = [tensor for batch in step.batches for _, tensor in _tensors_of(batch)]
+    tensors = [tensor for batch in step.batches for tensor in batch.text.tensors().values()]
     description = {
         "batches": [_described(batch) for batch in step.batches],
         "read": step.read,
@@ -173,13 +165,13 @@ def deserialize(description: bytes, memory: Tensor) -> StepData:
 
 
 def _described(batch: MicroBatch) -> dict[str, Any]:
-    patches = batch.patches
+    patches, sizes = None if batch.images is None else batch.images.patches, batch.image_sizes
     return {
-        "tensors": [(name, _dtype(tensor), list(tensor.shape)) for name, tensor in _tensors_of(batch)],
+        "tensors": [(name, _dtype(tensor), list(tensor.shape)) for name, tensor in batch.text.tensors().items()],
         "patches": None if patches is None else (_dtype(patches), list(patches.shape)),
-        "grids": batch.grids,
-        "tile_groups": [(group.grid, group.size) for group in batch.tile_groups],
-        "lengths": batch.lengths,
+        "grids": sizes.grids,
+        "tile_groups": [(group.grid, group.size) for group in sizes.tile_groups],
+        "lengths": batch.text.lengths,
     }
 
 
@@ -187,17 +179,15 @@ def _batch(fields: dict[str, Any], reader: _Reader) -> MicroBatch:
     tensors: dict[str, Any] = {
         name: reader.next(getattr(torch, dtype), shape) for name, dtype, shape in fields["tensors"]
     }
-    patches = None
-    if fields["patches"] is not None:
-        dtype, shape = fields["patches"]
-        patches = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-    return MicroBatch(
-        **tensors,
-        patches=patches,
+    sizes = ImageSizes(
         grids=tuple((rows, columns) for rows, columns in fields["grids"]),
         tile_groups=tuple(TileGroup(grid=tuple(grid), size=tuple(size)) for grid, size in fields["tile_groups"]),
-        lengths=tuple(fields["lengths"]),
     )
+    images = None
+    if fields["patches"] is not None:
+        dtype, shape = fields["patches"]
+        images = ImageBatch(sizes, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+    return MicroBatch(TextBatch(**tensors, lengths=tuple(fields["lengths"])), sizes, images)
 
 
 class _Reader:
@@ -210,10 +200,6 @@ class _Reader:
         size = torch.Size(shape).numel() * dtype.itemsize
         found, self._rest = self._rest[:size], self._rest[aligned(size) :]
         return found.view(dtype).view(shape)
-
-
-def _tensors_of(batch: MicroBatch) -> Iterator[tuple[str, Tensor]]:
-    return ((name, value) for name in _TENSORS if isinstance(value := getattr(batch, name), Tensor))
 
 
 def _dtype(tensor: Tensor) -> str:

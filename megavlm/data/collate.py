@@ -1,4 +1,4 @@
-"""Collate samples into a micro-batch: tokens, labels, masks, rotary positions and patches."""
+"""Collate samples into a micro-batch: its text, and the images that this rank encodes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.config.schema import Config, ProjectorConfig
-from megavlm.data.batch import MicroBatch
+from megavlm.data.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 from megavlm.data.source import Source
 from megavlm.data.types import Row, Sample
 from megavlm.errors import UserError
@@ -51,20 +50,41 @@ class CollateSpec:
         assert self.image_token != self.pad_token, "padding would be taken for image features"
 
 
-def collate(
-    rows: Sequence[Row],
-    spec: CollateSpec,
-    *,
-    with_patches: bool = True,
-) -> MicroBatch:
-    """Return one micro-batch of rows, each padded on the right to `spec.seq_length`.
+def collate(rows: Sequence[Row], spec: CollateSpec, *, with_patches: bool = True) -> MicroBatch:
+    """Return the micro-batch of B rows with all of their images, or with `with_patches=False` without pixels.
+
+    Images are in the order of their tokens: row by row, sample by sample.
+
+    Raises UserError if a row is longer than `spec.seq_length`.
+    """
+    samples = [sample for row in rows for sample in row]
+    for sample in samples:
+        _check_features(sample, spec)
+    sizes = _sizes_of(samples)
+    return MicroBatch(collate_text(rows, spec), sizes, collate_images(rows, spec) if with_patches else None)
+
+
+def collate_images(rows: Sequence[Row], spec: CollateSpec, chosen: Mask | None = None) -> ImageBatch:
+    """Return the images of rows as patches, or only those that are True in `chosen` [N]; no others are rendered."""
+    samples = [sample for row in rows for sample in row]
+    pictures, sizes = [image for sample in samples for image in sample.images], _sizes_of(samples)
+    if chosen is not None:  # a picture is a whole image, or one tile of it
+        kept = np.repeat(chosen, [len(image.grids) for image in sizes.split()])
+        starts = np.cumsum([0, *(len(picture.grids) for picture in pictures)])
+        pictures = [picture for picture, start in zip(pictures, starts[:-1], strict=True) if kept[start]]
+        sizes = sizes.select(chosen)
+    made = [picture.patches() for picture in pictures]
+    patches = torch.cat(made) if made else torch.empty(0, spec.patch_dim)
+    assert patches.shape[1] == spec.patch_dim, f"patches have {patches.shape[1]} values, the model {spec.patch_dim}"
+    return ImageBatch(sizes, patches)
+
+
+def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
+    """Return the text of B rows, each padded on the right to `spec.seq_length` positions.
 
     The samples of a row follow one another; positions restart with each, and `cu_seqlens` separates their attention.
     Position t predicts token t+1: labels are the tokens shifted left by one, and `loss_mask[t]` is 1 where token
-    t+1 is trained and of the same sample. Features follow the images: row by row, sample by sample, in order.
-    With `with_patches=False` no pixels are read, and `patches` is None.
-
-    Raises UserError if a row is longer than `seq_length`, and BadSample if an image cannot be decoded.
+    t+1 is trained and of the same sample.
     """
     seq_length, image_token, pad_token = spec.seq_length, spec.image_token, spec.pad_token
     tokens = np.full((len(rows), seq_length), pad_token, dtype=np.int64)
@@ -98,21 +118,15 @@ def collate(
 
     labels = np.full_like(tokens, pad_token)
     labels[:, :-1] = tokens[:, 1:]
-    samples = [sample for row in rows for sample in row]
-    for sample in samples:
-        _check_features(sample, spec)
     packed = any(len(row) > 1 for row in rows)
-    return MicroBatch(
+    return TextBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
         positions=torch.from_numpy(positions if spec.mrope else positions[0]),
-        grids=tuple(grid for sample in samples for grid in sample.grids),
         feature_positions=torch.from_numpy(np.flatnonzero(tokens == image_token)),
-        patches=_patches_of(samples, spec.patch_dim) if with_patches else None,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
-        tile_groups=tuple(group for sample in samples for group in sample.tile_groups),
-        lengths=tuple(len(sample) for sample in samples),
+        lengths=tuple(len(sample) for row in rows for sample in row),
         sources=torch.from_numpy(sources) if spec.num_sources > 1 else None,
     )
 
@@ -124,12 +138,12 @@ def _check_features(sample: Sample, spec: CollateSpec) -> None:
     assert tokens == features, f"{tokens} image tokens for {features} image features"
 
 
-def _patches_of(samples: Sequence[Sample], patch_dim: int) -> Tensor:
-    """Return the patches [P, patch_dim] of all images, in order."""
-    made = [image.patches() for sample in samples for image in sample.images]
-    patches = torch.cat(made) if made else torch.empty(0, patch_dim)
-    assert patches.shape[1] == patch_dim, f"patches of {patches.shape[1]} values where the model has {patch_dim}"
-    return patches
+def _sizes_of(samples: Sequence[Sample]) -> ImageSizes:
+    """Return the sizes of all images of samples, in order."""
+    return ImageSizes(
+        grids=tuple(grid for sample in samples for grid in sample.grids),
+        tile_groups=tuple(group for sample in samples for group in sample.tile_groups),
+    )
 
 
 def mrope_positions(

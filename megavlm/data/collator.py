@@ -1,7 +1,4 @@
-"""Encode and collate samples, in the calling thread or in worker processes.
-
-An image that cannot be decoded is only detected here: its sample is left out of its sequence, and reported.
-"""
+"""Encode and collate samples, in the calling thread or in worker processes."""
 
 from __future__ import annotations
 
@@ -14,21 +11,21 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.multiprocessing
 
-from megavlm.data.batch import MicroBatch
-from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.batch import ImageSizes, Mask, MicroBatch
+from megavlm.data.collate import CollateSpec, collate, collate_images
 from megavlm.data.files import FilesSource
-from megavlm.data.source import Source
+from megavlm.data.source import ComputedSource
 from megavlm.data.types import BadSample, EncodedRecord, Sample, SampleId, Segments, Skipped
 from megavlm.errors import UserError
 
 Result = TypeVar("Result")
 
-# Samples that a worker encodes per task: enough to hide the round trip to it.
+# A worker encodes this many samples per task, so that the time of sending the task does not count.
 _SAMPLES_PER_TASK = 32
 
 
@@ -40,18 +37,75 @@ class CollatedBatch:
     skipped: tuple[Skipped, ...] = ()
 
 
-class Collator:
-    """Makes micro-batches of packed segments; with `with_patches=False`, without their pixels."""
-
-    def __init__(self, source: Source, spec: CollateSpec, *, with_patches: bool = True, workers: int = 0) -> None:
-        """`workers` is the number of processes; 0: the calling thread does the work."""
-        self._source = source
-        self._collate = partial(collate_segments, spec=spec, with_patches=with_patches)
-        self._pool = _start_workers(source, workers) if workers else None
+class Collator(Protocol):
+    """Makes the micro-batches of a step."""
 
     def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
         """Collate each list of sequences into one micro-batch; return the micro-batches in order."""
+        ...
+
+    def close(self) -> None:
+        """Free what the collator holds."""
+        ...
+
+
+class ComputedCollator:
+    """Collates computed samples, with the images that this rank encodes. No other image is rendered."""
+
+    def __init__(
+        self,
+        source: ComputedSource,
+        spec: CollateSpec,
+        *,
+        with_patches: bool = True,
+        own_images: Callable[[Sequence[ImageSizes]], Sequence[Mask]] | None = None,
+    ) -> None:
+        """`with_patches`: this rank encodes images. `own_images` returns, from the sizes of a step's images by
+        micro-batch, which of them it encodes; None: all.
+        """
+        self._source = source
+        self._spec = spec
+        self._with_patches = with_patches
+        self._own_images = own_images
+
+    def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
+        rows = [
+            [[self._source.load(segment) for segment in segments] for segments in sequences]
+            for sequences in micro_batches
+        ]
+        batches = [collate(each, self._spec, with_patches=False) for each in rows]
+        if self._with_patches:
+            chosen: Sequence[Mask | None] = [None] * len(batches)
+            if self._own_images is not None:
+                chosen = self._own_images([batch.image_sizes for batch in batches])
+            images = [collate_images(each, self._spec, mask) for each, mask in zip(rows, chosen, strict=True)]
+            batches = [replace(batch, images=each) for batch, each in zip(batches, images, strict=True)]
+        return [CollatedBatch(batch) for batch in batches]
+
+    def close(self) -> None:
+        pass
+
+
+class FileCollator:
+    """Encodes the records of files (template, tokens, image sizes), and collates them with all of their images.
+
+    An image that cannot be decoded is only detected here: its sample is left out of its sequence, and reported.
+    """
+
+    def __init__(self, source: FilesSource, spec: CollateSpec, *, workers: int = 0) -> None:
+        """`workers` is the number of processes; 0: the calling thread does the work."""
+        self._source = source
+        self._collate = partial(collate_segments, spec=spec)
+        self._pool = _start_workers(source, workers) if workers else None
+
+    def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
         return self._map(self._collate, micro_batches)
+
+    def encode(self, samples: Sequence[SampleId]) -> list[EncodedRecord]:
+        """Return the encoded records of samples, in order."""
+        tasks = [samples[i : i + _SAMPLES_PER_TASK] for i in range(0, len(samples), _SAMPLES_PER_TASK)]
+        encoded = [record for records in self._map(_encode_samples, tasks) for record in records]
+        return [replace(record, sample_id=sample_id) for record, sample_id in zip(encoded, samples, strict=True)]
 
     def close(self) -> None:
         """End the workers; tasks that have not begun are dropped."""
@@ -70,26 +124,11 @@ class Collator:
             ) from error
 
 
-class FileCollator(Collator):
-    """A collator for data sets in files: it also encodes their records (template, tokens, image sizes)."""
-
-    def __init__(self, source: FilesSource, spec: CollateSpec, *, workers: int = 0) -> None:
-        super().__init__(source, spec, workers=workers)
-
-    def encode(self, samples: Sequence[SampleId]) -> list[EncodedRecord]:
-        """Return the encoded records of samples, in order."""
-        tasks = [samples[i : i + _SAMPLES_PER_TASK] for i in range(0, len(samples), _SAMPLES_PER_TASK)]
-        encoded = [record for records in self._map(_encode_samples, tasks) for record in records]
-        return [replace(record, sample_id=sample_id) for record, sample_id in zip(encoded, samples, strict=True)]
-
-
 def _encode_samples(source: FilesSource, samples: Sequence[SampleId]) -> list[EncodedRecord]:
     return [source.encode(sample_id) for sample_id in samples]
 
 
-def collate_segments(
-    source: Source, rows: Sequence[Segments], *, spec: CollateSpec, with_patches: bool = True
-) -> CollatedBatch:
+def collate_segments(source: FilesSource, rows: Sequence[Segments], *, spec: CollateSpec) -> CollatedBatch:
     """Return one micro-batch; a sample whose images cannot be decoded is left out of its sequence."""
     skipped: list[Skipped] = []
     loaded: list[list[Sample]] = []
@@ -100,10 +139,10 @@ def collate_segments(
                 loaded[-1].append(source.load(segment))
             except BadSample as error:
                 skipped.append(source.skipped(segment.sample_id, error))
-    return CollatedBatch(collate(loaded, spec, with_patches=with_patches), tuple(skipped))
+    return CollatedBatch(collate(loaded, spec), tuple(skipped))
 
 
-def _start_workers(source: Source, workers: int) -> ProcessPoolExecutor:
+def _start_workers(source: FilesSource, workers: int) -> ProcessPoolExecutor:
     """Return a pool of processes that each have a copy of the source, and never outlive this process."""
     # Spawned, not forked: this process has threads of gloo and NCCL, and perhaps a CUDA context.
     context = multiprocessing.get_context("spawn")
@@ -112,10 +151,10 @@ def _start_workers(source: Source, workers: int) -> ProcessPoolExecutor:
     return pool
 
 
-_WORKER_SOURCE: dict[str, Source] = {}  # the source of a worker process, set once by its initializer
+_WORKER_SOURCE: dict[str, FilesSource] = {}  # the source of a worker process, set once by its initializer
 
 
-def _initialize_worker(source: Source) -> None:
+def _initialize_worker(source: FilesSource) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the main process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()

@@ -1,11 +1,13 @@
 """The data loader of a run: it decides which ranks read and which receive the data by broadcast.
 
-Every rank computes the samples of a `ComputedSource` itself. Files are read by the first rank of each model replica,
-which broadcasts them, so that no image is read or decoded twice.
+Every rank computes the samples of a `ComputedSource` itself, and renders the images that it encodes. Files are read by
+the first rank of each model replica, which sends the text to all of its ranks and each image to the ranks that encode
+it, so that no image is read or decoded twice.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import torch.distributed as dist
 from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import BatchSampler, PackedBatchSampler, SequentialBatchSampler
-from megavlm.data.broadcast import PatchShards, ReplicaBroadcast
+from megavlm.data.broadcast import ReplicaBroadcast
 from megavlm.data.collate import CollateSpec
-from megavlm.data.collator import Collator, FileCollator
+from megavlm.data.collator import Collator, ComputedCollator, FileCollator
 from megavlm.data.files import FilesSource
+from megavlm.data.image_assignment import ImageAssignment
 from megavlm.data.rank_loader import RankLoader, Staging
 from megavlm.data.records import is_stream, open_records, prepare_stream
 from megavlm.data.source import ComputedSource
@@ -115,25 +118,26 @@ def build_data_loader(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     vision_group: dist.ProcessGroup | None,
-    patch_shards: PatchShards | None = None,
+    assignment: ImageAssignment | None = None,
 ) -> DataLoader:
     """Return the data loader of a run on this rank.
 
-    `vision_group` are the ranks of its replica that need pixels, None on another rank; `patch_shards` returns the rows
-    of patches that each of them needs, if not all. Patches have the type `dtype`.
+    `vision_group` are the ranks of its replica that encode images, None on another rank. Each of them encodes all
+    images, or those that `assignment` gives it. Patches have the type `dtype`.
     """
     spec = CollateSpec.of(config, source)
     staging = Staging(dtype, device)
     if isinstance(source, ComputedSource):
         sampler = SequentialBatchSampler(count=config.train.global_batch_size)
-        collator = Collator(source, spec, with_patches=vision_group is not None)
+        own_images = None if assignment is None else partial(assignment.own, rank=groups.mp_rank)
+        collator = ComputedCollator(source, spec, with_patches=vision_group is not None, own_images=own_images)
         return DataLoader(_loader(config, sampler, collator, groups, staging))
     broadcast = ReplicaBroadcast(
         replica=groups.collection.mp,
         vision_group=vision_group,
         device=device,
         patch_dim=spec.patch_dim,
-        patch_shards=patch_shards,
+        assignment=assignment,
     )
     streams = isinstance(source, StreamSource)
     loader = None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -158,11 +157,11 @@ class BatchStats:
 def stats(batches: Sequence[MicroBatch]) -> BatchStats:
     """Count the contents of micro-batches, from their shapes: nothing is copied back from a device."""
     return BatchStats(
-        tokens=sum(batch.num_tokens for batch in batches),
-        places=sum(batch.tokens.numel() for batch in batches),
-        image_tokens=sum(batch.feature_positions.numel() for batch in batches),
-        images=sum(batch.num_images for batch in batches),
-        patches=sum(batch.num_patches for batch in batches),
+        tokens=sum(batch.text.num_tokens for batch in batches),
+        places=sum(batch.text.tokens.numel() for batch in batches),
+        image_tokens=sum(batch.text.feature_positions.numel() for batch in batches),
+        images=sum(batch.image_sizes.num_images for batch in batches),
+        patches=sum(batch.image_sizes.num_patches for batch in batches),
     )
 
 
@@ -181,8 +180,7 @@ class Staging:
         # A new thread uses the first device of its machine, on which pinning memory would create a CUDA context.
         here = torch.cuda.device(self.device) if self._pins else nullcontext()
         with here:
-            staged: dict[str, Any] = {name: self._staged(name, value) for name, value in batch.travelling().items()}
-        return replace(batch, **staged)
+            return batch.with_tensors({name: self._staged(name, each) for name, each in batch.host_tensors().items()})
 
     def _staged(self, name: str, value: Tensor) -> Tensor:
         dtype = self.dtype if name == "patches" else value.dtype

@@ -58,7 +58,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
-    return {"input_ids": batch.tokens, **pixel_values(batch, model.vision)}
+    return {"input_ids": batch.text.tokens, **pixel_values(batch, model.vision)}
 
 
 @dataclass(frozen=True, kw_only=True)

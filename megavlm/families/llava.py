@@ -68,7 +68,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
-    return {"input_ids": batch.tokens, **pixel_values(batch, model.vision)}
+    return {"input_ids": batch.text.tokens, **pixel_values(batch, model.vision)}
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:

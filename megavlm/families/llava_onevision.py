@@ -95,14 +95,15 @@ def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
     """Transformers tiles an image if it is its sample's only one, so it must know how many each sample has."""
     import torch
 
-    if not batch.grids:
-        return {"input_ids": batch.tokens}
-    ends = torch.tensor(tokens_per_image(batch.grids, batch.tile_groups, model.projector)).cumsum(0)
-    image_tokens = torch.eq(batch.tokens, model.image_token or 0).sum(1).cumsum(0).cpu()
+    sizes = batch.image_sizes
+    if not sizes.grids:
+        return {"input_ids": batch.text.tokens}
+    ends = torch.tensor(sizes.image_tokens(model.projector)).cumsum(0)
+    image_tokens = torch.eq(batch.text.tokens, model.image_token or 0).sum(1).cumsum(0).cpu()
     images = torch.searchsorted(ends, image_tokens, right=True).diff(prepend=torch.tensor([0]))
     return {
-        "input_ids": batch.tokens,
-        "image_sizes": torch.tensor([group.size for group in batch.tile_groups]),
+        "input_ids": batch.text.tokens,
+        "image_sizes": torch.tensor([group.size for group in sizes.tile_groups]),
         "batch_num_images": images,
         **pixel_values(batch, model.vision),
     }

@@ -106,14 +106,14 @@ def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
 
     images = unpatchify(batch, model.vision)
     if not images:
-        return {"input_ids": batch.tokens}
+        return {"input_ids": batch.text.tokens}
     sizes = [image.shape[-2:] for image in images]
     height, width = (max(sides) for sides in zip(*sizes, strict=True))
     padded = [pad(image, (0, width - image.shape[-1], 0, height - image.shape[-2])) for image in images]
     return {
-        "input_ids": batch.tokens,
+        "input_ids": batch.text.tokens,
         "pixel_values": torch.stack(padded),
-        "image_sizes": torch.tensor(sizes, device=batch.tokens.device),
+        "image_sizes": torch.tensor(sizes, device=batch.text.tokens.device),
     }
 
 

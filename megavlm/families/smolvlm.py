@@ -54,7 +54,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
     """Images of one size, as if all belonged to one sample: features follow each other in any case."""
     pixels = {name: images[None] for name, images in pixel_values(batch, model.vision).items()}
-    return {"input_ids": batch.tokens, **pixels}
+    return {"input_ids": batch.text.tokens, **pixels}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,14 +34,13 @@ class MicroBatchContext:
     groups: Groups
     device: torch.device
     wants_logits: bool = False  # whether the output layer returns logits instead of the loss
-    encoder_apart: bool = False  # colocated: features come as each rank needs them, without a blank image's
 
     @cached_property
     def layout(self) -> VisionLayout:
         model = self.config.model
         multiple = sequence_multiple("vision", self.config, tp=self.groups.dims.tp)
         return VisionLayout.of(
-            self.batch.grids,
+            self.batch.image_sizes.grids,
             class_token=model.vision.class_token,
             multiple=multiple,
             blank=smallest_grid(model.projector),
@@ -64,7 +63,7 @@ class MicroBatchContext:
     @cached_property
     def language_packing(self) -> Packing | None:
         """Which tokens attend to one another, where rows hold several samples; None where each is one."""
-        cu_seqlens = self.batch.cu_seqlens
+        cu_seqlens = self.batch.text.cu_seqlens
         return None if cu_seqlens is None else packed(cu_seqlens.tolist(), self.device)
 
     @cached_property
@@ -83,44 +82,47 @@ class MicroBatchContext:
 
     @cached_property
     def language_rope(self) -> Rotation:
-        return rotation(rope(self.batch.positions, self.config.model.language), DTYPES[self.config.precision.dtype])
+        angles = rope(self.batch.text.positions, self.config.model.language)
+        return rotation(angles, DTYPES[self.config.precision.dtype])
 
     @property
     def tile_groups(self) -> tuple[TileGroup, ...]:
         """Which tiles are one image, for models of tiled images; a blank image is a base tile alone."""
-        tiled = self.config.model.projector.anyres_max_tiles is not None
-        return (TileGroup(grid=(0, 0), size=(0, 0)),) * tiled if self.layout.is_blank else self.batch.tile_groups
+        if self.layout.is_blank:
+            return (TileGroup(grid=(0, 0), size=(0, 0)),) * (self.config.model.projector.anyres_max_tiles is not None)
+        return self.batch.image_sizes.tile_groups
 
     @property
     def feature_shape(self) -> tuple[int, int, int]:
         """[F, 1, Hl] of one layer's features for the language model; a blank image has one as well."""
         model = self.config.model
-        if self.encoder_apart:
-            return self.places.numel(), 1, model.language.hidden_size
+        if self.batch.features is not None:
+            return self.batch.features.positions.numel(), 1, model.language.hidden_size
         features = sum(tokens_per_grid(grid, model.projector) for grid in self.layout.grids)
         return features, 1, model.language.hidden_size
 
     def hidden_shape(self, name: str) -> tuple[int, int, int]:
         """Return the shape of the hidden states that layer `name` reads, on this tensor-parallel rank."""
-        model, batch = self.config.model, self.batch
+        model, text = self.config.model, self.batch.text
         shards = self.groups.dims.tp if sequence_parallel(self.config) else 1
         reads = layer_kind(name).reads
         if reads is Stream.PATCHES:
             return self.layout.bounds[-1] // shards, 1, model.vision.hidden_size
         if reads is Stream.TEXT:
-            return batch.tokens.shape[1] // shards, batch.tokens.shape[0], model.language.hidden_size
-        rows = batch.feature_positions.numel()
+            return text.tokens.shape[1] // shards, text.tokens.shape[0], model.language.hidden_size
+        rows = text.feature_positions.numel()
         if self.layout.is_blank:
             (rows,) = tokens_per_image(self.layout.grids, self.tile_groups, model.projector)
         return rows, 1, model.language.hidden_size
 
     @cached_property
     def places(self) -> Tensor:
-        """[F'] int64: rows of this rank's hidden states, flattened [S(/TP)·B], that take features; for a colocated
-        encoder, which sends a rank the features of these rows alone, in this order, and the batch names no others.
+        """[F'] int64: the rows of this rank's hidden states, flattened [S(/TP)·B], that take a colocated encoder's
+        features.
         """
-        samples, length = self.batch.tokens.shape
-        places = self.batch.feature_positions
+        assert self.batch.features is not None
+        samples, length = self.batch.text.tokens.shape
+        places = self.batch.features.positions
         first = self.groups.coords.tp * (length // self.groups.dims.tp) if sequence_parallel(self.config) else 0
         return (places % length - first) * samples + places // length
 
@@ -131,14 +133,14 @@ class MicroBatchContext:
 
     def with_features(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Language states with DeepStack features added to the image tokens'."""
-        if self.encoder_apart:
+        if self.batch.features is not None:
             added = hidden.flatten(0, 1).index_add(0, self.places, features[:, 0].to(hidden.dtype))
             return added.view_as(hidden)
         return add_features(
             hidden,
             features,
-            self.batch.feature_positions,
-            length=self.batch.tokens.shape[1],
+            self.batch.text.feature_positions,
+            length=self.batch.text.tokens.shape[1],
             sequence_group=self.groups.tp if sequence_parallel(self.config) else None,
         )
 

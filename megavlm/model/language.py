@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megavlm.arch.transformer import head_width
 from megavlm.config.schema import LanguageConfig
-from megavlm.data.batch import MicroBatch
+from megavlm.data.batch import TextBatch
 from megavlm.model.cross_entropy import CrossEntropy
 from megavlm.parallel.groups import Groups
 
@@ -46,12 +46,12 @@ class Embedding(MegatronModule):
             tp_group=groups.tp,
         )
 
-    def forward(self, batch: MicroBatch, features: Tensor | None = None) -> Tensor:
-        embedded = self.word_embeddings(batch.tokens)
+    def forward(self, text: TextBatch, features: Tensor | None = None) -> Tensor:
+        embedded = self.word_embeddings(text.tokens)
         if features is not None:
             # With no image in the batch this copies nothing, yet keeps the features in the graph: the vision part of
             # the pipeline gets its (zero) gradient like on any other micro-batch.
-            places = batch.feature_positions
+            places = text.feature_positions
             found = features[: places.numel(), 0].to(embedded.dtype)
             embedded = embedded.flatten(0, 1).index_copy(0, places, found).view_as(embedded)
         hidden = embedded.transpose(0, 1).contiguous()

@@ -153,7 +153,9 @@ def _run_language_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: Mic
 
 
 def _run_patch_embed(chunk: VLMChunk, name: str, hidden: Any, context: MicroBatchContext) -> Tensor:
-    return chunk.parts[name](context.batch.patches, context.layout)
+    images = context.batch.images
+    assert images is not None, "the data loader gives every rank of the first vision stage its images"
+    return chunk.parts[name](images.patches, context.layout)
 
 
 def _run_norm(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
@@ -166,16 +168,17 @@ def _run_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
 
 
 def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
-    part, features = chunk.parts[name], context.batch.features
-    if features is not None:
-        return context.with_features_merged(part(context.batch), features[:, 0])
-    return part(context.batch, hidden)
+    part, text, features = chunk.parts[name], context.batch.text, context.batch.features
+    if features is None:
+        return part(text, hidden)
+    assert features.values is not None, "ranks with the embedding receive a colocated encoder's features"
+    return context.with_features_merged(part(text), features.values[:, 0])
 
 
 def _run_output(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
     part: Any = chunk.parts[name]
     scores = part.logits(hidden, chunk.tied_weight)
-    return part.gather(scores) if context.wants_logits else part.loss(scores, context.batch.labels)
+    return part.gather(scores) if context.wants_logits else part.loss(scores, context.batch.text.labels)
 
 
 IMPLEMENTATIONS: Mapping[str, LayerImpl] = for_every_kind(

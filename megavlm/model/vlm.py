@@ -69,7 +69,6 @@ class VLMChunk(MegatronModule):
         trained = trained_layers(config)
         self.upstream_trained = plan.trained_before(index, trained)
         earlier = plan.before(index)
-        self.encoder_apart = plan.placement == "colocated"
         self.hidden_trained = trained_below(self.names[0], earlier, trained)
         self.carried = carried_features(earlier)
         self.next_name = plan.chunks[index + 1][0] if index + 1 < len(plan.chunks) else None
@@ -105,19 +104,12 @@ class VLMChunk(MegatronModule):
 
     def transferred(self, batch: MicroBatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """Shapes of what this chunk receives from the one before and sends to the next; None at the ends."""
-        context = self._context(batch, device=batch.tokens.device)
+        context = self._context(batch, device=batch.text.tokens.device)
         received = None if self.is_first else _shape_before(self.names[0], self.carried, context)
         return received, None if self.next_name is None else _shape_before(self.next_name, self.carried_on, context)
 
     def _context(self, batch: MicroBatch, *, device: torch.device, wants_logits: bool = False) -> MicroBatchContext:
-        return MicroBatchContext(
-            batch,
-            self.run_config,
-            self.groups,
-            device=device,
-            wants_logits=wants_logits,
-            encoder_apart=self.encoder_apart,
-        )
+        return MicroBatchContext(batch, self.run_config, self.groups, device=device, wants_logits=wants_logits)
 
     def set_input_tensor(self, tensors: list[Tensor | None] | Tensor | None) -> None:
         """Called by the schedule before forward: what the previous chunk sent."""
@@ -194,7 +186,8 @@ class VLMChunk(MegatronModule):
         tensor = self.input_tensor
         if tensor is None:
             features = context.batch.features
-            return None, [] if features is None else list(features.split(1, dim=1))[1:]
+            values = None if features is None else features.values
+            return None, [] if values is None else list(values.split(1, dim=1))[1:]
         if not self.upstream_trained and torch.is_grad_enabled():
             tensor.grad = torch.zeros_like(tensor)
             tensor = tensor.detach()

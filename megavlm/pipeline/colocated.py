@@ -1,8 +1,9 @@
-"""The colocated encoder's place in a step: images to ranks, features to the embedding, gradients back.
+"""A step of a colocated encoder: each rank encodes its images, features go to the embedding, gradients come back.
 
-Every rank of a model replica (TP × PP) holds an encoder, or with `--vision-tp` a part of one. All of them know the same
-window of micro-batches and so compute the same assignment and the same routes; nothing but features and their gradients
-is sent, in one all-to-all each. The language model's pipeline then runs on leaf tensors.
+Every rank of a model replica (TP × PP) holds an encoder, or with `--vision-tp` a shard of one. All of them know the
+sizes of all images of a step, so they compute the same assignment of images (`data/image_assignment.py`) and the same
+routes; only features and their gradients are sent, in one all-to-all each. The features are leaf tensors of the
+language model's pipeline.
 """
 
 from __future__ import annotations
@@ -18,96 +19,111 @@ from torch import Tensor
 from megavlm.backend.streams import InlineStream, SideStream, side_stream
 from megavlm.config.derived import sequence_parallel
 from megavlm.config.schema import Config
-from megavlm.data.batch import MicroBatch
+from megavlm.data.batch import ImageBatch, LocalFeatures, MicroBatch
+from megavlm.data.image_assignment import ImageAssignment
 from megavlm.model.context import shard_of
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.encoder import EncoderPasses, EncoderRunner
 from megavlm.pipeline.feature_exchange import FeatureExchange, Route, Rows, feature_exchange_of, senders
-from megavlm.pipeline.images import EncoderInput, assign_images, held_inputs
 
 
 @dataclass(frozen=True)
-class _Window:
-    """Micro-batches on their way through the language model."""
+class _Encoded:
+    """A step whose features are in the language model's pipeline."""
 
     exchange: FeatureExchange
-    leaves: tuple[Tensor, ...]  # per micro-batch [F', 1 + DeepStack layers, H]; none on ranks that do not embed
+    leaves: tuple[Tensor, ...]  # per micro-batch [F', 1 + DeepStack layers, Hl]; none on ranks without the embedding
 
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A share of a window whose passes are queued one by one, beside what trains on the window before."""
+    """The next step, whose passes are queued one by one while the model trains on this step."""
 
     batches: Sequence[MicroBatch]
     passes: EncoderPasses
 
 
 class ColocatedEncoder:
-    """Encodes windows of micro-batches over the encoders of a model replica."""
+    """Encodes the images of steps on all ranks of a model replica."""
 
     def __init__(self, encoder: EncoderRunner, config: Config, groups: Groups) -> None:
         self.encoder = encoder
         self._config = config
         self._groups = groups
         self._width = config.parallel.vision_tensor_model_parallel_size  # ranks of an encoder
-        self._window: _Window | None = None
+        self._assignment = ImageAssignment(config.model, groups.mp.size(), self._width)
+        self._encoded: _Encoded | None = None
         self._upcoming: Sequence[MicroBatch] | None = None
         self._ahead: _Ahead | None = None
         self._side_stream: SideStream = side_stream(encoder.device) if config.placement.encode_ahead else InlineStream()
 
     def prefetch(self, batches: Sequence[MicroBatch]) -> None:
-        """Encode this window beside what trains on the next one to be handed out: `advance` says when. For frozen
-        encoders: only computation runs ahead; the exchange waits for the window's turn.
+        """Encode the next step's images during this step, a pass at each call of `advance`.
+
+        The encoder must be frozen. Only the passes run ahead; features are exchanged in the next step.
         """
         assert not self.encoder.trained, "the configuration rules refuse this"
         self._upcoming = batches
 
     def advance(self) -> bool:
-        """Queue a pass of what is encoded ahead, if anything is. Returns whether there may be more."""
+        """Queue a pass of the next step, if it is encoded ahead; return whether there may be more."""
         if self._ahead is None:
             return False
         with self._side_stream.run(_patches(self._ahead.batches)):
             return self._ahead.passes.advance()
 
     def encode(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Micro-batches for the language model: still on the host, without pixels, and with features (on the device)
-        where they are merged.
+        """Return the micro-batches for the language model: on the host, without images, and with the features that
+        this rank merges (on the device).
 
-        Every rank of the replica calls it, with the same micro-batches.
+        Every rank of the replica calls it, with its own images of the same micro-batches.
         """
-        images, owners = self._assigned(batches)
-        rank, ranks = self._groups.mp_rank, self._groups.mp.size()
-        encoder = np.repeat(np.asarray(owners, dtype=np.int64), [image.features for image in images])
-        rows = senders(encoder, width=self._width)
-        exchange = feature_exchange_of(rows, self._shards(batches), merging=self._groups.dims.tp, ranks=ranks)
-        features = self._send(self._share(batches), exchange.features(rank))
+        exchange = self._exchange(batches)
+        features = self._send(self._own_features(batches), exchange.features(self._groups.mp_rank))
         self._begin_upcoming()
 
-        text = [self._for_language(batch) for batch in batches]
+        positions = [self._local_positions(batch) for batch in batches]
+        values: Sequence[Tensor | None] = [None] * len(batches)
         leaves: tuple[Tensor, ...] = ()
         if self._groups.coords.pp == 0:
-            counts = self._merged_here(batches, exchange)
-            leaves = tuple(part.detach().requires_grad_(self._keeps()) for part in features.split(counts))
-            text = [replace(batch, features=leaf) for batch, leaf in zip(text, leaves, strict=True)]
-        self._window = _Window(exchange, leaves) if self._keeps() else None
-        return text
+            parts = features.split([len(each) for each in positions])
+            values = leaves = tuple(part.detach().requires_grad_(self._needs_gradients()) for part in parts)
+        self._encoded = _Encoded(exchange, leaves) if self._needs_gradients() else None
+        return [
+            replace(batch, images=None, features=LocalFeatures(where, value))
+            for batch, where, value in zip(batches, positions, values, strict=True)
+        ]
 
     def finish(self) -> None:
-        """After the language model's backward: the encoder's, and its gradients summed over the encoders."""
+        """Run the encoder's backward pass after the language model's, and sum its gradients over all encoders."""
         if not self.encoder.trained:
             return
-        if self._window is not None:
-            window, self._window = self._window, None
-            found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in window.leaves]
+        if self._encoded is not None:
+            encoded, self._encoded = self._encoded, None
+            found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in encoded.leaves]
             gradients = torch.cat(found) if found else self.encoder.no_features()
-            self.encoder.backward(self._send(gradients, window.exchange.gradients(self._groups.mp_rank)))
+            self.encoder.backward(self._send(gradients, encoded.exchange.gradients(self._groups.mp_rank)))
         self.encoder.reduce()
 
-    def _assigned(self, batches: Sequence[MicroBatch]) -> tuple[list[EncoderInput], tuple[int, ...]]:
-        return assign_images(batches, self._config.model, encoders=self._groups.mp.size() // self._width)
+    def with_own_images(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return micro-batches that hold all images of a step with only those that this rank encodes."""
+        chosen = self._assignment.own([batch.image_sizes for batch in batches], rank=self._groups.mp_rank)
+        return [
+            replace(batch, images=_images_of(batch).select(mask)) for batch, mask in zip(batches, chosen, strict=True)
+        ]
 
-    def _share(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """What this rank sends of its images' features, encoded ahead or now."""
+    def _exchange(self, batches: Sequence[MicroBatch]) -> FeatureExchange:
+        """Return which ranks send and receive each feature of a step."""
+        sizes = [batch.image_sizes for batch in batches]
+        projector = self._config.model.projector
+        counts = [count for each in sizes for count in each.image_tokens(projector)]
+        encoder = np.repeat(np.concatenate(self._assignment.encoders(sizes)), counts)
+        rows = senders(encoder, width=self._width)
+        ranks = self._groups.mp.size()
+        return feature_exchange_of(rows, self._shards(batches), merging=self._groups.dims.tp, ranks=ranks)
+
+    def _own_features(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Return the features [R, 1 + DeepStack layers, Hl] that this rank sends, encoded ahead or now."""
         if self._ahead is None or self._ahead.batches is not batches:
             return self._passes(batches).finish()
         with self._side_stream.run(_patches(batches)):
@@ -117,10 +133,7 @@ class ColocatedEncoder:
         return features
 
     def _passes(self, batches: Sequence[MicroBatch]) -> EncoderPasses:
-        images, owners = self._assigned(batches)
-        here = self._groups.mp_rank // self._width
-        mine = [image for image, owner in zip(images, owners, strict=True) if owner == here]
-        return self.encoder.forward(held_inputs(mine, batches), batches)
+        return self.encoder.forward([image for batch in batches for image in _images_of(batch).split()])
 
     def _begin_upcoming(self) -> None:
         if self._upcoming is None:
@@ -129,35 +142,28 @@ class ColocatedEncoder:
         self._ahead = _Ahead(batches, self._passes(batches))
         self._side_stream.fork()
 
-    def _keeps(self) -> bool:
+    def _needs_gradients(self) -> bool:
         return self.encoder.trained and torch.is_grad_enabled()
 
     def _shards(self, batches: Sequence[MicroBatch]) -> Rows | None:
-        """[R] which tensor-parallel rank's part of the sequence each row of features lies in."""
+        """Return [R], the tensor-parallel rank whose part of the sequence each feature lies in; None: every rank's."""
         if not sequence_parallel(self._config):
             return None
-        shards = self._groups.dims.tp
-        found = [
-            shard_of(batch.feature_positions, length=batch.tokens.shape[1], shards=shards).numpy() for batch in batches
-        ]
-        return np.concatenate(found)
+        return np.concatenate([self._shards_of(batch).numpy() for batch in batches])
 
-    def _for_language(self, batch: MicroBatch) -> MicroBatch:
-        """The same batch without pixels, and with those image tokens alone whose features this rank merges."""
-        places = batch.feature_positions
-        if sequence_parallel(self._config):
-            shards = shard_of(places, length=batch.tokens.shape[1], shards=self._groups.dims.tp)
-            places = places[shards == self._groups.coords.tp]
-        return replace(batch, patches=None, feature_positions=places)
+    def _shards_of(self, batch: MicroBatch) -> Tensor:
+        text = batch.text
+        return shard_of(text.feature_positions, length=text.tokens.shape[1], shards=self._groups.dims.tp)
 
-    def _merged_here(self, batches: Sequence[MicroBatch], exchange: FeatureExchange) -> list[int]:
-        """Rows of each micro-batch that this rank merges."""
-        counts = [batch.feature_positions.numel() for batch in batches]
-        wanted = exchange.wants[self._groups.mp_rank]
-        return [int(part.sum()) for part in np.split(wanted, np.cumsum(counts)[:-1])]
+    def _local_positions(self, batch: MicroBatch) -> Tensor:
+        """Return the positions [F'] of the features that this rank merges."""
+        positions = batch.text.feature_positions
+        if not sequence_parallel(self._config):
+            return positions
+        return positions[self._shards_of(batch) == self._groups.coords.tp]
 
     def _send(self, values: Tensor, route: Route) -> Tensor:
-        """Rows [before, …] → rows [after, …]."""
+        """Return the rows [received, …] that this rank holds after an exchange, given those before it."""
         if self._groups.mp.size() == 1:
             return values
         order = torch.from_numpy(np.concatenate(route.send)).to(values.device, non_blocking=True)
@@ -174,5 +180,11 @@ class ColocatedEncoder:
         return torch.empty_like(incoming).index_copy_(0, places, incoming).view(-1, *values.shape[1:])
 
 
+def _images_of(batch: MicroBatch) -> ImageBatch:
+    """Return the images of a micro-batch on a rank that encodes."""
+    assert batch.images is not None, "every rank of a colocated run encodes"
+    return batch.images
+
+
 def _patches(batches: Sequence[MicroBatch]) -> list[Tensor]:
-    return [batch.patches for batch in batches if batch.patches is not None]
+    return [_images_of(batch).patches for batch in batches]

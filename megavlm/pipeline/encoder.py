@@ -1,11 +1,11 @@
-"""The encoder of a colocated run on one rank: its share of a window's images, forward and backward, in passes.
+"""The encoder of a colocated run on one rank: forward and backward on the rank's images of a step, in passes.
 
-With `--vision-tp` the ranks that hold an encoder together do all of this alike, on the same images; each hands out an
-equal run of the features, and the gradients that come back to it are gathered among them.
+With `--vision-tp` the ranks that hold one encoder encode the same images. Each returns an equal shard of the features,
+and the gradients of the shards are gathered before the backward passes.
 
-A pass takes images of at most `--encoder-chunk-patches` patches. The last `--encoder-keep-chunks` passes keep their
-activations for the backward pass; those before run without a graph and are computed again, with the same dropout, so
-that memory is bounded however many images a window has. A frozen tower keeps next to nothing, and no pass is repeated.
+A pass encodes images of at most `--encoder-chunk-patches` patches. The last `--encoder-keep-chunks` passes keep their
+activations for the backward pass. Earlier passes run without a graph and are recomputed, with the same dropout, so that
+memory does not grow with the number of images in a step. A frozen tower keeps almost nothing, so no pass is recomputed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,24 +26,23 @@ from megavlm.arch.layers import encoder_names, part_of, trained_layers
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.schema import Config
-from megavlm.data.batch import MicroBatch
+from megavlm.data.batch import ImageBatch, MicroBatch, join_sizes
 from megavlm.model.deepstack import unpack
 from megavlm.parallel.groups import ENCODER_RNG, Groups
 from megavlm.pipeline.feature_cache import FeatureCache
 from megavlm.pipeline.feature_exchange import shard_size
-from megavlm.pipeline.images import EncoderInput, split_into_passes
 
 
 class EncoderPasses:
-    """EncoderPasses of an encoder that are queued one by one, and what they end with: features."""
+    """The passes of an encoder over a step's images, queued one by one; the last one returns the features."""
 
     def __init__(self, passes: Generator[None, None, Tensor]) -> None:
-        """`passes` stops after each and returns the features."""
+        """`passes` yields after each pass and returns the features."""
         self._passes = passes
         self._features: Tensor | None = None
 
     def advance(self) -> bool:
-        """Queue the next pass. Returns whether there may be more."""
+        """Queue the next pass; return whether there may be more."""
         if self._features is None:
             try:
                 next(self._passes)
@@ -51,7 +51,7 @@ class EncoderPasses:
         return self._features is None
 
     def finish(self) -> Tensor:
-        """Queue all that are left. Returns the features."""
+        """Queue all remaining passes; return the features."""
         while self.advance():
             pass
         assert self._features is not None
@@ -60,20 +60,21 @@ class EncoderPasses:
 
 @dataclass
 class _EncoderPass:
-    """One pass: what it takes, and what is known of it until its backward. Pixels are on the device while it runs."""
+    """One pass, and what its backward pass needs. Patches are on the device only while the pass runs."""
 
-    inputs: Sequence[EncoderInput]
-    batches: Sequence[MicroBatch]  # which have the pixels, on the host as a rule
-    features: int
-    random: dict[str, Any] = field(default_factory=dict)  # the generators' states before it
-    output: Tensor | None = None  # with its graph, where that is kept
+    images: Sequence[ImageBatch]  # one image each, usually on the host
+    features: int  # number of feature rows
+    random: dict[str, Any] = field(default_factory=dict)  # the states of the random generators before the pass
+    output: Tensor | None = None  # with its graph, if that is kept
 
 
 class EncoderRunner:
-    """`module` is the chunk of all encoder layers, wrapped for data parallelism if any are trained."""
+    """Runs the encoder of this rank."""
 
     def __init__(self, module: Any, config: Config, groups: Groups, *, cache: FeatureCache | None = None) -> None:
-        """`groups` are the encoder's own. `cache` is of a frozen encoder's features."""
+        """`module` is the chunk of all encoder layers, wrapped for data parallelism if any are trained. `groups` are
+        the encoder's own. `cache` holds features of a frozen encoder.
+        """
         self.module = module
         self._groups = groups
         self._cache = cache
@@ -90,27 +91,25 @@ class EncoderRunner:
         self._chunk_patches = chunk_patches(config, on_gpu=self.device.type == "cuda")
         self._dtype = next(iter(module.parameters())).dtype
 
-    def forward(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> EncoderPasses:
-        """Return the passes that encode `inputs`. None runs before it is asked for; the last one ends with this rank's
-        contiguous shard of the feature rows, [R, 1 + DeepStack layers, Hl], detached.
+    def forward(self, images: Sequence[ImageBatch]) -> EncoderPasses:
+        """Return the passes that encode images, given one by one; a pass runs when it is queued. The last one returns
+        this rank's contiguous shard of the features, [R, 1 + DeepStack layers, Hl], detached.
 
         All ranks that share an encoder must call it with the same images; each gets its own shard (`shard_size`).
-        Where gradients are enabled and something is trained, `backward` must follow.
+        If gradients are enabled and a part of the encoder is trained, `backward` must follow.
         """
-        return EncoderPasses(self._run_of_features(inputs, batches))
+        return EncoderPasses(self._shard_of_features(images))
 
-    def _run_of_features(
-        self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]
-    ) -> Generator[None, None, Tensor]:
+    def _shard_of_features(self, images: Sequence[ImageBatch]) -> Generator[None, None, Tensor]:
         if self._cache is None:
-            features = yield from self._computed(inputs, batches)
+            features = yield from self._computed(images)
         else:
-            features = yield from self._looked_up(self._cache, inputs, batches)
+            features = yield from self._looked_up(self._cache, images)
         length = shard_size(len(features), self._groups.dims.tp)
         return features[self._groups.coords.tp * length :][:length]
 
-    def _computed(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> Generator[None, None, Tensor]:
-        passes = [self._pass(group, batches) for group in split_into_passes(inputs, self._chunk_patches)]
+    def _computed(self, images: Sequence[ImageBatch]) -> Generator[None, None, Tensor]:
+        passes = [self._pass(group) for group in split_into_passes(images, self._chunk_patches)]
         learns = self.trained and torch.is_grad_enabled()
         outputs = []
         for index, one in enumerate(passes):
@@ -123,17 +122,14 @@ class EncoderRunner:
         self._passes = passes if learns else []
         return torch.cat(outputs) if outputs else self.no_features()
 
-    def _looked_up(
-        self, cache: FeatureCache, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]
-    ) -> Generator[None, None, Tensor]:
-        """What `forward` gives, from the cache where it has it."""
-        keys = [cache.key(pixels_of(image, batches), (image.grids, image.tile_groups)) for image in inputs]
+    def _looked_up(self, cache: FeatureCache, images: Sequence[ImageBatch]) -> Generator[None, None, Tensor]:
+        """Return the features of all images; compute and store those that the cache lacks."""
+        keys = [cache.key(image.patches, (image.sizes.grids, image.sizes.tile_groups)) for image in images]
         found = [cache.get(key) for key in keys]
-        missing = self._lacked_by_any([features is None for features in found])
-        for group in split_into_passes([inputs[index] for index in missing], self._chunk_patches):
-            one = self._pass(group, batches)
-            parts = self._run(one, graph=False).split([image.features for image in group])
-            for features in parts:
+        missing = self._missing_anywhere([features is None for features in found])
+        for group in split_into_passes([images[index] for index in missing], self._chunk_patches):
+            output = self._run(self._pass(group), graph=False)
+            for features in output.split(self._feature_counts(group)):
                 index = missing.pop(0)
                 if self._groups.is_first_tp:
                     cache.put(keys[index], features)
@@ -142,44 +138,49 @@ class EncoderRunner:
         held = [features.to(self.device) for features in found if features is not None]
         return torch.cat(held) if held else self.no_features()
 
-    def _lacked_by_any(self, lacked: Sequence[bool]) -> list[int]:
-        """Indices of what any of the ranks of this encoder lacks: others may delete a file between two looks."""
-        if self._groups.dims.tp == 1 or not lacked:
-            return [index for index, lacks in enumerate(lacked) if lacks]
-        mask = torch.tensor(lacked, dtype=torch.int32, device=self.device)
+    def _missing_anywhere(self, missing: Sequence[bool]) -> list[int]:
+        """Return the indices of images that any rank of this encoder did not find in the cache.
+
+        Ranks may differ, because another run may delete a file after one rank has read it.
+        """
+        if self._groups.dims.tp == 1 or not missing:
+            return [index for index, misses in enumerate(missing) if misses]
+        mask = torch.tensor(missing, dtype=torch.int32, device=self.device)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._groups.tp)
-        return [index for index, lacks in enumerate(mask.tolist()) if lacks]
+        return [index for index, misses in enumerate(mask.tolist()) if misses]
 
     def backward(self, gradients: Tensor) -> None:
-        """Add up gradients of the parameters, from those of the features that `forward` gave."""
-        parts = self._of_all_ranks(gradients).split([one.features for one in self._passes])
-        while self._passes:  # what is kept goes first, and frees its memory
+        """Accumulate the gradients of the parameters, given those of the features that `forward` returned."""
+        parts = self._gathered(gradients).split([one.features for one in self._passes])
+        while self._passes:  # from the last, whose activations are kept, so that their memory is freed first
             one = self._passes.pop()
-            output = self._again(one) if one.output is None else one.output
+            output = self._recomputed(one) if one.output is None else one.output
             with profiler_range("backward of the encoder"):
                 torch.autograd.backward(output, parts[len(self._passes)])
 
-    def _of_all_ranks(self, run: Tensor) -> Tensor:
-        """The rows of all ranks that hold this encoder, in order, from each one's run of them."""
+    def _gathered(self, shard: Tensor) -> Tensor:
+        """Return the rows of all ranks that hold this encoder, in order, given this rank's shard of them."""
         ranks, rows = self._groups.dims.tp, sum(one.features for one in self._passes)
         if ranks == 1 or not rows:
-            return run
+            return shard
         length = shard_size(rows, ranks)
-        padded = run.new_zeros(length, *run.shape[1:])
-        padded[: len(run)] = run
-        whole = run.new_empty(ranks * length, *run.shape[1:])
+        padded = shard.new_zeros(length, *shard.shape[1:])
+        padded[: len(shard)] = shard
+        whole = shard.new_empty(ranks * length, *shard.shape[1:])
         dist.all_gather_into_tensor(whole, padded, group=self._groups.tp)
         return whole[:rows]
 
     def zero_gradients(self) -> None:
+        """Set the gradients of a trained encoder to zero."""
         if self.trained:
             self.module.zero_grad_buffer()
 
     def reduce(self) -> None:
-        """Sum gradients over all encoders."""
+        """Sum the gradients over all copies of the encoder."""
         finalize_model_grads([self.module], pg_collection=self._groups.collection)
 
-    def _again(self, one: _EncoderPass) -> Tensor:
+    def _recomputed(self, one: _EncoderPass) -> Tensor:
+        """Return the output of a pass with its graph, and leave the random generators as they are."""
         tracker = get_cuda_rng_tracker()
         now = tracker.get_states()
         tracker.set_states(dict(one.random))
@@ -188,48 +189,37 @@ class EncoderRunner:
         return output
 
     def _run(self, one: _EncoderPass, *, graph: bool) -> Tensor:
-        # What is encoded ahead has no dropout, and leaves the generators alone, which the pipeline draws from.
+        # Without dropout the generators stay untouched: during encoding ahead the pipeline draws from them.
         draws = get_cuda_rng_tracker().fork(ENCODER_RNG) if self._dropout else nullcontext()
         with profiler_range("forward of the encoder"), draws, torch.set_grad_enabled(graph):
             width = self._model.language.hidden_size
-            output = self.module(self._taken(one))
+            output = self.module(MicroBatch.of_images(self._on_device(one.images)))
             first, others = unpack(output, hidden=(1, width), carried=[(one.features, 1, width)] * self._deepstack)
             return torch.cat([first, *others], dim=1)
 
-    def _pass(self, inputs: Sequence[EncoderInput], batches: Sequence[MicroBatch]) -> _EncoderPass:
-        return _EncoderPass(inputs, batches, features=sum(image.features for image in inputs))
+    def _pass(self, images: Sequence[ImageBatch]) -> _EncoderPass:
+        return _EncoderPass(images, features=sum(self._feature_counts(images)))
 
-    def _taken(self, one: _EncoderPass) -> MicroBatch:
-        """What the encoder's layers read of a pass's images."""
-        none = torch.empty(0, 0, dtype=torch.int64)
-        return MicroBatch(
-            tokens=none,
-            labels=none,
-            loss_mask=none,
-            positions=none,
-            feature_positions=none,
-            grids=tuple(grid for image in one.inputs for grid in image.grids),
-            tile_groups=tuple(group for image in one.inputs for group in image.tile_groups),
-            patches=self._pixels(one),
-        )
+    def _feature_counts(self, images: Sequence[ImageBatch]) -> list[int]:
+        return join_sizes([image.sizes for image in images]).image_tokens(self._model.projector)
 
-    def _pixels(self, one: _EncoderPass) -> Tensor:
-        """[P, D] patches of a pass, on the device: each image goes there from where it lies, page-locked as a rule."""
-        found = [pixels_of(image, one.batches) for image in one.inputs]
-        pixels = found[0].new_empty(sum(map(len, found)), found[0].shape[1], device=self.device)
-        for part, patches in zip(pixels.split([len(each) for each in found]), found, strict=True):
-            part.copy_(patches, non_blocking=True)
-        return pixels
+    def _on_device(self, images: Sequence[ImageBatch]) -> ImageBatch:
+        """Return images as one batch on the device; each is copied from host memory, which is pinned on a GPU."""
+        found = [image.patches for image in images]
+        patches = found[0].new_empty(sum(map(len, found)), found[0].shape[1], device=self.device)
+        for part, one in zip(patches.split([len(each) for each in found]), found, strict=True):
+            part.copy_(one, non_blocking=True)
+        return ImageBatch(join_sizes([image.sizes for image in images]), patches)
 
     def no_features(self) -> Tensor:
-        """[0, 1 + DeepStack layers, Hl]."""
+        """Return the features of no image, [0, 1 + DeepStack layers, Hl]."""
         shape = 0, 1 + self._deepstack, self._model.language.hidden_size
         return torch.empty(*shape, dtype=self._dtype, device=self.device)
 
 
 def encoder_config(config: Config) -> Config:
-    """The configuration as the encoder sees it: its own tensor parallelism alone, its gradients reduced once, at the
-    step's end.
+    """Return the configuration of the encoder as a model of its own: with `--vision-tp` as its tensor parallelism,
+    without a pipeline, and with gradients reduced once, at the end of a step.
     """
     tp = config.parallel.vision_tensor_model_parallel_size
     parallel = replace(
@@ -245,8 +235,12 @@ def encoder_config(config: Config) -> Config:
     return replace(config, parallel=parallel, placement=replace(config.placement, pipeline_cuts=None))
 
 
-def pixels_of(image: EncoderInput, batches: Sequence[MicroBatch]) -> Tensor:
-    """[P, D] patches of one image."""
-    patches = batches[image.batch].patches
-    assert patches is not None, "every rank that encodes has pixels"
-    return patches[image.patches]
+def split_into_passes(images: Sequence[ImageBatch], most_patches: int) -> list[Sequence[ImageBatch]]:
+    """Return the images in order, in groups of at most `most_patches` patches; a larger image is a group of its own."""
+    starts, patches = [0], 0
+    for index, image in enumerate(images):
+        if patches and patches + len(image.patches) > most_patches:
+            starts.append(index)
+            patches = 0
+        patches += len(image.patches)
+    return [images[start:end] for start, end in pairwise([*starts, len(images)]) if end > start]

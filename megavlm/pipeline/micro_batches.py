@@ -1,4 +1,4 @@
-"""A step's micro-batches on their way from the host to the device, one ahead of use."""
+"""Copies of a step's micro-batches from the host to the device, one ahead of use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megavlm.data.batch import MicroBatch
 
 
 class DevicePrefetcher:
-    """Hands out micro-batches on the device, the same to each of a rank's chunks, in order.
+    """Gives each of a rank's chunks the same micro-batches, in order, on the device.
 
-    While one is used the next one is copied. One is freed when all chunks have taken it, but for the tensors that
-    autograd keeps for a backward pass.
+    While one micro-batch is used, the next one is copied. When all chunks have taken a micro-batch, it is freed, except
+    for tensors that autograd keeps for a backward pass.
     """
 
     def __init__(
@@ -28,51 +28,54 @@ class DevicePrefetcher:
         chunks: int,
         meanwhile: Callable[[], object] | None = None,
     ) -> None:
-        """`batches` are on the host, but for what never travels (`MicroBatch.travelling`). `meanwhile` is called
-        whenever a chunk takes one.
+        """`batches` are on the host, except for features of a colocated encoder. `meanwhile` is called whenever a chunk
+        takes a micro-batch.
         """
         self._batches = batches
         self._host_copies = host_copies
         self._meanwhile = meanwhile
-        self._awaited_by = [chunks] * len(batches)
-        self._on_the_way: dict[int, tuple[MicroBatch, Any]] = {}
-        self._here: dict[int, MicroBatch] = {}
+        self._chunks_left = [chunks] * len(batches)
+        self._copying: dict[int, tuple[MicroBatch, Any]] = {}
+        self._ready: dict[int, MicroBatch] = {}
 
     def for_a_chunk(self) -> Iterator[MicroBatch]:
-        """All micro-batches, for one chunk."""
+        """Yield all micro-batches, for one chunk."""
         for index in range(len(self._batches)):
             yield self._take(index)
 
     def _take(self, index: int) -> MicroBatch:
         if self._meanwhile is not None:
             self._meanwhile()
-        if index not in self._here:
-            self._send(index)
-            batch, ticket = self._on_the_way.pop(index)
+        if index not in self._ready:
+            self._start_copy(index)
+            batch, ticket = self._copying.pop(index)
             self._host_copies.wait(ticket)
-            self._here[index] = _seen(batch)
-            self._send(index + 1)
-        self._awaited_by[index] -= 1
-        return self._here[index] if self._awaited_by[index] else self._here.pop(index)
+            self._ready[index] = _with_patches(batch)
+            self._start_copy(index + 1)
+        self._chunks_left[index] -= 1
+        return self._ready[index] if self._chunks_left[index] else self._ready.pop(index)
 
-    def _send(self, index: int) -> None:
-        """Begin to copy a micro-batch, if there is one that has not begun."""
-        if index >= len(self._batches) or index in self._on_the_way:
+    def _start_copy(self, index: int) -> None:
+        """Start to copy a micro-batch, if it exists and its copy has not started."""
+        if index >= len(self._batches) or index in self._copying:
             return
         batch = self._batches[index]
-        names, values = zip(*batch.travelling().items(), strict=True)
+        names, values = zip(*batch.host_tensors().items(), strict=True)
         copies, ticket = self._host_copies.to_device(values)
-        copied: dict[str, Any] = dict(zip(names, copies, strict=True))
-        self._on_the_way[index] = replace(batch, **copied), ticket
+        self._copying[index] = batch.with_tensors(dict(zip(names, copies, strict=True))), ticket
 
 
-def _seen(batch: MicroBatch) -> MicroBatch:
-    """A micro-batch on the device with its patches, which its first seer sends to the others. All call it alike."""
-    patches, vision_group = batch.patches, batch.vision_group
-    if patches is None or vision_group is None:
+def _with_patches(batch: MicroBatch) -> MicroBatch:
+    """Return a micro-batch on the device with its patches, which the first rank of `vision_group` broadcasts.
+
+    All ranks of the group call it for the same micro-batches, in the same order.
+    """
+    images = batch.images
+    if images is None or images.vision_group is None:
         return batch
+    patches = images.patches
     if patches.is_meta:
-        patches = torch.empty(patches.shape, dtype=patches.dtype, device=batch.tokens.device)
+        patches = torch.empty(patches.shape, dtype=patches.dtype, device=batch.text.tokens.device)
     if patches.numel():
-        dist.broadcast(patches, group=vision_group, group_src=0)
-    return replace(batch, patches=patches, vision_group=None)
+        dist.broadcast(patches, group=images.vision_group, group_src=0)
+    return replace(batch, images=replace(images, patches=patches, vision_group=None))

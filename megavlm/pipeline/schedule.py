@@ -131,7 +131,12 @@ class Schedule:
 
     @torch.no_grad()
     def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Logits [B, S, vocabulary] of each micro-batch on the last stage's ranks; an empty list elsewhere."""
+        """Return logits [B, S, vocabulary] of each micro-batch on the last stage's ranks, and [] elsewhere.
+
+        Each micro-batch holds all of its images, on every rank.
+        """
+        if self.colocated is not None:
+            batches = self.colocated.with_own_images(batches)
         return self._execute(batches, forward_only=True, logits=True)
 
     def _execute(self, batches: Sequence[MicroBatch], *, forward_only: bool, logits: bool = False) -> list[Any]:
@@ -152,8 +157,8 @@ class Schedule:
                 data_iterator=iterators[0] if single else iterators,
                 model=self.chunks[0] if single else self.chunks,
                 num_microbatches=len(batches),
-                seq_length=batches[0].tokens.shape[1],  # shapes are known from the batch: these two are not used
-                micro_batch_size=batches[0].tokens.shape[0],
+                seq_length=batches[0].text.tokens.shape[1],  # shapes are known from the batch: these two are not used
+                micro_batch_size=batches[0].text.tokens.shape[0],
                 forward_only=forward_only,
                 collect_non_loss_data=logits,
                 pg_collection=self.groups.collection,
@@ -173,14 +178,14 @@ def _forward_loss(batches: Iterator[MicroBatch], chunk: Any, *, num_sources: int
 
 def _sum_loss(batch: MicroBatch, num_sources: int, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(loss to differentiate, tokens it is summed over, [2 + 2·num_sources] record); losses are [B, S]."""
-    mask = batch.loss_mask
+    mask = batch.text.loss_mask
     masked = losses * mask
     total, tokens = masked.sum(), mask.sum()
     parts = [torch.stack([total.detach().double(), tokens.double()])]
-    if batch.sources is not None:
+    if batch.text.sources is not None:
         for values in (masked.detach(), mask):
             sums = torch.zeros(num_sources, dtype=torch.float64, device=mask.device)
-            parts.append(sums.index_add_(0, batch.sources.flatten(), values.flatten().double()))
+            parts.append(sums.index_add_(0, batch.text.sources.flatten(), values.flatten().double()))
     return total, tokens.int(), torch.cat(parts)
 
 

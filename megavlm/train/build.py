@@ -22,8 +22,9 @@ from megavlm.config.derived import overlapped
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.data.data_loader import DataLoader, PatchShards, build_data_loader, prepare_data
+from megavlm.data.data_loader import DataLoader, build_data_loader, prepare_data
 from megavlm.data.files import FilesSource
+from megavlm.data.image_assignment import ImageAssignment
 from megavlm.data.source import ComputedSource
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, SkippedLog, TensorBoardSink
@@ -31,7 +32,6 @@ from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups, build_groups, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
-from megavlm.pipeline.images import patches_by_rank
 from megavlm.planner.auto import offload_memory_error
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
 from megavlm.precision.device import check_device, device_at_hand
@@ -102,7 +102,7 @@ def build(config: Config, backend: Backend) -> Run:
         device=backend.device,
         dtype=DTYPES[config.precision.dtype],
         vision_group=_vision_group(plan, groups),
-        patch_shards=_patch_shards(config, plan, groups),
+        assignment=ImageAssignment(config.model, groups.mp.size(), plan.vision_tp) if plan.encoder else None,
     )
     choices = _choices(config, run_dir)
     checkpoint = choices.folders[0] if choices.folders else None
@@ -151,17 +151,10 @@ def _hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
 
 
 def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
-    """Return the group of this replica's ranks that need pixels; None on a rank that needs none."""
+    """Return the group of this replica's ranks that encode images; None on a rank that encodes none."""
     if plan.encoder:
         return groups.mp
     return groups.tp if plan.owner_of(PATCH_EMBED) == groups.coords.pp else None
-
-
-def _patch_shards(config: Config, plan: Plan, groups: Groups) -> PatchShards | None:
-    """Return the function that assigns pixels to ranks of a colocated encoder; None if all ranks get all pixels."""
-    if not plan.encoder:
-        return None
-    return partial(patches_by_rank, model=config.model, ranks=groups.mp.size(), width=plan.vision_tp)
 
 
 def _choices(config: Config, run_dir: Path) -> Choices:

@@ -44,7 +44,8 @@ def counts_of(run: Run, step: StepData, *, stop: bool) -> Counts:
     if at.tp or at.pp:
         return Counts(stop=stop)
     counted = stats(step.batches)
-    images = image_workload([grid for batch in step.batches for grid in batch.grids], run.config.model)
+    grids = [grid for batch in step.batches for grid in batch.image_sizes.grids]
+    images = image_workload(grids, run.config.model)
     return Counts(
         tokens=counted.tokens,
         places=counted.places,
@@ -54,7 +55,7 @@ def counts_of(run: Run, step: StepData, *, stop: bool) -> Counts:
         patch_squares=images.patch_squares,
         window_squares=images.window_squares,
         features=images.features,
-        token_squares=sum(length * length for batch in step.batches for length in batch.lengths),
+        token_squares=sum(length * length for batch in step.batches for length in batch.text.lengths),
         read=step.read,
         skipped=sum(not skip.partly for skip in step.skipped),
         split=sum(skip.partly for skip in step.skipped),

@@ -77,7 +77,7 @@ def has_adapters(checkpoint: Path) -> bool:
 
 
 def _grids(batch: MicroBatch) -> str:
-    return ", ".join(f"{rows}×{columns}" for rows, columns in batch.grids) or "no"
+    return ", ".join(f"{rows}×{columns}" for rows, columns in batch.image_sizes.grids) or "no"
 
 
 def _batches(config: Config, samples: int, tiling: Tiling | None) -> list[MicroBatch]:

@@ -129,7 +129,7 @@ def train_with_peft(theirs: Any, argv: list[str], *, steps: int) -> list[float]:
         samples = [source.sample(4 * step + number) for number in range(4)]
         batch = collate([[sample] for sample in samples], CollateSpec.of(config, source))
         logits = theirs(**inputs(batch, config.model)).logits
-        labels = torch.where(batch.loss_mask.bool(), batch.labels, -100)
+        labels = torch.where(batch.text.loss_mask.bool(), batch.text.labels, -100)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         adamw.zero_grad()
         loss.backward()

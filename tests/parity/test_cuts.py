@@ -70,7 +70,7 @@ def run(chunks: list[VLMChunk], batch: MicroBatch) -> dict[str, Tensor]:
             sent.append((output, output.detach().requires_grad_()))
             chunk.set_input_tensor(sent[-1][1])
         output = chunk(batch)
-    loss = (output * batch.loss_mask).sum()
+    loss = (output * batch.text.loss_mask).sum()
     loss.backward()
     for output, received in reversed(sent):
         assert received.grad is not None

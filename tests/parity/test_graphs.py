@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,7 +100,8 @@ def test_other_shapes_evaluation_and_packed_rows_run_as_ever(chunk_and_replayed:
         with torch.no_grad():
             chunk.set_input_tensor(torch.zeros(1, 1, 48))
             assert chunk(batch_of(length, seed=1)).shape[-1] == length
-    packed = MicroBatch(**{**vars(batch_of(17, seed=1)), "cu_seqlens": torch.tensor([0, 9, 17], dtype=torch.int32)})
+    plain = batch_of(17, seed=1)
+    packed = replace(plain, text=replace(plain.text, cu_seqlens=torch.tensor([0, 9, 17], dtype=torch.int32)))
     trained(chunk, packed)
     assert len(replayed.captures) == 1
     assert replayed.calls == LAYERS

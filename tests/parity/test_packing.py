@@ -41,7 +41,7 @@ def test_a_packed_batch_trains_as_its_samples_do(name: str, rows: tuple[tuple[in
     initialize(chunk, config, vocab_size=VOCABULARY)
     source, samples = samples_of(config, (140, 132, 125, 140))
     packed = collate([[samples[i] for i in row] for row in rows], CollateSpec.of(config, source, seq_length=560))
-    assert packed.cu_seqlens is not None
+    assert packed.text.cu_seqlens is not None
     alone = [collate([[sample]], CollateSpec.of(config, source, seq_length=144)) for sample in samples]
     loss, gradients = trained(chunk, [packed])
     expected_loss, expected = trained(chunk, alone)
@@ -59,5 +59,5 @@ def test_a_neighbour_changes_nothing(single: Single) -> None:
     source, samples = samples_of(config, (90, 85))
     rows = [[samples[0], samples[1]]]
     packed = collate(rows, CollateSpec.of(config, source, seq_length=192))
-    crossing = replace(packed, cu_seqlens=None)
+    crossing = replace(packed, text=replace(packed.text, cu_seqlens=None))
     assert abs(trained(chunk, [packed])[0] - trained(chunk, [crossing])[0]) > 1e-3

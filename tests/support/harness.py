@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megavlm.arch.image_tokens import grid_of
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
-from megavlm.data.batch import MicroBatch
+from megavlm.data.batch import ImageBatch, ImageSizes, MicroBatch, TextBatch
 from megavlm.data.images import patchify
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
@@ -94,26 +94,17 @@ def pixel_values(images: list[NDArray[np.uint8]]) -> Tensor:
 
 def image_batch(images: list[NDArray[np.uint8]], *, patch_size: int) -> MicroBatch:
     """A micro-batch for a chunk that only holds vision layers."""
-    nothing = torch.zeros(1, 1, dtype=torch.long)
-    return MicroBatch(
-        tokens=nothing,
-        labels=nothing,
-        loss_mask=torch.zeros(1, 1),
-        positions=nothing,
-        grids=tuple(grid_of(*image.shape[:2], patch_size) for image in images),
-        feature_positions=nothing[0, :0],
-        patches=torch.cat([patchify(image, patch_size) for image in images]),
-    )
+    sizes = ImageSizes(tuple(grid_of(*image.shape[:2], patch_size) for image in images))
+    return MicroBatch.of_images(ImageBatch(sizes, torch.cat([patchify(image, patch_size) for image in images])))
 
 
 def text_batch(tokens: Tensor) -> MicroBatch:
     """A micro-batch of text alone: [B, S] tokens."""
-    return MicroBatch(
+    text = TextBatch(
         tokens=tokens,
         labels=tokens,
         loss_mask=torch.ones(tokens.shape),
         positions=torch.arange(tokens.shape[1]).expand_as(tokens),
-        grids=(),
         feature_positions=tokens.new_empty(0),
-        patches=None,
     )
+    return MicroBatch(text, ImageSizes())

@@ -125,7 +125,7 @@ def loss_of(theirs: Any, pretrained: Pretrained, batch: MicroBatch, config: Conf
     """Mean cross entropy over the trained tokens, and the logits, of the Transformers model."""
     assert pretrained.family.inputs is not None
     logits = theirs(**pretrained.family.inputs(batch, config.model), use_cache=False).logits
-    labels = torch.where(batch.loss_mask.bool(), batch.labels, -100)
+    labels = torch.where(batch.text.loss_mask.bool(), batch.text.labels, -100)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 

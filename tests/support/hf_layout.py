@@ -85,8 +85,9 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
         for number, ours in enumerate(logits):
             worst[f"logits {number}"] = _relative(ours, expected[str(number)])
     engine.optimizer.zero_grad()
-    engine.schedule.train(batches)
-    tokens = plan.dims.dp * sum(float(batch.loss_mask.sum()) for batch in batches)
+    colocated = engine.schedule.colocated
+    engine.schedule.train(batches if colocated is None else colocated.with_own_images(batches))
+    tokens = plan.dims.dp * sum(float(batch.text.loss_mask.sum()) for batch in batches)
     gradients = Pretrained.of(reference.gradients, *ALL_PARTS)
     for chunk in engine.model_chunks:
         for param in chunk.module.parameters():

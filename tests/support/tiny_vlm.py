@@ -53,7 +53,7 @@ def trained(chunk: Callable[..., Any], batches: list[MicroBatch]) -> tuple[float
     total = torch.zeros(())
     for batch in batches:
         module.set_input_tensor(None)
-        loss = (module(batch) * batch.loss_mask).sum()
+        loss = (module(batch) * batch.text.loss_mask).sum()
         loss.backward()
         total = total + loss.detach()
     return float(total), {key: param.grad.clone() for key, param in module.named_parameters() if param.grad is not None}

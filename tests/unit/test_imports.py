@@ -63,7 +63,7 @@ DEVICE_FREE = (
     "megavlm.model.rotary",
     "megavlm.model.vision_ops",
     "megavlm.optim.shards",
-    "megavlm.pipeline.images",
+    "megavlm.data.image_assignment",
     "megavlm.pipeline.feature_exchange",
 )
 PARALLEL_STATE = ("megatron.core.parallel_state", "megatron.core.mpu")
@@ -340,9 +340,9 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> 
         ("megavlm.train.build", "import importlib\nimportlib.import_module('tools.plan')", "later in RANKS"),
         ("megavlm.planner.plan", "import torch", "pure Python"),
         ("megavlm.arch.flops", "from torch import nn", "pure Python"),
-        ("megavlm.pipeline.images", "import torch\ntorch.cuda.Event()", "pure calculation"),
-        ("megavlm.pipeline.images", "import torch.distributed as dist", "pure calculation"),
-        ("megavlm.pipeline.images", "from torch import cuda", "pure calculation"),
+        ("megavlm.data.image_assignment", "import torch\ntorch.cuda.Event()", "pure calculation"),
+        ("megavlm.data.image_assignment", "import torch.distributed as dist", "pure calculation"),
+        ("megavlm.data.image_assignment", "from torch import cuda", "pure calculation"),
         ("megavlm.model.vlm", "from megatron.training import get_args", "megatron.training"),
         ("megavlm.model.vlm", "from megatron.core import parallel_state as ps", "only megavlm.parallel.groups"),
         ("megavlm.model.vlm", "from megatron.core.parallel_state import get_x", "only megavlm.parallel.groups"),
@@ -385,7 +385,7 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
         ("megavlm.model.vlm", "import torch\ntorch.backends.cuda.matmul.allow_tf32 = False"),
         ("megavlm.model.vlm", "import torch\nx = torch.zeros(2)\nx[0] = 1\nself.torch = x"),
         ("megavlm.model.vlm", "import torch\ntorch.load(f, weights_only=True)"),
-        ("megavlm.pipeline.images", "import torch\ntorch.tensor(1)"),
+        ("megavlm.data.image_assignment", "import torch\ntorch.tensor(1)"),
         ("tests.dist.test_a", "from tests.support.training import train\nfrom tests.fake import device"),
     ],
 )

@@ -23,7 +23,7 @@ def pixel_values(batch: MicroBatch, vision: VisionConfig) -> dict[str, Tensor]:
 def unpatchify(batch: MicroBatch, vision: VisionConfig) -> list[Tensor]:
     """Return each image as [C, height, width], from its row-major patches of (channel, row, column)."""
     side, images = vision.patch_size, []
-    for (rows, columns), patches in zip(batch.grids, _by_image(batch), strict=True):
+    for (rows, columns), patches in zip(batch.image_sizes.grids, _by_image(batch), strict=True):
         cells = patches.view(rows, columns, vision.in_channels, side, side).permute(2, 0, 3, 1, 4)
         images.append(cells.reshape(vision.in_channels, rows * side, columns * side))
     return images
@@ -35,11 +35,11 @@ def in_blocks(batch: MicroBatch, side: int) -> Tensor:
 
     blocks = [
         patches.view(rows // side, side, columns // side, side, -1).transpose(1, 2).flatten(0, 3)
-        for (rows, columns), patches in zip(batch.grids, _by_image(batch), strict=True)
+        for (rows, columns), patches in zip(batch.image_sizes.grids, _by_image(batch), strict=True)
     ]
     return torch.cat(blocks)
 
 
 def _by_image(batch: MicroBatch) -> tuple[Tensor, ...]:
-    assert batch.patches is not None
-    return batch.patches.split([rows * columns for rows, columns in batch.grids])
+    assert batch.images is not None
+    return batch.images.patches.split([rows * columns for rows, columns in batch.image_sizes.grids])

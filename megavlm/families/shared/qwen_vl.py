@@ -100,15 +100,15 @@ def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
     """Tokens, which of them are images, and patches: block by block, each pixel repeated over time."""
     import torch
 
-    given = {"input_ids": batch.tokens}
-    if not batch.grids:
+    given = {"input_ids": batch.text.tokens}
+    if not batch.image_sizes.grids:
         return given
     side, vision = model.projector.pixel_shuffle, model.vision
     blocks = in_blocks(batch, side).view(-1, vision.in_channels, 1, vision.patch_size**2)
     return given | {
         "pixel_values": blocks.expand(-1, -1, vision.temporal_patch_size, -1).flatten(1),
-        "image_grid_thw": torch.tensor([(1, *grid) for grid in batch.grids], device=batch.tokens.device),
-        "mm_token_type_ids": batch.tokens.eq(model.image_token or 0).int(),
+        "image_grid_thw": torch.tensor([(1, *grid) for grid in batch.image_sizes.grids], device=blocks.device),
+        "mm_token_type_ids": batch.text.tokens.eq(model.image_token or 0).int(),
     }
 
 

@@ -7,27 +7,25 @@ from dataclasses import replace
 import torch
 
 from megavlm.arch.anyres import TileGroup
+from megavlm.data.batch import ImageSizes, MicroBatch
 from megavlm.data.broadcast import aligned, copy_to, deserialize, serialize, size_of
 from megavlm.data.types import Imbalance, Skipped, StepData
 from tests.support.micro_batch import micro_batch
 
 
 def step() -> StepData:
-    first = micro_batch(1, dtype=torch.bfloat16)
+    first, second = micro_batch(1, dtype=torch.bfloat16), micro_batch(2)
     odd = replace(
-        micro_batch(2),
+        second.text,
         cu_seqlens=torch.tensor([0, 5, 64], dtype=torch.int32),  # 12 bytes: what follows begins at 16
         feature_positions=torch.empty(0, dtype=torch.int64),
         positions=torch.arange(3 * 2 * 32).view(3, 2, 32),
         sources=torch.ones(2, 32, dtype=torch.int64),
-        tile_groups=(TileGroup(grid=(1, 2), size=(30, 40)),),
         lengths=(31, 7),
-        patches=None,
-        grids=(),
-        features=None,
     )
+    tiled = ImageSizes(((2, 2),) * 3, (TileGroup(grid=(1, 2), size=(30, 40)),))
     return StepData(
-        batches=[replace(first, features=None), odd],
+        batches=[replace(first, features=None), MicroBatch(odd, tiled)],
         read=9,
         skipped=(Skipped("train.jsonl:18", "träin", "truncated", "Bild – kaputt", partly=True),),
         imbalance=Imbalance(1.5, 1.25, 2.0, 1.75),
@@ -42,11 +40,16 @@ def test_a_step_comes_out_as_it_went_in() -> None:
     found = deserialize(description, memory)
     assert (found.read, found.skipped, found.imbalance) == (sent.read, sent.skipped, sent.imbalance)
     for mine, other in zip(found.batches, sent.batches, strict=True):
-        for name, value in vars(other).items():
-            got = getattr(mine, name)
-            if name == "patches":
-                assert got is value is None or (got.is_meta and (got.shape, got.dtype) == (value.shape, value.dtype))
-            elif isinstance(value, torch.Tensor):
+        assert mine.image_sizes == other.image_sizes
+        assert (mine.images is None) == (other.images is None)
+        if mine.images is not None and other.images is not None:
+            patches, expected = mine.images.patches, other.images.patches
+            assert mine.images.sizes == other.images.sizes
+            assert patches.is_meta
+            assert (patches.shape, patches.dtype) == (expected.shape, expected.dtype)
+        for name, value in vars(other.text).items():
+            got = getattr(mine.text, name)
+            if isinstance(value, torch.Tensor):
                 assert got.dtype == value.dtype
                 assert got.equal(value), name
                 assert got.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr(), "a view, not a copy"

@@ -71,47 +71,47 @@ def packed_batch(
 
 def test_a_position_is_trained_where_the_next_token_is_an_answer() -> None:
     given_batch = batch([text([5, 6, 7, 8, 9], answer=2), text([3, 4], answer=1)])
-    assert given_batch.tokens.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0], [3, 4, 0, 0, 0, 0, 0, 0]]
-    assert given_batch.labels.tolist() == [[6, 7, 8, 9, 0, 0, 0, 0], [4, 0, 0, 0, 0, 0, 0, 0]]
-    assert given_batch.loss_mask.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
-    assert given_batch.positions.tolist() == [list(range(8))] * 2
-    assert given_batch.num_tokens == 7
-    assert given_batch.loss_mask.dtype == torch.float32
+    assert given_batch.text.tokens.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0], [3, 4, 0, 0, 0, 0, 0, 0]]
+    assert given_batch.text.labels.tolist() == [[6, 7, 8, 9, 0, 0, 0, 0], [4, 0, 0, 0, 0, 0, 0, 0]]
+    assert given_batch.text.loss_mask.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
+    assert given_batch.text.positions.tolist() == [list(range(8))] * 2
+    assert given_batch.text.num_tokens == 7
+    assert given_batch.text.loss_mask.dtype == torch.float32
 
 
 def test_samples_of_a_row_are_kept_apart() -> None:
     first = text([5, IMAGE, 6], answer=2, images=(flat(10),))
     second = replace(text([7, 8], answer=2), source=1)
     given_batch = packed_batch([[first, second], [text([3], answer=0)]], seq_length=6)
-    assert given_batch.tokens.tolist() == [[5, IMAGE, 6, 7, 8, 0], [3, 0, 0, 0, 0, 0]]
-    assert given_batch.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
-    assert given_batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [0] * 6], "no sample predicts the next one"
-    assert given_batch.cu_seqlens is not None
-    assert given_batch.cu_seqlens.tolist() == [0, 3, 5, 6, 7, 12]
-    assert given_batch.sources is not None
-    assert given_batch.sources.tolist() == [[0, 0, 0, 1, 1, 0], [0] * 6]
-    assert given_batch.lengths == (3, 2, 1)
-    assert given_batch.feature_positions.tolist() == [1]
+    assert given_batch.text.tokens.tolist() == [[5, IMAGE, 6, 7, 8, 0], [3, 0, 0, 0, 0, 0]]
+    assert given_batch.text.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
+    assert given_batch.text.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [0] * 6], "no sample predicts the next one"
+    assert given_batch.text.cu_seqlens is not None
+    assert given_batch.text.cu_seqlens.tolist() == [0, 3, 5, 6, 7, 12]
+    assert given_batch.text.sources is not None
+    assert given_batch.text.sources.tolist() == [[0, 0, 0, 1, 1, 0], [0] * 6]
+    assert given_batch.text.lengths == (3, 2, 1)
+    assert given_batch.text.feature_positions.tolist() == [1]
 
 
 def test_what_the_host_must_know_stays_there() -> None:
     packed = packed_batch([[text([5, 6], answer=1), text([7], answer=0)], [text([3], answer=0)]], seq_length=6)
     moved = packed.to("meta")
-    assert moved.tokens.device.type == "meta"
-    assert moved.cu_seqlens is packed.cu_seqlens
-    assert moved.positions.shape == (2, 6), "rows differ"
-    assert batch([text([5, 6], answer=1), text([3, 4], answer=1)]).to("meta").positions.shape == (1, 8)
+    assert moved.text.tokens.device.type == "meta"
+    assert moved.text.cu_seqlens is packed.text.cu_seqlens
+    assert moved.text.positions.shape == (2, 6), "rows differ"
+    assert batch([text([5, 6], answer=1), text([3, 4], answer=1)]).to("meta").text.positions.shape == (1, 8)
 
 
 def test_positions_of_three_axes_restart_too() -> None:
     wide = text([5, IMAGE, IMAGE, 6], answer=1, images=(flat(1, width=2 * PATCH),))
-    alone = packed_batch([[wide]], seq_length=4, mrope=True).positions[:, 0]
-    twice = packed_batch([[wide, wide]], mrope=True).positions[:, 0]
+    alone = packed_batch([[wide]], seq_length=4, mrope=True).text.positions[:, 0]
+    twice = packed_batch([[wide, wide]], mrope=True).text.positions[:, 0]
     assert torch.equal(twice, torch.cat([alone, alone], dim=1))
 
 
 def test_without_neighbours_no_sequence_is_packed() -> None:
-    assert batch([text([5, 6], answer=1)]).cu_seqlens is None
+    assert batch([text([5, 6], answer=1)]).text.cu_seqlens is None
 
 
 samples_of_text = st.lists(
@@ -128,7 +128,7 @@ def test_exactly_the_trained_tokens_are_predicted_once_each(rows: list[list[tupl
     ]
     given_batch = batch(samples)
     for row, sample in enumerate(samples):
-        predicted = given_batch.labels[row][given_batch.loss_mask[row] == 1]
+        predicted = given_batch.text.labels[row][given_batch.text.loss_mask[row] == 1]
         assert predicted.tolist() == sample.tokens[1:][sample.trained[1:]].tolist(), (
             "the first token has no predecessor"
         )
@@ -139,28 +139,28 @@ def test_features_follow_the_images_sample_by_sample() -> None:
     none = text([7, 8], answer=1)
     wide = text([9, IMAGE, IMAGE], answer=1, images=(flat(30, width=2 * PATCH),))
     given_batch = batch([two, none, wide], seq_length=4)
-    assert given_batch.grids == ((1, 1), (1, 1), (1, 2))
-    assert given_batch.num_patches == 4
-    assert given_batch.feature_positions.tolist() == [0, 2, 9, 10]
-    assert given_batch.patches is not None
-    shades = ((given_batch.patches.mean(dim=1) / 2 + 0.5) * 255).round().int().tolist()
+    assert given_batch.image_sizes.grids == ((1, 1), (1, 1), (1, 2))
+    assert given_batch.image_sizes.num_patches == 4
+    assert given_batch.text.feature_positions.tolist() == [0, 2, 9, 10]
+    assert given_batch.images is not None
+    shades = ((given_batch.images.patches.mean(dim=1) / 2 + 0.5) * 255).round().int().tolist()
     assert shades == [10, 20, 30, 30]
 
 
 def test_pixel_shuffle_merges_features_not_patches() -> None:
     sample = text([IMAGE, 5, 6], answer=1, images=(flat(1, height=2 * PATCH, width=2 * PATCH),))
     given_batch = batch([sample], pixel_shuffle=2)
-    assert given_batch.num_patches == 4
-    assert given_batch.feature_positions.tolist() == [0]
+    assert given_batch.image_sizes.num_patches == 4
+    assert given_batch.text.feature_positions.tolist() == [0]
 
 
 def test_a_batch_without_images_still_knows_the_size_of_a_patch() -> None:
     given_batch = batch([text([5, 6], answer=1)])
-    assert given_batch.patches is not None
-    assert given_batch.patches.shape == (0, PATCH**2)
-    assert given_batch.grids == ()
-    assert given_batch.feature_positions.shape == (0,)
-    assert given_batch.feature_positions.dtype == torch.int64
+    assert given_batch.images is not None
+    assert given_batch.images.patches.shape == (0, PATCH**2)
+    assert given_batch.image_sizes.grids == ()
+    assert given_batch.text.feature_positions.shape == (0,)
+    assert given_batch.text.feature_positions.dtype == torch.int64
 
 
 def test_nothing_is_rendered_without_patches() -> None:
@@ -169,7 +169,7 @@ def test_nothing_is_rendered_without_patches() -> None:
 
     render: Callable[[], NDArray[np.uint8]] = fail
     sample = text([IMAGE, 5], answer=1, images=(Image(height=4, width=4, patch_size=PATCH, render=render),))
-    assert batch([sample], with_patches=False).patches is None
+    assert batch([sample], with_patches=False).images is None
     with pytest.raises(AssertionError, match="rendered"):
         batch([sample], with_patches=True)
 
@@ -188,5 +188,5 @@ def test_patches_are_those_of_the_pixels() -> None:
     pixels = np.arange(32, dtype=np.uint8).reshape(4, 8, 1)
     image = Image(height=4, width=8, patch_size=PATCH, render=lambda: pixels)
     given_batch = batch([text([IMAGE, IMAGE, 5], answer=1, images=(image,))])
-    assert given_batch.patches is not None
-    assert torch.equal(given_batch.patches, patchify(pixels, PATCH))
+    assert given_batch.images is not None
+    assert torch.equal(given_batch.images.patches, patchify(pixels, PATCH))

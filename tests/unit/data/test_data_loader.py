@@ -3,7 +3,7 @@
 from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import SequentialBatchSampler
 from megavlm.data.collate import CollateSpec
-from megavlm.data.collator import Collator
+from megavlm.data.collator import ComputedCollator
 from megavlm.data.data_loader import DataLoader
 from megavlm.data.rank_loader import RankLoader
 from megavlm.data.synthetic import SyntheticSource
@@ -11,7 +11,7 @@ from megavlm.data.synthetic import SyntheticSource
 
 def data_loader() -> DataLoader:
     source = SyntheticSource(Config())
-    collator = Collator(source, CollateSpec.of(Config(), source, seq_length=64), with_patches=False)
+    collator = ComputedCollator(source, CollateSpec.of(Config(), source, seq_length=64), with_patches=False)
     loader = RankLoader(
         SequentialBatchSampler(count=4), collator, dp_rank=0, dp_size=1, micro_batch_size=4, global_batch_size=4
     )
@@ -22,7 +22,7 @@ def test_peek_shows_the_next_step_and_leaves_the_place():
     plain, peeking = data_loader(), data_loader()
     for _ in range(3):
         expected = plain.next_step()
-        assert peeking.next_step().batches[0].tokens.equal(expected.batches[0].tokens)
+        assert peeking.next_step().batches[0].text.tokens.equal(expected.batches[0].text.tokens)
         ahead = peeking.peek()
         assert peeking.peek() is ahead
         assert peeking.state_dict() == plain.state_dict()
@@ -33,8 +33,8 @@ def test_peek_shows_the_next_step_and_leaves_the_place():
 def test_a_loaded_place_forgets_what_was_seen():
     first = data_loader()
     start = first.state_dict()
-    expected = first.next_step().batches[0].tokens
+    expected = first.next_step().batches[0].text.tokens
     first.peek()
     first.load_state_dict(start)
-    assert first.next_step().batches[0].tokens.equal(expected)
+    assert first.next_step().batches[0].text.tokens.equal(expected)
     first.close()

@@ -133,10 +133,10 @@ def test_each_sample_is_used_or_has_its_reason(broken: Path, number: int, reason
     found += [skip.reason for skip in made.skipped]
     assert found == ([] if reason is None else [reason])
     assert all(skip.label == f"train.jsonl:{number + 1}" for skip in (*record.skipped, *made.skipped))
-    assert (made.batch.num_tokens > 0) == (reason is None)
-    assert made.batch.patches is not None
-    assert torch.isfinite(made.batch.patches).all()
-    assert len(made.batch.patches) == made.batch.num_patches
+    assert (made.batch.text.num_tokens > 0) == (reason is None)
+    assert made.batch.images is not None
+    assert torch.isfinite(made.batch.images.patches).all()
+    assert len(made.batch.images.patches) == made.batch.image_sizes.num_patches
 
 
 def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
@@ -159,8 +159,11 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
         first, second = (loader.next_step() for loader in loaders)
         assert first.imbalance == second.imbalance is not None
         for ours, theirs in zip(first.batches, second.batches, strict=True):
-            for name, value in vars(ours).items():
-                other = getattr(theirs, name)
+            assert ours.image_sizes == theirs.image_sizes
+            assert ours.images.sizes == theirs.images.sizes
+            assert torch.equal(ours.images.patches, theirs.images.patches)
+            for name, value in vars(ours.text).items():
+                other = getattr(theirs.text, name)
                 assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
     for loader in loaders:
         loader.close()

@@ -12,7 +12,7 @@ from megavlm.config.schema import Config, DataConfig, TrainConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.batch_sampler import SequentialBatchSampler
 from megavlm.data.collate import CollateSpec
-from megavlm.data.collator import Collator
+from megavlm.data.collator import ComputedCollator
 from megavlm.data.rank_loader import RankLoader, stats
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Sample
@@ -36,7 +36,7 @@ def loader(
     source = source or SyntheticSource(CONFIG)
     return RankLoader(
         SequentialBatchSampler(count=GLOBAL_BATCH),
-        Collator(source, CollateSpec.of(CONFIG, source, seq_length=seq_length), with_patches=with_patches),
+        ComputedCollator(source, CollateSpec.of(CONFIG, source, seq_length=seq_length), with_patches=with_patches),
         dp_rank=dp_rank,
         dp_size=dp_size,
         micro_batch_size=micro_batch_size,
@@ -54,8 +54,8 @@ def steps(given: RankLoader, count: int) -> list[list[MicroBatch]]:
 def rows_in_global_order(per_rank: list[list[MicroBatch]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and patches of a global batch: micro-batch by micro-batch, rank by rank."""
     batches = [batch for of_one_micro_batch in zip(*per_rank, strict=True) for batch in of_one_micro_batch]
-    patches = [batch.patches for batch in batches if batch.patches is not None]
-    return torch.cat([batch.tokens for batch in batches]), torch.cat(patches)
+    patches = [batch.images.patches for batch in batches if batch.images is not None]
+    return torch.cat([batch.text.tokens for batch in batches]), torch.cat(patches)
 
 
 @settings(max_examples=25, deadline=None)
@@ -67,14 +67,14 @@ def test_every_layout_reads_the_same_global_batches(dp_size: int, micro_batch_si
     ranks = [steps(loader(dp_rank=r, dp_size=dp_size, micro_batch_size=micro_batch_size), 2) for r in range(dp_size)]
     for step in range(2):
         tokens, patches = rows_in_global_order([rank[step] for rank in ranks])
-        assert torch.equal(tokens, expected[step][0].tokens)
-        assert torch.equal(patches, expected[step][0].patches)
+        assert torch.equal(tokens, expected[step][0].text.tokens)
+        assert torch.equal(patches, expected[step][0].images.patches)
         assert all(len(rank[step]) == GLOBAL_BATCH // (dp_size * micro_batch_size) for rank in ranks)
 
 
 def test_consecutive_steps_differ() -> None:
     first, second = steps(loader(), 2)
-    assert not torch.equal(first[0].tokens, second[0].tokens)
+    assert not torch.equal(first[0].text.tokens, second[0].text.tokens)
 
 
 def test_resume_with_another_layout_continues_the_stream() -> None:
@@ -92,7 +92,7 @@ def test_resume_with_another_layout_continues_the_stream() -> None:
     ranks = [steps(each, 2) for each in resumed]
     for step in range(2):
         tokens, _ = rows_in_global_order([rank[step] for rank in ranks])
-        assert torch.equal(tokens, straight[3 + step][0].tokens)
+        assert torch.equal(tokens, straight[3 + step][0].text.tokens)
 
 
 def test_loading_a_state_drops_what_was_prefetched() -> None:
@@ -102,16 +102,16 @@ def test_loading_a_state_drops_what_was_prefetched() -> None:
     given.load_state_dict({"consumed_samples": 0})
     again = given.next_step().batches[0]
     given.close()
-    assert torch.equal(first.tokens, again.tokens)
+    assert torch.equal(first.text.tokens, again.text.tokens)
 
 
 def test_ranks_without_vision_render_nothing_and_agree_on_the_rest() -> None:
     seeing, blind = steps(loader(), 1)[0], steps(loader(with_patches=False), 1)[0]
     for ours, theirs in zip(seeing, blind, strict=True):
-        assert theirs.patches is None
-        assert ours.grids == theirs.grids
-        assert torch.equal(ours.tokens, theirs.tokens)
-        assert torch.equal(ours.feature_positions, theirs.feature_positions)
+        assert theirs.images is None
+        assert ours.image_sizes == theirs.image_sizes
+        assert torch.equal(ours.text.tokens, theirs.text.tokens)
+        assert torch.equal(ours.text.feature_positions, theirs.text.feature_positions)
 
 
 class FailingSource(SyntheticSource):
@@ -147,5 +147,5 @@ def test_stats_sum_to_the_global_batch() -> None:
 
 def test_stats_do_not_count_padding() -> None:
     batches = steps(loader(micro_batch_size=GLOBAL_BATCH, with_patches=False, seq_length=60), 1)[0]
-    assert batches[0].tokens.shape == (GLOBAL_BATCH, 60)
+    assert batches[0].text.tokens.shape == (GLOBAL_BATCH, 60)
     assert stats(batches).tokens == GLOBAL_BATCH * 40

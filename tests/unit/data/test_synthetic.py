@@ -152,13 +152,13 @@ def test_synthetic_images_are_tiled_where_they_are_alone() -> None:
         [[sample] for sample in [source.sample(index) for index in range(3)]],
         CollateSpec.of(given_config, source, seq_length=40),
     )
-    assert batch.tile_groups == (
+    assert batch.image_sizes.tile_groups == (
         TileGroup((2, 2), (16, 16)),
         TileGroup((0, 0), (16, 16)),
         TileGroup((0, 0), (16, 16)),
     )
-    assert (batch.tokens == source.image_token).sum(1).tolist() == [4 + 4 * 5, 2 * (4 + 1), 0]
-    assert batch.grids == ((2, 2),) * 7
-    assert batch.patches is not None
-    assert batch.patches.shape[0] == batch.num_patches == 28
+    assert (batch.text.tokens == source.image_token).sum(1).tolist() == [4 + 4 * 5, 2 * (4 + 1), 0]
+    assert batch.image_sizes.grids == ((2, 2),) * 7
+    assert batch.images is not None
+    assert batch.images.patches.shape[0] == batch.image_sizes.num_patches == 28
     assert stats([batch]).images == 3

@@ -165,9 +165,9 @@ def test_shuffling_gives_every_question_the_canvas_of_another(source: DigitsSour
 def test_prompts_collate(source: DigitsSource) -> None:
     prompts = [question.sample for question in source.questions(2)]
     batch = collate([[sample] for sample in prompts], CollateSpec.of(CONFIG, source, seq_length=48))
-    assert batch.patches is not None
-    assert batch.patches.shape == (6 * 4, CollateSpec.of(CONFIG, source).patch_dim)
-    assert batch.loss_mask.sum() == 0
+    assert batch.images is not None
+    assert batch.images.patches.shape == (6 * 4, CollateSpec.of(CONFIG, source).patch_dim)
+    assert batch.text.loss_mask.sum() == 0
 
 
 def test_channels_follow_the_model(run_dir: Path) -> None:

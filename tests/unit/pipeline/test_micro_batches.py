@@ -29,7 +29,7 @@ class Noted(LateCopies):
 
 
 def size(one: MicroBatch) -> int:
-    return sum(value.numel() * value.element_size() for value in one.travelling().values())
+    return sum(value.numel() * value.element_size() for value in one.host_tensors().values())
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -45,11 +45,11 @@ def test_one_is_used_and_one_is_on_its_way(chunks: int) -> None:
         for chunk in iterators:
             for number in (turn, turn + 1):
                 taken = next(chunk)
-                for name, value in taken.travelling().items():
-                    assert value.equal(getattr(batches[number], name)[: len(value)]), "before it has arrived it is not"
+                for name, value in taken.host_tensors().items():
+                    assert value.equal(batches[number].host_tensors()[name]), "before it has arrived it is not"
                 found.append(number)
-                assert taken.cu_seqlens is batches[number].cu_seqlens
-                assert taken.features is batches[number].features, "the leaf that gradients are read from"
+                assert taken.text.cu_seqlens is batches[number].text.cu_seqlens
+                assert taken.features.values is batches[number].features.values, "the leaf that gradients are read from"
                 del taken, value
     gc.enable()
     assert len(found) == STEP * chunks
@@ -101,15 +101,15 @@ def test_patches_travel_in_the_models_type_and_page_locked(monkeypatch: pytest.M
     plain = micro_batch(1)
     staged = Staging(torch.bfloat16, torch.device("cuda", 3))(plain)
     assert devices == [torch.device("cuda", 3)], "not the first device, where a context would be opened"
-    travels = staged.travelling()
+    travels = staged.host_tensors()
     assert {id(value) for value in pinned} == {id(value) for value in travels.values()}
-    assert len(pinned) == len(travels) == 6
-    assert staged.patches is not None
-    assert plain.patches is not None
-    assert staged.patches.equal(plain.patches.bfloat16()), "what the first layer would have cast it to"
-    assert staged.positions.shape == (1, TOKENS)
+    assert len(pinned) == len(travels) == 7
+    assert staged.images is not None
+    assert plain.images is not None
+    assert staged.images.patches.equal(plain.images.patches.bfloat16()), "what the first layer would have cast it to"
+    assert staged.text.positions.shape == (1, TOKENS)
     assert size(staged) == size(plain) - PATCHES * PIXELS * 2, "pixels take half"
     on_cpu = Staging(torch.bfloat16, torch.device("cpu"))(plain)
-    assert on_cpu.patches is not None
-    assert on_cpu.patches.equal(staged.patches)
-    assert on_cpu.tokens is plain.tokens
+    assert on_cpu.images is not None
+    assert on_cpu.images.patches.equal(staged.images.patches)
+    assert on_cpu.text.tokens is plain.text.tokens

@@ -83,7 +83,7 @@ def test_rows_of_samples_have_whole_multiples_of_tokens(rows: list[list[int]]) -
     short = [replace(sample, tokens=sample.tokens[:20], trained=sample.trained[:20]) for sample in samples]
     batch = collate([[short[i] for i in row] for row in rows], CollateSpec.of(config, source, seq_length=48))
     multiple = sequence_multiple("language", config, tp=1)
-    assert batch.tokens.numel() == 96
-    assert batch.tokens.numel() % multiple == 0
-    if batch.cu_seqlens is not None:
-        assert batch.cu_seqlens[-1] == batch.tokens.numel()
+    assert batch.text.tokens.numel() == 96
+    assert batch.text.tokens.numel() % multiple == 0
+    if batch.text.cu_seqlens is not None:
+        assert batch.text.cu_seqlens[-1] == batch.text.tokens.numel()

@@ -24,7 +24,7 @@ def test_sequences_are_as_long_as_layers_take_them(multiple: int, length: int, m
     shapes = []
 
     def logits(batches: list[MicroBatch]) -> list[Tensor]:
-        shapes.extend(tuple(batch.tokens.shape) for batch in batches)
+        shapes.extend(tuple(batch.text.tokens.shape) for batch in batches)
         scores = torch.zeros(2, length, 256)
         scores[..., 7] = 1
         return [scores] * len(batches)

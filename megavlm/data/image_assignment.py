@@ -1,0 +1,62 @@
+"""The assignment of a step's images to the colocated encoders of a model replica. Pure arithmetic on sizes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.arch.kinds import layer_cost
+from megavlm.arch.layers import encoder_names
+from megavlm.arch.workload import image_workload
+from megavlm.config.schema import ModelConfig
+from megavlm.data.batch import ImageSizes, Mask
+
+
+@dataclass(frozen=True)
+class ImageAssignment:
+    """Assigns images by forward FLOPs. Every rank computes the same assignment, so nothing is communicated for it."""
+
+    model: ModelConfig
+    ranks: int  # of a model replica
+    width: int = 1  # consecutive ranks that hold one encoder (`--vision-tp`)
+
+    def encoders(self, sizes: Sequence[ImageSizes]) -> list[NDArray[np.int64]]:
+        """Return, for each micro-batch of a step, the encoder [N] of each of its images."""
+        flops = [encoder_flops(image.grids, self.model) for each in sizes for image in each.split()]
+        encoders = np.array(assign_longest_first(flops, self.ranks // self.width), dtype=np.int64)
+        return np.split(encoders, np.cumsum([each.num_images for each in sizes])[:-1])
+
+    def by_rank(self, sizes: Sequence[ImageSizes]) -> list[list[Mask]]:
+        """Return, for each micro-batch of a step and each rank, which of its images [N] the rank encodes."""
+        return [[encoders == rank // self.width for rank in range(self.ranks)] for encoders in self.encoders(sizes)]
+
+    def own(self, sizes: Sequence[ImageSizes], *, rank: int) -> list[Mask]:
+        """Return, for each micro-batch of a step, which of its images [N] one rank encodes."""
+        return [masks[rank] for masks in self.by_rank(sizes)]
+
+
+@lru_cache(maxsize=4096)
+def encoder_flops(grids: tuple[tuple[int, int], ...], model: ModelConfig) -> float:
+    """Return the forward FLOPs of the encoder for one image of these grids."""
+    work = image_workload(grids, model)
+    return sum(layer_cost(name, model, work).forward_flops for name in encoder_names(model))
+
+
+def assign_longest_first(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """Return the rank of each item: the costliest goes first, always to the least loaded rank (LPT; Graham 1969).
+
+    The largest load is at most 4/3 of the best possible. Every rank computes the same assignment from the same costs:
+    items of equal cost go in order, and of equally loaded ranks the lowest takes the item.
+    """
+    loads = [(0.0, rank) for rank in range(ranks)]
+    owners = [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+        load, rank = heapq.heappop(loads)
+        owners[item] = rank
+        heapq.heappush(loads, (load + costs[item], rank))
+    return tuple(owners)
