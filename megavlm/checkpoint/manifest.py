@@ -21,10 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from megavlm.paths import open_regular, read_bytes
+
 MANIFEST = "manifest.json"
 SUMMARY = "megavlm.json"  # in every checkpoint: what it is
 ANNOUNCED = "manifest"  # the key of the summary that says that there is a manifest
 _PIECE = 4 * 2**20  # bytes that are read at once: outside the interpreter's lock, like their checksum
+_LARGEST = 2**26  # bytes of a manifest: half a million files
 _TENSORS = ".distcp"  # what files of tensors end in: they are verified while they are loaded, all others before
 
 
@@ -69,8 +72,8 @@ def sum_of(path: Path) -> FileSum:
     """Return the size and checksum of a file, which is read in pieces."""
     size = crc = 0
     buffer = memoryview(bytearray(_PIECE))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+    with open_regular(path, buffering=0) as file:
+        while count := file.readinto(buffer):  # type: ignore[attr-defined]  # without buffering, a FileIO
             crc = zlib.crc32(buffer[:count], crc)
             size += count
     return FileSum(size, crc)
@@ -91,7 +94,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> None:
 def read_manifest(folder: Path) -> dict[str, FileSum]:
     """Return the sums of a checkpoint's files by name. Raises ValueError where the manifest is damaged."""
     try:
-        files = json.loads((folder / MANIFEST).read_bytes())["files"]
+        files = json.loads(read_bytes(folder / MANIFEST, at_most=_LARGEST))["files"]
         sums = {str(name): FileSum(int(entry["bytes"]), int(entry["crc32"])) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its {MANIFEST} is damaged ({_brief(error)})") from error

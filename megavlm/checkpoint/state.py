@@ -35,6 +35,7 @@ from megavlm.config.load import from_dict
 from megavlm.config.lora import is_adapter
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, LoraConfig
+from megavlm.data.records import difference
 from megavlm.errors import UserError
 from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
@@ -68,13 +69,25 @@ class Position:
     samples_skipped: int = 0
 
 
-def save(trained: Trained, position: Position, *, config: Config, plan: Plan, root: Path, keep: int) -> Path:
-    """Write and commit a checkpoint; every rank calls it. Returns its folder. Raises UserError if it cannot."""
+def save(
+    trained: Trained,
+    position: Position,
+    *,
+    config: Config,
+    plan: Plan,
+    root: Path,
+    keep: int,
+    data: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write and commit a checkpoint; every rank calls it. Returns its folder. Raises UserError if it cannot.
+
+    `data` is what the position depends on (`data_identity`).
+    """
     state = _sharded_state(trained, loading=False)
     state["position"] = asdict(position)
     state["loss_scale"] = loss_scale_state(trained.optimizer)
     state["fp8"] = _sharded_histories(trained) if history_of(config) else {}
-    summary = _summary(config, plan, position)
+    summary = {**_summary(config, plan, position), "data": dict(data or {})}
     with _quiet():
         share = share_of_rank(state, group=trained.groups.dp_cp, metadata=dict(_METADATA))
         return save_share(share, summary, root=root, keep=keep)
@@ -184,6 +197,18 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
             f"checkpoint {folder} was made with --freeze {' '.join(summary['model']['freeze']) or '(nothing)'}: "
             "its optimizer state belongs to those parameters; give the same --freeze"
         )
+
+
+def check_data(summary: dict[str, Any], data: Mapping[str, Any], folder: Path, *, accept: bool) -> str | None:
+    """Refuse a checkpoint of a run on other data; return a warning where that is accepted."""
+    saved = summary.get("data")
+    changed = difference(saved, dict(data)) if isinstance(saved, dict) else None
+    if changed is None:
+        return None
+    made = f"checkpoint {folder} was made with {changed}: its place in the data means other samples"
+    if accept:
+        return f"{made}; --accept-changed-data goes on from there"
+    raise UserError(f"{made}. Use what it had, or give --accept-changed-data")
 
 
 # They change how the run goes on, not what the saved tensors mean.

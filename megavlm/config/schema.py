@@ -178,6 +178,10 @@ class CheckpointConfig:
         True,
         "Go on from the newest checkpoint that is whole if newer ones are damaged; off: end with a message instead.",
     )
+    accept_changed_data: bool = option(
+        False,
+        "Resume although seed, files, shuffling or packing changed: the place in the data then means other samples.",
+    )
     init_from: str | None = option(
         None,
         "Hugging Face folder with the model's configuration and initial weights; default: random weights.",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from megavlm.config.schema import Config
 from megavlm.data.data_loader import DataLoader, build_data_loader, prepare_data
 from megavlm.data.files import FilesSource
 from megavlm.data.image_assignment import ImageAssignment
+from megavlm.data.records import data_identity
 from megavlm.data.source import ComputedSource
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, SkippedLog, TensorBoardSink
@@ -39,6 +41,8 @@ from megavlm.resilience import events
 from megavlm.train.engine import Engine, WeightInit, build_engine
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Run:
     progress: ProgressLine | None  # on rank 0
     sinks: Sequence[Sink]  # on rank 0; empty elsewhere
     skipped: SkippedLog  # writes on ranks that read data
+    data_identity: dict[str, Any]  # what a place in the data depends on
 
     @property
     def micro_batches(self) -> int:
@@ -95,6 +100,7 @@ def build(config: Config, backend: Backend) -> Run:
         print("\n".join([table(plan, config), *_hints(config, plan, backend)]), flush=True)
 
     on_rank_0(partial(prepare_data, config))
+    identity = _from_rank_0(partial(data_identity, config))
     data_loader = build_data_loader(
         config,
         source,
@@ -116,7 +122,7 @@ def build(config: Config, backend: Backend) -> Run:
         weights=_initial_weights(config, choices, vocab_size=source.vocab_size),
         num_sources=len(source.names) if len(source.names) > 1 else 0,
     )
-    position = _restore(engine, data_loader, config, plan, choices)
+    position = _restore(engine, data_loader, config, plan, choices, identity)
     progress, sinks = _outputs(config, run_dir, position.iteration) if rank == 0 else (None, [])
     return Run(
         config=config,
@@ -129,6 +135,7 @@ def build(config: Config, backend: Backend) -> Run:
         run_dir=run_dir,
         progress=progress,
         sinks=sinks,
+        data_identity=identity,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.coords.dp:05d}.jsonl" if groups.is_reader else None),
     )
 
@@ -159,21 +166,30 @@ def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
 
 def _choices(config: Config, run_dir: Path) -> Choices:
     """Return the checkpoints to start from: those of the run, else those of `--load`, else none. All ranks agree."""
-    found: list[Choices] = []
 
-    def choose() -> None:
+    def choose() -> Choices:
         options = config.checkpoint
         choices = choices_in(run_dir / "checkpoints", fallback=options.fallback)
         if not choices.folders and options.load is not None:
             choices = choices_of(Path(options.load), fallback=options.fallback)
         for remark in choices.remarks:
             _warn_of_checkpoint(run_dir, remark)
-        found.append(choices)
+        return choices
 
-    on_rank_0(choose)
-    dist.broadcast_object_list(agreed := [found[0] if found else None], src=0)
-    assert agreed[0] is not None
-    return agreed[0]
+    return _from_rank_0(choose)
+
+
+def _from_rank_0(action: Callable[[], Found]) -> Found:
+    """Return on all ranks what an action returns on rank 0. A UserError there is raised on all."""
+    found: list[Any] = [None]
+
+    def act() -> None:
+        found[0] = action()
+
+    on_rank_0(act)
+    dist.broadcast_object_list(found, src=0)
+    result: Found = found[0]
+    return result
 
 
 def _initial_weights(config: Config, choices: Choices, *, vocab_size: int) -> WeightInit | None:
@@ -188,7 +204,14 @@ def _initial_weights(config: Config, choices: Choices, *, vocab_size: int) -> We
     return partial(load_weights, pretrained_list=pretrained_list, config=config, vocab_size=vocab_size)
 
 
-def _restore(engine: Engine, data_loader: DataLoader, config: Config, plan: Plan, choices: Choices) -> state.Position:
+def _restore(
+    engine: Engine,
+    data_loader: DataLoader,
+    config: Config,
+    plan: Plan,
+    choices: Choices,
+    identity: dict[str, Any],
+) -> state.Position:
     """Restore model, optimizer and data loader from the newest whole checkpoint, if there is one; return its position.
 
     Newer ones of this run, which are damaged, are renamed: they must not outlive the ones that this run will save.
@@ -196,9 +219,16 @@ def _restore(engine: Engine, data_loader: DataLoader, config: Config, plan: Plan
     if not choices.folders or state.is_weights_only(choices.folders[0]):
         return state.Position(iteration=0, loader={})
     run_dir = Path(config.run.run_dir)
+
+    def check(folder: Path) -> None:
+        summary = state.read_summary(folder)
+        state.check_fits(summary, config, folder)
+        if changed := state.check_data(summary, identity, folder, accept=config.checkpoint.accept_changed_data):
+            _warn_of_checkpoint(run_dir, changed)
+
     checkpoint, position = load_newest(
         choices,
-        check=lambda folder: state.check_fits(state.read_summary(folder), config, folder),
+        check=check,
         load=lambda folder: state.load(engine.trained(), folder, config=config, plan=plan),
         say=partial(_warn_of_checkpoint, run_dir),
     )

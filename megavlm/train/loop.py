@@ -126,6 +126,7 @@ def _save(run: Run, iteration: int, tally: _Tally) -> int:
         plan=run.plan,
         root=run.run_dir / "checkpoints",
         keep=run.config.checkpoint.keep_checkpoints,
+        data=run.data_identity,
     )
     _say(run, f"saved {folder} in {time.perf_counter() - began:.1f} s")
     return iteration

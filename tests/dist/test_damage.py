@@ -229,3 +229,15 @@ def test_a_save_that_fails_says_why_in_words(pools: Pools, tmp_path: Path) -> No
         assert "larger than the limit for files" in error
         assert ".distcp" in error
         assert "unexpected pos" not in error
+
+
+def test_a_resume_with_other_data_is_refused_or_accepted_by_name(pools: Pools, three: Path, tmp_path: Path) -> None:
+    shutil.copytree(three, tmp_path / "run")
+    argv = [*TINY, "--train-iters", "4", "--seed", "99"]
+    ((_, error),) = pools(1).run(resume, argv, str(tmp_path / "run"))
+    assert "--seed 1234, but this run has 99" in error
+    assert "--accept-changed-data" in error
+    ((printed, error),) = pools(1).run(resume, [*argv, "--accept-changed-data"], str(tmp_path / "run"))
+    assert error == ""
+    assert "--seed 1234, but this run has 99" in printed
+    assert len(metrics(tmp_path / "run")) == 4

@@ -1,6 +1,7 @@
 """Users' data sets: files of records by number, and WebDataset tars as a stream, both as `Conversation`s."""
 
+from megavlm.data.records.identity import data_identity, difference
 from megavlm.data.records.opening import is_stream, name_of, open_records
 from megavlm.data.records.streams import open_stream, prepare_stream
 
-__all__ = ["is_stream", "name_of", "open_records", "open_stream", "prepare_stream"]
+__all__ = ["data_identity", "difference", "is_stream", "name_of", "open_records", "open_stream", "prepare_stream"]

@@ -58,7 +58,7 @@ def open_records(source: DatasetConfig) -> Records:
     if is_remote(source.path):
         raise _wrong(source, f"is remote, which only kind=webdataset can be: download it, or kind={source.kind} tars")
     path = Path(source.path)
-    containers = [_open_file(source, file) for file in _files(source, path)]
+    containers = [_open_file(source, file) for file in files_of(source)]
     container = containers[0] if len(containers) == 1 else Joined(containers)
     if not len(container):
         raise _wrong(source, "has no records: name a file that has some")
@@ -70,7 +70,9 @@ def open_records(source: DatasetConfig) -> Records:
     return FileRecords(name_of(source), container, convert)
 
 
-def _files(source: DatasetConfig, path: Path) -> list[Path]:
+def files_of(source: DatasetConfig) -> list[Path]:
+    """Return the files of a source that is no stream, in their order. Raises UserError where there are none."""
+    path = Path(source.path)
     if path.is_file():
         return [path]
     if not path.is_dir():

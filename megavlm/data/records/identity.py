@@ -1,0 +1,89 @@
+"""What a place in the data depends on: with other values of it, the same place is other samples.
+
+A WebDataset's place is a position in its tars, which energon checks against them when it resumes (`energon.py`); here
+only its name and weight count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+from megavlm.config.resolve import data_kind
+from megavlm.config.schema import Config, DatasetConfig
+from megavlm.data.records.opening import files_of, is_stream, name_of
+from megavlm.paths import open_regular
+
+_ENDS = 2**16  # bytes at each end of a file that are hashed: the first and the last records
+_COMPUTED = (
+    "images_per_sample",
+    "image_sizes",
+    "imageless_share",
+    "imageless_samples",
+    "answer_share",
+)  # of synthetic samples
+
+
+def data_identity(config: Config) -> dict[str, Any]:
+    """Return by option what the order and the content of samples depend on. Raises UserError for missing data sets."""
+    data, kind = config.data, data_kind(config)
+    identity: dict[str, Any] = {"--data": kind, "--seed": config.train.seed}
+    if kind == "files":
+        identity |= {"--shuffle": data.shuffle, "--packing": data.packing, "--chat-template": data.chat_template}
+        identity["--datasets"] = [_of_dataset(each) for each in data.datasets]
+    elif kind == "synthetic":
+        values = {name: getattr(data, name) for name in _COMPUTED}
+        identity |= {
+            f"--{name.replace('_', '-')}": list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+    return identity
+
+
+def difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Return the first option in which the data of a checkpoint and of a run differ, with both values; else None."""
+    for option, value in now.items():
+        if option not in saved or saved[option] == value:
+            continue
+        if option != "--datasets":
+            return f"{option} {saved[option]}, but this run has {value}"
+        return f"other --datasets: {_difference_of_datasets(saved[option], value)}"
+    return None
+
+
+def _difference_of_datasets(saved: Any, now: list[dict[str, Any]]) -> str:
+    if not isinstance(saved, list) or len(saved) != len(now):
+        return f"{len(saved) if isinstance(saved, list) else 'unknown'}, not {len(now)}"
+    for before, after in zip(saved, now, strict=True):
+        if before == after:
+            continue
+        if not isinstance(before, dict) or not isinstance(before.get("files"), list):
+            return "unknown"
+        for name in ("name", "weight"):
+            if before.get(name) != after[name]:
+                return f"{name} {before.get(name)}, not {after[name]}"
+        files = {str(each.get("name")): each for each in before["files"] if isinstance(each, dict)}
+        if list(files) != [each["name"] for each in after["files"]]:
+            return f"{after['name']} has other files"
+        for new in after["files"]:
+            old = files[new["name"]]
+            if old.get("bytes") != new["bytes"]:
+                return f"{new['name']} had {old.get('bytes'):,} bytes, and has {new['bytes']:,}"
+            if old != new:
+                return f"the first or last records of {new['name']} were others"
+    return "their order"
+
+
+def _of_dataset(source: DatasetConfig) -> dict[str, Any]:
+    identity: dict[str, Any] = {"name": name_of(source), "weight": source.weight, "files": []}
+    if is_stream(source):
+        return identity
+    for path in files_of(source):
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            ends = hashlib.blake2b(file.read(_ENDS), digest_size=16)
+            file.seek(max(0, size - _ENDS))
+            ends.update(file.read(_ENDS))
+        identity["files"].append({"name": path.name, "bytes": size, "ends": ends.hexdigest()})
+    return identity
