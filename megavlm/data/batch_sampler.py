@@ -1,4 +1,4 @@
-"""Batch samplers: which samples form the next global batch. The layout of a run does not change their order.
+"""Batch samplers: they choose the samples of each global batch, in an order that does not depend on the layout.
 
     samples ─ window of W ─ encoded, pixels not read ─ packed ─→ sequences ─ G per step ─→ global batches
 
@@ -23,11 +23,11 @@ _EMPTY_WINDOWS = 4
 
 
 class BatchSampler(Protocol):
-    """Composes global batches. It may be asked for the batch of any state; the state is the caller's."""
+    """Composes global batches. It keeps no position: the caller passes the state at which a batch begins."""
 
     @property
     def start(self) -> LoaderState:
-        """The state before the first global batch."""
+        """Return the state before the first global batch."""
         ...
 
     def batch_at(self, state: LoaderState) -> GlobalBatch:
@@ -53,7 +53,7 @@ class SequentialBatchSampler:
         return GlobalBatch(sequences, {"consumed_samples": first + self._count}, read=self._count)
 
     def close(self) -> None:
-        """Do nothing: no thread was started."""
+        """Do nothing, since no thread was started."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ class PackedBatchSampler:
         return GlobalBatch(tuple(sequences), {**self.start, "window": number, "taken": taken}, read, tuple(skipped))
 
     def forget(self) -> None:
-        """Drop the windows that are buffered."""
+        """Drop all buffered windows."""
         for window in self._windows.values():
             window.cancel()
         while self._windows:
             window = self._windows.popitem()[1]
             if not window.cancelled():
-                window.exception()  # waits for the one that is being encoded
+                window.exception()  # waits until a window that is being encoded is done
 
     def close(self) -> None:
         """Stop encoding ahead."""

@@ -18,7 +18,7 @@ _OF_TEXT = ("tokens", "token_squares")
 
 @dataclass(frozen=True)
 class CostModel:
-    """The FLOPs of one unit of each field of a workload; FLOPs are a linear function of them."""
+    """The FLOPs of one unit of each field of a workload, of which all FLOPs are a linear function."""
 
     model: ModelConfig
     vision: tuple[float, ...]  # in the order of `_OF_IMAGES`

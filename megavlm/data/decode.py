@@ -1,8 +1,8 @@
-"""From bytes of unknown origin to RGB pixels, or to the reason why not.
+"""Decode untrusted image files to RGB pixels, or say why they cannot be decoded.
 
-What is done to a picture is what Hugging Face's loaders do: EXIF orientation is applied, transparency is laid over
-white, and everything else goes through Pillow's conversion to RGB. One thing differs on purpose: greyscale of 16 bits
-keeps its high byte, where Pillow's conversion would turn every value above 255 white.
+Images are treated as by Hugging Face's loaders: the EXIF orientation is applied, transparent pixels are blended with
+white, and all other modes are converted to RGB by Pillow. One difference is deliberate: 16-bit greyscale keeps its high
+byte, where Pillow's conversion would turn every value above 255 white.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 from megavlm.data.types import BadSample, Reason
 
 MAX_PIXELS = 2**26  # 67 megapixels: 192 MiB as RGB
-# Named, because Pillow also reads formats that start programs (EPS) or that nobody keeps photos in.
+# A list, because Pillow also reads formats that start other programs (EPS) or that do not hold photos.
 _WANTED = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 Image.init()  # loads Pillow's plugins; some are built without AVIF or JPEG 2000
 FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
@@ -36,10 +36,10 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# What Pillow's parsers let through where bytes are not what they should be. Not among them: want of memory, and
-# mistakes of this program, which are no reason to leave a picture out.
+# The exceptions that Pillow's parsers raise for damaged files. MemoryError is not among them: it is no fault of the
+# image.
 _DAMAGED = (
-    OSError,  # unidentified, truncated or missing as well
+    OSError,  # also raised for unidentified, truncated and missing files
     SyntaxError,  # broken PNG chunks
     ValueError,
     TypeError,
@@ -57,27 +57,27 @@ _DAMAGED = (
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """Pixels [height, width, 3], uint8 RGB; `animated` where they are the first of several frames."""
+    """The pixels [height, width, 3] of an image, uint8 RGB; if it is `animated`, those of its first frame."""
 
     pixels: NDArray[np.uint8]
     animated: bool
 
 
 def resolve_inside(root: Path, name: str) -> Path:
-    """The file that `name` means below `root`.
+    """Return the path of the file `name` in the folder `root`.
 
-    Raises BadSample when it lies outside, by an absolute path, by `..` or by a symbolic link, and when it is no file.
+    Raises BadSample if the path leaves `root` (as an absolute path, with `..` or by a symbolic link), or is not a file.
     """
     if "\0" in name:
-        raise BadSample(Reason.OUTSIDE, f"{name!r} is not a path")
+        raise BadSample(Reason.OUTSIDE, f"the path {name!r} contains a null character")
     root = _resolved(root.absolute())
     try:
         path = (root / name).resolve()
-        inside, is_file = path.is_relative_to(root), path.is_file()  # a pipe or a device would block who opens it
-    except (OSError, RuntimeError, UnicodeEncodeError) as error:  # too long, a loop of links, half a character
-        raise BadSample(Reason.MISSING, f"{name[:200]!r}: {error}") from error
+        inside, is_file = path.is_relative_to(root), path.is_file()  # opening a pipe could block
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:  # too long, a loop of links, a lone surrogate
+        raise BadSample(Reason.MISSING, f"the path {name[:200]!r} cannot be resolved: {error}") from error
     if Path(name).is_absolute() or not inside:
-        raise BadSample(Reason.OUTSIDE, f"{name!r} leaves {root}")
+        raise BadSample(Reason.OUTSIDE, f"the path {name!r} leaves the folder {root}")
     if not is_file:
         raise BadSample(Reason.MISSING, f"{path} is not a file")
     return path
@@ -85,14 +85,14 @@ def resolve_inside(root: Path, name: str) -> Path:
 
 @lru_cache(maxsize=256)
 def _resolved(root: Path) -> Path:
-    """Once for all images below it: each part of a path is a question to the file system."""
+    """Return the path without symbolic links; cached, because each of its parts costs a system call."""
     return root.resolve()
 
 
 def size_of(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """(height, width) that `decode` will give, from the header alone.
+    """Return the (height, width) in pixels of the image that `decode` will return, read from the file's header alone.
 
-    Raises BadSample for what is no image or holds more than `max_pixels`.
+    Raises BadSample if the file is not an image or has more than `max_pixels` pixels.
     """
     try:
         with _open(source, max_pixels) as image:
@@ -103,7 +103,7 @@ def size_of(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> tuple[int,
 
 
 def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Decoded:
-    """Pixels of an encoded image, upright and opaque. Raises BadSample, and nothing else, whatever the bytes are."""
+    """Return the pixels of an image file, upright and opaque. Raises BadSample for any file that cannot be decoded."""
     try:
         with _open(source, max_pixels) as image:
             animated = getattr(image, "n_frames", 1) > 1
@@ -120,18 +120,20 @@ def _open(source: bytes | Path, max_pixels: int) -> ImageFile.ImageFile:
     width, height = image.size
     if width * height > max_pixels:
         image.close()
-        raise BadSample(Reason.TOO_LARGE, f"{height}×{width} pixels are more than {max_pixels}")
+        raise BadSample(
+            Reason.TOO_LARGE, f"the image has {height}×{width} pixels, more than --max-image-pixels {max_pixels}"
+        )
     if width < 1 or height < 1:
         image.close()
-        raise BadSample(Reason.CORRUPT, f"{height}×{width} pixels")
+        raise BadSample(Reason.CORRUPT, f"the image has a size of {height}×{width} pixels")
     return image
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF's 1 … 8; 1, upright, where there is none or it cannot be read."""
+    """Return the EXIF orientation, 1 to 8; 1 (upright) if the image has none or it cannot be read."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
-    except _DAMAGED:  # damaged metadata does not damage the picture
+    except _DAMAGED:  # the pixels may be intact although the metadata are damaged
         return 1
 
 
@@ -146,15 +148,18 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _typed(error: Exception) -> BadSample:
+    """Return the BadSample that an exception of Pillow stands for."""
     match error:
         case BadSample():
             return error
         case FileNotFoundError() | IsADirectoryError() | NotADirectoryError() | PermissionError():
-            return BadSample(Reason.MISSING, str(error))
+            return BadSample(Reason.MISSING, f"the file cannot be opened: {error}")
         case UnidentifiedImageError():
-            where = str(error).partition("file ")[2]  # a path, or the address of an object, which tells nobody anything
-            return BadSample(Reason.NOT_AN_IMAGE, f"no known format{'' if where.endswith('>') else f': {where}'}")
+            where = str(error).partition("file ")[2]  # a path, or a Python object's address, which is left out
+            name = "the image" if where.endswith(">") else where
+            return BadSample(Reason.NOT_AN_IMAGE, f"{name} is not of a known image format")
         case Image.DecompressionBombError():
-            return BadSample(Reason.TOO_LARGE, str(error))
-    told = "truncated" in str(error).lower() or isinstance(error, EOFError)
-    return BadSample(Reason.TRUNCATED if told else Reason.CORRUPT, f"{type(error).__name__}: {error}")
+            return BadSample(Reason.TOO_LARGE, f"Pillow refuses the image: {error}")
+    detail = f"the image cannot be decoded ({type(error).__name__}: {error})"
+    truncated = "truncated" in str(error).lower() or isinstance(error, EOFError)
+    return BadSample(Reason.TRUNCATED if truncated else Reason.CORRUPT, detail)

@@ -36,7 +36,7 @@ from megavlm.data.types import (
     StreamSample,
 )
 
-# Records of a stream, as far as the order of a blend is concerned.
+# The number of records that the order of a blend assumes for a stream, whose length is unknown.
 _ENDLESS = 2**62
 
 
@@ -78,7 +78,7 @@ class FilesSource:
 
     @cached_property
     def records(self) -> Mapping[int, Records]:
-        """The map-style data sets by index. Raises UserError for one that cannot be opened."""
+        """Return the map-style data sets by index. Raises UserError for one that cannot be opened."""
         sources = enumerate(self._config.data.datasets)
         return {number: open_records(source) for number, source in sources if not is_stream(source)}
 
@@ -121,7 +121,9 @@ class FilesSource:
             return EncodedRecord((), (self.skipped(sample_id, error),))
         lost: tuple[Skipped, ...] = ()
         if fitted.dropped:
-            dropped = BadSample(Reason.TOO_LONG, f"{fitted.dropped} of its turns do not fit --seq-length")
+            dropped = BadSample(
+                Reason.TOO_LONG, f"{fitted.dropped} of its turns do not fit into --seq-length and are left out"
+            )
             lost = (replace(self.skipped(sample_id, dropped), partly=True),)
         samples = tuple(self._encoded(piece, layouts, source=source) for piece in fitted.pieces)
         return EncodedRecord(samples, lost)

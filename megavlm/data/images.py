@@ -1,4 +1,4 @@
-"""From pixels to patches: pure functions of arrays."""
+"""Images as patches."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def patchify(
     mean: float | Sequence[float] = 0.5,
     std: float | Sequence[float] = 0.5,
 ) -> Tensor:
-    """Cut an image [height, width, C] of bytes into normalised patches [rows·columns, C·p·p], float32.
+    """Return the normalised patches [rows·columns, C·p·p], float32, of an image [height, width, C] of bytes.
 
-    Patches are row-major; inside a patch the order is (channel, row, column), which is how a Conv2d weight
-    [H, C, p, p] with stride p flattens: that convolution and a linear layer over these patches are the same map.
-    Normalisation is (x / 255 − mean) / std, with one mean and std or one per channel. It runs in numpy: the loader's
-    thread must not start torch's own threads.
+    Patches are row-major. Within a patch the order is (channel, row, column), as in a flattened Conv2d weight
+    [H, C, p, p], so that a linear layer over patches computes the same as that convolution with stride p.
+    Normalisation is (x / 255 − mean) / std, with one mean and std or one per channel. It runs in numpy, because torch
+    would start threads of its own in the loader's thread.
     """
-    import torch  # here: the planner counts patches without it
+    import torch  # not at the top: `families` import image processors, and load without torch
 
     height, width, channels = image.shape
     rows, columns = grid_of(height, width, patch_size)
@@ -44,9 +44,9 @@ def patchify(
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """An image whose size is known and whose pixels are rendered on demand.
+    """An image of known size whose pixels are rendered on demand.
 
-    `render` is a pure function that returns [height, width, channels] bytes: every call gives the same pixels.
+    `render` is a pure function that returns the pixels [height, width, channels] as bytes.
     """
 
     height: int

@@ -1,4 +1,4 @@
-"""Which record comes when: a pure function of the seed and an index, so that a position in the data is one integer."""
+"""The order of samples: a pure function of the seed and a sample's number, so a position in the data is one integer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-# Samples in which the sources' shares are kept, to one part in as many.
+# Each block of this many samples has the same number of samples of each data set, so shares are exact to 1 / BLOCK.
 BLOCK = 4096
 _ROUNDS = 6
 
 
 @dataclass(frozen=True)
 class RecordRef:
-    """Record `record` of source `source`, for the `epoch`-th time (from 0)."""
+    """A record: the index of its data set, its number in it, and how often it has been used before."""
 
     source: int
     record: int
@@ -23,14 +23,14 @@ class RecordRef:
 
 @dataclass(frozen=True)
 class Order:
-    """The endless stream of samples of several sources, each shuffled anew in every epoch of its own.
+    """The endless sequence of samples of several data sets, each of which is reshuffled in every epoch.
 
-    Any place is found in constant time and memory: sources alternate in blocks of `BLOCK` samples, and within a source
-    a permutation of the record numbers is computed, not stored.
+    Any sample is found in constant time and memory: data sets alternate in blocks of `BLOCK` samples, and the
+    permutation of a data set's records is computed, not stored.
     """
 
-    lengths: tuple[int, ...]  # records of each source
-    weights: tuple[float, ...]  # relative shares of the samples
+    lengths: tuple[int, ...]  # the number of records of each data set
+    weights: tuple[float, ...]  # the relative shares of the data sets among the samples
     seed: int
     shuffle: bool = True
 
@@ -50,7 +50,10 @@ class Order:
 
     @cached_property
     def _block(self) -> list[tuple[int, int]]:
-        """(source, how many of it came before) of each place of a block: every source evenly spread."""
+        """Return, for each sample of a block, its data set and how many samples of that data set precede it.
+
+        The samples of each data set are spread evenly.
+        """
         spread = [
             ((number + 0.5) / count, source, number)
             for source, count in enumerate(self._counts)
@@ -60,7 +63,7 @@ class Order:
 
 
 def apportioned(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers that add up to `total` in proportion to `weights`, none below 1 (Hamilton's method)."""
+    """Return integers ≥ 1 that add up to `total`, in proportion to `weights` (Hamilton's method)."""
     assert 0 < len(weights) <= total
     spare = total - len(weights)
     exact = [weight / sum(weights) * spare for weight in weights]
@@ -72,10 +75,11 @@ def apportioned(weights: Sequence[float], total: int) -> list[int]:
 
 
 def permuted(place: int, length: int, *, key: str) -> int:
-    """The number at `place` of a permutation of 0 … length−1 that `key` names.
+    """Return the number at `place` of a permutation of 0 … length−1 that is determined by `key`.
 
-    A Feistel network permutes the smallest square 2^b × 2^b that holds them; numbers that fall outside walk on until
-    they are inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): at most 4 steps on average.
+    A Feistel network permutes the numbers below 2^2b, the smallest such power that is at least `length`. A result
+    outside 0 … length−1 is permuted again until it is inside ("cycle walking"; Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains"), which takes at most 4 steps on average.
     """
     assert 0 <= place < length
     bits = max(1, ((length - 1).bit_length() + 1) // 2)

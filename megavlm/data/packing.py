@@ -1,7 +1,7 @@
-"""Pack samples into sequences, and assign sequences to ranks so that cost is even: arithmetic on lengths and costs.
+"""Pack samples into sequences, and assign sequences to ranks so that costs are even.
 
-A sequence has several costs (vision, language), because the ranks wait for one another after each part of the model:
-much of one kind cannot be made up for by little of the other.
+A sequence has a cost for each part of the model (vision, language). Each of them must be even, because ranks wait for
+one another after each part: a rank with little text cannot catch up on many images.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MOST_SWAPS = 4  # per item
-_EVEN = 1.005  # largest load over mean load that no swap is worth
+_EVEN = 1.005  # largest load over mean load at which swapping ends
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Divide items among as few bins of `capacity` as best-fit decreasing finds.
+    """Pack items into few bins of `capacity` by best-fit decreasing (Johnson et al. 1974).
 
-    The longest item goes first, each into the fullest bin that still takes it: at most 11/9 of the best possible number
-    of bins plus 4, and within a hundredth of it where many items are short. O(n log n) but for the insertions into a
-    list of open bins.
+    The longest item goes first, each into the fullest bin that it fits into. That takes at most 11/9 of the smallest
+    possible number of bins plus 4, and within 1 % of it if many items are short. The time is O(n log n), apart from
+    insertions into the list of open bins.
 
     Returns:
-        The item numbers of each bin, rising. Bins are in the order of their first items, so that a shuffled stream of
-        samples stays shuffled: by the order of packing the longest samples would all be trained first.
+        The item numbers of each bin, ascending. Bins are in the order of their first items, so that shuffled samples
+        stay shuffled. In the order of packing, the longest samples would all be trained on first.
 
     Raises ValueError for an item that no bin holds.
     """
@@ -47,18 +47,18 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
-    """Divide items equally among `ranks` so that the largest load over ranks and kinds of cost is small.
+    """Assign an equal number of items to each rank so that the largest load over ranks and kinds of cost is small.
 
-    Costs are taken relative to the mean load of their kind. First each item, the costliest first, goes to the rank
-    whose largest load stays least and which still has a place (Graham 1969, for several dimensions). Then the rank of
-    the largest load swaps the item with another rank that lowers the larger of both ranks' loads most, until no swap
-    does or the load is even to half a hundredth.
+    Costs are relative to the mean load of their kind. First each item, the costliest first, goes to the rank that is
+    not full and whose largest load stays smallest (Graham 1969, for several dimensions). Then the rank with the largest
+    load swaps an item with another rank, by the swap that lowers the larger load of the two most. That is repeated
+    until no swap lowers it, or the largest load is within 0.5 % of the mean.
 
     Args:
         costs: [N, K] ≥ 0: K kinds of cost of each of N items; `ranks` divides N.
 
     Returns:
-        N / ranks item numbers of each rank, rising.
+        The N / ranks item numbers of each rank, ascending.
     """
     count, kinds = costs.shape
     assert count % ranks == 0, "every rank takes as many items"
@@ -81,7 +81,7 @@ def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
 
 
 def _swap(costs: NDArray[np.float64], owners: NDArray[np.int64], loads: NDArray[np.float64]) -> None:
-    """Improve an assignment in place."""
+    """Improve an assignment by swaps, in place."""
     for _ in range(_MOST_SWAPS * len(owners)):
         worst = int(loads.max(axis=1).argmax())
         mine, others = np.flatnonzero(owners == worst), np.flatnonzero(owners != worst)
@@ -102,7 +102,7 @@ def _swap(costs: NDArray[np.float64], owners: NDArray[np.int64], loads: NDArray[
 
 
 def imbalance(costs: Sequence[float] | NDArray[np.float64], assignment: Sequence[Sequence[int]]) -> float:
-    """Largest load over the mean load; 1 is perfect, and what nothing costs is balanced."""
+    """Return the largest load over the mean load: 1 is even, and also returned if all costs are 0."""
     values = np.asarray(costs, dtype=np.float64)
     loads = [values[list(items)].sum() for items in assignment]
     mean = sum(loads) / len(loads)

@@ -1,4 +1,4 @@
-"""Which image processor and tokenizer a run has: those that its options name, else those of its pretrained folders."""
+"""Find the image processor and the tokenizer of a run, from its options or its pretrained folders."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def processor_for(config: Config) -> Processor:
-    """The processor of `--image-processor`, else of the folder that the vision tower comes from, else plain resizing.
+    """Return the image processor of `--image-processor`, else of the folder of the pretrained vision tower, else one
+    that resizes images to `--vision-image-size`.
 
-    Patches and merging are the model's, whatever the folder says. Raises UserError where both do not fit.
+    Raises UserError if the folder's processor does not fit the model, or cannot be read.
     """
     model = config.model
     given = config.data.image_processor or config.checkpoint.init_from or config.checkpoint.vision_from
@@ -50,7 +51,7 @@ def _settings(folder: Path) -> Any:
 
 
 def _plain(model: ModelConfig, *, fast: bool) -> Whole:
-    """Stretched to the size that the tower is made for, values from −1 to 1."""
+    """Return a processor that resizes images to the tower's size, whatever their shape, with values from −1 to 1."""
     side, half = model.vision.image_size, (0.5, 0.5, 0.5)
     return Whole(
         patch_size=model.vision.patch_size,
@@ -77,10 +78,10 @@ def _checked(processor: Processor, model: ModelConfig) -> Processor:
 
 
 def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
-    """The tokenizer of a run: `--tokenizer`, else that of the folder that the language model comes from.
+    """Return the tokenizer of `--tokenizer`, else of the folder of the pretrained language model.
 
-    `image_text` is what the image processor calls the image token; `--image-token`, or the model's own, goes before.
-    Raises UserError where there is none, or where the model has no place for its tokens.
+    `image_text` is the image processor's spelling of the image token; it is used if `--image-token` is not set.
+    Raises UserError if there is no tokenizer, or if it has more tokens than the model.
     """
     path = tokenizer_path(config)
     image = config.model.image_token
@@ -102,7 +103,7 @@ def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
 
 
 def tokenizer_path(config: Config) -> Path:
-    """Where the tokenizer is. Raises UserError where no option says so."""
+    """Return the file or folder of the tokenizer. Raises UserError if no option names one."""
     given = config.data.tokenizer or config.checkpoint.init_from or config.checkpoint.language_from
     if given is None:
         raise UserError(
@@ -113,7 +114,7 @@ def tokenizer_path(config: Config) -> Path:
 
 
 def model_type(path: Path) -> str | None:
-    """The architecture that a tokenizer's folder belongs to, where config.json says so."""
+    """Return the architecture that config.json of a tokenizer's folder names, or None."""
     try:
         found = kind_of(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError):

@@ -43,8 +43,8 @@ class RankLoader:
         alone: bool = False,
         stage: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
     ) -> None:
-        """`alone`: this rank does not know the data of the others, so that no imbalance is reported. `stage` prepares
-        micro-batches for the copy to the device, in the thread.
+        """`alone`: this rank does not know the other ranks' data, so it reports no imbalance. `stage` prepares
+        micro-batches for the copy to the device, in the loader's thread.
         """
         assert 0 <= dp_rank < dp_size
         assert global_batch_size % (micro_batch_size * dp_size) == 0, "the configuration rules refuse this"
@@ -145,17 +145,17 @@ def costs_of(sequences: Sequence[Segments]) -> NDArray[np.float64] | None:
 
 @dataclass(frozen=True)
 class BatchStats:
-    """Contents of a rank's micro-batches; their sums over data-parallel ranks are those of the global batch."""
+    """Counts of a rank's micro-batches; summed over data-parallel ranks they are those of the global batch."""
 
-    tokens: int  # language positions with image tokens, without padding
-    places: int  # the same with padding
+    tokens: int  # positions with a text or image token
+    places: int  # all positions, including padding
     image_tokens: int
     images: int
     patches: int
 
 
 def stats(batches: Sequence[MicroBatch]) -> BatchStats:
-    """Count the contents of micro-batches, from their shapes: nothing is copied back from a device."""
+    """Return the counts of micro-batches, from shapes alone: nothing is copied back from a device."""
     return BatchStats(
         tokens=sum(batch.text.num_tokens for batch in batches),
         places=sum(batch.text.tokens.numel() for batch in batches),
@@ -167,17 +167,17 @@ def stats(batches: Sequence[MicroBatch]) -> BatchStats:
 
 @dataclass(frozen=True)
 class Staging:
-    """Casts patches to the type that the model computes in and, for a GPU, copies tensors to page-locked memory, from
-    which a copy to the device overlaps with computation.
+    """Casts patches to the model's type and, for a GPU, copies all tensors to pinned memory, so that the copy to the
+    device overlaps with computation.
 
-    The first layer casts patches to its weights' type in any case: the values are the same, with half the bytes.
+    The first layer would cast patches to the same type, so results do not change; in bf16 patches take half the bytes.
     """
 
     dtype: torch.dtype
     device: torch.device
 
     def __call__(self, batch: MicroBatch) -> MicroBatch:
-        # A new thread uses the first device of its machine, on which pinning memory would create a CUDA context.
+        # In a new thread the current device is number 0, and pinning memory would create a CUDA context on it.
         here = torch.cuda.device(self.device) if self._pins else nullcontext()
         with here:
             return batch.with_tensors({name: self._staged(name, each) for name, each in batch.host_tensors().items()})

@@ -1,4 +1,4 @@
-"""What the data of a run yields: samples by number, or samples of a stream.
+"""Sources of samples: map-style (samples by number) or iterable (samples of a stream).
 
 As in torch.utils.data, there are two styles. The samples of a map-style source (`ComputedSource`, `FilesSource`) are
 numbered, and any rank of any layout can make any of them; an iterable source (`StreamSource`) is read in order, each
@@ -22,7 +22,7 @@ class Source(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The data sets whose losses are reported separately; empty if there is only one."""
+        """Return the data sets whose losses are reported separately; empty if there is only one."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Data sets that can only be iterated over (WebDataset): windows with the position from which each was read."""
+"""Iterable data sets (WebDataset): read in windows, with the stream position at which each window begins."""
 
 from __future__ import annotations
 

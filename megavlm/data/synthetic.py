@@ -1,7 +1,8 @@
-"""Random images and text of any size, for benchmarks and tests: text is a chain whose entropy is known.
+"""Random images and text of any size, for benchmarks and tests.
 
-A token of the text is the vocabulary's next entry after the token before it with probability 3/4, else any entry, each
-with the same probability. A model that has learned it has a loss of `entropy`; none can have less. Images say nothing.
+The text is a Markov chain: with probability 3/4 a token is the successor of the previous token in the vocabulary, else
+it is drawn uniformly. A model cannot have a loss below the chain's `entropy`. Images are noise and carry no information
+about the text.
 """
 
 from __future__ import annotations
@@ -21,44 +22,45 @@ from megavlm.data.source import ComputedSource, generator
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
 
-VOCABULARY = 256  # tokens, unless the configuration says how many
+VOCABULARY = 256  # number of tokens if --language-vocab-size is not given
 
-# Streams of a sample's randomness: whether it has images, its text, then one per image.
+# The random streams of a sample: whether it has images, its text, and one for each image.
 _IMAGELESS, _TEXT, _FIRST_IMAGE = 0, 1, 2
 
-_FOLLOWS = 0.75  # the share of tokens that the token before decides
+_FOLLOWS = 0.75  # the probability that the previous token determines the next one
 
 
 def entropy(entries: int) -> float:
-    """Nats per token of text over so many entries, given the token before: the loss of a perfect model."""
+    """Return the entropy in nats of a token given the previous one, over so many entries: a perfect model's loss."""
     other = (1 - _FOLLOWS) / entries
     next_one = _FOLLOWS + other
     return -next_one * math.log(next_one) - (entries - 1) * other * math.log(other)
 
 
 def chain(drawn: NDArray[np.int64], follows: NDArray[np.bool_], entries: int) -> NDArray[np.int64]:
-    """[L] numbers below `entries`: that of `drawn`, or one more than the number before where `follows`."""
+    """Return [L] numbers below `entries`: the previous number plus 1 where `follows` is True, else that of `drawn`."""
     places = np.arange(len(drawn))
-    fresh = np.maximum.accumulate(np.where(follows, 0, places))  # the last place that was drawn
+    fresh = np.maximum.accumulate(np.where(follows, 0, places))  # the last index at or before each that was drawn
     return (drawn[fresh] + places - fresh) % entries
 
 
 class SyntheticSource(ComputedSource):
-    """Samples of exactly `--seq-length` tokens: text with images inside it, then an answer of varying length.
+    """Samples of exactly `--seq-length` tokens: a prompt with images in it, then an answer of varying length.
 
-    Image counts cycle over samples and image sizes over images, so shapes are the same for every seed. The image token
-    is the model's or the last of the vocabulary, entry 0 is padding, and text is drawn from all others.
+    `--images-per-sample` cycles over samples and `--image-sizes` over images, so shapes do not depend on the seed. The
+    image token is `--image-token` or the last of the vocabulary, token 0 is padding, and text consists of all others.
 
-    For a model of tiled images, an image of k tiles a side is its base tile and, if it is its sample's only one, a grid
-    of k × k tiles.
+    If the model tiles images, the only image of a sample has a base tile and k × k others, where k is its side divided
+    by `--vision-image-size`. Images of a sample with several have their base tiles only.
     """
 
     pad_token = 0
 
     def __init__(self, config: Config, *, tiling: Tiling | None = None) -> None:
-        """`tiling` says how a model divides an image into tiles; without it, into as many as it has the size of.
+        """`tiling` returns the (rows, columns) of tiles for a (height, width) in pixels; by default the quotients of
+        the sides by `--vision-image-size`.
 
-        Raises UserError when the sizes do not fit one another.
+        Raises UserError if `--seq-length` is too short for the images, or the vocabulary does not fit.
         """
         vision, data = config.model.vision, config.data
         self.vocab_size = resolve(config, vocab_size=VOCABULARY).model.language.vocab_size
@@ -92,7 +94,7 @@ class SyntheticSource(ComputedSource):
             )
 
     def sample(self, index: int) -> Sample:
-        """Sample `index` of the stream; answers average `--answer-share` of the text and vary by half of that."""
+        """Return sample `index`. Its answer has between half and one and a half times `--answer-share` of the text."""
         sides = () if self._is_imageless(index) else self._sides_of(index)
         feature_counts = self._features(sides)
         rng = generator(seed=self._seed, index=index, stream=_TEXT)
@@ -103,7 +105,7 @@ class SyntheticSource(ComputedSource):
         answer_length = min(max(answer_length, 1), text_length - 1)
         text = 1 + chain(drawn, rng.random(text_length) < _FOLLOWS, entries)
         text += text >= self.image_token
-        # Images divide the prompt evenly, beginning after its first piece: the text before an image is never trained.
+        # N images cut the prompt into N + 1 pieces of equal length. The prompt is not trained.
         pieces = np.array_split(text[: text_length - answer_length], len(sides) + 1)
         parts: list[NDArray[np.int64]] = [pieces[0]]
         for count, piece in zip(feature_counts, pieces[1:], strict=True):
@@ -122,13 +124,16 @@ class SyntheticSource(ComputedSource):
         return bool(draw < self._data.imageless_share)
 
     def _sides_of(self, index: int) -> tuple[int, ...]:
-        """Sides of a sample's images."""
+        """Return the side in pixels of each image of a sample."""
         cycle, place = divmod(index, len(self._counts))
         first = cycle * self._images_before[-1] + self._images_before[place]
         return tuple(self._sides[(first + number) % len(self._sides)] for number in range(self._counts[place]))
 
     def _tiled(self, sides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[TileGroup, ...]]:
-        """Sides of what the tower sees of a sample's images, and which of that are one image."""
+        """Return the sides in pixels of all tiles of a sample's images, and the tile group of each image.
+
+        Without tiling, an image is its only tile, and there are no tile groups.
+        """
         if self._projector.anyres_max_tiles is None:
             return sides, ()
         alone = len(sides) == 1  # images of a sample with several are their base tiles
@@ -136,7 +141,7 @@ class SyntheticSource(ComputedSource):
         return (self._tile_side,) * sum(group.tiles for group in groups), groups
 
     def _features(self, sides: tuple[int, ...]) -> list[int]:
-        """Image tokens of each of a sample's images."""
+        """Return the number of image tokens of each image of a sample."""
         seen, groups = self._tiled(sides)
         grids = [grid_of(side, side, self._patch_size) for side in seen]
         return tokens_per_image(grids, groups, self._projector)

@@ -1,4 +1,4 @@
-"""The types of the way from a record to a micro-batch, in the order in which data takes them.
+"""The types between a record and a micro-batch, in the order in which the data pass through them.
 
 Conversation   a record as it was read          Sample        a sequence's tokens, with access to its pixels
 EncodedSample  its tokens, pixels not read      GlobalBatch   the packed sequences of one optimizer step
@@ -131,7 +131,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StreamSample:
-    """A sample that a stream yielded. It cannot be read again, so that it carries its conversation."""
+    """A sample that a stream yielded. It holds its conversation, because it cannot be read again."""
 
     conversation: Conversation
     source: int
@@ -161,7 +161,7 @@ class SampleCost:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image whose size has been read from its header, and its pixels not."""
+    """An image of which the header has been read, but not the pixels."""
 
     number: int  # among the images of its record
     grids: tuple[tuple[int, int], ...]  # (rows, columns) in patches of the image, or of each of its tiles
@@ -170,7 +170,7 @@ class StoredImage:
 
 @dataclass(frozen=True, eq=False)
 class EncodedSample:
-    """A sequence of L tokens as template and tokenizer made it. Its pixels have not been read."""
+    """A sample of L tokens after template and tokenizer. The pixels of its images have not been read."""
 
     tokens: NDArray[np.int64]  # [L]
     trained: NDArray[np.bool_]  # [L]; the tokens that the model learns to predict (the answers)
@@ -182,7 +182,7 @@ class EncodedSample:
 
 @dataclass(frozen=True, eq=False)
 class EncodedRecord:
-    """A record as the samples that it was split into, one as a rule, and the parts of it that were left out."""
+    """The samples that a record was split into (usually one), and the parts of it that were left out."""
 
     samples: tuple[EncodedSample, ...]
     skipped: tuple[Skipped, ...] = ()
@@ -190,16 +190,16 @@ class EncodedRecord:
 
 
 class Picture(Protocol):
-    """An image in patches. Its layout is known; the patches may be made on demand."""
+    """An image in patches. Its size is known; its patches may be made on demand."""
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) in patches of the image, or of each of its tiles."""
+        """Return (rows, columns) in patches of the image, or of each of its tiles."""
         ...
 
     @property
     def arrangement(self) -> tuple[int, int]:
-        """(rows, columns) of the tiles that the image is cut into; (0, 0) if it is not cut."""
+        """Return (rows, columns) of the tiles that the image is cut into; (0, 0) if it is not cut."""
         ...
 
     def patches(self) -> Tensor:
@@ -259,7 +259,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Largest load over the mean load of the data-parallel ranks, after and before balancing."""
+    """The largest load of a data-parallel rank over the mean load, after and before balancing."""
 
     vision: float
     language: float

@@ -17,7 +17,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Route:
-    """One rank's part in an exchange: indices into the rows it holds before and into those after."""
+    """The rows that one rank sends and receives, as indices into its rows before and after an exchange."""
 
     send: tuple[Rows, ...]  # [M] indices of the rows held before that go to each rank
     receive: tuple[Rows, ...]  # [M] indices of the rows held after that come from each rank
@@ -29,15 +29,15 @@ class Route:
 
 @dataclass(frozen=True)
 class FeatureExchange:
-    """Features from the ranks that make them to those that merge them, and gradients back.
+    """The transfer of features from the ranks that encode them to the ranks that merge them, and of gradients back.
 
-    `wants` says which rows each rank merges. Where several merge the same row (tensor parallelism without sequence
-    parallelism), each has its whole gradient, and `returns` says which of them sends it.
+    Without sequence parallelism all tensor-parallel ranks merge the same rows. Each of them then has a row's whole
+    gradient, and one of them returns it.
     """
 
-    owner: Rows  # [R] the rank that makes a row
-    wants: Mask  # [M, R]
-    returns: Mask  # [M, R], each row once
+    owner: Rows  # [R] the rank that encodes each row
+    wants: Mask  # [M, R] whether a rank merges a row
+    returns: Mask  # [M, R] whether a rank returns the gradient of a row: one rank per row
 
     def features(self, rank: int) -> Route:
         """Return how a rank turns the rows that it encoded, in order, into the rows that it merges, in order."""

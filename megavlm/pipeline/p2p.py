@@ -1,4 +1,4 @@
-"""BatchShapedP2P between pipeline chunks whose shapes both sides know from the batch, so that nobody announces them."""
+"""Transfers between pipeline chunks whose shapes both sides compute from the batch, so that no shape is sent."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Size = tuple[int, ...]
 
 
 class BatchShapedP2P(P2PCommunicator):
-    """megatron-core's, without its announcements: before each transfer of variable size it sends the shape in a message
-    of its own, and lets the host wait until the device has received it.
+    """megatron-core's communicator, without the messages in which it sends the shape before each transfer of variable
+    size, and for which the host waits.
 
-    The schedule frees an output as soon as its transfer has begun. A GPU frees in the order of its stream, after the
-    transfer; gloo still reads, so on a CPU a copy is sent wherever nobody waits for the end of the transfer.
+    The schedule frees an output as soon as its transfer has started. On a GPU the memory is reused in stream order, so
+    after the transfer. On a CPU gloo may still read it, so a copy is sent unless the caller waits for the transfer.
     """
 
     def __init__(self, groups: Groups, config: TransformerConfig, *, sends_copies: bool) -> None:
@@ -33,8 +33,10 @@ class BatchShapedP2P(P2PCommunicator):
         self._from_next: deque[Size] = deque()
 
     def expect(self, chunks: Sequence[VLMChunk], batches: Sequence[MicroBatch]) -> None:
-        """A step on these micro-batches is about to begin: hidden states come from the previous rank in the order of
-        this rank's forward passes, gradients from the next in that of its backward passes.
+        """Compute the shapes of all transfers of the next step, which is on these micro-batches.
+
+        Hidden states arrive from the previous rank in the order of this rank's forward passes, and gradients from the
+        next rank in the order of its backward passes.
         """
         dims = self._groups.dims
         known = [[chunk.transferred(batch) for batch in batches] for chunk in chunks]
@@ -54,5 +56,5 @@ class BatchShapedP2P(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Size, Size]:
-        """What megatron-core asks for before a transfer."""
+        """Return the shapes received from the previous and the next rank; megatron-core calls it before a transfer."""
         return self._from_previous.popleft() if recv_prev else (), self._from_next.popleft() if recv_next else ()

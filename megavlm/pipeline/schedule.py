@@ -1,7 +1,7 @@
-"""megatron-core's pipeline schedules, driven with our batches: 1F1B, interleaved 1F1B, or plain accumulation.
+"""Run micro-batches through megatron-core's pipeline schedules: 1F1B, interleaved 1F1B, or gradient accumulation.
 
-Every rank of a pipeline iterates the same micro-batches; each chunk takes from them what its layers need (patches at
-the first vision stage, tokens at the first language stage, labels at the last). Only hidden states travel.
+Every rank of a pipeline iterates over the same micro-batches, and each chunk reads what its layers need: patches in the
+first vision stage, tokens in the first language stage, labels in the last. Chunks send each other hidden states only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megavlm.pipeline.p2p import BatchShapedP2P
 
 
 def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
-    """The config that megatron-core's schedules, DDP and gradient finalisation read."""
+    """Return the configuration for megatron-core's schedules, DDP and gradient finalisation."""
     language = config.model.language
     heads = padded_heads(language.num_attention_heads, dims.tp)  # read by nothing here; TP may be the encoder's own
     interleaved = dims.vpp > 1
@@ -46,13 +46,13 @@ def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
         qk_layernorm=language.qk_norm or config.model.vision.qk_norm != "none",
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if interleaved else None,
-        # Vision and language stages differ in sequence length and width: `BatchShapedP2P` knows by how much.
+        # Vision and language stages differ in sequence length and width; `BatchShapedP2P` computes the shapes.
         variable_seq_lengths=dims.pp > 1,
         moe_token_dispatcher_type="alltoall",
         deallocate_pipeline_outputs=True,
-        overlap_p2p_comm=interleaved,  # two stages would cross their batched messages
+        overlap_p2p_comm=interleaved,  # with two stages, batched messages would be mixed up
         batch_p2p_comm=not interleaved,
-        # After each batched transfer the host would wait for the device, and so for what is encoded beside.
+        # After each batched transfer the host would wait for the device, also for the side stream that encodes ahead.
         batch_p2p_sync=not config.placement.encode_ahead,
         # With it, the first micro-batch of a step tells Transformer Engine that weights have changed.
         **fp8_fields(config, "vision", "language"),
@@ -60,10 +60,10 @@ def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
 
 
 class NoSync:
-    """The context in which gradients of all chunks are added up and not reduced.
+    """The context in which all chunks accumulate gradients without reducing them.
 
-    megatron-core's schedules enter what a call returns, and leave it before the last backward pass. One that fails, or
-    runs forward only, does not leave it: `close` does.
+    megatron-core's schedules enter the context that a call returns, and leave it before the last backward pass. If a
+    schedule fails or runs forward only, it does not leave the context; `close` does.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
@@ -77,12 +77,12 @@ class NoSync:
         return self._entered
 
     def close(self) -> None:
-        """Leave the context if it was not left; the wrappers are still there."""
+        """Leave the context if the schedule has not left it."""
         self._entered.close()
 
 
 class Schedule:
-    """Runs micro-batches through this rank's chunks and brings back what the last chunk says."""
+    """Runs micro-batches through this rank's chunks and returns the results of the last chunk."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class Schedule:
         num_sources: int = 0,
         colocated: ColocatedEncoder | None = None,
     ) -> None:
-        """`num_sources` data sets have their losses summed apart, where batches tell them apart. `colocated` encodes
-        images before the pipeline runs, where they are no layers of it.
+        """`num_sources` is the number of data sets whose losses are summed separately. `colocated` encodes images
+        before the pipeline runs, if the encoder is not part of it.
         """
         dims = groups.dims
         self.colocated = colocated
@@ -110,10 +110,10 @@ class Schedule:
         self._communicator = BatchShapedP2P(groups, config, sends_copies=backend.is_cpu) if dims.pp > 1 else None
 
     def train(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Forward and backward of one optimizer step's micro-batches.
+        """Run the forward and backward passes of one optimizer step.
 
-        Gradients end up in the parameters' `main_grad`, summed over the data-parallel ranks. The optimizer divides them
-        by the number of trained tokens of the global batch, so that no rank's or image's share is diluted.
+        Gradients are in the parameters' `main_grad` afterwards, summed over data-parallel ranks. The optimizer divides
+        them by the number of trained tokens of the global batch, so that each trained token has the same weight.
 
         Returns:
             [2 + 2·num_sources] float64: sum of cross entropies and trained tokens of this data-parallel rank, then the
@@ -177,7 +177,10 @@ def _forward_loss(batches: Iterator[MicroBatch], chunk: Any, *, num_sources: int
 
 
 def _sum_loss(batch: MicroBatch, num_sources: int, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss to differentiate, tokens it is summed over, [2 + 2·num_sources] record); losses are [B, S]."""
+    """Return the summed loss, the number of its tokens, and the sums [2 + 2·num_sources] that `Schedule.train` returns.
+
+    `losses` are the cross entropies [B, S].
+    """
     mask = batch.text.loss_mask
     masked = losses * mask
     total, tokens = masked.sum(), mask.sum()

@@ -1,7 +1,7 @@
-"""A step's phases in a trace: megatron-core's timers as ranges whose names say which chunk and micro-batch.
+"""Name the phases of a step in a profiler's trace by chunk and micro-batch.
 
-megatron-core starts and stops a timer around each phase if its config has any (`config.timers`). While a step is
-traced, `TimerRanges` stands there; at other times nothing does, and nothing is paid.
+megatron-core starts and stops a timer around each phase if its config has timers (`config.timers`). While a step is
+traced, `TimerRanges` takes their place; at other times there are none, which costs nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _COMPUTE = {"forward-compute": (FORWARD, "forward"), "backward-compute": (BACKWA
 class TimerRanges:
     """The phases of one step: `phases("forward-compute").start()` opens a range, `.stop()` closes it.
 
-    Timers do not say which chunk runs, but the order is fixed before the step begins (`planner/schedules.py`). What is
-    neither a forward nor a backward pass keeps megatron-core's name.
+    megatron-core does not tell a timer which chunk runs, but the order is fixed (`planner/schedules.py`). Phases other
+    than forward and backward passes keep megatron-core's names.
     """
 
     def __init__(self, dims: Dims, *, rank: int, micro_batches: int) -> None:
-        """`rank` is the pipeline rank."""
+        """`rank` is the pipeline rank; `micro_batches` is their number in a step."""
         order = rank_schedules(shape_of(dims, micro_batches))[rank]
         self._passes = {
             name: [f"{word} of chunk {each.chunk}, micro-batch {each.micro}" for each in order if each.kind == kind]
@@ -42,13 +42,13 @@ class TimerRanges:
         self._open[name].__enter__()
 
     def end(self, name: str) -> None:
-        """Close it."""
+        """Close the range of a phase."""
         self._open.pop(name).__exit__(None, None, None)
 
 
 @dataclass(frozen=True)
 class _Phase:
-    """megatron-core's view of one timer."""
+    """A timer with the interface that megatron-core calls."""
 
     phases: TimerRanges
     name: str
