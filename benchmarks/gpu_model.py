@@ -19,7 +19,7 @@ from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, kind_of, layer_names
 from megavlm.arch.scenario import scenario_of
-from megavlm.arch.workload import Workload, image_workload
+from megavlm.arch.workload import Workload, image_workload, sliding_squares
 from megavlm.config.cli import parse
 from megavlm.config.load import to_yaml
 from megavlm.config.rules import check
@@ -196,7 +196,9 @@ def workload(shape: Shape) -> Workload:
     """Return the workload of which FLOPs and memory are counted."""
     grids = [grid_of(*size, shape.model.vision.patch_size) for size in shape.images]
     images = image_workload(grids, shape.model)
-    return replace(images, tokens=shape.seq_length, token_squares=len(grids) * shape.sample**2)
+    sliding = sliding_squares(shape.sample, shape.model.language.window_size)
+    squares = {"token_squares": len(grids) * shape.sample**2, "sliding_squares": len(grids) * sliding}
+    return replace(images, tokens=shape.seq_length, **squares)
 
 
 def whole_flops(shape: Shape) -> float:

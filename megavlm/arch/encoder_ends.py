@@ -6,7 +6,7 @@ from megavlm.arch.kind import Communication, LayerCost, LayerKind, Stream, norm_
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.transformer import norm_parameters
 from megavlm.arch.workload import Workload
-from megavlm.config.derived import projector_width
+from megavlm.config.derived import projector_inputs, projector_width
 from megavlm.config.schema import ModelConfig
 
 
@@ -73,22 +73,23 @@ class Projector(LayerKind):
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         projector, outputs = model.projector, model.language.hidden_size
-        inputs = model.vision.hidden_size * projector.pixel_shuffle**2
-        count = 2 * inputs * self.has_norm(model) + outputs * (projector.anyres_max_tiles is not None)
+        inputs = projector_inputs(model)
+        norm = inputs * (2 if projector.normalization == "LayerNorm" else 1)
+        count = norm * self.has_norm(model) + outputs * (projector.anyres_max_tiles is not None)
         if projector.kind == "linear":
             return count + (inputs + projector.bias) * outputs // tp
         hidden = projector_width(model)
         return count + (inputs + projector.bias + outputs) * hidden // tp + outputs * projector.bias
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        inputs, outputs = model.vision.hidden_size * model.projector.pixel_shuffle**2, model.language.hidden_size
+        inputs, outputs = projector_inputs(model), model.language.hidden_size
         hidden = projector_width(model)
         params = inputs * outputs if model.projector.kind == "linear" else inputs * hidden + hidden * outputs
         return LayerCost(params, 2.0 * params * work.features)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         model, e = scenario.model, scenario.bytes_each
-        merged = scenario.work.patches * model.vision.hidden_size * e
+        merged = scenario.work.features * projector_inputs(model) * e
         hidden = projector_width(model)
         inner = 0 if model.projector.kind == "linear" else 2 * scenario.work.features * hidden / scenario.dims.tp * e
         return merged * (trained + self.has_norm(model)) + inner + scenario.work.patches * 8

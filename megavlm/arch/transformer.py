@@ -7,7 +7,7 @@ from abc import abstractmethod
 from megavlm.arch.kind import FP32, Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload, attends_in_windows
-from megavlm.config.derived import query_groups
+from megavlm.config.derived import attends_in_window, masks_attention, query_groups
 from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
 
 
@@ -65,13 +65,15 @@ class LanguageLayer(TransformerKind):
         hidden, width, heads = language.hidden_size, head_width(language), language.num_attention_heads
         qkv = (heads + 2 * query_groups(language)) * width // tp
         weights = (qkv + heads * width // tp + 3 * language.ffn_hidden_size // tp) * hidden
-        return weights + qkv * language.add_qkv_bias + 2 * width * language.qk_norm + 2 * hidden
+        norms = 2 * width * language.qk_norm + (4 if language.post_norms else 2) * hidden
+        return weights + qkv * language.add_qkv_bias + norms
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         language = model.language
         heads = 2 * language.num_attention_heads + 2 * query_groups(language)
         params = language.hidden_size * (heads * head_width(language) + 3 * language.ffn_hidden_size)
-        attention = 2.0 * work.token_squares * head_width(language) * language.num_attention_heads
+        squares = work.sliding_squares if attends_in_window(language, number) else work.token_squares
+        attention = 2.0 * squares * head_width(language) * language.num_attention_heads
         return LayerCost(params, 2.0 * params * work.tokens + attention, attention)
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
@@ -96,20 +98,22 @@ class LayerSizes:
         width = vision.hidden_size // vision.num_attention_heads
         self.heads = self.groups = -(-vision.num_attention_heads // scenario.dims.tp)
         self.width, self.ffn = width, vision.ffn_hidden_size / scenario.dims.tp
-        self.norm, self.activation = vision.normalization, vision.activation
+        self.norm: str = vision.normalization
+        self.activation: str = vision.activation
         self.qkv_bias, self.linear_bias = vision.add_qkv_bias, vision.add_bias_linear
         self.rotated = vision.position_embedding != "learned"
         self.qk_norm = vision.qk_norm != "none"
-        self.scaled = vision.layer_scale
+        self.scaled, self.post_norms = vision.layer_scale, False
+        self.keys_kept = self.groups  # heads of keys, and of values, that attention keeps
         self.inner = 1 + (vision.activation == "swiglu")  # widths of the MLP that the activation keeps, its input's
 
     def saved(self, *, trained: bool, core_attention: bool) -> float:
         scenario, e, T = self.scenario, self.scenario.bytes_each, self.tokens
         t = T / scenario.sequence_shards
-        norms = 2 * norm_bytes(scenario, t, self.hidden, self.norm)
+        norms = (4 if self.post_norms else 2) * norm_bytes(scenario, t, self.hidden, self.norm)
         linear_inputs = (2 * t * self.hidden + T * self.ffn) * e * trained
         queries_and_keys = T * (self.heads + self.groups) * self.width
-        attention = (T * (2 * self.heads + 2 * self.groups) * self.width) * e  # q, k, v and the output
+        attention = (T * (2 * self.heads + 2 * self.keys_kept) * self.width) * e  # q, k, v and the output
         attention += T * self.heads * FP32 * (not core_attention)  # log of the sums that softmax divides by
         if self.qk_norm:  # what the norms read, beside what attention reads
             attention += queries_and_keys * e
@@ -127,6 +131,8 @@ class _LanguageLayerSizes(LayerSizes):
         self.heads, self.width = heads // tp, head_width(language)
         self.groups = max(1, query_groups(language) // tp)
         self.ffn, self.inner = language.ffn_hidden_size / tp, 2
-        self.norm, self.activation = "RMSNorm", "swiglu"
+        self.norm, self.activation = "RMSNorm", language.activation
         self.qkv_bias, self.linear_bias = language.add_qkv_bias, False
         self.rotated, self.qk_norm, self.scaled = True, language.qk_norm, False
+        self.post_norms = language.post_norms
+        self.keys_kept = self.heads if masks_attention(language) else self.groups  # masks repeat them for their queries

@@ -19,6 +19,7 @@ class Workload:
     features: int  # what the projector makes of the patches, before the tiles of an image are merged
     tokens: int  # language positions that are not padding
     token_squares: int  # Σ over samples of length²
+    sliding_squares: int  # the same where attention slides over a window; read where the language model has one
 
 
 def times(work: Workload, samples: int) -> Workload:
@@ -37,6 +38,7 @@ def image_workload(grids: Sequence[Grid], model: ModelConfig) -> Workload:
         features=sum(tokens_per_grid(grid, model.projector) for grid in grids),
         tokens=0,
         token_squares=0,
+        sliding_squares=0,
     )
 
 
@@ -59,6 +61,7 @@ def typical_workload(config: Config) -> Workload:
         features=images * sum(tokens_per_grid(grid, config.model.projector) for grid in grids) // len(sides),
         tokens=tokens,
         token_squares=tokens**2,
+        sliding_squares=sliding_squares(tokens, config.model.language.window_size),
     )
 
 
@@ -73,6 +76,15 @@ def window_patches(model: ModelConfig) -> int:
 def attends_in_windows(vision: VisionConfig, layer: int) -> bool:
     """Return whether vision layer number `layer` attends inside windows only."""
     return vision.window_size is not None and layer not in vision.full_attention_layers
+
+
+def sliding_squares(length: int, window: int | None) -> int:
+    """Return twice the pairs of tokens that a sliding window leaves of length² / 2; 0 without a window.
+
+    Token i attends to min(i, W) tokens. The sum is l²/2 − (l − W)²/2 where l > W, as triangles: Σ i over all of them
+    less Σ (i − W) over those behind the first W.
+    """
+    return 0 if window is None else length**2 - max(0, length - window) ** 2
 
 
 def window_squares(grid: tuple[int, int], side: int) -> int:

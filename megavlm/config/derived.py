@@ -97,6 +97,22 @@ def query_groups(language: LanguageConfig) -> int:
     return language.num_query_groups or language.num_attention_heads
 
 
+def masks_attention(language: LanguageConfig) -> bool:
+    """Return whether some layers attend by masks: in sliding windows, or both ways inside an image."""
+    return language.window_size is not None or language.bidirectional_images
+
+
+def attends_in_window(language: LanguageConfig, layer: int) -> bool:
+    """Return whether language layer number `layer` has a sliding window."""
+    return language.window_size is not None and layer not in language.full_attention_layers
+
+
+def projector_inputs(model: ModelConfig) -> int:
+    """Return the channels of a feature before the projector: those of a block's patches together, or of their mean."""
+    merged = model.projector.pixel_shuffle**2 if model.projector.merge == "concatenate" else 1
+    return model.vision.hidden_size * merged
+
+
 def projector_width(model: ModelConfig) -> int:
     """Return the channels between the projector's two layers: the language model's width unless given."""
     return model.projector.hidden_size or model.language.hidden_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megavlm.config.derived import masks_attention
 from megavlm.config.lora import adapted_parts, never_run, unmatched
 from megavlm.config.messages import divisors, nearest
 from megavlm.config.resolve import data_kind, is_set, resolve_model
@@ -160,6 +161,29 @@ def patches_tile_images(config: Config) -> str | None:
     return None
 
 
+def full_attention_layers_exist(config: Config) -> str | None:
+    layers, last = config.model.language.full_attention_layers, config.model.language.num_layers - 1
+    if layers and max(layers) > last:
+        shown = " ".join(map(str, layers))
+        return f"--language-full-attention-layers {shown} must be layers that exist, 0 to {last}: name those alone"
+    return None
+
+
+def masks_are_expressible(config: Config) -> str | None:
+    """A sliding window and images that attend both ways need masks, which depend on a micro-batch's images."""
+    language = config.model.language
+    flag = "--language-bidirectional-images" if language.bidirectional_images else "--language-window-size"
+    if not masks_attention(language):
+        return None
+    if language.bidirectional_images and data_kind(config) == "digits":
+        return f"{flag} and --data digits, which has an image token of its own, cannot be combined: leave one out"
+    if language.bidirectional_images and config.model.image_token is None:
+        return f"{flag} knows images by their token: add --image-token"
+    if config.execution.cuda_graphs:
+        return f"{flag} and --cuda-graphs cannot be combined, because masks differ between batches: leave one out"
+    return None
+
+
 def tiled_images_are_expressible(config: Config) -> str | None:
     """Features of tiled images are rearranged after the projector; options that use their order are excluded."""
     model, data = config.model, config.data
@@ -229,6 +253,8 @@ MODEL_RULES: tuple[Callable[[Config], str | None], ...] = (
     windows_hold_features,
     deepstack_layers_exist,
     patches_tile_images,
+    full_attention_layers_exist,
+    masks_are_expressible,
     tiled_images_are_expressible,
     lora_targets_exist,
     adapters_are_not_frozen,

@@ -82,9 +82,19 @@ class ProjectorConfig:
     )
     hidden_size: int = option(None, "Inner width of the MLP projector; default: --language-hidden-size.")
     pixel_shuffle: int = option(
-        1, "Concatenate each N×N block of neighbouring patches into one feature before the projector."
+        1, "Merge each N×N block of neighbouring patches into one feature before the projector."
     )
-    input_norm: bool = option(False, "Apply LayerNorm before the first linear layer of the projector (InternVL).")
+    merge: Literal["concatenate", "average"] = option(
+        "concatenate",
+        "How the patches of a block of --projector-pixel-shuffle become one feature: concatenated, or averaged (Gemma "
+        "3).",
+    )
+    input_norm: bool = option(False, "Apply a norm layer before the first linear layer of the projector (InternVL).")
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the projector's norm layers.")
+    norm_epsilon: float = option(1e-5, "Epsilon of the norm layer before the projector's first linear layer.")
+    apply_layernorm_1p: bool = option(
+        False, "Multiply by 1 + weight in the projector's norm layers, instead of by the weight (Gemma)."
+    )
     bias: bool = option(True, "Add biases to the projector's linear layers.")
     anyres_max_tiles: int | None = option(
         None,
@@ -96,7 +106,7 @@ class ProjectorConfig:
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """A decoder-only transformer; covers Llama, Qwen2, Qwen3 and the language models of their VLMs."""
+    """A decoder-only transformer; covers Llama, Qwen2, Qwen3, Gemma 3 and the language models of their VLMs."""
 
     num_layers: int = option(4, "Number of transformer layers of the language model.")
     hidden_size: int = option(128, "Hidden size of the language model.")
@@ -127,6 +137,11 @@ class LanguageConfig:
     rope_original_positions: int = option(
         8192, "llama3 scaling: context length in tokens before scaling (original positions)."
     )
+    local_rotary_base: float | None = option(
+        None,
+        "Base of the rotary position embedding in layers with a sliding window, where frequencies are not scaled "
+        "(Gemma 3); default: positions rotate alike in all layers.",
+    )
     max_positions: int | None = option(
         None, "Maximum --seq-length that the model supports, in tokens; default: no limit."
     )
@@ -142,6 +157,33 @@ class LanguageConfig:
     norm_epsilon: float = option(1e-6, "Epsilon of the language model's RMSNorm layers.")
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
     qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
+    post_norms: bool = option(
+        False,
+        "Apply RMSNorm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",
+    )
+    apply_layernorm_1p: bool = option(
+        False, "Multiply by 1 + weight in the language model's RMSNorm layers, instead of by the weight (Gemma)."
+    )
+    activation: Literal["swiglu", "geglu"] = option(
+        "swiglu", "Gated activation of the language MLP: with SiLU, or with tanh-approximated GELU (Gemma)."
+    )
+    softmax_scale: float | None = option(
+        None, "Factor of attention scores before the softmax; default: 1 / √(width of an attention head)."
+    )
+    embedding_scale: float = option(1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size).")
+    window_size: int | None = option(
+        None,
+        "Sliding window: each token attends to at most this many tokens, itself and those before it; default: to all "
+        "tokens before it.",
+    )
+    full_attention_layers: tuple[int, ...] = option(
+        (),
+        "Indices (from 0) of language layers that attend to all tokens despite --language-window-size; default: no "
+        "layer.",
+    )
+    bidirectional_images: bool = option(
+        False, "Let tokens of an image attend to all tokens of the same image, also to later ones (Gemma 3)."
+    )
     tie_embeddings: bool = option(False, "Share one weight between the input embedding and the output layer.")
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import layer_names, part_of
-from megavlm.arch.workload import Workload, image_workload
+from megavlm.arch.workload import Workload, image_workload, sliding_squares
 from megavlm.config.schema import ModelConfig
 from megavlm.data.types import SampleCost
 
 _OF_IMAGES = ("patches", "patch_squares", "window_squares", "features")  # fields of `Workload`
-_OF_TEXT = ("tokens", "token_squares")
+_OF_TEXT = ("tokens", "token_squares", "sliding_squares")
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ class CostModel:
     def cost(self, *, length: int, grids: Sequence[Grid], images: int) -> SampleCost:
         """Return the cost of a sample of `length` tokens with `images` images of these grids."""
         work = image_workload(grids, self.model)
+        text = (length, length * length, sliding_squares(length, self.model.language.window_size))
         return SampleCost(
             length=length,
             patches=sum(rows * columns for rows, columns in grids),
             images=images,
             vision=sum(unit * getattr(work, field) for unit, field in zip(self.vision, _OF_IMAGES, strict=True)),
-            language=self.language[0] * length + self.language[1] * length * length,
+            language=sum(unit * count for unit, count in zip(self.language, text, strict=True)),
         )

@@ -1,7 +1,7 @@
 """Activations of the MLP that keep their input alone for the backward pass, and compute the rest anew.
 
-Written as the products that autograd would record, SwiGLU keeps silu(gate) and quick GELU keeps σ(1.702x) besides: one
-more tensor of the widest width in a layer. torch's own GELUs keep their input anyway.
+Written as the products that autograd would record, SwiGLU keeps silu(gate) besides, GeGLU gelu(gate) and quick GELU
+σ(1.702x): one more tensor of the widest width in a layer. torch's own GELUs keep their input anyway.
 """
 
 from __future__ import annotations
@@ -80,6 +80,19 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return out
 
 
+def geglu(x: Tensor) -> Tensor:
+    """gelu_tanh(gate)·up of [gate, up] (Shazeer 2020)."""
+    gate, up = x.chunk(2, dim=-1)
+    return gelu_tanh(gate).mul_(up)
+
+
+def geglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """[grad·up·gelu_tanh′(gate), grad·gelu_tanh(gate)]."""
+    gate, up = x.chunk(2, dim=-1)
+    of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+    return torch.cat([of_gate, grad * gelu_tanh(gate)], dim=-1)
+
+
 def quick_gelu(x: Tensor) -> Tensor:
     """x·σ(1.702x), the approximation that CLIP was trained with."""
     return torch.sigmoid(1.702 * x).mul_(x)
@@ -95,6 +108,7 @@ def activations(compiled: Callable[[Any], Any] = lambda function: function) -> d
     return {
         "gelu": gelu,
         "gelu_tanh": gelu_tanh,
+        "geglu": keeping_input(compiled(geglu), compiled(geglu_backward)),
         "quick_gelu": keeping_input(compiled(quick_gelu), compiled(quick_gelu_backward)),
         "swiglu": keeping_input(compiled(swiglu), compiled(swiglu_backward)),
     }

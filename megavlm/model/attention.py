@@ -1,4 +1,4 @@
-"""Self-attention with rotary positions, on `scaled_dot_product_attention`: full, causal, or block-diagonal.
+"""Self-attention with rotary positions, on `scaled_dot_product_attention`: full, causal, block-diagonal, or by masks.
 
 `CoreAttention` stands where megatron-core's DotProductAttention would: that one materialises the score matrix and
 refuses packed sequences. Legend: S positions, B samples, N local query heads, G local key/value heads, D head width.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megavlm.model import varlen
+from megavlm.model.masks import attend_in_spans
 from megavlm.model.packing import Packing, in_rows, in_sequence
 from megavlm.model.rotary import Heads, Rotary, Rotation
 
@@ -106,6 +107,10 @@ class CoreAttention(nn.Module):
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal=causal)
             return out.permute(2, 0, 1, 3).flatten(2)
         q, k, v = (in_sequence(packed_seq_params, x) for x in (query, key, value))
+        if packed_seq_params.masked:
+            with sdpa_kernel(ANY_SHAPE):
+                out = attend_in_spans(q, k, v, packed_seq_params.masked, self._attend)
+            return in_rows(packed_seq_params, out, rows=query.shape[1])
         drops = self.dropout > 0 and self.training
         if not drops and varlen.takes(q, k):
             out = varlen.attend_in_all(q, k, v, packed_seq_params, causal=causal, scale=self.scale)
@@ -126,9 +131,12 @@ class CoreAttention(nn.Module):
             outputs.append(out.transpose(1, 2).reshape(count * length, -1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
+    ) -> Tensor:
         """[B, heads, S, D] each → [B, N, S, D]."""
         arguments: dict[str, Any] = {
+            "attn_mask": mask,
             "is_causal": causal,
             "scale": self.scale,
             "enable_gqa": query.shape[1] != key.shape[1],

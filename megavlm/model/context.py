@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,10 +14,11 @@ from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
 from megavlm.arch.workload import window_patches
 from megavlm.config.derived import sequence_multiple, sequence_parallel
-from megavlm.config.schema import Config, VisionConfig
+from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.model.deepstack import add_features
 from megavlm.model.language import rope
+from megavlm.model.masks import image_runs, masked_spans
 from megavlm.model.packing import Packing, packed
 from megavlm.model.rotary import Rotation, rotation
 from megavlm.model.specs import DTYPES
@@ -62,9 +63,39 @@ class MicroBatchContext:
 
     @cached_property
     def language_packing(self) -> Packing | None:
-        """Which tokens attend to one another, where rows hold several samples; None where each is one."""
+        """Which tokens attend to one another in layers without a window; None where each row is a causal sequence."""
+        if self.config.model.language.bidirectional_images:
+            return self._masked_packing(window=None)
+        return None if self.batch.text.cu_seqlens is None else packed(self._bounds, self.device)
+
+    @cached_property
+    def sliding_packing(self) -> Packing:
+        """Which tokens attend to one another in layers with a sliding window."""
+        return self._masked_packing(window=self.config.model.language.window_size)
+
+    def _masked_packing(self, *, window: int | None) -> Packing:
+        """Return the sequences with the masks of layers with this window."""
+        model, runs, counts = self.config.model, None, [0]
+        if model.language.bidirectional_images:
+            assert model.image_token is not None, "refused by the configuration rules"
+            counts = self.batch.image_sizes.image_tokens(model.projector) or [0]
+            runs = image_runs(self.batch.text.tokens, model.image_token, counts)
+        spans = masked_spans(
+            self._bounds,
+            window=window,
+            runs=runs,
+            longest=max(counts),
+            device=self.device,
+            dtype=DTYPES[self.config.precision.dtype],
+        )
+        return packed(self._bounds, self.device, masked=spans)
+
+    @property
+    def _bounds(self) -> list[int]:
+        """Where the sequences of the flattened rows begin and end: 0, …, B·S."""
+        rows, length = self.batch.text.tokens.shape
         cu_seqlens = self.batch.text.cu_seqlens
-        return None if cu_seqlens is None else packed(cu_seqlens.tolist(), self.device)
+        return [*range(0, rows * length + 1, length)] if cu_seqlens is None else cu_seqlens.tolist()
 
     @cached_property
     def vision_rope(self) -> Rotation | None:
@@ -82,8 +113,18 @@ class MicroBatchContext:
 
     @cached_property
     def language_rope(self) -> Rotation:
-        angles = rope(self.batch.text.positions, self.config.model.language)
-        return rotation(angles, DTYPES[self.config.precision.dtype])
+        return self._rotation(self.config.model.language)
+
+    @cached_property
+    def sliding_rope(self) -> Rotation:
+        """Return the angles of layers with a sliding window."""
+        language = self.config.model.language
+        if language.local_rotary_base is None:
+            return self.language_rope
+        return self._rotation(replace(language, rotary_base=language.local_rotary_base, rope_scaling="none"))
+
+    def _rotation(self, language: LanguageConfig) -> Rotation:
+        return rotation(rope(self.batch.text.positions, language), DTYPES[self.config.precision.dtype])
 
     @property
     def tile_groups(self) -> tuple[TileGroup, ...]:

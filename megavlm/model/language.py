@@ -35,9 +35,12 @@ class Embedding(MegatronModule):
     Without features the places of images hold the embedding of the image token.
     """
 
-    def __init__(self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups) -> None:
+    def __init__(self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups, scale: float = 1.0) -> None:
+        """`scale` multiplies the embeddings of tokens."""
         super().__init__(config=layer_config)
         self.tp_group = groups.tp
+        # As Transformers rounds it, which keeps it in the type of the weights.
+        self.scale = torch.tensor(scale, dtype=layer_config.params_dtype).item()
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab(vocab_size, groups.dims.tp),
             layer_config.hidden_size,
@@ -48,6 +51,8 @@ class Embedding(MegatronModule):
 
     def forward(self, text: TextBatch, features: Tensor | None = None) -> Tensor:
         embedded = self.word_embeddings(text.tokens)
+        if self.scale != 1:
+            embedded = embedded * self.scale
         if features is not None:
             # With no image in the batch this copies nothing, yet keeps the features in the graph: the vision part of
             # the pipeline gets its (zero) gradient like on any other micro-batch.

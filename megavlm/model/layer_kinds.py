@@ -24,7 +24,7 @@ from megavlm.arch.layers import (
     number_of,
 )
 from megavlm.arch.workload import attends_in_windows
-from megavlm.config.derived import sequence_parallel
+from megavlm.config.derived import attends_in_window, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.model import specs
 from megavlm.model.context import MicroBatchContext
@@ -104,7 +104,8 @@ def _build_vision_norm(builder: LayerBuilder, name: str) -> nn.Module:
 
 
 def _build_projector(builder: LayerBuilder, name: str) -> nn.Module:
-    return _projector(builder, norm_epsilon=1e-5 if builder.config.model.projector.input_norm else None)
+    projector = builder.config.model.projector
+    return _projector(builder, norm_epsilon=projector.norm_epsilon if projector.input_norm else None)
 
 
 def _build_deepstack_merger(builder: LayerBuilder, name: str) -> nn.Module:
@@ -118,7 +119,8 @@ def _projector(builder: LayerBuilder, *, norm_epsilon: float | None) -> nn.Modul
 
 
 def _build_embedding(builder: LayerBuilder, name: str) -> nn.Module:
-    return Embedding(builder.vocab_size, layer_config=builder.language, groups=builder.groups)
+    scale = builder.config.model.language.embedding_scale
+    return Embedding(builder.vocab_size, layer_config=builder.language, groups=builder.groups, scale=scale)
 
 
 def _build_language_norm(builder: LayerBuilder, name: str) -> nn.Module:
@@ -147,6 +149,8 @@ def _run_vision_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: Micro
 
 def _run_language_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
     rotary, packing = context.language_rope, context.language_packing
+    if attends_in_window(context.config.model.language, number_of(name)):
+        rotary, packing = context.sliding_rope, context.sliding_packing
     if chunk.graphs is not None and packing is None:
         return chunk.graphs(name, hidden, rotary)
     return chunk.run_transformer_layer(name, hidden, rotary=rotary, packing=packing)

@@ -39,6 +39,7 @@ class LayerModules:
     """The modules of one transformer layer, each as megatron-core's specs take them."""
 
     norm: Any  # before attention and before the MLP
+    post_norm: Any  # after them, in models that have such norms
     column_linear: Any  # query, key and value; the MLP's first layer
     row_linear: Any  # attention's output; the MLP's second layer
     core_attention: Any
@@ -108,6 +109,7 @@ def torch_modules(fp8: Callable[[], Operands] | None = None, *, compiled: bool =
         row = ModuleSpec(module=with_bias_inside(EmulatedRowParallelLinear), params={"operands": fp8})
     return LayerModules(
         norm=Norm,
+        post_norm=Norm,
         column_linear=column,
         row_linear=row,
         core_attention=CoreAttention,

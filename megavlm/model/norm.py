@@ -21,6 +21,7 @@ class Norm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = int(config.layernorm_zero_centered_gamma)
         self.shape = (hidden_size,)
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.bias = None
@@ -31,8 +32,18 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is not None:
-            return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+            weight = self.offset + self.weight if self.offset else self.weight
+            return F.layer_norm(x, self.shape, weight, self.bias, self.eps)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: int) -> Tensor:
+    """Return x / rms(x) · (offset + weight) over the last dimension. With an offset the product is taken in float32:
+    bf16 would round a weight near 0 away beside 1.
+    """
+    if not offset:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, offset + weight.float(), eps).type_as(x)
 
 
 class HeadRMSNorm(nn.Module):
@@ -41,11 +52,12 @@ class HeadRMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = int(config.layernorm_zero_centered_gamma)
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -16,6 +16,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megavlm.model.masks import MaskedSpan
+
 Run = tuple[int, int, int]  # (start, sequences, length)
 Order = tuple[Tensor, Tensor]  # [T] int64 each: which token comes at a place, and at which place a token comes
 
@@ -30,9 +32,17 @@ class Packing(PackedSeqParams):
     order: Order | None = None  # in which layers take tokens for attention, where it is not the one they lie in
     batch: tuple[int, int] = (0, 0)  # (sequences, length) of equal ones at the beginning, for one call without bounds
     rest: PackedSeqParams | None = None  # of the sequences after them, where there are any
+    masked: tuple[MaskedSpan, ...] = ()  # the masks by which tokens attend, where sequences alone do not say it
 
 
-def packed(bounds: Sequence[int], device: torch.device, *, usual: int = 0, order: Order | None = None) -> Packing:
+def packed(
+    bounds: Sequence[int],
+    device: torch.device,
+    *,
+    usual: int = 0,
+    order: Order | None = None,
+    masked: tuple[MaskedSpan, ...] = (),
+) -> Packing:
     """Sequences between `bounds`: 0, …, T. The layout stays [S, B, heads, width] ("sbhd"): rotary angles come per
     position. `usual` is the length that the model gives most sequences, 0 where there is none such.
     """
@@ -43,7 +53,13 @@ def packed(bounds: Sequence[int], device: torch.device, *, usual: int = 0, order
         behind = [bound - bounds[count] for bound in bounds[count:]]
         rest = PackedSeqParams(qkv_format="thd", **_bounds(behind, device))
     return Packing(
-        qkv_format="sbhd", **_bounds(bounds, device), runs=runs, order=order, batch=(count, usual), rest=rest
+        qkv_format="sbhd",
+        **_bounds(bounds, device),
+        runs=runs,
+        order=order,
+        batch=(count, usual),
+        rest=rest,
+        masked=masked,
     )
 
 

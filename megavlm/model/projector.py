@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from megavlm.arch.anyres import TileGroup
 from megavlm.arch.image_tokens import tokens_per_grid
-from megavlm.config.derived import projector_width
+from megavlm.config.derived import projector_inputs, projector_width
 from megavlm.config.schema import ModelConfig
+from megavlm.model.norm import Norm
 from megavlm.model.vision import VisionLayout
-from megavlm.model.vision_ops import pixel_shuffle, unpad_and_concat
+from megavlm.model.vision_ops import average_pool, pixel_shuffle, unpad_and_concat
 
 
 class Projector(MegatronModule):
@@ -36,18 +37,19 @@ class Projector(MegatronModule):
         collection: ProcessGroupCollection,
         norm_epsilon: float | None,
     ) -> None:
-        """`norm_epsilon` is that of a LayerNorm before the first linear layer; None: there is no such norm."""
+        """`norm_epsilon` is that of a norm before the first linear layer; None: there is no such norm."""
         assert not layer_config.sequence_parallel
         super().__init__(config=layer_config)
         self.projector = model.projector
         self.tp_group = collection.tp
-        inputs = model.vision.hidden_size * self.projector.pixel_shuffle**2
+        self.merge = average_pool if model.projector.merge == "average" else pixel_shuffle
+        inputs = projector_inputs(model)
         outputs = model.language.hidden_size
         hidden = projector_width(model)
         dtype = layer_config.params_dtype
         self.norm: nn.Module = nn.Identity()
         if norm_epsilon is not None:
-            self.norm = nn.LayerNorm(inputs, eps=norm_epsilon, dtype=dtype)
+            self.norm = Norm(layer_config, inputs, norm_epsilon)
         bias = model.projector.bias
         tiled = self.projector.anyres_max_tiles is not None
         self.image_newline = nn.Parameter(torch.empty(outputs, dtype=dtype)) if tiled else None
@@ -71,7 +73,7 @@ class Projector(MegatronModule):
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
         patches = hidden[:, 0].index_select(0, layout.patch_index(hidden.device))
-        merged = pixel_shuffle(patches, layout.grids, self.projector.pixel_shuffle)
+        merged = self.merge(patches, layout.grids, self.projector.pixel_shuffle)
         out, _ = self.linear_fc1(self.norm(merged)[:, None])
         if self.linear_fc2 is not None:
             out, _ = self.linear_fc2(F.gelu(out))

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.arch.transformer import head_width
-from megavlm.config.derived import query_groups, sequence_parallel
+from megavlm.config.derived import attends_in_window, query_groups, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.model.activation import ActivationModule
-from megavlm.model.attention import Attention
+from megavlm.model.attention import Attention, CoreAttention
 from megavlm.model.layer_modules import LayerModules, fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm
 from megavlm.parallel.groups import Groups
@@ -119,6 +119,8 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
         add_bias_linear=False,
         add_qkv_bias=language.add_qkv_bias,
         qk_layernorm=language.qk_norm,
+        layernorm_zero_centered_gamma=language.apply_layernorm_1p,
+        softmax_scale=language.softmax_scale,
         tp_comm_overlap=config.parallel.tp_comm_overlap,
         **fp8_fields(config, "language"),
     )
@@ -129,10 +131,16 @@ def projector_config(config: Config, *, tp: int) -> TransformerConfig:
 
     It has no heads, but megatron-core wants a number that TP divides; the language model's may have another TP.
     """
-    width = config.model.language.hidden_size
-    return replace(
-        common_config(config, tp=tp, num_layers=1, hidden_size=width, num_attention_heads=tp), sequence_parallel=False
+    layer_config = common_config(
+        config,
+        tp=tp,
+        num_layers=1,
+        hidden_size=config.model.language.hidden_size,
+        num_attention_heads=tp,
+        normalization=config.model.projector.normalization,
+        layernorm_zero_centered_gamma=config.model.projector.apply_layernorm_1p,
     )
+    return replace(layer_config, sequence_parallel=False)
 
 
 def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
@@ -159,15 +167,21 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
 
 
 def language_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
-    """Language layer `number` (from 0): causal."""
-    qk_norm = HeadRMSNorm if config.model.language.qk_norm else None
+    """Language layer `number` (from 0): causal, or by masks where it has a window or images attend both ways."""
+    language = config.model.language
+    modules = modules_of(f"{LANGUAGE_LAYER}{number}", config, groups)
+    if language.bidirectional_images or attends_in_window(language, number):
+        modules = replace(modules, core_attention=CoreAttention)
+    branch: Any = get_bias_dropout_add
+    if language.post_norms:
+        branch = ModuleSpec(module=PostNorm, params={"config": layer_config, "norm": modules.post_norm})
     submodules = _submodules(
-        modules_of(f"{LANGUAGE_LAYER}{number}", config, groups),
+        modules,
         AttnMaskType.causal,
-        qk_norm=qk_norm,
-        branch=get_bias_dropout_add,
-        qkv_bias=config.model.language.add_qkv_bias,
-        activation="swiglu",
+        qk_norm=HeadRMSNorm if language.qk_norm else None,
+        branch=branch,
+        qkv_bias=language.add_qkv_bias,
+        activation=language.activation,
     )
     return _layer(layer_config, submodules, groups, number)
 
@@ -213,6 +227,23 @@ def _qkv_linear(linear: Any, *args: Any, qkv_bias: bool, bias: bool, **kwargs: A
     megatron-core gives it one wherever any other linear layer has one; InternViT-6B has none here alone.
     """
     return build_module(linear, *args, bias=qkv_bias, **kwargs)
+
+
+class PostNorm(nn.Module):
+    """residual + dropout(norm(branch)): a norm after attention and one after the MLP (Gemma 2 and 3)."""
+
+    def __init__(self, config: TransformerConfig, norm: Any) -> None:
+        super().__init__()
+        self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """megatron-core asks for the function first and calls it then."""
+
+        def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, bias = branch
+            return residual + F.dropout(self.norm(x if bias is None else x + bias), p=dropout, training=training)
+
+        return add
 
 
 class LayerScale(nn.Module):

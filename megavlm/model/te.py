@@ -38,6 +38,7 @@ def te_modules(extension: Any, *, fused_norm: bool) -> LayerModules:
     column = extension.TELayerNormColumnParallelLinear if fused_norm else extension.TEColumnParallelLinear
     return LayerModules(
         norm=IdentityOp if fused_norm else extension.TENorm,
+        post_norm=extension.TENorm,
         column_linear=with_bias_inside(column),
         row_linear=with_bias_inside(extension.TERowParallelLinear),
         core_attention=flattened(extension.TEDotProductAttention),
@@ -59,14 +60,18 @@ def te_cross_entropy(kernel: Any, logits: Tensor, labels: Tensor, group: Process
 
 
 def te_activations() -> dict[str, Activation]:
-    """SwiGLU and quick GELU, one kernel forward and one backward. Its GELU is the tanh approximation, as torch's."""
+    """SwiGLU, GeGLU and quick GELU, one kernel forward and one backward. Its GELU is the tanh approximation."""
     import transformer_engine_torch as tex
 
     def kernel(forward: Any, backward: Any) -> Activation:
         # The last argument would be a quantizer of the output.
         return keeping_input(lambda x: forward(x, None), lambda grad, x: backward(grad, x, None))
 
-    return {"swiglu": kernel(tex.swiglu, tex.dswiglu), "quick_gelu": kernel(tex.qgelu, tex.dqgelu)}
+    return {
+        "swiglu": kernel(tex.swiglu, tex.dswiglu),
+        "geglu": kernel(tex.geglu, tex.dgeglu),
+        "quick_gelu": kernel(tex.qgelu, tex.dqgelu),
+    }
 
 
 class TeRotary(Rotary):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -62,11 +62,20 @@ def pixel_shuffle(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tens
     """
     if factor == 1:
         return patches
-    merged = []
+    return torch.cat([blocks.transpose(1, 2).flatten(2).flatten(0, 1) for blocks in _blocks(patches, grids, factor)])
+
+
+def average_pool(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tensor:
+    """Return the mean of each factor × factor block of neighbouring patches: [P, H] → [P/factor², H], row-major."""
+    if factor == 1:
+        return patches
+    return torch.cat([blocks.mean(dim=(1, 3)).flatten(0, 1) for blocks in _blocks(patches, grids, factor)])
+
+
+def _blocks(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Iterator[Tensor]:
+    """Yield each image as [rows/factor, factor, columns/factor, factor, H]."""
     for (rows, columns), image in zip(grids, patches.split([r * c for r, c in grids]), strict=True):
-        blocks = image.view(rows // factor, factor, columns // factor, factor, -1).transpose(1, 2)
-        merged.append(blocks.reshape(rows * columns // factor**2, -1))
-    return torch.cat(merged)
+        yield image.view(rows // factor, factor, columns // factor, factor, -1)
 
 
 def unpad_and_concat(

@@ -164,7 +164,8 @@ class VLMChunk(MegatronModule):
                 return layer(x, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packing)[0]
 
         offloads = self.offload is not None and torch.is_grad_enabled()
-        with self.offload.layer(layer, rotary) if offloads else nullcontext():  # type: ignore[union-attr]
+        shared = (rotary, [span.mask for span in packing.masked] if packing is not None else [])
+        with self.offload.layer(layer, *shared) if offloads else nullcontext():  # type: ignore[union-attr]
             # A layer whose input needs no gradient is the first of a frozen stretch: nothing to recompute for.
             if self.full_recompute and hidden.requires_grad and self.training:
                 return self.execution.recomputed(layer, run, hidden)

@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megavlm.arch.layers import VISION_LAYER, kind_of
+from megavlm.arch.layers import VISION_LAYER, kind_of, part_of
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.model.vlm import VLMChunk, is_padded_for_tp
@@ -81,8 +81,8 @@ def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:
         return torch.zeros(shape)
     if leaf == "scale":  # InternViT starts its residual branches small
         return torch.full(shape, 0.1)
-    if leaf == "weight" and len(shape) == 1:
-        return torch.ones(shape)
+    if leaf == "weight" and len(shape) == 1:  # of a norm
+        return torch.zeros(shape) if _is_added_to_one(key, model) else torch.ones(shape)
     if is_adapter(key) and leaf == "B":  # so that training starts from the adapted model itself
         return torch.zeros(shape)
     if is_adapter(key):  # as PEFT draws A: Kaiming's uniform with a = √5, which is ±1/√inputs
@@ -92,6 +92,13 @@ def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:
         layers = model.vision.num_layers if kind_of(key) == VISION_LAYER else model.language.num_layers
         std /= math.sqrt(2 * layers)
     return torch.empty(shape).normal_(0.0, std, generator=_generator(key, config))
+
+
+def _is_added_to_one(key: str, model: ModelConfig) -> bool:
+    """Return whether a norm multiplies by 1 + weight."""
+    if part_of(key) == "vision":
+        return False
+    return (model.language if part_of(key) == "language" else model.projector).apply_layernorm_1p
 
 
 def _generator(key: str, config: Config) -> torch.Generator:

@@ -15,7 +15,8 @@ from itertools import pairwise
 from megavlm.arch.kind import FP32
 from megavlm.arch.kinds import hidden_bytes, is_transformer, local_parameters, saved_bytes
 from megavlm.arch.language_ends import logit_columns, vocabulary_shard
-from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED
+from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
+from megavlm.arch.masks import mask_bytes
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.planner.schedules import peak_in_flight, scenario_shape
 
@@ -204,6 +205,7 @@ def rank_memory(
             total += model_state_bytes(name, scenario, copies_vocabulary=alone)
         mode = recompute[chunk]
         saved = sum(kept_bytes(name, scenario, mode) for name in names)
+        saved += mask_bytes(scenario) * any(kind_of(name) == LANGUAGE_LAYER for name in names)
         total += Memory(activations=count * saved)
         last = rank == scenario.dims.pp - 1
         transient = max(transient, *(transient_bytes(name, scenario, mode, last_stage=last) for name in names), 0.0)

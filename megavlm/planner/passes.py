@@ -199,7 +199,7 @@ def _of_layer(
     biased = (gates * ffn + 2 * hidden) * sizes.linear_bias
     biased += (queries + 2 * keys) * sizes.qkv_bias * (not passes.qkv_bias_inside)
     terms = {
-        "norms": _times(passes.norm, 2 * hidden),
+        "norms": _times(passes.norm, (4 if sizes.post_norms else 2) * hidden),
         "norms of queries and keys": _times(passes.norm, (queries + keys) * sizes.qk_norm),
         "residuals": _times(passes.residual, 2 * hidden),
         "layer scale": _times(passes.layer_scale, 2 * hidden * sizes.scaled),
@@ -240,7 +240,7 @@ def launches(name: str, scenario: Scenario, passes: MemoryPasses) -> Pair:
 
 
 def _activation(passes: MemoryPasses, kind: str) -> Pair:
-    return {"swiglu": passes.swiglu, "quick_gelu": passes.quick_gelu}.get(kind, passes.gelu)
+    return {"swiglu": passes.swiglu, "geglu": passes.swiglu, "quick_gelu": passes.quick_gelu}.get(kind, passes.gelu)
 
 
 def _times(pair: Pair, factor: float) -> Pair:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megavlm.arch.flops import step_flops
-from megavlm.arch.workload import Workload, image_workload
+from megavlm.arch.workload import Workload, image_workload, sliding_squares
 from megavlm.data.rank_loader import stats
 from megavlm.data.types import StepData
 from megavlm.metrics import throughput
@@ -29,6 +29,7 @@ class Counts:
     window_squares: float = 0
     features: float = 0
     token_squares: float = 0
+    sliding_squares: float = 0
     read: float = 0  # samples read, including skipped ones
     skipped: float = 0  # samples skipped
     split: float = 0  # samples of which a part was skipped
@@ -46,6 +47,7 @@ def counts_of(run: Run, step: StepData, *, stop: bool) -> Counts:
     counted = stats(step.batches)
     grids = [grid for batch in step.batches for grid in batch.image_sizes.grids]
     images = image_workload(grids, run.config.model)
+    lengths = [length for batch in step.batches for length in batch.text.lengths]
     return Counts(
         tokens=counted.tokens,
         places=counted.places,
@@ -55,7 +57,8 @@ def counts_of(run: Run, step: StepData, *, stop: bool) -> Counts:
         patch_squares=images.patch_squares,
         window_squares=images.window_squares,
         features=images.features,
-        token_squares=sum(length * length for batch in step.batches for length in batch.text.lengths),
+        token_squares=sum(length * length for length in lengths),
+        sliding_squares=sum(sliding_squares(length, run.config.model.language.window_size) for length in lengths),
         read=step.read,
         skipped=sum(not skip.partly for skip in step.skipped),
         split=sum(skip.partly for skip in step.skipped),
@@ -73,6 +76,7 @@ def record_of(
         features=int(counts.features),
         tokens=int(counts.tokens),
         token_squares=int(counts.token_squares),
+        sliding_squares=int(counts.sliding_squares),
     )
     flops = step_flops(run.config, work)
     tflops = throughput.model_tflops_per_device(flops=flops, seconds=seconds, devices=run.plan.dims.world)

@@ -26,7 +26,14 @@ RICH = (
     "--projector-input-norm --vision-pre-norm --vision-class-token"
 )
 
+GEMMA = (
+    "--seq-length 256 --language-window-size 32 --language-full-attention-layers 3 --image-token 9 "
+    "--language-bidirectional-images --language-post-norms --language-apply-layernorm-1p --language-activation geglu "
+    "--projector-kind linear --projector-merge average --projector-input-norm --projector-normalization RMSNorm"
+)
+
 CASES = {
+    "gemma": (1, GEMMA),
     "plain": (1, ""),
     "bf16": (1, "--precision bf16"),
     "selective": (1, "--recompute-granularity selective"),

@@ -76,6 +76,7 @@ FAST = [
     ("tp2-pp2-vpp2", "llava-onevision", ""),
     ("tp2-pp2", "qwen2.5-vl", ""),
     ("tp2-pp2-vpp2", "qwen3-vl", "cuts-deepstack"),
+    ("tp2-pp2-vpp2", "gemma3", "selective"),
     ("pp4", "qwen3-vl-frozen-vision", "cuts-deepstack"),
     ("pp2-vpp2-dp2", "one-image-rank", "overlap"),
     ("tp2", "qwen3-vl", "colocated"),

@@ -22,12 +22,19 @@ def tiled(config: Config) -> Config:
     )
 
 
+def masked(config: Config) -> Config:
+    """Images of up to nine tokens attend both ways, in a window of as many and without one."""
+    language = replace(config.model.language, bidirectional_images=True)
+    return replace(config, model=replace(config.model, language=language, image_token=VOCABULARY - 1))
+
+
 CONFIGS = {
     "one axis": base(),
     "M-RoPE": base(mrope_section=(2, 2, 2)),
     "DeepStack": replace(
         base(), model=replace(base().model, vision=replace(base().model.vision, deepstack_layers=(0,)))
     ),
+    "masks": masked(base(window_size=9, full_attention_layers=(1,), local_rotary_base=100.0)),
     "tiled": tiled(base()),
     "recomputed": replace(base(), execution=replace(base().execution, recompute_granularity="full")),
 }

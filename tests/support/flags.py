@@ -38,6 +38,14 @@ MODELS = {
     # Base tiles and grids of one tile and of 2 × 2, reduced; samples of two images, which are base tiles alone.
     "llava-onevision": "--projector-anyres-max-tiles 2 --image-sizes 16 32 --vision-activation gelu_tanh "
     "--no-vision-post-norm --language-add-qkv-bias --language-num-query-groups 2",
+    # Windows of seven tokens, which images of nine and sixteen reach across; the last of three layers has none.
+    "gemma3": "--language-num-layers 4 --language-window-size 7 --language-full-attention-layers 2 "
+    "--image-token 9 --language-bidirectional-images --language-post-norms --language-apply-layernorm-1p "
+    "--language-qk-norm --language-activation geglu --language-softmax-scale 0.2 --language-embedding-scale 8 "
+    "--language-rotary-base 1e6 --language-local-rotary-base 100 --language-rope-scaling linear "
+    "--language-rope-scaling-factor 8 --language-num-query-groups 2 --language-tie-embeddings --projector-kind linear "
+    "--no-projector-bias --projector-merge average --projector-input-norm --projector-normalization RMSNorm "
+    "--projector-apply-layernorm-1p",
     "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megavlm.families.shared.table import Rule, Shape, Table
+from megavlm.families.shared.table import Rule, Shape, Table, Transpose
 
 Tensors = Mapping[str, Tensor]
 
@@ -25,6 +25,8 @@ def to_ours(tensors: Tensors, table: Table, shapes: Mapping[str, Shape]) -> dict
 
 def _joined(tensors: Tensors, rule: Rule, shape: Shape) -> Tensor:
     """The rows that a rule names, of tensors flattened to rows of ours."""
+    if isinstance(rule, Transpose):
+        return tensors[rule.name].T
     rows = {name: tensors[name].reshape(-1, *shape[1:]) for name in rule.names}
     return torch.cat([rows[span.name][span.start : span.start + span.rows] for span in rule.spans(shape)])
 

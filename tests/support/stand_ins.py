@@ -101,15 +101,17 @@ class TELayerNormColumnParallelLinear(_Linear, ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         norm = Norm(config, input_size, config.layernorm_epsilon)
         self.eps = config.layernorm_epsilon
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.layer_norm_weight = norm.weight
         if norm.bias is not None:
             self.layer_norm_bias = norm.bias
 
     def forward(self, x: Tensor) -> Any:
+        weight = 1 + self.layer_norm_weight if self.zero_centered_gamma else self.layer_norm_weight
         if self.config.normalization == "LayerNorm":
-            x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps)
+            x = F.layer_norm(x, x.shape[-1:], weight, self.layer_norm_bias, self.eps)
         else:
-            x = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
+            x = F.rms_norm(x, x.shape[-1:], weight, self.eps)
         return super().forward(x)
 
 
@@ -140,6 +142,7 @@ class TEDotProductAttention(DotProductAttention):
             get_rng_state_tracker=get_cuda_rng_tracker if get_cuda_rng_tracker().is_initialized() else None,
         )
         assert {"tp", "cp"} <= set(vars(kwargs["pg_collection"]))
+        self.scale = kwargs.get("softmax_scale")
 
     def forward(
         self,
@@ -157,17 +160,19 @@ class TEDotProductAttention(DotProductAttention):
         assert all(x.stride(-1) == 1 and (x.storage_offset() == 0 or not x.is_contiguous()) for x in inputs)
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if format == "thd":
-            return _between_bounds(inputs, packing, causal=causal)
+            return _between_bounds(inputs, packing, causal=causal, scale=self.scale)
         assert packing.cu_seqlens_q is None
         assert packing.max_seqlen_q is None
         assert all(x.dim() == 4 for x in inputs)
         if format == "bshd":
-            return _attend(inputs, causal=causal)
+            return _attend(inputs, causal=causal, scale=self.scale)
         assert format == "sbhd"
-        return _attend(tuple(x.transpose(0, 1) for x in inputs), causal=causal).transpose(0, 1)
+        return _attend(tuple(x.transpose(0, 1) for x in inputs), causal=causal, scale=self.scale).transpose(0, 1)
 
 
-def _between_bounds(inputs: tuple[Tensor, ...], packing: PackedSeqParams, *, causal: bool) -> Tensor:
+def _between_bounds(
+    inputs: tuple[Tensor, ...], packing: PackedSeqParams, *, causal: bool, scale: float | None
+) -> Tensor:
     assert all(x.dim() == 3 for x in inputs)
     bounds = packing.cu_seqlens_q
     assert bounds is packing.cu_seqlens_kv
@@ -176,15 +181,15 @@ def _between_bounds(inputs: tuple[Tensor, ...], packing: PackedSeqParams, *, cau
     assert bounds[-1] == inputs[0].shape[0]
     assert packing.max_seqlen_q == packing.max_seqlen_kv == int(bounds.diff().max())
     parts = zip(*(x.split(bounds.diff().tolist()) for x in inputs), strict=True)
-    return torch.cat([_attend(tuple(x[None] for x in part), causal=causal)[0] for part in parts])
+    return torch.cat([_attend(tuple(x[None] for x in part), causal=causal, scale=scale)[0] for part in parts])
 
 
-def _attend(inputs: tuple[Tensor, ...], *, causal: bool) -> Tensor:
+def _attend(inputs: tuple[Tensor, ...], *, causal: bool, scale: float | None) -> Tensor:
     """[B, S, heads, D] each → [B, S, N·D]; of an empty sequence nothing."""
     query, key, value = (x.transpose(1, 2) for x in inputs)
     if not query.numel():
         return query.transpose(1, 2).flatten(2)
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(2)
 
 

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,12 @@ def swiglu(input: Tensor, quantizer: Any) -> Tensor:
     return _activation("swiglu", lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], input, quantizer)
 
 
+def geglu(input: Tensor, quantizer: Any) -> Tensor:
+    """Its GELU is the tanh approximation."""
+    gelu = partial(F.gelu, approximate="tanh")
+    return _activation("geglu", lambda x: gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], input, quantizer)
+
+
 def qgelu(input: Tensor, quantizer: Any) -> Tensor:
     return _activation("qgelu", lambda x: x * torch.sigmoid(1.702 * x), input, quantizer)
 
@@ -30,6 +37,13 @@ def dswiglu(grad: Tensor, input: Tensor, quantizer: Any) -> Tensor:
     gate, up = input.float().chunk(2, -1)
     parts = torch.ops.aten.silu_backward(grad.float() * up, gate), grad.float() * F.silu(gate)
     return _rounded("dswiglu", torch.cat(parts, -1), input, quantizer)
+
+
+def dgeglu(grad: Tensor, input: Tensor, quantizer: Any) -> Tensor:
+    gate, up = input.float().chunk(2, -1)
+    of_gate = torch.ops.aten.gelu_backward(grad.float() * up, gate, approximate="tanh")
+    of_up = grad.float() * F.gelu(gate, approximate="tanh")
+    return _rounded("dgeglu", torch.cat([of_gate, of_up], -1), input, quantizer)
 
 
 def dqgelu(grad: Tensor, input: Tensor, quantizer: Any) -> Tensor:
@@ -137,7 +151,13 @@ def _module(name: str, **contents: Any) -> ModuleType:
 
 _MODULES = {
     "transformer_engine_torch": _module(
-        "transformer_engine_torch", swiglu=swiglu, dswiglu=dswiglu, qgelu=qgelu, dqgelu=dqgelu
+        "transformer_engine_torch",
+        swiglu=swiglu,
+        dswiglu=dswiglu,
+        geglu=geglu,
+        dgeglu=dgeglu,
+        qgelu=qgelu,
+        dqgelu=dqgelu,
     ),
     "transformer_engine": _module("transformer_engine"),
     "transformer_engine.pytorch": _module("transformer_engine.pytorch"),

@@ -23,7 +23,7 @@ from megavlm.errors import UserError
 from megavlm.families import family_of
 from megavlm.families.shared.family import Family
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import Table, pieces
+from megavlm.families.shared.table import Rule, Table, Transpose, pieces
 from megavlm.json_files import read_json
 from megavlm.model.weights import real_shape
 
@@ -70,12 +70,14 @@ def export(
             values = records.read(run.key, run.start, run.stop)[(slice(None), *map(slice, shape[1:]))]
             for piece in pieces(table[run.key].spans(shape), run.start, run.stop):
                 rows = values[piece.ours]
+                if isinstance(table[run.key], Transpose):
+                    rows = rows.T.contiguous()
                 if merged is not None and piece.name in pairs:
                     rows = folded(rows, pairs[piece.name], piece.theirs, merged)
                 for name in (piece.name, *copies_of.get(piece.name, ())):
                     writer_of[name].write(name, rows, first_row=piece.theirs.start)
 
-        for_each(move, (run for key, shape in real.items() for run in _runs(key, shape, stored[key])))
+        for_each(move, (run for key, shape in real.items() for run in _runs(key, shape, stored[key], table[key])))
         for name in unused.tensors:
             writer_of[name].write(name, unused.read(name, slice(None)))
     _write_rest(temporary, files, sidecar)
@@ -103,8 +105,10 @@ class _Run(NamedTuple):
     stop: int
 
 
-def _runs(key: str, real: tuple[int, ...], stored: Stored) -> Iterator[_Run]:
+def _runs(key: str, real: tuple[int, ...], stored: Stored, rule: Rule) -> Iterator[_Run]:
     rows = max(1, PIECE_BYTES // (math.prod(stored.shape[1:]) * stored.dtype.itemsize))
+    if isinstance(rule, Transpose):
+        rows = real[0]
     return (_Run(key, start, min(start + rows, real[0])) for start in range(0, real[0], rows))
 
 

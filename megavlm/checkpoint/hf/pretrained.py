@@ -19,7 +19,7 @@ from megavlm.config.schema import Config, ModelConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import family_of
 from megavlm.families.shared.family import ALL_PARTS, Family
-from megavlm.families.shared.table import Shape, Table, fits, pieces
+from megavlm.families.shared.table import Piece, Rule, Shape, Table, Transpose, fits, pieces
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Pretrained:
         rows, rest = index[0], tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index[1:], real[1:], strict=True))
         shape = [s.stop - s.start for s in index]
         parts = [
-            (piece.ours, self._rows(piece.name, piece.theirs, real)[(slice(None), *rest)])
+            (piece.ours, self._rows(self.table[key], piece, real)[(slice(None), *rest)])
             for piece in pieces(self.table[key].spans(real), rows.start, rows.stop)
         ]
         if len(parts) == 1 and list(parts[0][1].shape) == shape:
@@ -112,8 +112,11 @@ class Pretrained:
             out[(ours, *(slice(size) for size in part.shape[1:]))] = part
         return out
 
-    def _rows(self, name: str, rows: slice, real: Shape) -> Tensor:
+    def _rows(self, rule: Rule, piece: Piece, real: Shape) -> Tensor:
         """Rows of one of their tensors, with our trailing dimensions."""
+        name, rows = piece.name, piece.theirs
+        if isinstance(rule, Transpose):
+            return self.folder.read(name, slice(None)).T[rows].contiguous()
         shape = self.folder.tensors[name].shape
         if len(shape) > len(real) and shape[0] == 1:  # [1, N, H] for our [N, H]: small, and read whole
             return self.folder.read(name, slice(None)).reshape(-1, *real[1:])[rows]

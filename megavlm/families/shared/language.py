@@ -110,7 +110,11 @@ def language_table(language: LanguageConfig, prefix: str, *, head: str) -> Table
             table |= linear(f"{ours}self_attention.q_layernorm", f"{theirs}self_attn.q_norm", bias=False)
             table |= linear(f"{ours}self_attention.k_layernorm", f"{theirs}self_attn.k_norm", bias=False)
         table |= linear(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", bias=False)
-        table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm", bias=False)
+        before_mlp = "pre_feedforward_layernorm" if language.post_norms else "post_attention_layernorm"
+        table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}{before_mlp}", bias=False)
+        if language.post_norms:
+            table |= linear(f"{ours}self_attn_bda.norm", f"{theirs}post_attention_layernorm", bias=False)
+            table |= linear(f"{ours}mlp_bda.norm", f"{theirs}post_feedforward_layernorm", bias=False)
         table[f"{ours}mlp.linear_fc1.weight"] = Concat((f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"))
         table |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.down_proj", bias=False)
     table |= linear(LANGUAGE_NORM, f"{prefix}norm", bias=False)

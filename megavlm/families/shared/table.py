@@ -1,7 +1,8 @@
 """Which rows of which Hugging Face tensors make up each of ours: one declaration, read in both directions. No torch.
 
 Every difference between the two sides is an order of rows: megatron-core fuses query, key and value per key/value
-head, and gate over up; the trailing dimensions agree once a convolution's are flattened. So a `Rule` names their
+head, and gate over up; the trailing dimensions agree once a convolution's are flattened. (`Transpose` is the one
+exception.) So a `Rule` names their
 tensors and gives, for our tensor of some shape, the spans of their rows that it consists of, first row first. Reading
 a slice of ours means reading parts of spans; writing theirs means cutting ours at the same places.
 """
@@ -62,6 +63,24 @@ class Rename:
 
     def their_shapes(self, shape: Shape) -> dict[str, Shape]:
         return {self.name: self.view or shape}
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """A matrix of theirs whose columns are our rows (Gemma's projector). It is read and written in one piece."""
+
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def spans(self, shape: Shape) -> list[Span]:
+        """Rows of the transposed matrix."""
+        return [Span(self.name, 0, shape[0])]
+
+    def their_shapes(self, shape: Shape) -> dict[str, Shape]:
+        return {self.name: (shape[1], shape[0])}
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,21 @@ MODEL = (
         "--vision-deepstack-layers 0 2",
     ),
     Mistake(
+        "--language-window-size 8 --language-full-attention-layers 1 9",
+        "--language-full-attention-layers 1 9",
+        "0 to 3",
+        "--language-full-attention-layers 1",
+    ),
+    Mistake(
+        "--language-bidirectional-images", "--language-bidirectional-images", "add --image-token", "--image-token 9"
+    ),
+    Mistake(
+        "--language-window-size 8 --cuda-graphs",
+        "--language-window-size and --cuda-graphs",
+        "leave one out",
+        "--no-cuda-graphs",
+    ),
+    Mistake(
         "--projector-anyres-max-tiles 4 --vision-deepstack-layers 0",
         "--projector-anyres-max-tiles and --vision-deepstack-layers",
         "leave one of them out",

@@ -13,7 +13,7 @@ from megavlm.data.costs import CostModel
 MODEL = ModelConfig(
     vision=VisionConfig(patch_size=4, window_size=16, full_attention_layers=(1,)),
     projector=ProjectorConfig(pixel_shuffle=2),
-    language=LanguageConfig(vocab_size=100),
+    language=LanguageConfig(vocab_size=100, window_size=20, full_attention_layers=(1,)),
 )
 
 
@@ -27,6 +27,7 @@ def test_costs_are_the_flops_of_the_model() -> None:
         features=22,
         tokens=70,
         token_squares=4900,
+        sliding_squares=70**2 - 50**2,
     )
     costs = {name: layer_cost(name, MODEL, work).forward_flops for name in layer_names(MODEL)}
     language = sum(cost for name, cost in costs.items() if part_of(name) == "language")

@@ -17,6 +17,7 @@ from megavlm.model.activation import ACTIVATIONS
 FORMULAS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "geglu": lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
 }

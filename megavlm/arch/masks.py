@@ -1,0 +1,59 @@
+"""Attention by masks, cut into spans: which keys some consecutive queries can attend to at most.
+
+A kernel that takes a mask computes all scores that the mask has room for. Cut into spans, the scores of a causal mask
+are little more than half of a square, and those of a sliding window grow with the length and not with its square.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megavlm.arch.image_tokens import tokens_per_grid
+from megavlm.arch.scenario import Scenario
+
+QUERIES = 512  # of a span
+
+
+@dataclass(frozen=True)
+class Span:
+    """Queries and keys as places among the tokens of all sequences."""
+
+    queries: range
+    keys: range
+
+    @property
+    def scores(self) -> int:
+        return len(self.queries) * len(self.keys)
+
+
+def spans_of(bounds: Sequence[int], *, window: int | None, longest: int, step: int = QUERIES) -> Iterator[Span]:
+    """Yield the spans of sequences between `bounds` (0, …, T), first query first.
+
+    Args:
+        window: how many tokens a token attends to at most, itself and those before it; None: all before it.
+        longest: tokens of the longest run in which tokens attend to later ones as well; 0 where none do.
+        step: queries of a span.
+    """
+    for first in range(0, bounds[-1], step):
+        last = min(first + step, bounds[-1])  # the queries are [first, last)
+        begin = bounds[bisect_right(bounds, first) - 1]
+        end = bounds[bisect_right(bounds, last - 1)]
+        if window is not None:
+            begin = max(begin, first - window + 1)
+        yield Span(range(first, last), range(begin, min(end, last + max(longest - 1, 0))))
+
+
+def mask_bytes(scenario: Scenario) -> float:
+    """Return the bytes of the masks of one micro-batch, which all layers of a chunk share; 0 without masks."""
+    language, vision, work = scenario.model.language, scenario.model.vision, scenario.work
+    side = vision.image_size // vision.patch_size
+    longest = tokens_per_grid((side, side), scenario.model.projector) if language.bidirectional_images else 0
+    windows = {language.window_size} - {None}
+    if language.bidirectional_images and (language.window_size is None or language.full_attention_layers):
+        windows.add(None)
+    length = max(1, work.token_squares // max(1, work.tokens))  # of a sample
+    bounds = [*range(0, work.tokens, length), work.tokens]
+    spans = (span for window in windows for span in spans_of(bounds, window=window, longest=longest))
+    return float(sum(span.scores for span in spans) * scenario.bytes_each)

@@ -1,0 +1,78 @@
+"""Attention by masks, in spans, against one mask written down token by token."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavlm.arch.masks import spans_of
+from megavlm.arch.workload import sliding_squares
+from megavlm.model.masks import attend_in_spans, image_runs, masked_spans
+
+IMAGE = 9
+# Two rows of 16: an image of four, one of three at the end of a sample; one of four behind another, one split in two.
+TOKENS = torch.tensor(
+    [[1, 9, 9, 9, 9, 2, 9, 9, 9, 1, 1, 2, 3, 4, 5, 6], [9, 9, 9, 9, 9, 9, 9, 9, 1, 9, 9, 1, 9, 2, 3, 4]]
+)
+FEATURES = (4, 3, 4, 4, 3)
+RUNS = [0, 1, 1, 1, 1, 0, 2, 2, 2, *[0] * 7, 3, 3, 3, 3, 4, 4, 4, 4, 0, 5, 5, 0, 6, 0, 0, 0]
+BOUNDS = [0, 9, 16, 32]
+
+
+def allowed(query: int, key: int, window: int | None, both_ways: bool) -> bool:
+    (sequence,) = [range(a, b) for a, b in pairwise(BOUNDS) if a <= query < b]
+    sees = key <= query or (both_ways and RUNS[query] == RUNS[key] > 0)
+    return key in sequence and sees and (window is None or key > query - window)
+
+
+def test_runs_are_consecutive_tokens_of_one_image() -> None:
+    assert image_runs(TOKENS, IMAGE, FEATURES).tolist() == RUNS
+    assert image_runs(TOKENS * 0, IMAGE, [0]).tolist() == [0] * 32
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+@pytest.mark.parametrize("step", [1, 5, 32])
+def test_spans_attend_as_one_mask_does(window: int | None, both_ways: bool, step: int) -> None:
+    runs = image_runs(TOKENS, IMAGE, FEATURES) if both_ways else None
+    spans = masked_spans(
+        BOUNDS,
+        window=window,
+        runs=runs,
+        longest=4 if both_ways else 0,
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+        step=step,
+    )
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(32, heads, 6, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    mask = torch.tensor([[allowed(q, k, window, both_ways) for k in range(32)] for q in range(32)])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    expected = attend(
+        *(x.transpose(0, 1)[None] for x in (query, *(x.repeat_interleave(2, 1) for x in (key, value)))), mask=mask
+    )
+    found = attend_in_spans(query, key, value, spans, attend)
+    torch.testing.assert_close(found, expected[0].transpose(0, 1).flatten(1))
+
+
+def test_a_window_bounds_the_scores_that_are_computed() -> None:
+    def scores(length: int, window: int | None) -> int:
+        return sum(span.scores for span in spans_of([0, length], window=window, longest=256))
+
+    assert scores(65536, None) < 0.52 * 65536**2
+    # 512 queries, 1,023 keys before them, and 255 behind.
+    assert scores(65536, 1024) <= 65536 * (512 + 1023 + 255)
+
+
+def test_squares_count_the_pairs_of_a_window() -> None:
+    length, window = 4000, 300
+    pairs = sum(min(place + 1, window) for place in range(length))
+    assert sliding_squares(length, window) == pytest.approx(2 * pairs, rel=1e-3)
+    assert sliding_squares(200, window) == 200**2
