@@ -15,7 +15,7 @@ from tests.support.pool import Pools
 activate()  # before the modules below import megatron-core
 
 from tests.support.hf_layout import Reference, assert_layout, make_reference  # noqa: E402
-from tests.support.tiny_models import internvl, llava, llava_onevision, pixtral, qwen_vl, smolvlm  # noqa: E402
+from tests.support.tiny_models import gemma3, internvl, llava, llava_onevision, pixtral, qwen_vl, smolvlm  # noqa: E402
 
 # Two micro-batches with equally many trained tokens: two images and none, one and one.
 IMAGES = ([[(32, 32), (32, 32)], []], [[(32, 32)], [(32, 32)]])
@@ -30,6 +30,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "llava-onevision-tied": (lambda: llava_onevision.onevision(tied=True), llava_onevision.IMAGES),
     "smolvlm": (smolvlm.smolvlm, smolvlm.IMAGES),
     "idefics3-tied": (smolvlm.idefics3, smolvlm.IMAGES),
+    "gemma3": (lambda: gemma3.gemma3(num_key_value_heads=1), gemma3.IMAGES[::2]),
     "pixtral": (pixtral.pixtral, pixtral.IMAGES[::2]),
     "qwen2.5-vl": (qwen_vl.qwen2_5, SIZES),
     "qwen3-vl": (lambda: qwen_vl.qwen3(tied=True), SIZES),
@@ -72,7 +73,7 @@ def test_layouts_equal_transformers(
     assert_layout(pools, world, references(family), flags)
 
 
-@pytest.mark.parametrize("family", ["qwen3-vl", "llava-onevision"])
+@pytest.mark.parametrize("family", ["qwen3-vl", "llava-onevision", "gemma3"])
 def test_colocated_encoder_equals_transformers(
     pools: Pools, references: Callable[[str], Reference], family: str
 ) -> None:

@@ -22,7 +22,7 @@ from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
 from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
 from tests.support import chat_templates as templates
-from tests.support.tokenizers import EXTRA, LLAMA3, QWEN, SMOL, byte_level, llama, with_begin
+from tests.support.tokenizers import EXTRA, GEMMA, LLAMA3, QWEN, SMOL, byte_level, llama, with_begin
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
         ),
         "smol": (byte_level(SMOL), {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"}),
+        "gemma": (
+            with_begin(byte_level((*GEMMA, "<image>")), "<bos>"),
+            {"bos_token": "<bos>", "eos_token": "<end_of_turn>"},
+        ),
         "llama": (llama(), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
     }
     for name, (tokenizer, specials) in made.items():
@@ -242,7 +246,7 @@ FORMATS: dict[str, ChatFormat] = {}
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
-    folder = {"chatml": "qwen", "llama3": "llama3", "smolvlm": "smol"}.get(name, "llama")
+    folder = {"chatml": "qwen", "llama3": "llama3", "smolvlm": "smol", "gemma": "gemma"}.get(name, "llama")
     tokenizer = HuggingFaceTokenizer.of(folders[folder])
     chat = ChatFormat.of(tokenizer, template=name)
     assert chat.end_of_turn
@@ -254,7 +258,7 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
     assert [text.strip() for text in answers] == ["A cat." + chat.end_of_turn.strip(), "No." + chat.end_of_turn.strip()]
     assert (encoded.tokens == tokenizer.image).sum() == 5
     text = tokenizer.decode(encoded.tokens)
-    theirs = {"vicuna": templates.VICUNA, "smolvlm": templates.SMOLVLM}.get(name)
+    theirs = {"vicuna": templates.VICUNA, "smolvlm": templates.SMOLVLM, "gemma": templates.GEMMA3}.get(name)
     if theirs is not None:
         tokenizer.chat_template = theirs
         assert text == tokenizer.decode(ChatFormat.of(tokenizer).encode(conversation, [IMAGE]).tokens)

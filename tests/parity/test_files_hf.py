@@ -23,6 +23,7 @@ from megavlm.data.types import Segment
 from tests.support import hf
 from tests.support.harness import Single, assert_same
 from tests.support.processors import CASES, PINPOINTS, bare, picture, tokenizers_in
+from tests.support.tiny_models.gemma3 import TEXT as GEMMA
 from tests.support.tiny_models.llava import TEXT
 
 TOWER: dict[str, Any] = {
@@ -100,6 +101,14 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
                 **marks,
             )
             return transformers.Qwen3VLForConditionalGeneration(config)
+        case "gemma3":
+            config = transformers.Gemma3Config(
+                vision_config=transformers.SiglipVisionConfig(**{**TOWER, "image_size": 56, "patch_size": 7}),
+                text_config=transformers.Gemma3TextConfig(**{**GEMMA, "vocab_size": len(tokenizer) + 3}),
+                mm_tokens_per_image=4,
+                image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+            )
+            return transformers.Gemma3ForConditionalGeneration(config)
     config = transformers.SmolVLMConfig(
         vision_config={**TOWER, "image_size": 32, "patch_size": 8},
         text_config={"model_type": "llama", **text},

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -124,6 +126,15 @@ def idefics(image_processor: Any, *, kind: type, patch: int) -> Case:
     )
 
 
+def gemma(side: int, patch: int, *, merge: int) -> Case:
+    image_processor = Gemma3ImageProcessorPil(size={"height": side, "width": side})
+    image_tokens = "<image_soft_token>" * (side // patch // merge) ** 2
+    theirs = bare(Gemma3Processor, full_image_sequence=f"\n\n<start_of_image>{image_tokens}<end_of_image>\n\n")
+    return Case(
+        image_processor, model_of(patch, merge=merge), lambda pixels, index: theirs.replace_image_token(pixels, index)
+    )
+
+
 SQUARES = [[28 * rows, 28 * columns] for rows in range(1, 5) for columns in range(1, 5)]
 SMALL_SPLIT: dict[str, Any] = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
 CASES: dict[str, Case] = {
@@ -162,6 +173,7 @@ CASES: dict[str, Case] = {
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
     ),
+    "gemma3": gemma(56, 7, merge=4),
     "smolvlm": idefics(SmolVLMImageProcessorPil(**SMALL_SPLIT), kind=SmolVLMProcessor, patch=8),
     "smolvlm-512": idefics(
         SmolVLMImageProcessorPil(size={"longest_edge": 2048}, max_image_size={"longest_edge": 512}),

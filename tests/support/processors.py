@@ -13,6 +13,7 @@ import transformers
 from numpy.typing import NDArray
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -21,7 +22,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from tests.support import chat_templates as templates
-from tests.support.tokenizers import EXTRA, QWEN, SMOL, byte_level, llama
+from tests.support.tokenizers import EXTRA, GEMMA, QWEN, SMOL, byte_level, llama, with_begin
 
 Pixels = NDArray[np.uint8]
 
@@ -126,6 +127,19 @@ CASES = {
         {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         model_of(16, merge=2),
     ),
+    "gemma3": Whole(
+        transformers.Gemma3Processor,
+        Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),
+        templates.GEMMA3,
+        "gemma",
+        {
+            "image_seq_length": 4,
+            "image_token": "<start_of_image>",
+            "boi_token": "<start_of_image>",
+            "full_image_sequence": f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n",
+        },
+        model_of(7, merge=4),
+    ),
     "smolvlm": Whole(
         transformers.SmolVLMProcessor,
         SmolVLMImageProcessorPil(size={"longest_edge": 96}, max_image_size={"longest_edge": 32}),
@@ -151,6 +165,12 @@ def tokenizers_in(root: Path) -> dict[str, Path]:
         ),
         "smol": PreTrainedTokenizerFast(
             tokenizer_object=byte_level(SMOL), bos_token="<|im_start|>", eos_token="<end_of_utterance>"
+        ),
+        "gemma": PreTrainedTokenizerFast(
+            tokenizer_object=with_begin(byte_level(GEMMA), "<bos>"),
+            bos_token="<bos>",
+            eos_token="<end_of_turn>",
+            extra_special_tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>"},
         ),
         "llama": PreTrainedTokenizerFast(tokenizer_object=llama(), bos_token="<s>", eos_token="</s>"),
     }

@@ -20,6 +20,9 @@ EXTRA = ("<image>", "<IMG_CONTEXT>", "<img>", "</img>", "<think>", "</think>")
 LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<image>")
 
 
+GEMMA = ("<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>")
+
+
 SMOL = ("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<global-img>", "<image>", "<row_1_col_1>")
 
 

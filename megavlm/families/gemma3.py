@@ -1,0 +1,195 @@
+"""Gemma 3: SigLIP, pooled patches, and layers that see a sliding window or everything; images attend both ways."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
+from megavlm.data.processors.layout import Layout, Prompt
+from megavlm.data.processors.processor import Processor, Whole
+from megavlm.data.processors.reader import HALF_PIXELS, Json, ProcessorReader, sides
+from megavlm.errors import UserError
+from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.language import language_table
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import Rename, Table, Transpose
+from megavlm.families.shared.vision import siglip, siglip_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.data.batch import MicroBatch
+
+IMAGE, START, END = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
+
+
+def config(settings: Settings) -> ModelConfig:
+    """Gemma3Config."""
+    tower = settings.section("vision_config")
+    vision = siglip(tower, feature_layer=-1, post_norm=True)
+    side, features = vision.image_size // vision.patch_size, math.isqrt(settings.get("mm_tokens_per_image", 256))
+    if side % features:
+        refuse(settings, "mm_tokens_per_image", f"{side} × {side} patches are no {features} × {features} equal blocks")
+    return ModelConfig(
+        vision=vision,
+        projector=ProjectorConfig(
+            kind="linear",
+            pixel_shuffle=side // features,
+            merge="average",
+            input_norm=True,
+            normalization="RMSNorm",
+            norm_epsilon=vision.norm_epsilon,
+            apply_layernorm_1p=True,
+            bias=False,
+        ),
+        language=language(settings.section("text_config"), tied=settings.get("tie_word_embeddings", True)),
+        image_token=settings.get("image_token_index", settings.get("image_token_id", 262144)),
+    )
+
+
+def language(text: Settings, *, tied: bool) -> LanguageConfig:
+    """Gemma3TextConfig."""
+    text.require("hidden_activation", "gelu_pytorch_tanh", why="only GeGLU language models are known here")
+    text.require("attention_bias", False, why="biases in attention are not known here")
+    text.require("attn_logit_softcapping", None, why="Gemma 3 has no soft caps")
+    text.require("final_logit_softcapping", None, why="Gemma 3 has no soft caps")
+    text.require("use_bidirectional_attention", False, why="text that attends to later text is not known here")
+    layers, width = text.get("num_hidden_layers", 26), text.get("hidden_size", 2304)
+    every = text.get("sliding_window_pattern", text.get("_sliding_window_pattern", 6))
+    pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    full = [layer for layer, kind in enumerate(text.get("layer_types", pattern)) if kind == "full_attention"]
+    return LanguageConfig(
+        num_layers=layers,
+        hidden_size=width,
+        ffn_hidden_size=text.get("intermediate_size", 9216),
+        num_attention_heads=text.get("num_attention_heads", 8),
+        num_query_groups=text.get("num_key_value_heads", 4),
+        kv_channels=text.get("head_dim", 256),
+        vocab_size=text.get("vocab_size", 262208),
+        max_positions=text.get("max_position_embeddings", 131072),
+        norm_epsilon=text.get("rms_norm_eps", 1e-6),
+        qk_norm=True,
+        post_norms=True,
+        apply_layernorm_1p=True,
+        activation="geglu",
+        softmax_scale=text.get("query_pre_attn_scalar", 256) ** -0.5,
+        embedding_scale=width**0.5,
+        window_size=text.get("sliding_window", 4096),
+        full_attention_layers=tuple(full),
+        bidirectional_images=True,
+        tie_embeddings=tied,
+        **_rope(text),
+    )
+
+
+def _rope(text: Settings) -> dict[str, Any]:
+    """Rotary settings of both kinds of layers; Transformers 5 writes one section for each."""
+    parameters = text.section("rope_parameters")
+    everywhere, local = parameters.section("full_attention"), parameters.section("sliding_attention")
+    scaling = {**text.section("rope_scaling").values, **everywhere.values}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "linear") or local.get("rope_type", "default") != "default":
+        refuse(text, "rope_parameters", "known rotary scalings of Gemma 3 are default and linear, in full attention")
+    return {
+        "rotary_base": float(everywhere.get("rope_theta", text.get("rope_theta", 1e6))),
+        "local_rotary_base": float(local.get("rope_theta", text.get("rope_local_base_freq", 1e4))),
+        "rope_scaling": "linear" if kind == "linear" else "none",
+        "rope_scaling_factor": float(scaling["factor"]) if kind == "linear" else 1.0,
+    }
+
+
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    return {
+        **siglip_table(model.vision, prefixes.vision),
+        "projector.norm.weight": Rename(f"{prefixes.projector}mm_soft_emb_norm.weight"),
+        "projector.linear_fc1.weight": Transpose(f"{prefixes.projector}mm_input_projection_weight"),
+        **language_table(model.language, prefixes.language, head=prefixes.head),
+    }
+
+
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+    """Return the model's inputs; by the types of tokens it knows which of them attend to later ones."""
+    assert model.image_token is not None
+    types = batch.text.tokens.eq(model.image_token).long()
+    return {"input_ids": batch.text.tokens, "token_type_ids": types, **pixel_values(batch, model.vision)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framed(Whole):
+    """Keeps an image in one piece, with a mark and empty lines before and after its tokens."""
+
+    def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
+        found = super().layout(height, width, images=images)
+        prompt = Prompt(self.image_token, (f"\n\n{START}", f"{END}\n\n"), (found.features,))
+        return Layout(found.size, found.tiles, found.arrangement, prompt)
+
+
+def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
+    if options.get("do_pan_and_scan"):
+        raise UserError("do_pan_and_scan in preprocessor_config.json is not supported: set it to false")
+    return Framed(size=sides(options["size"], "size"), placeholder=START, image_token=IMAGE, **shared)
+
+
+CHAT = NamedTemplate(
+    "gemma",
+    """\
+{{ bos_token }}{% set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}\
+{% set first = 1 if system else 0 %}\
+{% for message in messages %}{% if message.role != 'system' %}\
+{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}\
+{{ system if loop.index0 == first }}{{ message.content | trim }}{{ '<end_of_turn>\\n' }}\
+{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}""",
+    needs=("<start_of_turn>", "<end_of_turn>"),
+)
+
+_HEAD = "language_model.lm_head.weight"
+_TOWER = {
+    "num_hidden_layers": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "image_size": 896,
+    "patch_size": 14,
+}
+
+
+def _released(layers: int, width: int, inner: int, **heads: int) -> dict[str, Any]:
+    text = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner, "sliding_window": 1024}
+    rope = {"rope_type": "linear", "factor": 8.0}
+    return {"vision_config": _TOWER, "text_config": {**text, **heads, "rope_scaling": rope}}
+
+
+FAMILY = Family(
+    name="gemma3",
+    model_types=("gemma3",),
+    config=config,
+    table=table,
+    inputs=inputs,
+    name_prefixes=(
+        NamePrefixes("vision_tower.", "multi_modal_projector.", "language_model.model.", _HEAD),
+        NamePrefixes("vision_tower.vision_model.", "multi_modal_projector.", "language_model.model.", _HEAD),
+        NamePrefixes("model.vision_tower.", "model.multi_modal_projector.", "model.language_model."),
+        NamePrefixes("model.vision_tower.vision_model.", "model.multi_modal_projector.", "model.language_model."),
+    ),
+    unused=(r".*vision_tower\.(vision_model\.)?head\..*", r".*position_ids"),
+    image_processors=(
+        ProcessorReader(
+            ("Gemma3",),
+            {**HALF_PIXELS, "resample": 2, "size": {"height": 224, "width": 224}, "do_pan_and_scan": False},
+            build_processor,
+        ),
+    ),
+    image_text=IMAGE,
+    chat_template=CHAT,
+    published={
+        "gemma3_4b": _released(34, 2560, 10240),
+        "gemma3_12b": _released(48, 3840, 15360, num_attention_heads=16, num_key_value_heads=8),
+        "gemma3_27b": _released(
+            *(62, 5376, 21504), num_attention_heads=32, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168
+        ),
+    },
+)
