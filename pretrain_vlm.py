@@ -13,7 +13,8 @@ from megavlm.config.derived import launches_in_order
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
-from megavlm.errors import UserError
+from megavlm.errors import Stopped, UserError
+from megavlm.resilience.signals import STOPPED, StopRequest, listen, torchrun_patience, under_torchrun
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,6 +25,8 @@ def main(argv: Sequence[str]) -> None:
         return dry_run(config, world=world)
     check(config, world=world)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost peer is an error of the connection, not the end of the run
+    stop = StopRequest()
+    listen(stop, parent=os.getppid() if under_torchrun() else None, patience=torchrun_patience())
 
     from megavlm import backend
 
@@ -32,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
     from megavlm.train.build import build
     from megavlm.train.loop import fit
 
-    fit(build(config, chosen))
+    fit(build(config, chosen), stop)
 
 
 def with_model(config: Config) -> Config:
@@ -79,9 +82,13 @@ def dry_run(config: Config, *, world: int) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the program; return the exit status: 0 done, 2 configuration or data are wrong (reported in one line)."""
+    """Run the program; return the exit status: 0 finished, 75 stopped by request, 2 configuration or data are wrong
+    (reported in one line). Any other error ends with 1.
+    """
     try:
         main(argv)
+    except Stopped:
+        return STOPPED
     except UserError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if _speaks():

@@ -7,6 +7,7 @@ it, so that no image is read or decoded twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,13 @@ class DataLoader:
             return self._read()
         (_, step), self._peeked = self._peeked, None
         return step
+
+    def failure_ahead(self, *, unless: Callable[[], bool]) -> BaseException | None:
+        """Wait until the data that this rank prefetches is there, or until `unless()`; return why it failed, if it did.
+
+        The next step then raises this error on all ranks of the replica; the ranks of other replicas do not know.
+        """
+        return None if self._loader is None else self._loader.failure_ahead(unless=unless)
 
     def _read(self) -> StepData:
         if self._broadcast is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -68,6 +68,13 @@ class RankLoader:
         step, self._state = pending.result()
         self._prefetched = self._thread.submit(self._make, self._state)
         return step
+
+    def failure_ahead(self, *, unless: Callable[[], bool]) -> BaseException | None:
+        """Wait until the prefetched step is there, or until `unless()`; return the error that made it fail, if any."""
+        while (pending := self._prefetched) is not None and not unless():
+            if wait([pending], timeout=0.1).done:
+                return pending.exception()
+        return None
 
     def state_dict(self) -> LoaderState:
         """Return where the next step begins."""

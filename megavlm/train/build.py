@@ -38,6 +38,8 @@ from megavlm.planner.auto import offload_memory_error
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
 from megavlm.precision.device import check_device, device_at_hand
 from megavlm.resilience import events
+from megavlm.resilience.lock import RunLock
+from megavlm.resilience.status import note_failure, write_status
 from megavlm.train.engine import Engine, WeightInit, build_engine
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
@@ -61,6 +63,7 @@ class Run:
     sinks: Sequence[Sink]  # on rank 0; empty elsewhere
     skipped: SkippedLog  # writes on ranks that read data
     data_identity: dict[str, Any]  # what a place in the data depends on
+    lock: RunLock  # held by rank 0: nobody else writes to the run folder
 
     @property
     def micro_batches(self) -> int:
@@ -75,13 +78,24 @@ def build(config: Config, backend: Backend) -> Run:
     Raises UserError for a configuration that cannot run. By then RUN_DIR and the demo's tokenizer may be written,
     because the plan depends on the size of the tokenizer.
     """
-    timeout = config.parallel.distributed_timeout_minutes
-    start(backend, timeout_minutes=timeout)
+    start(backend, timeout_minutes=config.parallel.distributed_timeout_minutes)
     check_device(config)
+    run_dir = Path(config.run.run_dir)
+    on_rank_0(partial(make_run_dir, run_dir))
+    lock = RunLock(run_dir)
+    on_rank_0(lock.acquire)
+    try:
+        return _build(config, backend, lock)
+    except Exception as error:
+        note_failure(run_dir, error)
+        lock.release()
+        raise
+
+
+def _build(config: Config, backend: Backend, lock: RunLock) -> Run:
+    timeout = config.parallel.distributed_timeout_minutes
     rank, run_dir = dist.get_rank(), Path(config.run.run_dir)
     dims = dims_of(config, world=dist.get_world_size())
-    on_rank_0(partial(make_run_dir, run_dir))
-
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
     given, config = config, resolve(config, vocab_size=source.vocab_size)
     config = overlapped(with_device_defaults(config, on_gpu=not backend.is_cpu, dp=dims.dp), dp=dims.dp)
@@ -123,6 +137,9 @@ def build(config: Config, backend: Backend) -> Run:
         num_sources=len(source.names) if len(source.names) > 1 else 0,
     )
     position = _restore(engine, data_loader, config, plan, choices, identity)
+    if rank == 0:
+        events.record(run_dir, "start", iteration=position.iteration, world=dims.world)
+        write_status(run_dir, "running", iteration=position.iteration, train_iters=config.train.train_iters)
     progress, sinks = _outputs(config, run_dir, position.iteration) if rank == 0 else (None, [])
     return Run(
         config=config,
@@ -136,6 +153,7 @@ def build(config: Config, backend: Backend) -> Run:
         progress=progress,
         sinks=sinks,
         data_identity=identity,
+        lock=lock,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.coords.dp:05d}.jsonl" if groups.is_reader else None),
     )
 

@@ -77,14 +77,15 @@ class Engine:
     def train_step(
         self,
         batches: Sequence[MicroBatch],
-        counters: Sequence[float] = (),
+        counters: Callable[[], Sequence[float]] = tuple,
         *,
         upcoming: Sequence[MicroBatch] | None = None,
     ) -> StepResult:
         """Run forward, backward and update on this rank's micro-batches of a global batch; return the results.
 
-        `counters` are summed over all ranks by the step's one small all-reduce, which also sums the loss. `upcoming`
-        are the micro-batches of the next step, whose images a frozen colocated encoder encodes during this step.
+        `counters` is called once the update is under way; what it returns is summed over all ranks by the step's one
+        small all-reduce, which also sums the loss. `upcoming` are the micro-batches of the next step, whose images a
+        frozen colocated encoder encodes during this step.
         """
         if upcoming is not None and self.schedule.colocated is not None:
             self.schedule.colocated.prefetch(upcoming)
@@ -95,7 +96,7 @@ class Engine:
         with profiler_range("optimizer"):
             updated, norm_of_sums, _ = self.optimizer.step()
         totals = totals if self.groups.is_first_tp else torch.zeros_like(totals)
-        totals = torch.cat([totals, torch.tensor(counters, dtype=totals.dtype).to(totals.device, non_blocking=True)])
+        totals = torch.cat([totals, torch.tensor(counters(), dtype=totals.dtype).to(totals.device, non_blocking=True)])
         dist.all_reduce(totals)
         sources = self.schedule.num_sources
         loss_sum, tokens, *rest = totals.tolist()

@@ -3,85 +3,176 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint import state
 from megavlm.data.collate import CollateSpec
-from megavlm.errors import UserError
+from megavlm.errors import Stopped, UserError
 from megavlm.metrics.sinks import Value
+from megavlm.resilience import events
+from megavlm.resilience.signals import StopRequest, patience_complaint, torchrun_patience, under_torchrun
+from megavlm.resilience.status import State, note_failure, write_status
 from megavlm.train import evaluate
 from megavlm.train.build import Run
 from megavlm.train.record import Counts, counts_of, record_of
-from megavlm.train.stopping import StopRequest
 from megavlm.train.trace import Tracer
 
 # A run with at most this many skipped samples goes on, whatever their share.
 _LEAST_SKIPPED = 20
 
 
-def fit(run: Run) -> None:
-    """Train to the last iteration or a stop signal, save a checkpoint, and evaluate a run that finished.
+def fit(run: Run, stop: StopRequest | None = None) -> None:
+    """Train to the last iteration or a request to stop, save a checkpoint, and evaluate a run that finished.
 
-    Raises UserError if too many samples were skipped.
+    Raises Stopped after a request, UserError if too many samples were skipped or if data cannot be read, each after a
+    save.
     """
-    stop = StopRequest()
-    config = run.config
-    iteration = saved = run.position.iteration
-    tally = _Tally(run.position.samples_read, run.position.samples_skipped)
-    tracer = Tracer(run.engine, config.logging, rank=dist.get_rank(), run_dir=run.run_dir, say=partial(_say, run))
-    bad: str | None = None
+    stop = stop or StopRequest()
+    tracer = Tracer(run.engine, run.config.logging, rank=dist.get_rank(), run_dir=run.run_dir, say=partial(_say, run))
     try:
-        while iteration < config.train.train_iters:
-            iteration += 1
-            tracer.before(iteration, micro_batches=run.micro_batches)
-            before = time.perf_counter()
-            with profiler_range("data"):
-                step = run.data_loader.next_step()
-                ahead = config.placement.encode_ahead and iteration < config.train.train_iters
-                upcoming = run.data_loader.peek().batches if ahead else None
-            fetched = time.perf_counter()
-            counters = counts_of(run, step, stop=stop.requested).values()
-            result = run.engine.train_step(step.batches, counters, upcoming=upcoming)
-            counts = Counts(*result.counters)
-            seconds = time.perf_counter() - before
-            tracer.after(iteration)
-            record = record_of(run, iteration, step, result, counts, data_time=fetched - before, seconds=seconds)
-            run.skipped.write(iteration, step.skipped)
-            tally.add(counts)
-            if _due(iteration, config.evaluation.eval_interval) and iteration < config.train.train_iters:
-                record |= _interval_evaluation(run)
-            for sink in run.sinks:
-                sink.log(record)
-            if _due(iteration, config.checkpoint.save_interval):
-                saved = _save(run, iteration, tally)
-            bad = tally.too_many_skipped(config.data.max_bad_sample_rate)
-            if counts.stop or bad:
-                break
-        if saved != iteration:
-            _save(run, iteration, tally)
-        if bad:
-            raise UserError(bad)
-        finished = iteration >= config.train.train_iters
-        _say(run, "finished" if finished else f"stopped at iteration {iteration}; the same command continues from here")
-        if finished:
-            _final_evaluation(run)
+        stop.training()
+        iteration, end = _train(run, stop, tracer)
+        if isinstance(end, Stopped):
+            stop.closing()
+            _note(run, "stop", "stopped", iteration=iteration, reason=str(end))
+            _say(run, f"stopped at iteration {iteration}; the same command continues from here")
+        if end is not None:
+            raise end
+        _note(run, "finish", "finished", iteration=iteration)
+        _say(run, "finished")
+        stop.saved()
+        _final_evaluation(run)
+    except Exception as error:
+        if not isinstance(error, Stopped):
+            note_failure(run.run_dir, error)
+        raise
     finally:
         tracer.close()
-        stop.restore()
         close(run)
 
 
+def _train(run: Run, stop: StopRequest, tracer: Tracer) -> tuple[int, BaseException | None]:
+    """Train and save; return the last iteration, and why it is not the run's last, equal on all ranks."""
+    config, last = run.config, run.config.train.train_iters
+    iteration = saved = run.position.iteration
+    tally = _Tally(run.position.samples_read, run.position.samples_skipped)
+    patience = Patience(run)
+    end: BaseException | None = None
+    while iteration < last and end is None:
+        iteration += 1
+        tracer.before(iteration, micro_batches=run.micro_batches)
+        before = time.perf_counter()
+        with profiler_range("data"):
+            step = run.data_loader.next_step()
+            upcoming = run.data_loader.peek().batches if config.placement.encode_ahead and iteration < last else None
+        ahead = _Ahead(run, counts_of(run, step), stop, needed=iteration < last)
+        fetched = time.perf_counter() - before
+        result = run.engine.train_step(step.batches, ahead.counters, upcoming=upcoming)
+        counts = Counts(*result.counters)
+        seconds = time.perf_counter() - before
+        tracer.after(iteration)
+        record = record_of(run, iteration, step, result, counts, data_time=fetched + ahead.waited, seconds=seconds)
+        run.skipped.write(iteration, step.skipped)
+        tally.add(counts)
+        if _due(iteration, config.evaluation.eval_interval) and iteration < last:
+            record |= _interval_evaluation(run)
+        for sink in run.sinks:
+            sink.log(record)
+        patience.step(seconds)
+        asked = counts.stop > 0
+        if _due(iteration, config.checkpoint.save_interval):
+            saved = _save(run, iteration, tally, patience)
+            asked = asked or _anywhere(stop.requested, run)  # during the save
+        if iteration < last:
+            end = ahead.error(counts) or tally.too_many_skipped(config.data.max_bad_sample_rate)
+            end = end or (Stopped(stop.reason or "another rank was asked to stop") if asked else None)
+    if saved != iteration:
+        _save(run, iteration, tally, patience)
+    return iteration, end
+
+
+@dataclass
+class _Ahead:
+    """What a rank says at the end of a step: its counts, whether it was asked to stop, whether its next data failed."""
+
+    run: Run
+    counts: Counts
+    stop: StopRequest
+    needed: bool  # whether there is a next step
+    waited: float = 0.0  # seconds for the next step's data
+    failure: BaseException | None = None
+
+    def counters(self) -> Sequence[float]:
+        """Return the counters of the step: all replicas hear of failed data before one waits for the rest."""
+        before = time.perf_counter()
+        if self.needed:
+            self.failure = self.run.data_loader.failure_ahead(unless=lambda: self.stop.requested)
+        self.waited = time.perf_counter() - before
+        return replace(self.counts, stop=self.stop.requested, failed=self.failure is not None).values()
+
+    def error(self, counts: Counts) -> BaseException | None:
+        """Return the error of the next step's data, on all ranks; `counts` are the sums over them."""
+        if not counts.failed:
+            return None
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, None if self.failure is None else str(self.failure))
+        return self.failure or UserError(next(error for error in errors if error is not None))
+
+
+def _anywhere(value: bool, run: Run) -> bool:
+    """Return whether a value is true on any rank."""
+    found = torch.tensor(int(value), device=run.backend.device)
+    dist.all_reduce(found)
+    return bool(found.item())
+
+
+def _note(run: Run, kind: str, state: State, *, iteration: int, reason: str | None = None) -> None:
+    """Write an end of the run to its record of events and to status.json."""
+    if run.progress is not None:
+        events.record(run.run_dir, kind, iteration=iteration, reason=reason)
+        write_status(run.run_dir, state, iteration=iteration, reason=reason)
+
+
 def close(run: Run) -> None:
-    """Stop the data loader's workers, free the engine and close all files."""
+    """Stop the data loader's workers, free the engine, close all files, and give the run folder free."""
     run.data_loader.close()
     run.skipped.close()
     run.engine.close()
     for sink in run.sinks:
         sink.close()
+    run.lock.release()
+
+
+class Patience:
+    """Says once, on rank 0, that a step and a save take longer than torchrun waits before it kills."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._steps: list[float] = []
+        self._save = 0.0
+        self._silent = run.progress is None or not under_torchrun()
+        self._patience = torchrun_patience()
+
+    def step(self, seconds: float) -> None:
+        self._steps = [*self._steps[-2:], seconds]
+        self._look()
+
+    def save(self, seconds: float) -> None:
+        self._save = seconds
+        self._look()
+
+    def _look(self) -> None:
+        if self._silent or len(self._steps) < 3:
+            return
+        if line := patience_complaint(step=min(self._steps), save=self._save, patience=self._patience):
+            self._silent = True
+            _say(self._run, line)
 
 
 @dataclass
@@ -95,11 +186,11 @@ class _Tally:
         self.read += int(counts.read)
         self.skipped += int(counts.skipped)
 
-    def too_many_skipped(self, most: float) -> str | None:
-        """Return an error message, equal on all ranks, if more than the share `most` of all samples was skipped."""
+    def too_many_skipped(self, most: float) -> UserError | None:
+        """Return an error, equal on all ranks, if more than the share `most` of all samples was skipped."""
         if self.skipped < _LEAST_SKIPPED or self.skipped <= most * self.read:
             return None
-        return (
+        return UserError(
             f"{self.skipped} of {self.read} samples were skipped, more than --max-bad-sample-rate {most}: "
             "RUN_DIR/skipped lists each with its reason; repair the data, or raise the rate to continue"
         )
@@ -109,7 +200,7 @@ def _due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
 
 
-def _save(run: Run, iteration: int, tally: _Tally) -> int:
+def _save(run: Run, iteration: int, tally: _Tally, patience: Patience) -> int:
     if not run.config.checkpoint.save:
         return iteration
     began = time.perf_counter()
@@ -128,7 +219,12 @@ def _save(run: Run, iteration: int, tally: _Tally) -> int:
         keep=run.config.checkpoint.keep_checkpoints,
         data=run.data_identity,
     )
-    _say(run, f"saved {folder} in {time.perf_counter() - began:.1f} s")
+    seconds = time.perf_counter() - began
+    patience.save(seconds)
+    if run.progress is not None:
+        events.record(run.run_dir, "save", iteration=iteration, seconds=round(seconds, 3), folder=folder)
+        write_status(run.run_dir, "running", iteration=iteration, checkpoint=str(folder))
+    _say(run, f"saved {folder} in {seconds:.1f} s")
     return iteration
 
 

@@ -33,17 +33,18 @@ class Counts:
     read: float = 0  # samples read, including skipped ones
     skipped: float = 0  # samples skipped
     split: float = 0  # samples of which a part was skipped
-    stop: float = 0  # ranks that received a stop signal
+    stop: float = 0  # ranks that were asked to stop
+    failed: float = 0  # replicas whose next data cannot be read
 
     def values(self) -> Sequence[float]:
         return [float(getattr(self, field.name)) for field in fields(self)]
 
 
-def counts_of(run: Run, step: StepData, *, stop: bool) -> Counts:
-    """Return this rank's counts: one rank of each replica counts the batch, every rank reports a stop signal."""
+def counts_of(run: Run, step: StepData) -> Counts:
+    """Return this rank's counts of a batch: one rank of each replica counts it."""
     at = run.engine.groups.coords
     if at.tp or at.pp:
-        return Counts(stop=stop)
+        return Counts()
     counted = stats(step.batches)
     grids = [grid for batch in step.batches for grid in batch.image_sizes.grids]
     images = image_workload(grids, run.config.model)
@@ -62,7 +63,6 @@ def counts_of(run: Run, step: StepData, *, stop: bool) -> Counts:
         read=step.read,
         skipped=sum(not skip.partly for skip in step.skipped),
         split=sum(skip.partly for skip in step.skipped),
-        stop=stop,
     )
 
 

@@ -25,7 +25,10 @@ DOCUMENTS = [
 TOOLS = ("calibrate", "convert", "doctor", "plan", "prepare_data", "preview_data")
 TAKES_RUN_FLAGS = ("convert", "preview_data")
 # Flags of other programs: torchrun, pip, docker.
-FOREIGN_FLAGS = {"--nproc-per-node", "--no-build-isolation", "--shm-size"}
+FOREIGN_FLAGS = {
+    *"--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-endpoint --rdzv-id --shutdown-timeout".split(),
+    *"--signals-to-handle --signal --no-build-isolation --shm-size".split(),
+}
 SUFFIXES = (".py", ".md", ".sh", ".toml", ".cpp")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 

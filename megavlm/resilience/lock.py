@@ -1,0 +1,154 @@
+"""One writer per run folder: RUN_DIR/lock names the host and process that write there.
+
+On one machine, and where a shared file system supports it, the kernel holds the lock and frees it when the process
+ends. Between machines whose file system does not pass locks on, the owner touches the file every few seconds: a lock
+that is not touched for a while belongs to a dead run.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megavlm.errors import UserError
+from megavlm.resilience.events import record
+
+FILE = "lock"
+_BEAT = 5.0  # seconds between two touches
+_SILENCE = 20.0  # seconds without a touch after which the owner, on another machine, is dead
+
+
+class RunLock:
+    """The right to write to a run folder. Rank 0 of a run acquires it, before anything else writes there."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._file: int | None = None
+        self._released = threading.Event()
+
+    def acquire(self) -> None:
+        """Take the lock, or take it over from a run that is dead. Raises UserError if a living run has it."""
+        path = self._run_dir / FILE
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UserError(
+                f"--run-dir {self._run_dir} cannot be written ({error.strerror}): choose another folder"
+            ) from error
+        try:
+            kernel_holds = _lock(file)
+            owner = _owner(file)
+            if owner and _is_alive(path, owner, kernel_holds=kernel_holds):
+                raise BlockingIOError
+            _lock(file)  # once more: looking at the file gave the kernel's lock away
+        except BlockingIOError as error:
+            line = _refusal(self._run_dir, _owner(file))
+            os.close(file)
+            raise UserError(line) from error
+        self._file = file
+        _write(file, {**_me(), "since": datetime.now(UTC).isoformat(timespec="seconds")})
+        threading.Thread(target=self._beat, name="lock", daemon=True).start()
+        if owner:
+            record(self._run_dir, "takeover", reason=f"process {owner.get('pid')} on {owner.get('host')} is dead")
+
+    def release(self) -> None:
+        """Give the folder free. A lock that was not acquired stays as it is."""
+        self._released.set()
+        if self._file is not None:
+            os.ftruncate(self._file, 0)  # not deleted: another run may have opened it
+            os.close(self._file)
+            self._file = None
+
+    def _beat(self) -> None:
+        while not self._released.wait(_BEAT):
+            if (file := self._file) is not None:
+                os.utime(file)
+
+
+def _lock(file: int) -> bool:
+    """Take the kernel's lock; return False on a file system without locks. Raises BlockingIOError if another has it.
+
+    It is this process's own and ends with it, unlike flock's, which a child that a save forks would go on to hold. It
+    is lost when the process closes any descriptor of the file.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno == errno.EACCES:
+            raise BlockingIOError from error
+        return False
+    return True
+
+
+def _me() -> dict[str, Any]:
+    """Return what tells this process from every other on any machine."""
+    return {"host": platform.node(), "machine": _boot(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _is_alive(path: Path, owner: dict[str, Any], *, kernel_holds: bool) -> bool:
+    """Return whether the owner that a lock names still runs, if the kernel did not say so."""
+    if owner.get("machine") == _boot():
+        return not kernel_holds and _started(owner.get("pid")) == owner.get("started")
+    before = _touched(path)
+    end = time.monotonic() + _SILENCE
+    while time.monotonic() < end:
+        time.sleep(0.5)
+        if _touched(path) != before:
+            return True
+    return False
+
+
+def _touched(path: Path) -> int:
+    """Return when the owner touched the lock; opened anew, so that a network file system asks its server."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.fstat(file).st_mtime_ns
+    finally:
+        os.close(file)
+
+
+def _boot() -> str:
+    """Return a name of this machine since its last start; machines may share a host name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def _started(pid: Any) -> str | None:
+    """Return when a process of this machine started, which tells it from a later one with its number."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def _owner(file: int) -> dict[str, Any]:
+    """Return the owner that a lock names; empty for a lock that was given free."""
+    try:
+        owner = json.loads(os.pread(file, 65536, 0) or b"{}")
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _write(file: int, owner: dict[str, Any]) -> None:
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(owner).encode() + b"\n", 0)
+
+
+def _refusal(run_dir: Path, owner: dict[str, Any]) -> str:
+    return (
+        f"--run-dir {run_dir} belongs to a run that is alive (process {owner.get('pid')} on {owner.get('host')}, since "
+        f"{owner.get('since')}): stop it, or give another --run-dir"
+    )

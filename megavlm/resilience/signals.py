@@ -1,0 +1,158 @@
+"""Requests to stop: by a signal, or because torchrun is gone. A thread hears them, whatever the main thread waits for.
+
+Python runs signal handlers between the instructions of the main thread, which may wait in a collective or compute for
+minutes. What the interpreter writes to a "wakeup" pipe arrives at once, and a thread reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from typing import Literal
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGTERM may come after them
+STOPPED = 75  # exit status "stopped by request; the same command continues": EX_TEMPFAIL of sysexits.h
+
+# A signal that comes this soon after the first is the same request: schedulers send to torchrun and to all ranks at
+# once, and torchrun passes on what it gets.
+_SAME_REQUEST = 5.0  # seconds
+_LOOK_AT_PARENT = 1.0  # seconds
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and why. Without `listen` nothing asks."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._asked = 0.0
+        self._warned = False  # the request was a warning of a scheduler, which its SIGTERM may follow
+        self._lock = threading.Lock()
+        self._phase: Literal["starting", "training", "closing"] = "starting"
+
+    @property
+    def requested(self) -> bool:
+        return self.reason is not None
+
+    def training(self) -> None:
+        """Let requests from now on wait for the training loop, which saves; before, they end the process at once."""
+        with self._lock:
+            self._phase = "training"
+
+    def saved(self) -> None:
+        """Say that all is saved: a request ends the process at once again."""
+        with self._lock:
+            self._phase = "starting"
+            if self.reason is not None:
+                _end(STOPPED, f"{self.reason}: ends, all is saved")
+
+    def closing(self) -> None:
+        """Ignore requests from now on: the process ends by itself."""
+        with self._lock:
+            self._phase = "closing"
+
+    def ask(self, reason: str, *, warning: bool) -> None:
+        """Request a stop. A request within 5 s of the first is the same one, and so is the first after a warning; any
+        other ends the process at once.
+        """
+        with self._lock:
+            now = time.monotonic()
+            if self._phase == "closing":
+                return
+            if self._phase == "starting":
+                _end(STOPPED, f"{reason}: ends, there is nothing to save")
+            if self.reason is None or (self._warned and not warning):
+                if self.reason is None and os.environ.get("LOCAL_RANK", "0") == "0":
+                    _say(f"{reason}: saves a checkpoint after this step and ends")
+                self.reason, self._asked, self._warned = reason, now, warning
+            elif now - self._asked > _SAME_REQUEST:
+                _end(1, f"{reason} once more: ends at once, without a checkpoint")
+
+
+def _end(status: int, line: str) -> None:
+    _say(line)
+    os._exit(status)
+
+
+def listen(stop: StopRequest, *, parent: int | None, patience: float) -> None:
+    """Pass signals on to `stop`, from now on and for good; the main thread calls it, once.
+
+    `parent`: if this process is gone, that is a request too, and this one ends `patience` seconds later at the latest.
+    """
+    heard, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        signal.signal(number, _do_nothing)  # a handler of Python's, so that the interpreter writes to the pipe
+    threading.Thread(target=_hear, args=(stop, heard, parent, patience), name="signals", daemon=True).start()
+
+
+def _hear(stop: StopRequest, heard: int, parent: int | None, patience: float) -> None:
+    orphaned = 0.0
+    while True:
+        if select.select([heard], [], [], _LOOK_AT_PARENT)[0]:
+            for number in os.read(heard, 64):
+                if number in SIGNALS:
+                    stop.ask(f"{signal.Signals(number).name} received", warning=number in _WARNINGS)
+        if parent is None or os.getppid() == parent:
+            continue
+        orphaned = orphaned or time.monotonic()
+        if not stop.requested:
+            stop.ask("torchrun is gone", warning=True)
+        if time.monotonic() - orphaned > patience:
+            _say(f"torchrun has been gone for {patience:.0f} s: ends without a checkpoint")
+            os._exit(1)
+
+
+def _do_nothing(*_: object) -> None:
+    """Handle a signal by leaving it to the thread."""
+
+
+def _say(line: str) -> None:
+    # Not print: the main thread may hold the lock of sys.stderr.
+    os.write(2, f"pretrain_vlm.py (rank {os.environ.get('RANK', '0')}): {line}\n".encode())
+
+
+def torchrun_patience() -> float:
+    """Return the seconds between torchrun's signal and its SIGKILL: `--shutdown-timeout`, its variables, or 30."""
+    words = _words_of(os.getppid())
+    for number, word in enumerate(words):
+        name, has_value, value = word.partition("=")
+        if name in ("--shutdown-timeout", "--shutdown_timeout"):
+            return _seconds(value if has_value else "".join(words[number + 1 : number + 2]))
+    given = os.environ.get("PET_SHUTDOWN_TIMEOUT") or os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or ""
+    return _seconds(given)
+
+
+def under_torchrun() -> bool:
+    """Return whether torchrun started this process; it is then its parent."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _words_of(process: int) -> list[str]:
+    try:
+        with open(f"/proc/{process}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 30.0
+
+
+def patience_complaint(*, step: float, save: float, patience: float) -> str | None:
+    """Return a line if a step and a save take longer than torchrun waits before it kills, else None."""
+    if step + save <= patience:
+        return None
+    return (
+        f"warning: a step takes {step:.0f} s and a save {save:.0f} s, more than the {patience:.0f} s that torchrun "
+        f"waits for ranks that it asked to stop: start it with --shutdown-timeout {2 * (step + save):.0f}, or the work "
+        "since the last save is lost"
+    )

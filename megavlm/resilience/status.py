@@ -1,0 +1,59 @@
+"""How a run stands, for programs that start it again: RUN_DIR/status.json, replaced whole each time."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from megavlm.errors import UserError
+from megavlm.resilience.events import attempt, record
+
+FILE = "status.json"
+State = Literal["running", "finished", "stopped", "failed"]
+
+
+def write_status(
+    run_dir: Path, state: State, *, iteration: int | None = None, reason: str | None = None, **details: Any
+) -> None:
+    """Replace RUN_DIR/status.json. What is not given stays as it was, but the reason.
+
+    "running" is what a run leaves behind that was killed.
+    """
+    before = read_status(run_dir)
+    given = {"iteration": iteration, **details}
+    status = {
+        **before,
+        **{name: value for name, value in given.items() if value is not None},
+        "state": state,
+        "reason": reason,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "attempt": attempt(),
+    }
+    temporary = run_dir / f"{FILE}.{os.getpid()}"
+    try:
+        temporary.write_text(json.dumps(status, indent=2) + "\n")
+        temporary.rename(run_dir / FILE)
+    except OSError:
+        return  # the run itself will say that its folder cannot be written
+
+
+def note_failure(run_dir: Path, error: BaseException) -> None:
+    """Write down the error that ends the run; of an attempt's errors the first, on whatever rank, is the cause."""
+    before = read_status(run_dir)
+    if before.get("state") == "failed" and before.get("attempt") == attempt():
+        return
+    reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    write_status(run_dir, "failed", reason=reason)
+    record(run_dir, "failure", reason=reason)
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """Return the content of status.json; empty where there is none."""
+    try:
+        status = json.loads((run_dir / FILE).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return status if isinstance(status, dict) else {}

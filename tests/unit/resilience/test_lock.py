@@ -1,0 +1,120 @@
+"""A run folder has one writer: a living one is named, a dead one is replaced."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megavlm.errors import UserError
+from megavlm.resilience import lock
+from megavlm.resilience.events import events
+from megavlm.resilience.lock import RunLock
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+def hold(run_dir: Path, ready, *, beat: float) -> None:
+    with patch.object(lock, "_BEAT", beat):
+        RunLock(run_dir).acquire()
+        ready.set()
+        signal.pause()
+
+
+@pytest.fixture
+def owner(tmp_path: Path):
+    """A process that holds the lock of `tmp_path`."""
+    ready = CONTEXT.Event()
+    process = CONTEXT.Process(target=hold, args=(tmp_path, ready), kwargs={"beat": 0.05})
+    process.start()
+    assert ready.wait(60)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_living_run_keeps_its_folder(owner, tmp_path: Path):
+    with pytest.raises(UserError, match=rf"process {owner.pid} on .*--run-dir"):
+        RunLock(tmp_path).acquire()
+
+
+def test_a_dead_run_is_replaced(owner, tmp_path: Path):
+    owner.kill()
+    owner.join()
+    mine = RunLock(tmp_path)
+    mine.acquire()
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    assert [event["kind"] for event in events(tmp_path)] == ["takeover"]
+    mine.release()
+    RunLock(tmp_path).acquire()  # nothing to take over after a release
+    assert len(events(tmp_path)) == 1
+
+
+def test_the_kernel_still_holds_what_was_looked_at(owner, tmp_path: Path):
+    """After a takeover as well: to close any descriptor of a file gives its locks away."""
+    owner.kill()
+    owner.join()
+    mine = RunLock(tmp_path)
+    mine.acquire()
+    asked = CONTEXT.Process(target=expect_refusal, args=(tmp_path,))
+    asked.start()
+    asked.join()
+    assert asked.exitcode == 0
+    mine.release()
+
+
+def expect_refusal(run_dir: Path) -> None:
+    with pytest.raises(UserError):
+        RunLock(run_dir).acquire()
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_run_on_another_machine_is_judged_by_its_heartbeat(owner, tmp_path: Path, alive: bool):
+    """Without a kernel lock in between, as on shared storage that does not pass locks on."""
+    if not alive:
+        owner.kill()
+        owner.join()
+    with (
+        patch.object(lock, "_SILENCE", 2.0),
+        patch.object(lock, "_boot", lambda: "another machine"),
+        patch.object(lock, "_lock", lambda _: False),
+    ):
+        mine = RunLock(tmp_path)
+        if alive:
+            with pytest.raises(UserError, match=str(owner.pid)):
+                mine.acquire()
+        else:
+            mine.acquire()
+            mine.release()
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_file_system_without_locks(owner, tmp_path: Path, alive: bool):
+    if not alive:
+        owner.kill()
+        owner.join()
+    mine = RunLock(tmp_path)
+    with patch.object(lock, "_lock", lambda _: False):
+        if alive:
+            with pytest.raises(UserError, match=str(owner.pid)):
+                mine.acquire()
+        else:
+            mine.acquire()
+            mine.release()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "machine": 3}', "[" * 100_000])
+def test_a_lock_that_says_nothing_is_nobodys(tmp_path: Path, content: str):
+    (tmp_path / "lock").write_text(content)
+    with patch.object(lock, "_SILENCE", 0.1):
+        RunLock(tmp_path).acquire()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path):
+    with pytest.raises(UserError, match="--run-dir"):
+        RunLock(tmp_path / "missing").acquire()

@@ -1,0 +1,114 @@
+"""Who may ask a run to stop, how often, and what becomes of a process whose torchrun is gone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megavlm.resilience import signals
+from megavlm.resilience.signals import SIGNALS, STOPPED, StopRequest, listen, patience_complaint, torchrun_patience
+
+CONTEXT = multiprocessing.get_context("fork")
+PATIENCE = 60
+
+
+def rank(told, *, phase: str = "training", same_request: float = 5.0, orphan: tuple[int, float] | None = None) -> None:
+    """A process that trains, in C code that runs no Python, until it sees that it was asked to stop."""
+    signals._SAME_REQUEST = same_request
+    stop = StopRequest()
+    parent, patience = orphan or (None, 0.0)
+    listen(stop, parent=parent, patience=patience)
+    if phase == "training":
+        stop.training()
+    told.send(os.getpid())
+    while not (stop.requested and orphan is None and same_request > 1):
+        time.sleep(0.05)
+    told.send(stop.reason)
+    time.sleep(0.5)  # for further signals
+    os._exit(0)
+
+
+def started(**options: object):
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=rank, args=(theirs,), kwargs=options)
+    process.start()
+    assert ours.recv() == process.pid
+    return process, ours
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_any_of_the_signals_asks_and_a_second_one_is_the_same_request(number: signal.Signals):
+    process, ours = started()
+    for each in (number, signal.SIGTERM, number):
+        os.kill(process.pid, each)
+        time.sleep(0.05)
+    assert ours.recv().endswith("received")
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+
+
+def test_a_later_signal_ends_at_once():
+    process, _ = started(same_request=0.2)
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.4)
+    assert process.is_alive()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(PATIENCE)
+    assert process.exitcode == 1
+
+
+def test_the_sigterm_after_a_warning_is_no_impatience():
+    """SLURM: `--signal=USR1@60`, and SIGTERM when the time is over."""
+    process, _ = started(same_request=0.2)
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.4)
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.4)
+    assert process.is_alive()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(PATIENCE)
+    assert process.exitcode == 1
+
+
+def test_before_training_there_is_nothing_to_save():
+    process, _ = started(phase="starting")
+    os.kill(process.pid, signal.SIGUSR2)
+    process.join(PATIENCE)
+    assert process.exitcode == STOPPED
+
+
+def test_a_process_whose_parent_is_gone_is_asked_and_then_ends():
+    """Even if it waits for ever, as in a collective."""
+    process, _ = started(orphan=(1, 1.5))
+    process.join(PATIENCE)
+    assert process.exitcode == 1
+
+
+def test_torchruns_patience(monkeypatch: pytest.MonkeyPatch):
+    for words, seconds in (
+        (["torchrun", "--shutdown-timeout", "120", "x.py"], 120),
+        (["torchrun", "--shutdown_timeout=7"], 7),
+        (["torchrun", "--shutdown-timeout"], 30),
+        (["torchrun"], 30),
+    ):
+        monkeypatch.setattr(signals, "_words_of", lambda _, words=words: words)
+        assert torchrun_patience() == seconds
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")
+    assert torchrun_patience() == 90
+
+
+def test_a_step_that_torchrun_would_not_wait_for_is_told():
+    assert patience_complaint(step=20, save=9, patience=30) is None
+    line = patience_complaint(step=45, save=9, patience=30)
+    assert line is not None
+    assert "--shutdown-timeout 108" in line
+
+
+def test_the_patience_of_a_real_process_is_read_from_its_command_line():
+    own = Path(f"/proc/{os.getpid()}/cmdline").read_bytes().decode().split("\0")
+    assert signals._words_of(os.getpid()) == own
