@@ -50,8 +50,8 @@ class ColocatedEncoder:
         self.encoder = encoder
         self._config = config
         self._groups = groups
-        self._width = config.parallel.vision_tensor_model_parallel_size  # ranks of an encoder
-        self._assignment = ImageAssignment(config.model, groups.mp.size(), self._width)
+        width = config.parallel.vision_tensor_model_parallel_size
+        self._assignment = ImageAssignment(config.model, groups.mp.size(), width)
         self._encoded: _Encoded | None = None
         self._upcoming: Sequence[MicroBatch] | None = None
         self._ahead: _Ahead | None = None
@@ -118,9 +118,9 @@ class ColocatedEncoder:
         projector = self._config.model.projector
         counts = [count for each in sizes for count in each.image_tokens(projector)]
         encoder = np.repeat(np.concatenate(self._assignment.encoders(sizes)), counts)
-        rows = senders(encoder, width=self._width)
-        ranks = self._groups.mp.size()
-        return feature_exchange_of(rows, self._shards(batches), merging=self._groups.dims.tp, ranks=ranks)
+        rows = senders(encoder, width=self._assignment.width)
+        merging, ranks = self._groups.dims.tp, self._assignment.ranks
+        return feature_exchange_of(rows, self._shards(batches), merging=merging, ranks=ranks)
 
     def _own_features(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Return the features [R, 1 + DeepStack layers, Hl] that this rank sends, encoded ahead or now."""
