@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,14 +39,16 @@ class Expected:
 
 def whole(low: int, high: int) -> Expected:
     """A whole number between two bounds, which are in the range."""
-    return Expected(f"a whole number from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
+    return Expected(
+        f"a whole number from {low} to {high}", lambda value: _is_number(value, int) and low <= value <= high
+    )
 
 
 def number(low: float, high: float) -> Expected:
     """A finite number between two bounds, which are in the range."""
     return Expected(
         f"a number from {low:g} to {high:g}",
-        lambda value: type(value) in (int, float) and math.isfinite(value) and low <= value <= high,
+        lambda value: _is_number(value, int, float) and low <= value <= high,  # NaN is not
     )
 
 
@@ -68,6 +69,10 @@ def mapped(of: Expected) -> Expected:
     )
 
 
+def _is_number(value: Any, *types: type) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)  # which Python counts as a number
+
+
 TEXT = Expected("a text", lambda value: isinstance(value, str) and len(value) < 2**20)
 FLAG = Expected("true or false", lambda value: isinstance(value, bool))
 OBJECT = Expected("an object", lambda value: isinstance(value, Mapping))
@@ -79,6 +84,4 @@ def check(values: Mapping[str, Any], expected: Mapping[str, Expected], where: st
         value = values.get(name)
         if value is not None and not kind.fits(value):
             shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:57]}…"
-            raise UserError(
-                f"{where}: {name} is {shown}, and must be {kind.words}: correct it, or download the file again"
-            )
+            raise UserError(f"{where}: {name} {shown} must be {kind.words}: correct it, or download the file again")

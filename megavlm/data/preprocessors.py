@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from megavlm.data.tokenizers.text import TextTokenizer
 from megavlm.data.tokenizers.training import IMAGE
 from megavlm.errors import UserError
 from megavlm.families import kind_of, processor_from
+from megavlm.json_files import read_json
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -39,13 +39,10 @@ def processor_for(config: Config) -> Processor:
 
 def _settings(folder: Path) -> Any:
     for name in _FILES:
-        try:
-            settings = json.loads((folder / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not (folder / name).exists():
             continue
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder / name} cannot be read ({error}): check --image-processor") from error
-        if isinstance(settings, dict) and (name == _FILES[0] or "image_processor" in settings):
+        settings = read_json(folder / name)
+        if name == _FILES[0] or "image_processor" in settings:
             return settings
     return None
 
@@ -116,7 +113,7 @@ def tokenizer_path(config: Config) -> Path:
 def model_type(path: Path) -> str | None:
     """Return the architecture that config.json of a tokenizer's folder names, or None."""
     try:
-        found = kind_of(json.loads((path / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError):
+        found = kind_of(read_json(path / "config.json"))
+    except UserError:
         return None
     return found if isinstance(found, str) else None

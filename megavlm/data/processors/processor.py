@@ -26,7 +26,7 @@ from megavlm.data.types import BadSample, Reason
 if TYPE_CHECKING:  # families are read where torch is not needed, as by the planner
     from torch import Tensor
 
-_MOST_PIXELS = 2**26  # of a picture on the way: 192 MiB
+MOST_PIXELS = 2**26  # of a picture on the way: 192 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def holdable(size: Size, picture: Size) -> Size:
 
     Raises BadSample then.
     """
-    if picture[0] * picture[1] > _MOST_PIXELS:
+    if picture[0] * picture[1] > MOST_PIXELS:
         raise BadSample(
             Reason.TOO_NARROW, f"{size[0]}×{size[1]} pixels would become {picture[0]}×{picture[1]} on the way"
         )

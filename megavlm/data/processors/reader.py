@@ -13,9 +13,11 @@ from typing import Any
 from PIL.Image import Resampling
 
 from megavlm.config.schema import ModelConfig
-from megavlm.data.processors.processor import Processor, Whole
+from megavlm.data.processors.expected import OPTIONS
+from megavlm.data.processors.processor import MOST_PIXELS, Processor, Whole
 from megavlm.data.processors.sizes import Size
 from megavlm.errors import UserError
+from megavlm.json_files import check
 
 Json = Mapping[str, Any]
 
@@ -46,6 +48,7 @@ class ProcessorReader:
     def read(self, given: Json, model: ModelConfig, *, fast: bool) -> Processor:
         """Return the processor that the options `given` describe. Raises UserError for what is not supported."""
         options = {**self.defaults, **{key: value for key, value in given.items() if value is not None}}
+        check(options, OPTIONS, "preprocessor_config.json")
         for option in ("do_resize", "do_rescale", "do_convert_rgb"):
             if options.get(option, True) is not True:
                 raise UserError(f"{option}: false in preprocessor_config.json is not supported: remove it")
@@ -78,6 +81,8 @@ def build_whole(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Wh
 def class_of(preprocessor_config: Json) -> tuple[str, Json]:
     """Return the short name of the class that the file names, and its options; newer files nest them."""
     given = preprocessor_config.get("image_processor", preprocessor_config)
+    if not isinstance(given, Mapping):
+        raise UserError("image_processor in processor_config.json is no object: correct it, or copy the file again")
     name = str(given.get("image_processor_type") or given.get("feature_extractor_type"))
     for ending in ("Pil", "Fast", "ImageProcessor", "FeatureExtractor"):
         name = name.removesuffix(ending)
@@ -93,12 +98,16 @@ def sides(size: Any, name: str) -> Size:
     """Return (height, width) of a size that is written as one number, two numbers or a mapping."""
     match size:
         case int():
-            return size, size
+            found = size, size
         case {"height": int(height), "width": int(width)} if len(size) == 2:
-            return height, width
+            found = height, width
         case [int(height), int(width)]:
-            return height, width
-    raise UserError(f"{name} {size!r} in preprocessor_config.json is not supported: give height and width")
+            found = height, width
+        case _:
+            raise UserError(f"{name} {size!r} in preprocessor_config.json is not supported: give height and width")
+    if found[0] * found[1] > MOST_PIXELS:
+        raise UserError(f"{name} {size!r} in preprocessor_config.json has more than {MOST_PIXELS} pixels: correct it")
+    return found
 
 
 def square(size: Size, name: str) -> int:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megavlm.data.tokenizers.text import Tokens, tokens_of
+from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 from megavlm.families import IMAGE_TEXTS
+from megavlm.json_files import LARGEST, read_json
+from megavlm.paths import inside
 
+_READ = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # what a tokenizer may consist of
+_TRIAL = f"{'a' * 100} {'!' * 100}\n{' ' * 100}x"  # what patterns of tokenizers must read without going back and forth
+_INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _TEMPLATES = ("chat_template.json", "processor_config.json")
 
 
@@ -42,17 +48,17 @@ class HuggingFaceTokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise UserError("Hugging Face tokenizers need their library: pip install 'megavlm[hf]'") from error
-        try:
+        with _refusing(folder):
+            _check_files(folder)
             loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # whatever the files hold
-            reason = str(error).strip().partition("\n")[0][:200]
-            raise UserError(f"the tokenizer in {folder} cannot be read ({reason}): check --tokenizer") from error
         if getattr(loaded, "backend_tokenizer", None) is None:
             raise UserError(f"the tokenizer in {folder} has no tokenizer.json: save it with Transformers first")
-        backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())  # a copy: it is changed here
-        backend.no_padding()
-        backend.no_truncation()
-        added = backend.encode("", add_special_tokens=True).ids
+        with _refusing(folder):
+            backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())  # a copy: it is changed here
+            backend.no_padding()
+            backend.no_truncation()
+            added = backend.encode("", add_special_tokens=True).ids
+            backend.encode(_TRIAL, add_special_tokens=False)
         begin = added[0] if added and added[0] == loaded.bos_token_id else None
         backend.post_processor = None  # it adds special tokens, and trims spaces off the places of tokens
         if loaded.eos_token_id is None:
@@ -77,7 +83,12 @@ class HuggingFaceTokenizer:
         )
 
     def encode(self, text: str) -> Tokens:
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        try:
+            encoding = self.backend.encode(text, add_special_tokens=False)
+        except _INTERRUPTS:
+            raise
+        except BaseException as error:  # a panic of the library is no Exception: a pattern that backtracks for ever
+            raise BadSample(Reason.CORRUPT, f"the tokenizer cannot read it: {_first_line(error)}") from error
         tokens = tokens_of(encoding.ids, encoding.offsets)
         if self.image_place != self.image:
             tokens.ids[tokens.ids == self.image_place] = self.image
@@ -87,6 +98,32 @@ class HuggingFaceTokenizer:
         places = [self.image_place if token == self.image else int(token) for token in ids]
         text: str = self.backend.decode(places, skip_special_tokens=False)
         return text
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Turn whatever the libraries say of a folder's files into one line."""
+    try:
+        yield
+    except _INTERRUPTS:
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        raise UserError(
+            f"the tokenizer in {folder} cannot be read ({_first_line(error)}): check --tokenizer"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def _check_files(folder: Path) -> None:
+    """Raise an error where a file that the libraries read is none, leads out of the folder, or is beyond all size."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _READ and not path.is_dir():
+            inside(folder, path.name)
+            if path.stat().st_size > LARGEST:
+                raise ValueError(f"{path.name} has more than {LARGEST} bytes")
 
 
 def _added(backend: Any) -> set[str]:
@@ -115,12 +152,10 @@ def _image_text(backend: Any, folder: Path, image: int | None, given: str) -> st
 def _template(folder: Path, own: Any) -> str | None:
     """The folder's chat template: that of its processor, which knows images, before the tokenizer's own."""
     for name in _TEMPLATES:
-        try:
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(found, dict) and isinstance(found.get("chat_template"), str):
-            return str(found["chat_template"])
+        if (folder / name).exists():
+            found = read_json(folder / name).get("chat_template")
+            if isinstance(found, str):
+                return found
     if isinstance(own, dict):  # several by name
         own = own.get("default")
     return own if isinstance(own, str) else None

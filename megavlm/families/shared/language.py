@@ -8,6 +8,7 @@ from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
 from megavlm.arch.transformer import head_width
 from megavlm.config.derived import query_groups
 from megavlm.config.schema import LanguageConfig
+from megavlm.errors import UserError
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import QKV, Concat, Rename, Table, linear
 
@@ -32,6 +33,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
     },
 }
+_LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 LANGUAGE_TYPES = tuple(_DEFAULTS)
 
 
@@ -51,7 +53,7 @@ def language(settings: Settings, *, kind: str | None = None, tied: bool | None =
         ffn_hidden_size=settings.need("intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=settings.get("num_key_value_heads", heads),
-        kv_channels=settings.values.get("head_dim") or settings.need("hidden_size") // heads,
+        kv_channels=settings.get("head_dim", None) or settings.need("hidden_size") // heads,
         vocab_size=settings.need("vocab_size"),
         norm_epsilon=settings.get("rms_norm_eps", 1e-6),
         add_qkv_bias=kind == "qwen2",
@@ -69,8 +71,8 @@ def _given(values: Any) -> dict[str, Any]:
 
 def _max_positions(settings: Settings, kind: str) -> int | None:
     """Longest sequence that full attention with these positions reproduces: shorter windows would mask beyond it."""
-    longest = settings.values.get("max_position_embeddings")
-    window = settings.values.get("sliding_window")
+    longest = settings.get("max_position_embeddings", None)
+    window = settings.get("sliding_window", None)
     slides = settings.get("use_sliding_window", False) if kind.startswith("qwen") else window is not None
     limits = [limit for limit in (longest, window if slides else None) if limit is not None]
     return min(limits) if limits else None
@@ -83,6 +85,9 @@ def _rope(settings: Settings, kind: str) -> dict[str, Any]:
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling in ("default", "dynamic", "mrope"):  # dynamic: plain up to max_position_embeddings, which is our limit
         return found
+    needed = {"linear": ("factor",), "llama3": _LLAMA3_ROPE}.get(scaling, ())
+    if missing := [name for name in needed if rope.get(name) is None]:
+        raise UserError(f"{settings.where}: {scaling} rope_parameters have no {missing[0]}: the file is incomplete")
     if scaling == "linear":
         return found | {"rope_scaling": "linear", "rope_scaling_factor": float(rope["factor"])}
     if scaling == "llama3":

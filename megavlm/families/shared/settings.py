@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megavlm.errors import UserError
+from megavlm.families.shared.expected import check_setting
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,17 @@ class Settings:
     where: str
 
     def get(self, name: str, default: Any) -> Any:
-        """A setting; what is absent or null has the default of the configuration's class."""
+        """A setting; what is absent or null has the default of the configuration's class.
+
+        Raises UserError for a type or size that no model has.
+        """
         value = self.values.get(name)
+        check_setting(name, value, self.where)
         return default if value is None else value
 
     def need(self, name: str) -> Any:
         """A setting without a default."""
-        value = self.values.get(name)
+        value = self.get(name, None)
         if value is None:
             raise UserError(f"{self.where} has no {name!r}: this folder is incomplete or of another kind")
         return value
@@ -58,4 +63,4 @@ class Settings:
 
 def refuse(settings: Settings, name: str, why: str) -> NoReturn:
     """A setting that we know but cannot express: say so rather than compute something else."""
-    raise UserError(f"{settings.where}: {name} = {settings.values.get(name)!r} is not supported: {why}")
+    raise UserError(f"{settings.where}: {name} = {settings.values.get(name)!r:.200} is not supported: {why}")

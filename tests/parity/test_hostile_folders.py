@@ -1,0 +1,153 @@
+"""What a folder of Hugging Face says is of the type and size that a model has, or is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from megavlm.config.model_schema import ModelConfig
+from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megavlm.errors import UserError
+from megavlm.families import PUBLISHED, family_of, processor_from
+from megavlm.families.shared.settings import Settings
+from megavlm.json_files import read_json
+from tests.support import tokenizers
+from tests.support.hostile import assert_answered
+from tests.support.tiny_models.llava import vicuna
+
+WRONG: tuple[Any, ...] = (
+    "64",
+    "x",
+    [],
+    [64, 32],
+    {},
+    -1,
+    0,
+    10**7,
+    10**12,
+    10**400,
+    1.5,
+    float("nan"),
+    float("inf"),
+    True,
+)
+
+
+def sections(config: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Places of all settings in a config and its sections."""
+    found = []
+    for name, value in config.items():
+        found.append((name,))
+        if isinstance(value, dict):
+            found += [(name, *rest) for rest in sections(value)]
+    return found
+
+
+def changed(values: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[str, Any]:
+    first, *rest = place
+    return {**values, first: changed(values[first], tuple(rest), value) if rest else value}
+
+
+CONFIG = vicuna().to_dict()
+
+
+def describe(config: dict[str, Any]) -> None:
+    settings = Settings(config, "config.json")
+    family = family_of(settings)
+    family.table(family.config(settings), family.name_prefixes[0])
+
+
+def test_a_setting_of_another_type_or_size_is_one_line() -> None:
+    configs = [CONFIG, *({"model_type": family.model_types[0], **values} for family, values in PUBLISHED.values())]
+    for config in configs:
+        for place in sections(config):
+            for value in WRONG:
+                assert_answered(partial(describe, changed(config, place, value)))
+
+
+@pytest.mark.parametrize(
+    "name", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps"]
+)
+@pytest.mark.parametrize("value", ["64", [64], 10**12, {}, -1, True])
+def test_the_line_names_the_file_and_the_setting(name: str, value: Any) -> None:
+    settings = Settings(changed(CONFIG, ("text_config", name), value), "theirs/config.json")
+    with pytest.raises(UserError, match=rf"^theirs/config.json: text_config: {name} .* must be .*: correct it"):
+        family_of(settings).config(settings)
+
+
+CLIP = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 28},
+    "crop_size": {"height": 28, "width": 28},
+    "do_center_crop": True,
+}
+QWEN = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "merge_size": 1}
+
+
+@pytest.mark.parametrize(
+    "name", ["size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "do_resize"]
+)
+def test_an_option_of_an_image_processor_likewise(name: str) -> None:
+    for value in (*WRONG, [0, 0, 0], {"height": 10**9, "width": 10**9}, {"shortest_edge": "x"}, {"shortest_edge": 0}):
+        assert_answered(lambda value=value: processor_from({**CLIP, name: value}, ModelConfig()))
+
+
+@pytest.mark.parametrize(
+    "values", [{"max_pixels": 0}, {"min_pixels": "x"}, {"size": {"shortest_edge": 1, "longest_edge": 10**12}}]
+)
+def test_a_budget_of_pixels_is_one(values: dict[str, Any]) -> None:
+    model = ModelConfig()
+    options = {**QWEN, "patch_size": model.vision.patch_size, "merge_size": model.projector.pixel_shuffle, **values}
+    with pytest.raises(UserError, match="must be"):
+        processor_from(options, model)
+
+
+@pytest.mark.parametrize("content", [b"[" * 10**6, b"{" * 10**6, b"[]", b"7", b'"x"', b"", b"\xff", b'{"a": ' * 10**5])
+def test_json_of_any_shape_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"config\.json") as caught:
+        read_json(tmp_path / "config.json")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "tokenizer"
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.llama(), eos_token="</s>", bos_token="<s>")
+    made.save_pretrained(folder)
+    HuggingFaceTokenizer.of(folder)
+    return folder
+
+
+def test_a_tokenizer_file_that_is_none_is_not_waited_for(folder: Path) -> None:
+    os.mkfifo(folder / "special_tokens_map.json")
+    with pytest.raises(UserError, match="cannot be read"):
+        HuggingFaceTokenizer.of(folder)
+
+
+def pattern(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize("text", ["a" * 100 + "!", "b" * 10_000 + "c"])
+@pytest.mark.parametrize("regex", ["(a+)+$", "(b|b)*$", "(b*)*$"])
+def test_a_pattern_that_goes_back_and_forth_is_one_line_or_one_sample(folder: Path, regex: str, text: str) -> None:
+    described = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**described, "pre_tokenizer": pattern(regex)}))
+    assert_answered(lambda: HuggingFaceTokenizer.of(folder).encode(text))
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 10**5, "{}", "[]", "7", '{"model": {"type": "BPE"}}', '{"version": "9"}', ""]
+)
+def test_a_damaged_tokenizer_is_one_line(folder: Path, content: str) -> None:
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError) as caught:
+        HuggingFaceTokenizer.of(folder)
+    assert len(str(caught.value).splitlines()) == 1
