@@ -1,4 +1,4 @@
-"""Canvases of handwritten digits: which scans, where, what is asked, and the pixels.
+"""Compose and draw canvases of handwritten digits, and questions about them.
 
 scikit-learn ships 1,797 scans of 8×8 pixels (the test part of UCI's "Optical Recognition of Handwritten Digits").
 A canvas of fixed size shows one to four of them in a row. One third of the scans is held out: training canvases never
@@ -18,11 +18,11 @@ from megavlm.errors import UserError
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SCAN_SIDE = 8
-MAX_DIGITS = 4  # a canvas is a row of so many square cells
-# A scan for bilinear look-up: a ring of paper around it, and one more so that the next pixel always exists.
+MAX_DIGITS = 4  # a canvas is a row of this many square cells
+# Side of a scan with padding for bilinear interpolation: one pixel on each side, and one more on the far sides.
 _PADDED = SCAN_SIDE + 3
 
-# What may be asked; training draws from the second list, for reading all digits teaches most.
+# Questions by kind. Training draws kinds from TRAINING_KINDS: most ask for all digits, because these teach most.
 PHRASINGS = {
     "which digits": ("Which digits are there, from left to right?", "Read the digits from left to right."),
     "how many": ("How many digits?", "How many digits are there?"),
@@ -30,19 +30,21 @@ PHRASINGS = {
 }
 TRAINING_KINDS = ("which digits",) * 7 + ("how many",) * 1 + ("largest",) * 2
 
-# What is held out must not depend on --seed: a run that resumes with another seed would train on it.
+# The held-out scans must not depend on --seed: a run that resumes with another seed would train on them.
 _HELD_OUT_SEED = 0
 _TRAINING_STREAM, _HELD_OUT_STREAM = 0, 1
 
 
 @dataclass(frozen=True, eq=False)
 class Scans:
+    """Scans of digits, in the order of scikit-learn's data set."""
+
     pixels: NDArray[np.uint8]  # [n, 8, 8], 0 (paper) … 16 (ink)
     labels: NDArray[np.int64]  # [n], the digit
 
 
 def load_scans() -> Scans:
-    """The scans of scikit-learn. Raises UserError where scikit-learn is not installed."""
+    """Return the scans of scikit-learn. Raises UserError if scikit-learn is not installed."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -52,7 +54,7 @@ def load_scans() -> Scans:
 
 
 def split_scans(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(training, held-out) scan numbers: a third of each digit is held out, the same third in every run."""
+    """Return the numbers of training and held-out scans; a third of each digit is held out, the same in every run."""
     rng = np.random.default_rng(_HELD_OUT_SEED)
     training: list[NDArray[np.int64]] = []
     held_out: list[NDArray[np.int64]] = []
@@ -66,31 +68,31 @@ def split_scans(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[n
 
 @dataclass(frozen=True)
 class Glyph:
-    """A scan as it stands on a canvas: in which cell, and how it is turned, stretched, shifted and lit."""
+    """A scan on a canvas: its cell, rotation, size, position and contrast."""
 
     scan: int
     column: int
     angle: float  # radians, clockwise
-    size: tuple[float, float]  # (height, width) of the scan's square, as shares of the cell's side
-    shift: tuple[float, float]  # (down, right) from the middle of the cell, likewise
+    size: tuple[float, float]  # (height, width) of the scan, as shares of the cell's side
+    shift: tuple[float, float]  # (down, right) from the centre of the cell, as shares of its side
     contrast: float  # brightness of full ink, at most 1
 
 
 @dataclass(frozen=True)
 class Poses:
-    """How much glyphs vary."""
+    """The range of random sizes and rotations of glyphs."""
 
     least_size: float  # share of the cell
     largest_angle: float  # radians
 
 
-# 1,200 scans are few: training turns and stretches them more than any held-out one is.
+# 1,200 scans are few, so training varies them more than the held-out ones vary.
 _TRAINING_POSES, _HELD_OUT_POSES = Poses(0.8, 0.2), Poses(0.9, 0.05)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a canvas shows and what is asked about it; the pixels follow from this."""
+    """What a canvas shows and the question about it; these determine the pixels."""
 
     glyphs: tuple[Glyph, ...]  # left to right
     kind: str
@@ -98,10 +100,10 @@ class Scene:
 
 
 class Canvases:
-    """Composes scenes from their index alone, and draws them on canvases `width` pixels wide and a cell high."""
+    """Composes the scene of an index and draws it on a canvas `width` pixels wide and one cell high."""
 
     def __init__(self, *, seed: int, width: int) -> None:
-        """Raises UserError when the canvas is too small for a row of digits, or scikit-learn is missing."""
+        """Raises UserError if the canvas is too small for a row of digits, or scikit-learn is missing."""
         if width < MAX_DIGITS * SCAN_SIDE or width % MAX_DIGITS:
             raise UserError(
                 f"--vision-image-size {width} cannot be divided into {MAX_DIGITS} cells for digits of {SCAN_SIDE} "
@@ -116,19 +118,19 @@ class Canvases:
         self._training, self._held_out = split_scans(self._scans.labels)
 
     def training_scene(self, index: int) -> Scene:
-        """Scene `index` of the training stream of `seed`."""
+        """Return scene `index` of the training stream of `seed`."""
         rng = generator(seed=self._seed, index=index, stream=_TRAINING_STREAM)
         return self._scene(
             rng, self._training, kind=TRAINING_KINDS[rng.integers(len(TRAINING_KINDS))], poses=_TRAINING_POSES
         )
 
     def held_out_scene(self, index: int, *, kind: str) -> Scene:
-        """Scene `index` of the held-out stream, which is the same for every seed."""
+        """Return scene `index` of the held-out stream, which is the same for every seed."""
         rng = generator(seed=_HELD_OUT_SEED, index=index, stream=_HELD_OUT_STREAM)
         return self._scene(rng, self._held_out, kind=kind, poses=_HELD_OUT_POSES)
 
     def dialogue(self, scene: Scene) -> tuple[str, str]:
-        """(question, answer) of a scene."""
+        """Return the question about a scene and its answer."""
         digits = [int(self._scans.labels[glyph.scan]) for glyph in scene.glyphs]
         answers = {
             "which digits": " ".join(WORDS[digit] for digit in digits),
@@ -138,7 +140,7 @@ class Canvases:
         return PHRASINGS[scene.kind][scene.phrasing], answers[scene.kind]
 
     def draw(self, scene: Scene) -> NDArray[np.uint8]:
-        """Pixels [height, width] of a scene: bright ink on black."""
+        """Return the pixels [height, width] of a scene: bright ink on black."""
         canvas = np.zeros((self.height, self.width), dtype=np.uint8)
         for glyph in scene.glyphs:
             left = glyph.column * self._cell
@@ -146,7 +148,7 @@ class Canvases:
         return canvas
 
     def _glyph(self, glyph: Glyph) -> NDArray[np.uint8]:
-        """Pixels [cell, cell] of a glyph: each looks up its place in the scan, bilinearly; outside is paper."""
+        """Return the pixels [cell, cell] of a glyph, interpolated bilinearly in its scan; outside the scan is black."""
         across = (np.arange(self._cell) - (self._cell - 1) / 2) / self._cell  # from the middle, as shares of the cell
         down, right = across[:, None] - glyph.shift[0], across[None, :] - glyph.shift[1]
         # Turn the cell's axes to the scan's, then go from shares of the cell to scan pixels, in the padded scan.
@@ -162,7 +164,7 @@ class Canvases:
         return ((upper * (1 - y) + lower * y) * (255 * glyph.contrast / 16)).astype(np.uint8)
 
     def _scene(self, rng: np.random.Generator, scans: NDArray[np.int64], *, kind: str, poses: Poses) -> Scene:
-        """Digits stand in columns of their own."""
+        """Return a scene of one to four of the scans, each in its own column."""
         columns = np.sort(rng.permutation(MAX_DIGITS)[: rng.integers(1, MAX_DIGITS + 1)])
         return Scene(
             glyphs=tuple(
@@ -173,7 +175,7 @@ class Canvases:
         )
 
     def _pose(self, rng: np.random.Generator, scan: int, column: int, poses: Poses) -> Glyph:
-        """A glyph at a random place in its cell, slightly turned and stretched."""
+        """Return a glyph at a random place in its cell, with random rotation, size and contrast."""
         height, width = rng.uniform(poses.least_size, 1.0, size=2).tolist()
         down, right, angle, contrast = rng.uniform(-1, 1, size=4).tolist()
         return Glyph(

@@ -1,4 +1,4 @@
-"""Questions about handwritten digits, in words: the demo's source."""
+"""`DigitsSource`: canvases of handwritten digits with questions and answers in words, the demo's data."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megavlm.data.types import Sample
 from megavlm.demo.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
 from megavlm.errors import UserError
 
-VOCABULARY = 160  # enough for every word of the captions to be one piece
+VOCABULARY = 160  # tokens; enough for each word of the captions to be one token
 _TOKENIZER_TEXTS = 500
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A held-out question. `sample` is the prompt alone: up to and including the token before the answer."""
+    """A held-out question. `sample` is the prompt: all tokens before the answer."""
 
     kind: str
     text: str
@@ -37,16 +37,16 @@ class Question:
 class DigitsSource(ComputedSource):
     """An endless stream of canvases, each with a question and its answer; held-out questions for evaluation.
 
-    A sequence is: begin mark, image tokens, question, answer, end mark. The answer and the end mark are trained.
+    A sequence is: begin token, image tokens, question, answer, end token. The answer and the end token are trained.
     """
 
     def __init__(self, config: Config, canvases: Canvases, tokenizer: Tokenizer) -> None:
-        """Raises UserError when the sequence or the vocabulary is too small."""
+        """Raises UserError if the sequence or the vocabulary is too small."""
         vision = config.model.vision
         self.image_token = tokenizer.image
         self.pad_token = tokenizer.pad
         self.vocab_size = resolve(config, vocab_size=tokenizer.vocab_size).model.language.vocab_size
-        # Tokens of the longest answer, end mark included.
+        # Tokens of the longest answer, end token included.
         self.max_answer_tokens = MAX_DIGITS * max(len(tokenizer.encode(word)) for word in WORDS) + 1
         self._canvases = canvases
         self._tokenizer = tokenizer
@@ -73,7 +73,7 @@ class DigitsSource(ComputedSource):
 
     @classmethod
     def build(cls, config: Config, *, run_dir: Path, rank: int, barrier: Callable[[], None]) -> DigitsSource:
-        """The source with the run's tokenizer; where there is none yet, rank 0 trains it on the first captions."""
+        """Return the source with the run's tokenizer; if there is none yet, rank 0 trains it on the first captions."""
         canvases = Canvases(seed=config.train.seed, width=config.model.vision.image_size)
         captions = (" ".join(canvases.dialogue(canvases.training_scene(index))) for index in range(_TOKENIZER_TEXTS))
         path = run_dir / "tokenizer.model"
@@ -81,7 +81,7 @@ class DigitsSource(ComputedSource):
         return cls(config, canvases, tokenizer)
 
     def sample(self, index: int) -> Sample:
-        """Training sample `index`."""
+        """Return training sample `index`."""
         scene = self._canvases.training_scene(index)
         question, answer = self._canvases.dialogue(scene)
         prompt = self._prompts[question]
@@ -93,7 +93,7 @@ class DigitsSource(ComputedSource):
         )
 
     def questions(self, per_kind: int) -> list[Question]:
-        """Held-out questions, `per_kind` of each kind: the same for every call and every run."""
+        """Return `per_kind` held-out questions of each kind, the same in every call and every run."""
         kinds = list(PHRASINGS)
         scenes = [
             self._canvases.held_out_scene(index, kind=kinds[index % len(kinds)])
@@ -102,10 +102,10 @@ class DigitsSource(ComputedSource):
         return [self._question(scene) for scene in scenes]
 
     def with_shuffled_images(self, questions: Sequence[Question]) -> list[Question]:
-        """The same questions, each with the canvas of another: no question keeps its own.
+        """Return the same questions, each with the canvas of another one.
 
-        Sattolo's algorithm draws one cycle through all questions, which has no fixed point. A canvas goes to any kind
-        of question, for canvases follow the same distribution for all kinds.
+        Sattolo's algorithm draws a permutation that is one cycle, which has no fixed point. A canvas may go to a
+        question of another kind, because the distribution of canvases is the same for all kinds.
         """
         rng = generator(seed=0, index=len(questions))
         donors = list(questions)
@@ -118,7 +118,7 @@ class DigitsSource(ComputedSource):
         ]
 
     def decode_answer(self, token_ids: Sequence[int]) -> str:
-        """Text of generated tokens up to the end mark."""
+        """Return the text of generated tokens up to the end token."""
         return self._tokenizer.decode(token_ids)
 
     def _question(self, scene: Scene) -> Question:
@@ -130,7 +130,7 @@ class DigitsSource(ComputedSource):
         return Question(kind=scene.kind, text=text, answer=answer, sample=prompt, canvas=canvas)
 
     def _pixels(self, scene: Scene) -> NDArray[np.uint8]:
-        """[height, width, channels]; the scans are grey, so all channels are equal."""
+        """Return the pixels [height, width, channels] of a scene; the scans are grey, so all channels are equal."""
         return np.repeat(self._canvases.draw(scene)[:, :, None], self._channels, axis=2)
 
     def _image(self, render: Callable[[], NDArray[np.uint8]]) -> Image:

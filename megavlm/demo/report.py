@@ -1,4 +1,4 @@
-"""What the demo shows at its end: a table that proves that the model looks, and a picture of its answers."""
+"""Report the demo's results: a table of accuracies with and without the right image, and a picture of answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 
 class Question(Protocol):
-    """What of a held-out question the report reads."""
+    """The attributes of a held-out question that the report uses."""
 
     @property
     def kind(self) -> str: ...
@@ -27,7 +27,7 @@ class Question(Protocol):
 
     @property
     def canvas(self) -> NDArray[np.uint8]:
-        """[height, width, channels]"""
+        """Pixels [height, width, channels]."""
         ...
 
 
@@ -37,10 +37,11 @@ def exact_match_table(
     shuffled_questions: Sequence[Question],
     shuffled_predictions: Sequence[str],
 ) -> str:
-    """Exact-match accuracy per kind of question, as text.
+    """Return a table of the exact-match accuracy of each kind of question.
 
-    `shuffled` is the accuracy with each question's image replaced by another's; `blind` is what always giving the
-    kind's most frequent answer would score. A model that reads the answer off the image falls to about `blind`.
+    "shuffled images" is the accuracy with each question's image replaced by that of another; "blind guess" is the score
+    of always giving the kind's most frequent answer. With shuffled images, a model that reads its answers off the image
+    falls to about the blind guess.
     """
     hits = _hits(questions, predictions)
     shuffled_hits = _hits(shuffled_questions, shuffled_predictions)
@@ -59,7 +60,7 @@ def exact_match_table(
 def draw_examples(questions: Sequence[Question], predictions: Sequence[str], path: Path, *, count: int = 12) -> None:
     """Write one PNG of up to `count` canvases with question, answer and prediction: green right, red wrong.
 
-    Examples are spread evenly over the questions, as they come: right and wrong ones alike.
+    Examples are taken evenly from the list of questions, whether the answer is right or wrong.
     """
     shown = [round(place) for place in np.linspace(0, len(questions) - 1, min(count, len(questions)))]
     cards = [_card(questions[number], predictions[number]) for number in shown]
@@ -85,7 +86,7 @@ _RIGHT, _WRONG = "#16834a", "#c62f3b"
 
 
 def _card(question: Question, prediction: str) -> Image.Image:
-    """One example: the canvas, the question on two lines, the answer, the model's answer."""
+    """Return one example: the canvas, the question on at most two lines, the answer, the model's answer."""
     verdict = _RIGHT if prediction == question.answer else _WRONG
     canvas = _enlarged(question.canvas)
     width, height = canvas.width + 2 * _MARGIN, canvas.height + 4 * _MARGIN + 4 * _LINE
@@ -106,7 +107,7 @@ def _card(question: Question, prediction: str) -> Image.Image:
 
 
 def _enlarged(canvas: NDArray[np.uint8]) -> Image.Image:
-    """The canvas as the model sees it, in large square pixels."""
+    """Return the canvas as the model sees it, enlarged without interpolation."""
     height, width, channels = canvas.shape
     pixels = canvas if channels == 3 else np.repeat(canvas[:, :, :1], 3, axis=2)
     size = (_CANVAS_WIDTH, round(_CANVAS_WIDTH * height / width))
@@ -114,7 +115,7 @@ def _enlarged(canvas: NDArray[np.uint8]) -> Image.Image:
 
 
 def _fitting(text: str, *, width: int) -> str:
-    """The text, cut with an ellipsis where it is too wide."""
+    """Return the text, cut with an ellipsis if it is wider than `width` pixels."""
     if _font(14).getlength(text) <= width:
         return text
     while text and _font(14).getlength(text + "…") > width:
@@ -127,7 +128,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _hits(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, list[bool]]:
-    """Per kind: which questions were answered exactly."""
+    """Return, for each kind, whether each question was answered exactly."""
     hits: dict[str, list[bool]] = {}
     for question, prediction in zip(questions, predictions, strict=True):
         hits.setdefault(question.kind, []).append(prediction == question.answer)

@@ -20,9 +20,9 @@ from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.adamw import AdamW
+from megavlm.optim.chained import MeanGradientOptimizer
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.host_adamw import HostAdamW
-from megavlm.optim.joined import JoinedOptimizer
 from megavlm.optim.param_gather import wait_before_reading
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.parallel.groups import Groups
@@ -59,14 +59,17 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
 
 
 def with_whole_gradients(config: Config) -> Config:
-    """For a colocated encoder: ranks run it different numbers of times, so they cannot gather its layers together."""
+    """Return the configuration with whole gradients (ZeRO-1 at most), which a colocated encoder needs.
+
+    Ranks run it different numbers of times, so they cannot gather its layers together.
+    """
     if not shards_gradients(config):
         return config
     return replace(config, parallel=replace(config.parallel, data_parallel_sharding="optimizer"))
 
 
-def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> JoinedOptimizer:
-    """AdamW over this rank's (shard of the) parameters, grouped by module and by whether weights decay."""
+def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> MeanGradientOptimizer:
+    """Return AdamW over this rank's (shard of the) parameters, grouped by module and by weight decay."""
     options = config.optimizer
     dtype = DTYPES[config.precision.dtype]
     megatron_config = MegatronOptimizerConfig(
@@ -77,7 +80,7 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Jo
         adam_beta1=options.adam_beta1,
         adam_beta2=options.adam_beta2,
         adam_eps=options.adam_eps,
-        clip_grad=0.0,  # part of the update: `JoinedOptimizer`
+        clip_grad=0.0,  # part of the update: `MeanGradientOptimizer`
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         initial_loss_scale=options.initial_loss_scale,
@@ -102,27 +105,29 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Jo
     for part in parts:
         if not part.is_stub_optimizer:
             _choose_update(part, on_host="optimizer" in config.execution.offload)
-    return JoinedOptimizer(parts, clip=options.clip_grad)
+    return MeanGradientOptimizer(parts, clip=options.clip_grad)
 
 
 def _choose_update(part: Any, *, on_host: bool) -> None:
-    """Let one of megatron-core's optimizers, before it has state, update by our Adam, there or on the host. It divides
-    gradients as it reads them, which Transformer Engine's does not, and resumes a sharded run, which torch's does not.
+    """Make one of megatron-core's optimizers, before it has state, update with our AdamW, on the device or the host.
+
+    Ours divides gradients as it reads them, which Transformer Engine's does not, and resumes a sharded run, which
+    torch's does not.
     """
     part.optimizer = (HostAdamW if on_host else AdamW).in_place_of(part.optimizer)
     part.init_state_fn = lambda inner, config=None: inner.begin()
 
 
 def loss_scale(optimizer: Any) -> float | None:
-    """The factor of the next step's loss; None where nothing can overflow (bf16, fp32)."""
+    """Return the factor of the next step's loss; None in bf16 and fp32, where nothing overflows."""
     scaler = getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
     return None if scaler is None else float(scaler.scale)
 
 
-def join_optimizers(first: JoinedOptimizer, *others: JoinedOptimizer) -> JoinedOptimizer:
-    """One optimizer of several."""
+def chain_optimizers(first: MeanGradientOptimizer, *others: MeanGradientOptimizer) -> MeanGradientOptimizer:
+    """Return one optimizer that steps all of them together."""
     parts = [part for optimizer in (first, *others) for part in optimizer.chained_optimizers]
-    return JoinedOptimizer(parts, clip=first.clip)
+    return MeanGradientOptimizer(parts, clip=first.clip)
 
 
 def _overrides(config: Config) -> dict[ParamKey, Any]:

@@ -1,1 +1,1 @@
-"""A look at the data as the model gets it: one self-contained page."""
+"""Show the data as the model receives it, on one self-contained HTML page."""

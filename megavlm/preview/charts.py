@@ -1,4 +1,4 @@
-"""Histograms as SVG, coloured by the page's style."""
+"""Draw histograms as SVG, in the colours of the page's style sheet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_BARS = 32
 
 
 def bins_of(values: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first, last, count) of bins of equal width, a round number, that cover all values (whole numbers)."""
+    """Return (first, last, count) of bins that cover all values; each is 1, 2 or 5 times a power of ten wide."""
     low, high = min(values), max(values)
     width = next(step for step in _round_numbers() if (high // step - low // step + 1) <= _MOST_BARS)
     first = low // width
@@ -22,9 +22,9 @@ def bins_of(values: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def histogram(values: Sequence[int], *, what: str, of: str) -> str:
-    """How many of the values (`of`: what is counted) fall where; `what` names the axis."""
+    """Return a histogram as SVG; `what` names the values on the axis, `of` the things that are counted."""
     if not values:
-        return '<p class="quiet">Nothing to count.</p>'
+        return '<p class="quiet">No values.</p>'
     bins = bins_of(values)
     tallest = max(count for _, _, count in bins)
     step = (_WIDTH - _LEFT - _RIGHT) / len(bins)

@@ -1,4 +1,4 @@
-"""Findings of a run's first window of samples."""
+"""Collect what the preview shows: a run's first packing window of samples."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megavlm.preview.findings import Findings, PackedSegment, Shown, SourceShare
 
 
 def look(config: Config, *, shown: int, title: str) -> Findings:
-    """The first window as a run reads it, with `shown` of its samples in full.
+    """Return what the run reads first: one packing window, and `shown` of its samples with text and images.
 
-    Raises UserError where the run has no `--datasets`, or where they cannot be opened.
+    Raises UserError if the run has no `--datasets` or they cannot be opened.
     """
     if data_kind(config) != "files":
         raise UserError("there is nothing to preview without --datasets: name your data sets, or a --config that does")
@@ -47,7 +47,7 @@ def look(config: Config, *, shown: int, title: str) -> Findings:
 
 
 def _window(config: Config, source: FilesSource) -> list[EncodedRecord]:
-    """Return the first window of the run; if a source is a stream, the window of the first of one replica."""
+    """Return the records of the first packing window; with streams, the first window of a run with one replica."""
     size, run_dir = config.data.packing_window, Path(config.run.run_dir)
     collator = FileCollator(source, CollateSpec.of(config, source))
     if not isinstance(source, StreamSource):
@@ -141,7 +141,7 @@ def _in_full(source: FilesSource, record: EncodedRecord) -> list[Shown]:
 
 
 def _pictures(source: FilesSource, sample: Sample, image: Picture) -> tuple[NDArray[np.uint8], ...]:
-    """What the tower sees of an image: its tiles put together, and the whole where the family has one besides."""
+    """Return an image as the tower sees it: its tiles joined, and the tile with the whole image if there is one."""
     processor = source.processor
     patches = image.patches().split([rows * columns for rows, columns in image.grids])
     pictures = [
@@ -159,7 +159,7 @@ def _pictures(source: FilesSource, sample: Sample, image: Picture) -> tuple[NDAr
 def unpatchified(
     patches: Tensor, grid: tuple[int, int], *, patch: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> NDArray[np.uint8]:
-    """[height, width, 3] bytes of row-major, normalised patches [rows·columns, 3·p·p]: `patchify` undone."""
+    """Return the pixels [height, width, 3] of row-major, normalised patches [rows·columns, 3·p·p]: undo `patchify`."""
     rows, columns = grid
     cells = patches.numpy().reshape(rows, columns, 3, patch, patch).transpose(0, 3, 1, 4, 2)
     values = cells.reshape(rows * patch, columns * patch, 3) * np.array(std) + np.array(mean)

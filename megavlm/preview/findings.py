@@ -1,4 +1,4 @@
-"""What the page shows, as plain values."""
+"""The values that the page shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTEXT = 8  # tokens
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring tokens that are all trained or all not; or the tokens of images, whose text is a count."""
+    """Neighbouring tokens that are all trained or all not; or neighbouring image tokens, whose text is their number."""
 
     text: str
     trained: bool
@@ -25,7 +25,7 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """A sample that is shown with its images, each as the pictures that the vision tower sees of it."""
+    """A sample with its text and images; each image is the pictures that the vision tower sees of it."""
 
     label: str
     source: int
@@ -54,7 +54,7 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class Findings:
-    """Of one window of samples: how it is packed, what is skipped, what some of it looks like."""
+    """One packing window: how its samples are packed, which are skipped, and some of them in full."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
@@ -72,7 +72,7 @@ class Findings:
 
     @property
     def efficiency(self) -> float:
-        """Share of the sequences' places that hold a token."""
+        """Return the share of the sequences' positions that hold a token."""
         places = self.seq_length * len(self.sequences)
         return sum(segment.length for segment in self.segments) / places if places else 0.0
 
@@ -80,7 +80,10 @@ class Findings:
 def stretches_of(
     tokens: Sequence[int], trained: Sequence[bool], *, image_token: int, decode: Decode
 ) -> tuple[Stretch, ...]:
-    """A sample's text, by what is trained. Each stretch is decoded with what stands before it, for its spaces."""
+    """Return a sample's text, divided where training begins or ends and at images.
+
+    Each stretch is decoded together with the tokens before it, because a tokenizer's spaces depend on them.
+    """
     found: list[Stretch] = []
     at = 0
     while at < len(tokens):

@@ -1,4 +1,4 @@
-"""Findings as one HTML page that needs nothing else: no script, no font, no file, no network."""
+"""Write findings as one HTML page that needs no script, font, other file or network."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megavlm.preview.charts import histogram
 from megavlm.preview.findings import Findings, PackedSegment, Shown, Stretch
 from megavlm.preview.style import COLOURS, STYLE
 
-_FIRST_BARS, _MOST_BARS = 24, 512  # sequences that are drawn at once, and on demand
+_FIRST_BARS, _MOST_BARS = 24, 512  # sequences that are drawn at first, and after a click on "more"
 _MOST_SKIPPED = 5  # examples of a reason
 
 
 def page(findings: Findings) -> str:
-    """The page. Whatever the data says is escaped."""
+    """Return the page. Text from the data is escaped."""
     body = [
         f"<header><h1>{escape(findings.title)}</h1>{_facts(findings)}</header>",
         *(f'<p class="warning">{escape(text)}</p>' for text in findings.warnings),
@@ -50,7 +50,7 @@ def _facts(findings: Findings) -> str:
     counted = (
         ("samples looked at", f"{findings.read:,}"),
         ("sequences", f"{len(findings.sequences):,} of {findings.seq_length:,} tokens"),
-        ("places filled", f"{findings.efficiency:.2%}"),
+        ("positions filled", f"{findings.efficiency:.2%}"),
     )
     rows = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in (*counted, *findings.facts)
@@ -106,8 +106,8 @@ def _sequences(findings: Findings) -> str:
         for number, sequence in enumerate(findings.sequences[:_MOST_BARS])
     ]
     about = (
-        '<p class="quiet">A bar is a sequence; its parts are samples, none of which sees another, in the colour of '
-        "their source. What is hatched is padding.</p>"
+        '<p class="quiet">Each bar is a sequence. Its parts are samples in the colour of their source; samples do not '
+        "attend to each other. Hatched parts are padding.</p>"
     )
     listed = f'{about}<ol class="sequences">{"".join(rows[:_FIRST_BARS])}</ol>'
     if (more := len(findings.sequences) - _FIRST_BARS) > 0:
@@ -119,7 +119,7 @@ def _sequences(findings: Findings) -> str:
 
 def _legend() -> str:
     return (
-        '<p class="quiet"><mark>Trained</mark> tokens are what the loss is taken of; the rest is read. '
+        '<p class="quiet"><mark>Trained</mark> tokens have a loss; the others are context. '
         '<span class="image">image</span> stands for image tokens.</p>'
     )
 

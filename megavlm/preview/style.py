@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Hues that differ in lightness too, for those who see fewer colours.
+# The colours also differ in lightness, for readers who see fewer hues.
 _LIGHT = ("#2f6fb3", "#d9822b", "#3f8f5f", "#a64d79", "#7a6bb8", "#8c7a3d", "#4c9aa8", "#b5483a")
 _DARK = ("#6ea8e0", "#f0a860", "#7cc79a", "#dc8fb5", "#b3a6ea", "#cdb975", "#86ccd8", "#e88a7d")
 COLOURS = len(_LIGHT)

@@ -25,13 +25,13 @@ from megavlm.model.weights import initialize
 from megavlm.optim.build import (
     build_optimizer,
     build_scheduler,
-    join_optimizers,
+    chain_optimizers,
     loss_scale,
     with_whole_gradients,
     wrap_chunks,
 )
+from megavlm.optim.chained import MeanGradientOptimizer
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.joined import JoinedOptimizer
 from megavlm.optim.param_gather import gather_parameters
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import ColocatedEncoder
@@ -239,7 +239,7 @@ class _EncoderModel:
         if encoder.trained:
             wrapped = wrap_chunks([self.chunk], self.config, self.groups)
             encoder = EncoderRunner(wrapped[0], config, self.groups)
-            optimizer = join_optimizers(optimizer, build_optimizer(with_whole_gradients(config), wrapped, self.groups))
+            optimizer = chain_optimizers(optimizer, build_optimizer(with_whole_gradients(config), wrapped, self.groups))
         return ColocatedEncoder(encoder, config, groups), optimizer
 
 
@@ -257,7 +257,7 @@ def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCa
     return FeatureCache(Path(folder), size=int(config.placement.vision_cache_size * 2**30), encoder=weights)
 
 
-def _connect(schedule: Schedule, config: Config, optimizer: JoinedOptimizer) -> None:
+def _connect(schedule: Schedule, config: Config, optimizer: MeanGradientOptimizer) -> None:
     """Set the callbacks by which megatron-core's schedule scales losses, reduces gradients and gathers parameters."""
     pipeline, chunks = schedule.config, schedule.chunks
     pipeline.grad_scale_func = optimizer.scale_loss

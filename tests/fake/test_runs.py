@@ -91,8 +91,8 @@ SLOW = {
 
 # What a step has to ask for: the gradient norm (fp16: the scale, and whether all is finite), and its own numbers.
 MAY_WAIT = (
-    "joined.py step > clip_grads.py get_grad_norm_fp32",
-    "joined.py step > optimizer.py _unscale_main_grads_and_check_for_nan",
+    "chained.py step > clip_grads.py get_grad_norm_fp32",
+    "chained.py step > optimizer.py _unscale_main_grads_and_check_for_nan",
     "build.py loss_scale",
     "tolist at engine.py train_step",
     "feature_cache.py _raw",  # pixels are hashed on the host

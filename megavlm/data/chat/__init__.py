@@ -1,4 +1,4 @@
-"""From conversations to trained tokens: chat templates, what is trained on, and where long ones are cut."""
+"""Turn conversations into tokens and loss masks: chat templates, and how long conversations are split."""
 
 from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
 from megavlm.data.chat.format import ChatFormat

@@ -1,4 +1,4 @@
-"""A conversation in tokens, by the places where it may be cut."""
+"""Hold a tokenized conversation as turns, between which it may be split."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class EncodedTurn:
-    """L tokens that stay together unless `divisible`: an exchange up to the end of its answer, or a stretch of text."""
+    """L tokens that stay in one sequence unless `divisible`: a question with its answer, or a piece of plain text."""
 
     tokens: NDArray[np.int64]  # [L], each image expanded to one image token per feature
     trained: NDArray[np.bool_]  # [L]; the tokens that the model must learn to predict
-    images: int  # how many images lie in it
-    divisible: bool = False  # text that may be cut anywhere
+    images: int  # number of images in these tokens
+    divisible: bool = False  # plain text, which may be split between any two tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def part(self, start: int, end: int) -> EncodedTurn:
-        assert self.divisible, "only text is cut"
+        """Return tokens `start` to `end` of divisible text."""
+        assert self.divisible, "only plain text is split inside a turn"
         return EncodedTurn(self.tokens[start:end], self.trained[start:end], 0, divisible=True)
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedConversation:
-    """`opening` is what every piece of the conversation begins with (begin mark, system turn); `turns` follow it."""
+    """A conversation. Each piece of it begins with `opening` (begin-of-text token, system turn); `turns` follow."""
 
     opening: EncodedTurn
     turns: tuple[EncodedTurn, ...]

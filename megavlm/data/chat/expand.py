@@ -1,4 +1,4 @@
-"""Rendered text with places for images → tokens, a mask of what is trained, and the turns they fall into."""
+"""Tokenize rendered text with image placeholders: tokens, loss mask, and the turns that the tokens belong to."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from megavlm.data.types import BadSample, Reason
 
 @dataclass(frozen=True)
 class _Written:
-    """A conversation with its images written out as the tokenizer reads them."""
+    """A rendered conversation whose placeholders are replaced by the text of image prompts."""
 
     text: str
-    pictures: list[tuple[int, int]]  # characters that stand for an image
-    shifts: list[tuple[int, int]]  # from this character of what was rendered on, so much to the right
+    pictures: list[tuple[int, int]]  # [start, end) characters of each image's prompt
+    shifts: list[tuple[int, int]]  # (offset in the rendered text, how far the characters from there on have moved)
 
     def moved(self, place: int) -> int:
-        """Where a character of what was rendered is now."""
+        """Return the offset in `text` of a character of the rendered text."""
         return place + self.shifts[bisect_right(self.shifts, place, key=itemgetter(0)) - 1][1]
 
 
 def _written(stretches: Sequence[str], prompts: Sequence[Prompt], placeholder: int, image_text: str) -> _Written:
-    """Images between stretches of text, in place of placeholders of so many characters."""
+    """Return the text between placeholders (of `placeholder` characters each) joined by the prompts of the images."""
     if len(stretches) != len(prompts) + 1:
         raise BadSample(Reason.IMAGE_COUNT, f"{len(prompts)} images and {len(stretches) - 1} places for one")
     parts, pictures, shifts = [stretches[0]], [], [(0, 0)]
@@ -57,13 +57,18 @@ def expand(
     cuts: Sequence[int],
     divisible: bool = False,
 ) -> EncodedConversation:
-    """Tokens of a rendered conversation, in turns that end at `cuts`, the first of which is the opening.
+    """Return the tokens of a rendered conversation, in turns.
 
-    `prompts` replace the placeholders, in order. A run of image tokens is one of them while the text is tokenised: what
-    stands beside the run is the same. The characters of the spans `trained` are trained where they are no image. With
-    `divisible`, turns are text that may be cut anywhere, and images between.
+    A run of image tokens is a single token while the text is tokenized and is repeated afterwards: its neighbours, and
+    so the other tokens, are the same.
 
-    Raises BadSample where the text has other places for images than there are prompts.
+    Args:
+        prompts: replace the placeholders, in order.
+        trained: [start, end) characters of the rendered text with a loss; image tokens never have one.
+        cuts: offsets in the rendered text at which turns end; the first turn is the opening.
+        divisible: the turns are plain text, which may be split anywhere but inside an image.
+
+    Raises BadSample if the number of placeholders differs from the number of prompts.
     """
     written = _written(rendered.split(placeholder), prompts, len(placeholder), tokenizer.image_text)
     tokens = tokenizer.encode(written.text)
@@ -92,7 +97,7 @@ def expand(
     if begin is not None and len(ids) and ids[0] == begin:
         bounds[0] = max(bounds[0], 1)
     images_at = np.searchsorted(last, [end - 1 for _, end in written.pictures])
-    if divisible:  # an image and the text after it: turns of their own
+    if divisible:  # each image is a turn, and so is the text after it
         firsts = np.searchsorted(starts, [start for start, _ in written.pictures])
         bounds = sorted({*bounds, *(int(first) for first in firsts), *(int(end) + 1 for end in images_at)})
     repeats = np.ones(len(ids), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""From a conversation to tokens, and to which of them are trained."""
+"""`ChatFormat`: apply a chat template and a tokenizer to conversations; say which tokens are trained."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
 
 TrainOn = Literal["assistant", "last", "all"]
-_SHAPES = 1024  # shapes of conversations that are remembered
+_SHAPES = 1024  # most conversation shapes that are cached
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How conversations become tokens: those that Transformers makes with the same template, tokenizer and processor.
+    """Turns conversations into the tokens that Transformers makes with the same template, tokenizer and processor.
 
-    `placeholder` is what stands for an image in the rendered text. `in_parts` says whether the template writes it
-    itself, given parts {"type": "image"} and {"type": "text"}, or gets it as part of a text.
+    `placeholder` represents an image in the rendered text. If `in_parts`, the template writes it for each part
+    {"type": "image"} of a message; else the message's text contains it.
     """
 
     template: ChatTemplate | None
@@ -37,7 +37,7 @@ class ChatFormat:
     in_parts: bool = False
     train_on: TrainOn = "assistant"
     openings: tuple[tuple[str, str], ...] = ()  # see `openings_of`
-    end_of_turn: str = ""  # what follows an answer and is trained; nothing where the template does not end turns
+    end_of_turn: str = ""  # text after an answer that is trained with it; empty if the template has none
     _skeletons: dict[tuple[Kind, ...], Skeleton] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -50,10 +50,10 @@ class ChatFormat:
         train_on: TrainOn = "assistant",
         model_type: str | None = None,
     ) -> ChatFormat:
-        """The format that `--chat-template` names.
+        """Return the format that `--chat-template` names.
 
-        `placeholder` is the image processor's, `model_type` that of the tokenizer's folder. Where `auto` finds no
-        template the format knows plain text alone. Raises UserError for a template that is missing or cannot be used.
+        `placeholder` is the image processor's, `model_type` that of the tokenizer's folder. If `auto` finds no
+        template, the format encodes plain text only. Raises UserError if the template is missing or cannot be used.
         """
         source = source_of(tokenizer, template, model_type)
         if source is None:
@@ -69,10 +69,10 @@ class ChatFormat:
         return cls(chosen, tokenizer, written, in_parts, train_on, openings, end_of_turn)
 
     def encode(self, conversation: Conversation, prompts: Sequence[Prompt]) -> EncodedConversation:
-        """Tokens of a conversation whose images are replaced by `prompts`, one for each, in order.
+        """Return the tokens of a conversation whose images are replaced by `prompts`, one for each, in order.
 
-        Raises BadSample where nobody answers, where the template refuses it and where a text spells out an image token;
-        UserError for a conversation where there is no template.
+        Raises BadSample if the assistant says nothing, if the template refuses the conversation, or if a text contains
+        the image token; UserError if there is no template.
         """
         assert len(prompts) == len(conversation.images)
         _check_texts(conversation, (self.placeholder, self.tokenizer.image_text))
@@ -89,7 +89,7 @@ class ChatFormat:
                 f"one of {', '.join(CHAT_TEMPLATES)}, or to a .jinja file"
             )
         rendered, spans = self._render(self.template, conversation)
-        mark = self.end_of_turn.strip()  # with nothing before it: a turn that only calls a tool, as a rule
+        mark = self.end_of_turn.strip()  # an answer of this mark alone is usually a tool call
         answers = [span for span in spans.answers if rendered[slice(*span)].strip() != mark]
         if not answers:
             raise BadSample(Reason.EMPTY, "the assistant says nothing")
@@ -140,7 +140,7 @@ class ChatFormat:
         return found
 
     def _text(self, conversation: Conversation, prompts: Sequence[Prompt]) -> EncodedConversation:
-        """Plain text: all of it is trained, and the end mark. It may be cut anywhere but in an image."""
+        """Return the tokens of plain text and the end token, all trained, divisible anywhere but in an image."""
         parts = [part for turn in conversation.turns for part in turn.parts]
         rendered = "".join(part if isinstance(part, str) else self.placeholder for part in parts)
         if not rendered.strip():
@@ -179,7 +179,7 @@ def _check_texts(conversation: Conversation, reserved: Sequence[str]) -> None:
 
 
 def _parts(turn: Turn) -> tuple[str | ImageRef, ...]:
-    """Parts for a template that writes images itself, with the line breaks around them: those of the data go."""
+    """Return a turn's parts without line breaks next to images: templates with image parts write their own."""
     parts: list[str | ImageRef] = []
     for number, part in enumerate(turn.parts):
         if isinstance(part, str):
@@ -194,7 +194,7 @@ def _parts(turn: Turn) -> tuple[str | ImageRef, ...]:
 
 
 def _joined(turn: Turn, placeholder: str) -> str:
-    """Text with placeholders; after an image comes a line break where the data has no space of its own."""
+    """Return a turn's text with placeholders; a line break follows an image unless the data has white space there."""
     text = ""
     for number, part in enumerate(turn.parts):
         if isinstance(part, ImageRef):

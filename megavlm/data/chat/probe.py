@@ -1,4 +1,4 @@
-"""What a chat template is and does, found by trying it on conversations of one word."""
+"""Find a chat template, and find out what it does by rendering short conversations with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megavlm.families import CHAT_TEMPLATES, chat_template_of
 
 
 def source_of(tokenizer: TextTokenizer, template: str, model_type: str | None) -> str | None:
-    """Jinja of the template that is meant."""
+    """Return the Jinja source of the template that `--chat-template` names; None if `auto` finds none."""
     if template.endswith((".jinja", ".jinja2", ".j2")):
         try:
             return Path(template).read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ def source_of(tokenizer: TextTokenizer, template: str, model_type: str | None) -
     missing = [token for token in CHAT_TEMPLATES[name].needs if not _has(tokenizer, token)]
     if missing:
         raise UserError(
-            f"--chat-template {name} needs the tokens {' '.join(missing)}, which the tokenizer has not: choose "
+            f"--chat-template {name} needs the tokens {' '.join(missing)}, which the tokenizer lacks: choose "
             "vicuna, mistral or plain"
         )
     return CHAT_TEMPLATES[name].jinja
@@ -45,9 +45,9 @@ def _has(tokenizer: TextTokenizer, token: str) -> bool:
 
 
 def image_style(template: ChatTemplate, placeholder: str, image_text: str) -> tuple[bool, str]:
-    """Whether the template takes parts, and what it writes for an image.
+    """Return whether the template takes messages in parts, and what it writes for an image.
 
-    Raises TemplateError where it writes neither the text of a part nor that of a string.
+    Raises TemplateError if it writes neither the text of a part nor that of a string.
     """
     word = "\ue000"
     complaint = "it leaves out what the user says"
@@ -71,11 +71,11 @@ def image_style(template: ChatTemplate, placeholder: str, image_text: str) -> tu
 
 
 def openings_of(template: ChatTemplate, in_parts: bool) -> tuple[tuple[tuple[str, str], ...], str]:
-    """What conversations begin with before anyone speaks, and the trained end of an answer.
+    """Return the template's own text before the first user turn, and the end of an answer, which is trained.
 
-    The opening is (text, "") without a system turn, and the text around that turn with one; a second exchange shows
-    what belongs to a user turn instead. Left out where the two cannot be told apart, as where a template writes the
-    system turn into the first user turn.
+    The first is a list of openings: (text, "") without a system turn, then the texts before and after the system turn
+    with one. What a second exchange begins with, too, belongs to a user turn and not to the opening. An opening is left
+    out if it cannot be told from the user turn, as when a template writes the system turn into the first user turn.
     """
     kinds = ("text",) if in_parts else None
     talk: tuple[Kind, ...] = (("user", kinds), ("assistant", kinds)) * 2

@@ -1,9 +1,9 @@
-"""Where in a rendered conversation the assistant speaks, for any template.
+"""Find the assistant's answers in a rendered conversation, for any chat template.
 
-A template is a program: what it writes around a text is found by rendering a conversation whose texts are marks that no
-text holds. The gaps between the marks are the template's own words. The rendered conversation must then be these gaps
-with the real texts in between, character by character; else (a template that cuts its reasoning out of an answer, say)
-renderings of its beginnings must be beginnings of it.
+A template is a program. To find what it writes around each text, it renders a conversation whose texts are unique
+marks; the text between the marks is the template's own ("gaps"). A real conversation must then consist of these gaps
+with the real texts in between, character by character. If it does not (some templates cut the reasoning out of an
+answer), the rendering of each prefix of the conversation must be a prefix of the whole rendering.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
 
 Kind = tuple[str, tuple[str, ...] | None]  # role; its parts (text, image), or None where content is one string
-Place = tuple[int, int]  # gap, character in it
+Place = tuple[int, int]  # number of a gap, offset in it
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
-_BEGUN = re.compile(r"[<\[{#|/]+\w*$")  # two marks that begin alike: <|user|>, </s>
+_BEGUN = re.compile(r"[<\[{#|/]+\w*$")  # a common beginning of two different marks, like the "<" of <|user|> and </s>
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Characters of a rendered conversation.
+    """Offsets in a rendered conversation.
 
-    The assistant's turn k is answers[k] = [start, end), from what the model would be prompted with up to the mark that
-    ends its turn. Up to `opening` the text is what any conversation begins with; up to cuts[k], where a new user turn
-    may begin, lie the exchange k and all before it.
+    answers[k] = [start, end) is the assistant's turn k, from the end of the generation prompt to the end of the mark
+    that ends the turn. The text before `opening` begins every conversation. cuts[k] is the end of exchange k, where
+    the conversation may be split.
     """
 
     opening: int
@@ -41,16 +41,16 @@ class Spans:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A template's own words for conversations of one shape: gaps[0] text gaps[1] … text gaps[-1]."""
+    """A template's own text for conversations of one shape: gaps[0] text gaps[1] … text gaps[-1]."""
 
     gaps: tuple[str, ...]
-    order: tuple[int, ...]  # which text stands after which gap
+    order: tuple[int, ...]  # number of the text after each gap but the last
     answers: tuple[tuple[Place, Place], ...]
     cuts: tuple[Place, ...]
     opening: Place = (0, 0)
 
     def spans(self, rendered: str, texts: Sequence[str]) -> Spans | None:
-        """The same places where the marks are real texts, some of which the template may have stripped."""
+        """Return the offsets for real texts, some of which the template may strip; None if the text does not match."""
         if not rendered.startswith(self.gaps[0]):
             return None
         at, starts = len(self.gaps[0]), [0]
@@ -75,7 +75,7 @@ class Skeleton:
 
 
 def marked(shape: Sequence[Kind]) -> tuple[list[Message], list[int]]:
-    """A conversation of marks, and which turn each belongs to."""
+    """Return a conversation whose texts are marks, and the turn that each mark belongs to."""
     messages: list[Message] = []
     turns: list[int] = []
 
@@ -94,9 +94,9 @@ def marked(shape: Sequence[Kind]) -> tuple[list[Message], list[int]]:
 
 
 def skeleton(template: ChatTemplate, shape: Sequence[Kind]) -> Skeleton:
-    """What a template writes around the texts of a conversation of this shape, `opening` apart.
+    """Return what a template writes around the texts of a conversation of this shape; `opening` is not set.
 
-    Raises TemplateError where it refuses the shape, leaves a text out or repeats one.
+    Raises TemplateError if the template refuses the shape, leaves a text out or repeats one.
     """
     messages, turns = marked(shape)
     rendered = template.render(messages)
@@ -127,7 +127,7 @@ def skeleton(template: ChatTemplate, shape: Sequence[Kind]) -> Skeleton:
 
 
 def _start(template: ChatTemplate, before: list[Message], rendered: str, text: int) -> int:
-    """Where an answer begins: behind the prompt for it, or at its text where the template knows no such prompt."""
+    """Return the offset where an answer begins: after the generation prompt, or at its text if there is no prompt."""
     if not before:
         return text
     prompt = template.render(before, generate=True)
@@ -136,9 +136,10 @@ def _start(template: ChatTemplate, before: list[Message], rendered: str, text: i
 
 
 def _tail(template: ChatTemplate, messages: list[Message], rendered: str, mark: re.Match[str]) -> str:
-    """What follows an answer before anything else is said.
+    """Return the template's text between an answer and the next turn.
 
-    Some templates end conversations with a mark of its own: what follows the answer there, and here as well, is meant.
+    Some templates end a conversation with an extra mark. Then it is the common prefix of what follows the answer at the
+    end of a conversation and of what follows it here.
     """
     alone = template.render(messages)
     tail, rest = alone[alone.rindex(mark[0]) + len(mark[0]) :], rendered[mark.end() :]
@@ -152,16 +153,16 @@ def _tail(template: ChatTemplate, messages: list[Message], rendered: str, mark: 
 
 
 def _end_mark(tail: str) -> str:
-    """What of the text after an answer ends it: all but space at its end, or a line break where there is no more."""
+    """Return the part of the text after an answer that ends it: without trailing space, or one line break if all is."""
     if mark := tail.rstrip():
         return mark
     return tail[: tail.index("\n") + 1] if "\n" in tail else ""
 
 
 def by_prefixes(template: ChatTemplate, messages: Sequence[Message], rendered: str, *, only_last: bool) -> Spans:
-    """Spans of a conversation whose texts the template rewrites, one exchange after the other.
+    """Return the spans of a conversation whose texts the template rewrites, from renderings of its prefixes.
 
-    Raises TemplateError where what it writes for an earlier turn depends on later ones.
+    Raises TemplateError if what the template writes for an earlier turn depends on later ones.
     """
     speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     answers, cuts = [], []

@@ -1,4 +1,4 @@
-"""Conversations that are too long for a sequence: cut between exchanges, never through one, nor off its images."""
+"""Split conversations that are longer than a sequence: between exchanges only, and never away from their images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megavlm.data.types import BadSample, Reason
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """L tokens for one sequence, and which of the conversation's images lie in it."""
+    """L tokens for one sequence, and the numbers of the conversation's images in it."""
 
     tokens: NDArray[np.int64]  # [L]
     trained: NDArray[np.bool_]  # [L]
@@ -25,25 +25,25 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """What became of a conversation: its pieces, at least one, and how many of its turns are in none of them."""
+    """The pieces of a conversation (at least one) and the number of its turns that are in none of them."""
 
     pieces: tuple[Piece, ...]
     dropped: int
 
 
 def split(encoded: EncodedConversation, seq_length: int) -> Split:
-    """Pieces of at most `seq_length` tokens, each with the conversation's opening.
+    """Return pieces of at most `seq_length` tokens, each with the conversation's opening.
 
-    The first piece is the longest beginning that fits. What follows makes further pieces where no image lies before
-    them: a question may be about it. Else it is dropped, as is an exchange that fits no piece. Text that is divisible
-    is cut where a piece is full. Turns at the end of a piece of which nothing is trained are left out.
+    The first piece is the longest beginning that fits. The rest makes further pieces if no image comes before it;
+    else it is dropped, because it may be about an image that it would not see. An exchange that is longer than a piece
+    is dropped, too. Divisible text is split where a piece is full. A piece does not end with turns without a loss.
 
-    Raises BadSample where nothing is left to train on.
+    Raises BadSample if no trained token is left.
     """
     opening = encoded.opening
     dropped = 0
-    seen = opening.images  # images so far
-    groups: list[tuple[int, list[EncodedTurn]]] = [(0, [])]  # the number of images before, turns
+    seen = opening.images  # number of images so far
+    groups: list[tuple[int, list[EncodedTurn]]] = [(0, [])]  # (number of images before it, its turns)
     waiting = list(reversed(encoded.turns))
     while waiting:
         turn = waiting.pop()
@@ -55,7 +55,7 @@ def split(encoded: EncodedConversation, seq_length: int) -> Split:
         elif turn.divisible and room > 0:
             group.append(turn.part(0, room))
             waiting.append(turn.part(room, len(turn)))
-        elif seen or (turn.images and not group):  # what follows may be about an image that it would be without
+        elif seen or (turn.images and not group):  # the rest may be about an image that it would not see
             dropped += 1 + len(waiting)
             break
         elif group:

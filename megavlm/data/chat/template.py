@@ -1,4 +1,4 @@
-"""Chat templates: Jinja, run in a sandbox with what Transformers gives them."""
+"""Render chat templates: Jinja in a sandbox, with the functions that Transformers offers to templates."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
 
-# Templates that write today's date would make tomorrow's run another one. This is the date that Llama's templates
-# take where there is no clock.
+# A template that writes today's date would give different tokens tomorrow. This is the date that Llama's templates use
+# if there is no clock.
 _TODAY = date(2024, 7, 26)
 
 
 class TemplateError(ValueError):
-    """A template that is wrong, or that refuses a conversation."""
+    """The template has an error or refuses a conversation."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ class ChatTemplate:
     specials: tuple[tuple[str, str], ...] = ()
 
     def render(self, messages: Sequence[Message], *, generate: bool = False) -> str:
-        """The text of a conversation; `generate` adds what comes before an answer. Raises TemplateError."""
+        """Return a conversation's text; `generate` adds the generation prompt, which precedes an answer.
+
+        Raises TemplateError.
+        """
         try:
             return _compiled(self.source).render(
                 messages=list(messages),
@@ -49,7 +52,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` … `{% endgeneration %}`: marks in Transformers what an assistant says; here only its text."""
+    """Renders what is between `{% generation %}` and `{% endgeneration %}`, which Transformers uses to mark answers."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -71,7 +74,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Jinja's own filter escapes HTML."""
+    """Return JSON without the escapes for HTML that Jinja's own filter adds."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 

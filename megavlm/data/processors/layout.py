@@ -1,4 +1,4 @@
-"""What is known about an image before its pixels are: its tiles, its features and its place in the prompt."""
+"""Describe an image before its pixels are read: its tiles, its image tokens and the text that replaces it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """One picture that the vision tower sees: sides in pixels, grid in patches.
+    """One input of the vision tower: sides in pixels, grid in patches.
 
-    Patches cover `grid` × patch side from the top left; pixels beyond (384 is 27 × 14 + 6) are seen by none, as with
-    the strided convolution of the reference.
+    Patches start at the top left. If the patch size does not divide a side (384 = 27 × 14 + 6), the last pixels belong
+    to no patch, as in the strided convolution of the reference.
     """
 
     height: int
@@ -20,9 +20,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What replaces an image in the text: texts[0], runs[0] image tokens, texts[1], runs[1] image tokens, …, texts[-1].
+    """The text that replaces an image: texts[0], runs[0] image tokens, texts[1], runs[1] image tokens, …, texts[-1].
 
-    Each image token takes one feature, in order.
+    Each image token receives one feature, in order.
     """
 
     token: str
@@ -39,10 +39,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one image of `size` (height, width) becomes tiles and text.
+    """The tiles and the text of one image of `size` (height, width).
 
-    `arrangement` is the (rows, columns) of tiles cut from the enlarged picture, (0, 0) where it stays whole; a picture
-    of the whole comes besides, where the family has one, and `tiles` is in the order of the pixels.
+    `arrangement` is the (rows, columns) of tiles that the enlarged image is cut into, (0, 0) if it is not cut. Some
+    families add a tile with the whole image. `tiles` are in the order of their pixels in the batch.
     """
 
     size: tuple[int, int]
@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def features(self) -> int:
-        """Image tokens."""
+        """Return the number of image tokens."""
         return sum(self.prompt.runs)
 
     @property

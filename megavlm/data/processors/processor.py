@@ -1,8 +1,8 @@
-"""`Processor`: what a model does to an image. `layout` computes sizes, `views` makes bytes, `tiles` makes patches.
+"""`Processor`: prepare images for a model. `layout` computes sizes, `views` pixels, `tiles` patches.
 
-A processor is a frozen value without state, safe in any thread or worker. Models differ in how they cut an image, so
-each family with a way of its own has a subclass in its file (`megavlm/families`); resizing, normalisation and patches
-are the same for all.
+A processor is frozen and has no state, so threads and workers can share it. Families that cut images into tiles in
+their own way have a subclass in their file (`megavlm/families`); resizing, normalisation and patches are the same for
+all.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megavlm.data.types import BadSample, Reason
 if TYPE_CHECKING:  # families are read where torch is not needed, as by the planner
     from torch import Tensor
 
-MOST_PIXELS = 2**26  # of a picture on the way: 192 MiB
+MOST_PIXELS = 2**26  # of a resized image before it is cropped: 192 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processor(ABC):
     """Turns the images of one model into patches and text.
 
-    `placeholder` is what the chat template writes where `Layout.prompt` goes. `images` is the number of images in the
-    sample: some models tile an image only if it is alone.
+    `placeholder` is what the chat template writes and `Layout.prompt` replaces. `images` is the number of images in
+    the sample: some models cut an image into tiles only if it is the sample's only one.
     """
 
     anyres: ClassVar[bool] = False  # whether an image's tiles form one feature map (`megavlm/arch/anyres.py`)
@@ -50,14 +50,14 @@ class Processor(ABC):
 
     @abstractmethod
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
-        """Tiles, features and prompt of an image of this size. Pure. Raises BadSample for sizes that are refused."""
+        """Return tiles and prompt of an image of this size, without its pixels. Raises BadSample for unusable sizes."""
 
     @abstractmethod
     def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
-        """Pixels of the tiles of `layout`, in its order: bytes [height, width, 3], before normalisation."""
+        """Return the pixels of the tiles of `layout`, in its order: bytes [height, width, 3], before normalisation."""
 
     def tiles(self, pixels: Pixels, *, images: int = 1) -> list[Tensor]:
-        """Normalised patches of each tile, [rows·columns, 3·p·p] float32, row-major, as `patchify` defines them."""
+        """Return the normalised patches of each tile, [rows·columns, 3·p·p] float32, row-major, as `patchify` does."""
         return [self._patches(view) for view in self.views(pixels, images=images)]
 
     def _resize(self, pixels: Pixels, height: int, width: int) -> Pixels:
@@ -77,9 +77,10 @@ class Processor(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Whole(Processor):
-    """Keeps an image in one piece, of a fixed size (CLIP, SigLIP, LLaVA-1.5).
+    """Keeps an image in one piece (CLIP, SigLIP, LLaVA-1.5).
 
-    Resized to `size`, or so that the shorter side is `edge`; padded before (`pad_to_square`) or cropped after.
+    The image is resized to `size`, or so that its shorter side is `edge`. It may be padded to a square before
+    (`pad_to_square`) or cropped to `crop` afterwards.
     """
 
     size: Size | None = None
@@ -105,7 +106,7 @@ class Whole(Processor):
 
 
 def cut(picture: Pixels, arrangement: Size) -> list[Pixels]:
-    """Equal tiles, row by row; views, nothing is copied."""
+    """Return equal tiles of an image, row by row, as views of the same memory."""
     rows, columns = arrangement
     height, width = picture.shape[0] // rows, picture.shape[1] // columns
     return [
@@ -116,25 +117,26 @@ def cut(picture: Pixels, arrangement: Size) -> list[Pixels]:
 
 
 def center_crop(picture: Pixels, size: Size) -> Pixels:
-    """The middle of a picture; where it is smaller than `size`, in the middle of black, an odd pixel above or left."""
+    """Return the centre of an image; black is added if it is smaller than `size`, an odd row above, a column left."""
     top, left = (picture.shape[0] - size[0]) // 2, (picture.shape[1] - size[1]) // 2
     inside = picture[max(top, 0) :, max(left, 0) :][: size[0], : size[1]]
     return pasted(inside, size, at=(max(-top, 0), max(-left, 0)))
 
 
 def pad_evenly(picture: Pixels, size: Size) -> Pixels:
-    """The picture in the middle of black, an odd pixel below or right."""
+    """Return the image centred on black; an odd row of padding is below it, an odd column right of it."""
     return pasted(picture, size, at=((size[0] - picture.shape[0]) // 2, (size[1] - picture.shape[1]) // 2))
 
 
 def pad_to_square(picture: Pixels, mean: tuple[float, ...]) -> Pixels:
-    """The picture in the middle of a square of the mean colour, an odd pixel below or right."""
+    """Return the image centred on a square of the mean colour; odd padding is below it or right of it."""
     size = squared(picture.shape[:2])
     at = (size[0] - picture.shape[0]) // 2, (size[1] - picture.shape[1]) // 2
     return pasted(picture, size, at=at, colour=tuple(int(value * 255) for value in mean))
 
 
 def pasted(picture: Pixels, size: Size, *, at: Size, colour: tuple[int, ...] = (0, 0, 0)) -> Pixels:
+    """Return a canvas of `size` in one colour with the image at (top, left) `at`; the image itself if it has `size`."""
     height, width = picture.shape[:2]
     if (height, width) == size:
         return picture
@@ -145,13 +147,14 @@ def pasted(picture: Pixels, size: Size, *, at: Size, colour: tuple[int, ...] = (
 
 
 def squared(size: Size) -> Size:
+    """Return the smallest square that holds an image of `size`. Raises BadSample if it is too large."""
     return holdable(size, (max(size), max(size)))
 
 
 def holdable(size: Size, picture: Size) -> Size:
-    """`picture`, what an image of `size` would become on the way; a hair of 1×10000 pixels may become gigabytes.
+    """Return `picture`, the size to which an image of `size` is resized.
 
-    Raises BadSample then.
+    Raises BadSample if that is too large: a line of 1×10000 pixels would need gigabytes.
     """
     if picture[0] * picture[1] > MOST_PIXELS:
         raise BadSample(

@@ -1,4 +1,4 @@
-"""Resizing as Pillow does it, bit for bit, or nearly so at three times the speed.
+"""Resize images as Pillow does, bit for bit; or, on request, almost so at three times the speed.
 
 Pillow resamples one axis, rounds to bytes, and resamples the other, with weights of 22 bits. torch does the same with
 vector instructions and weights of 15 bits. One pass of it is always within one grey level of Pillow's: its error is
@@ -34,9 +34,9 @@ _PILLOW_CHOOSES_AN_ORDER = Version(PIL.__version__) >= Version("13")
 
 
 def resize(pixels: Pixels, height: int, width: int, resample: Resampling, *, fast: bool = False) -> Pixels:
-    """`pixels` [h, w, 3] as [height, width, 3]. It may return its argument.
+    """Return `pixels` [h, w, 3] resized to [height, width, 3]; the same array if it has this size.
 
-    Pillow does the work, or, where `fast` and it knows the filter, torch.
+    Pillow resizes, or torch if `fast` is set and torch has the filter.
     """
     old, new = (pixels.shape[0], pixels.shape[1]), (height, width)
     if old == new:
@@ -53,7 +53,7 @@ def resize(pixels: Pixels, height: int, width: int, resample: Resampling, *, fas
 
 
 def vertical_first(old: tuple[int, int], new: tuple[int, int]) -> bool:
-    """Whether Pillow resamples the vertical axis first, by sizes (height, width). Until Pillow 13 it never did."""
+    """Return whether Pillow resamples the vertical axis first, by sizes (height, width). Pillow 12 never does."""
     fewer_rows, fewer_columns = old[0] - new[0], old[1] - new[1]
     return _PILLOW_CHOOSES_AN_ORDER and fewer_rows > 0 and fewer_rows > 2 * fewer_columns
 

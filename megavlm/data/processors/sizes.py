@@ -1,6 +1,6 @@
-"""Which sizes the families choose: pure arithmetic over (height, width), each rule as its reference defines it.
+"""Compute the sizes that the families resize images to, by the rule of each reference implementation.
 
-Roundings are part of the definition: a feature more or less shifts all that follows in the sequence.
+Rounding is part of each rule: one image token more or less shifts all later tokens of the sequence.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ _LARGEST_SIDE = 4096  # Idefics3 enlarges no further
 
 
 def shortest_edge(size: Size, edge: int) -> Size:
-    """The size whose shorter side is `edge`, at the same aspect ratio (CLIP)."""
+    """Return the size whose shorter side is `edge`, at the same aspect ratio (CLIP)."""
     short, long = sorted(size)
     scaled = int(edge * long / short)
     return (scaled, edge) if size[1] <= size[0] else (edge, scaled)
 
 
 def smart_resize(size: Size, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
-    """Sides that are multiples of `factor`, between two areas, near the aspect ratio (Qwen2-VL and its successors).
+    """Return sides that are multiples of `factor`, with an area in [min_pixels, max_pixels] and about the same ratio.
+
+    This is the rule of Qwen2-VL and its successors.
 
     Raises BadSample for images more elongated than 1:200, which the reference refuses.
     """
@@ -43,7 +45,7 @@ def smart_resize(size: Size, *, factor: int, min_pixels: int, max_pixels: int) -
 
 
 def best_resolution(size: Size, resolutions: Iterable[Size]) -> Size:
-    """The resolution that keeps most of the image's pixels and, among equals, wastes fewest (LLaVA-NeXT's anyres)."""
+    """Return the resolution that keeps most of the image's pixels, and of equals the least padded (LLaVA-NeXT)."""
     height, width = size
 
     def merit(resolution: Size) -> tuple[int, int]:
@@ -55,7 +57,7 @@ def best_resolution(size: Size, resolutions: Iterable[Size]) -> Size:
 
 
 def fit_inside(size: Size, frame: Size) -> Size:
-    """The largest size at this aspect ratio inside `frame`; the free side is rounded up (anyres, before padding)."""
+    """Return the largest size of this aspect ratio inside `frame`; the free side is rounded up (before padding)."""
     height, width = size
     by_height, by_width = frame[0] / height, frame[1] / width
     if by_width < by_height:
@@ -64,9 +66,9 @@ def fit_inside(size: Size, frame: Size) -> Size:
 
 
 def tile_grid(size: Size, tile: Size, *, fewest: int, most: int) -> Size:
-    """(rows, columns) of tiles whose aspect ratio is closest to the image's (InternVL).
+    """Return the (rows, columns) of tiles whose aspect ratio is closest to the image's (InternVL).
 
-    Among equally close ones the larger wins, as long as the image fills more than half of it.
+    Among equally close grids the larger one is taken, if the image has more than half of its pixels.
     """
     height, width = size
     best, smallest = (1, 1), math.inf
@@ -80,13 +82,13 @@ def tile_grid(size: Size, tile: Size, *, fewest: int, most: int) -> Size:
 
 @cache
 def _grids(fewest: int, most: int) -> tuple[Size, ...]:
-    """All (rows, columns) with that many tiles, small ones first, then narrow ones."""
+    """Return all (rows, columns) with `fewest` to `most` tiles, in ascending order of tiles, then of columns."""
     grids = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most + 1)]
     return tuple(sorted((g for g in grids if fewest <= g[0] * g[1] <= most), key=lambda g: g[0] * g[1]))
 
 
 def longest_edge(size: Size, edge: int) -> Size:
-    """The size whose longer side is `edge`; the other one is made even (Idefics3)."""
+    """Return the size whose longer side is `edge`; the other side is made even (Idefics3)."""
     height, width = size
     ratio = width / height
     if width >= height:
@@ -103,7 +105,7 @@ def longest_edge(size: Size, edge: int) -> Size:
 
 
 def whole_tiles(size: Size, tile: int) -> Size:
-    """(rows, columns) of tiles that hold an image whose longer side is rounded up to whole tiles (Idefics3)."""
+    """Return the (rows, columns) of tiles of an image whose longer side is rounded up to whole tiles (Idefics3)."""
     height, width = size
     ratio = width / height
     if width >= height:

@@ -39,8 +39,8 @@ HOOKS = (
     Hook(CORE + "optimizer", "_get_param_groups", "groups of ZeRO-2 and 3", ("model_chunks", "config")),
     Hook(CORE + "optimizer", "get_megatron_optimizer", "optimizers", ("config", "model_chunks", "config_overrides")),
     Hook(CORE + "optimizer", "ChainedOptimizer.get_grad_norm", "the norm of all parts together"),
-    Hook(CORE + "optimizer", "ChainedOptimizer.prepare_grads", "JoinedOptimizer's own step"),
-    Hook(CORE + "optimizer", "ChainedOptimizer.step_with_ready_grads", "JoinedOptimizer's own step"),
+    Hook(CORE + "optimizer", "ChainedOptimizer.prepare_grads", "MeanGradientOptimizer's own step"),
+    Hook(CORE + "optimizer", "ChainedOptimizer.step_with_ready_grads", "MeanGradientOptimizer's own step"),
     Hook(CORE + "optimizer.optimizer", "param_group_identifier_keys", "what tells parameter groups apart"),
     Hook(
         CORE + "optimizer.distrib_optimizer",

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megavlm.optim.adamw import AdamW
+from megavlm.optim.chained import divisor_of
 from megavlm.optim.host_adamw import HostAdamW
-from megavlm.optim.joined import divisor_of
 
 
 def params(seed: int) -> list[torch.Tensor]:

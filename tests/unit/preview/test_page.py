@@ -131,7 +131,7 @@ def test_data_cannot_break_out() -> None:
 
 def test_nothing_to_show() -> None:
     empty = findings(sequences=(), shown=(), skipped=(), read=0, sources=())
-    assert "Nothing to count." in Read(page(empty)).text
+    assert "No values." in Read(page(empty)).text
 
 
 def test_bins_hold_every_value_once() -> None:
