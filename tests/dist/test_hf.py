@@ -32,6 +32,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "idefics3-tied": (smolvlm.idefics3, smolvlm.IMAGES),
     "gemma3": (lambda: gemma3.gemma3(num_key_value_heads=1), gemma3.IMAGES[::2]),
     "pixtral": (pixtral.pixtral, pixtral.IMAGES[::2]),
+    "qwen2-vl": (qwen_vl.qwen2, SIZES),
     "qwen2.5-vl": (qwen_vl.qwen2_5, SIZES),
     "qwen3-vl": (lambda: qwen_vl.qwen3(tied=True), SIZES),
 }

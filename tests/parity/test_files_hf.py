@@ -80,6 +80,14 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
                 tie_word_embeddings=False,
             )
             return transformers.InternVLForConditionalGeneration(config)
+        case "qwen2-vl":
+            config = transformers.Qwen2VLConfig(
+                vision_config={"depth": 4, "embed_dim": 36, "num_heads": 3, "hidden_size": 32, "patch_size": 14},
+                text_config={**text, "rope_parameters": ROPE},
+                image_token_id=image,
+                **marks,
+            )
+            return transformers.Qwen2VLForConditionalGeneration(config)
         case "qwen2.5-vl":
             config = transformers.Qwen2_5_VLConfig(
                 vision_config={**QWEN_TOWER, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1, 3]},

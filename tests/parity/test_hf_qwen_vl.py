@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL in and out: windows, M-RoPE, DeepStack; images of several sizes, several images, none."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL in and out: windows, M-RoPE, DeepStack; images of several sizes, several, none."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from megavlm.families import family_of
+from megavlm.arch.kinds import local_parameters
+from megavlm.arch.layers import layer_names
+from megavlm.families import PUBLISHED, family_of, published_model
 from megavlm.families.shared.settings import Settings
 from tests.support import hf
 from tests.support.harness import Single
-from tests.support.tiny_models.qwen_vl import IMAGE_TOKEN, IMAGES, qwen2_5, qwen3
+from tests.support.tiny_models.qwen_vl import IMAGE_TOKEN, IMAGES, qwen2, qwen2_5, qwen3
 from tools import convert
 
 
-@pytest.mark.parametrize("build", [qwen2_5, qwen3])
+@pytest.mark.parametrize("build", [qwen2, qwen2_5, qwen3])
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_gradients_and_training(build: Any, tied: bool, single: Single, tmp_path: Path) -> None:
     theirs = build(tied=tied)
@@ -26,11 +29,12 @@ def test_logits_gradients_and_training(build: Any, tied: bool, single: Single, t
     hf.assert_same_training(folder, theirs, single, IMAGES)
 
 
-def test_settings_of_published_qwen2_5_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("build", "kind"), [(qwen2, "qwen2_vl"), (qwen2_5, "qwen2_5_vl")])
+def test_settings_of_published_checkpoints(build: Any, kind: str, tmp_path: Path) -> None:
     """Before Transformers 5, config.json had the language model's settings at the top."""
-    folder = hf.save(qwen2_5(), tmp_path / "hf")
+    folder = hf.save(build(), tmp_path / "hf")
     nested = Settings(json.loads((folder / "config.json").read_text()), "config.json")
-    flat = {**nested.values, **nested.values["text_config"], "model_type": "qwen2_5_vl"}
+    flat = {**nested.values, **nested.values["text_config"], "model_type": kind}
     rope = flat.pop("rope_parameters")
     del flat["text_config"]
     flat |= {
@@ -41,7 +45,7 @@ def test_settings_of_published_qwen2_5_checkpoints(tmp_path: Path) -> None:
     assert family.config(Settings(flat, "config.json")) == family.config(nested)
 
 
-@pytest.mark.parametrize("build", [qwen2_5, qwen3])
+@pytest.mark.parametrize("build", [qwen2, qwen2_5, qwen3])
 def test_round_trip_and_generation(build: Any, tmp_path: Path) -> None:
     theirs = build()
     folder = hf.save(theirs, tmp_path / "hf", max_shard_size="40KB")
@@ -57,3 +61,11 @@ def test_round_trip_and_generation(build: Any, tmp_path: Path) -> None:
         image_grid_thw=torch.tensor([[1, 4, 6]]),
         pixel_values=torch.randn(24, 3 * 2 * 4 * 4),
     )
+
+
+def test_published_qwen2_vl_has_the_parameters_of_transformers() -> None:
+    model = published_model("qwen2_vl_2b")
+    with torch.device("meta"):
+        theirs = transformers.Qwen2VLForConditionalGeneration(transformers.Qwen2VLConfig(**PUBLISHED["qwen2_vl_2b"][1]))
+    theirs.tie_weights()
+    assert sum(local_parameters(layer, model, 1) for layer in layer_names(model)) == theirs.num_parameters()

@@ -111,6 +111,14 @@ CASES = {
         },
         model_of(14, merge=2),
     ),
+    "qwen2-vl": Whole(
+        transformers.Qwen2VLProcessor,
+        Qwen2VLImageProcessorPil(patch_size=14, min_pixels=3136, max_pixels=60 * 28**2),
+        templates.QWEN2_5_VL,
+        "qwen",
+        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        model_of(14, merge=2),
+    ),
     "qwen2.5-vl": Whole(
         transformers.Qwen2_5_VLProcessor,
         Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}),

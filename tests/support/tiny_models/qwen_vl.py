@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL in miniature, and images of which one has windows of all kinds."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL in miniature, and images of which one has windows of all kinds."""
 
 from __future__ import annotations
 
@@ -39,6 +39,21 @@ TOKENS: dict[str, Any] = {
     "vision_start_token_id": 58,
     "vision_end_token_id": 57,
 }
+
+
+def qwen2(*, tied: bool = False) -> transformers.PreTrainedModel:
+    tower = {name: value for name, value in VISION.items() if name != "out_hidden_size"}
+    config = transformers.Qwen2VLConfig(
+        vision_config={**tower, "embed_dim": 36, "hidden_size": 32, "mlp_ratio": 2},
+        text_config={
+            **TEXT,
+            "num_attention_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        },
+        tie_word_embeddings=tied,
+        **TOKENS,
+    )
+    return transformers.Qwen2VLForConditionalGeneration(config)
 
 
 def qwen2_5(*, tied: bool = False) -> transformers.PreTrainedModel:
