@@ -101,6 +101,7 @@ RANGES = (
             "evaluation.eval_interval",
             "logging.profile_step_start",
             "logging.profile_ranks",
+            "run.hang_timeout",
         ),
     ),
     Range(

@@ -209,6 +209,11 @@ class RunConfig:
         "Print the plan and memory estimate and exit.",
         common=FILES,
     )
+    hang_timeout: float | None = option(
+        None,
+        "Seconds without progress after which a run ends, with the stacks of all ranks in RUN_DIR; 0: never. Default: "
+        "ten median steps, at least 60.",
+    )
 
 
 @dataclass(frozen=True)

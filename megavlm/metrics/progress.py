@@ -31,7 +31,7 @@ class ProgressLine:
 
     def log(self, record: Record) -> None:
         """Show an iteration; reads `iteration` and, if present, `loss`, `grad_norm`, `learning_rate`,
-        `tokens_per_second` and `step_time_s`."""
+        `tokens_per_second`, `step_time_s` and `slow` (words on a slow rank)."""
         iteration = record["iteration"]
         assert isinstance(iteration, int)
         step_time = record.get("step_time_s")
@@ -70,6 +70,8 @@ class ProgressLine:
             _part("{:,.0f} tokens/s", record.get("tokens_per_second")),
             _part("step {:.3f} s", record.get("step_time_s")),
         ]
+        if isinstance(slow := record.get("slow"), str):
+            parts.append(slow)
         if self._step_times:
             remaining = max(0, self._total - iteration)
             parts.append(f"ETA {duration(statistics.median(self._step_times) * remaining)}")

@@ -30,6 +30,8 @@ from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.micro_batches import DevicePrefetcher
 from megavlm.pipeline.p2p import BatchShapedP2P
+from megavlm.pipeline.step_timers import StepTimers
+from megavlm.resilience.phases import COMMUNICATION, COMPUTE, Phases
 
 
 def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
@@ -93,9 +95,10 @@ class Schedule:
         backend: Backend,
         num_sources: int = 0,
         colocated: ColocatedEncoder | None = None,
+        phases: Phases | None = None,
     ) -> None:
         """`num_sources` is the number of data sets whose losses are summed separately. `colocated` encodes images
-        before the pipeline runs, if the encoder is not part of it.
+        before the pipeline runs, if the encoder is not part of it. `phases` are told which pass runs.
         """
         dims = groups.dims
         self.colocated = colocated
@@ -104,6 +107,8 @@ class Schedule:
         self.groups = groups
         self.backend = backend
         self.num_sources = num_sources
+        self.phases = phases if phases is not None else Phases()
+        self.timers = StepTimers(dims, rank=groups.coords.pp, phases=self.phases)
         self._host_copies = host_copies_of(backend.device)
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
         self.no_sync = NoSync(self.chunks)
@@ -120,6 +125,9 @@ class Schedule:
             sums and the tokens of each data set; zeros on all ranks but the last stage's, so that sums over ranks
             count each token once per tensor-parallel rank.
         """
+        self.phases.enter(COMPUTE, "images")
+        self.timers.begin_step(len(batches))
+        self.config.timers = self.timers
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         if self.colocated is not None:
@@ -137,6 +145,8 @@ class Schedule:
         """
         if self.colocated is not None:
             batches = self.colocated.with_own_images(batches)
+        self.phases.enter(self.phases.now.phase, "answers")
+        self.config.timers = None
         return self._execute(batches, forward_only=True, logits=True)
 
     def _execute(self, batches: Sequence[MicroBatch], *, forward_only: bool, logits: bool = False) -> list[Any]:
@@ -205,6 +215,7 @@ def finalize_gradients(
     groups: Groups,
     colocated: ColocatedEncoder | None = None,
     counted: Callable[[Tensor], None],
+    phases: Phases,
 ) -> None:
     """Finish the gradients after the last backward pass: reduce them over DP and TP, add up tied copies, then run a
     colocated encoder's backward pass. The schedule calls it.
@@ -212,10 +223,13 @@ def finalize_gradients(
     megatron-core would divide gradients by `num_tokens`, which the last stage alone counts, and let the host wait for
     it. Here `counted` is called with the number of the global batch instead, on every rank.
     """
+    phases.enter(COMMUNICATION, "gradients")
     finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     sum_tied_gradients(chunks, groups)
     if colocated is not None:
+        phases.enter(COMPUTE, "backward of the encoder")
         colocated.finish()
+        phases.enter(COMMUNICATION, "number of tokens")
     assert num_tokens is not None
     dist.broadcast(num_tokens, group_src=groups.pp.size() - 1, group=groups.pp)
     dist.all_reduce(num_tokens, group=groups.dp_cp)

@@ -25,6 +25,7 @@ KINDS = {
     "save": "a checkpoint is complete; `seconds` is what the save took",
     "damage": "a checkpoint is not what was saved, or cannot be verified; `reason` says why",
     "worker": "a data worker died or hung, and another took its place; `reason` names the sample",
+    "hang": "no rank made progress and the run ended; `reason` names the rank that stopped first, `stacks` the folder",
     "takeover": "the run took its folder over from a run that is dead",
 }
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megavlm.arch.layers import PATCH_EMBED
 from megavlm.backend import Backend
+from megavlm.backend.clock import clock_of
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of
@@ -39,6 +40,7 @@ from megavlm.planner.plan import Plan, dims_of, make_plan, table
 from megavlm.precision.device import check_device, device_at_hand
 from megavlm.resilience import events
 from megavlm.resilience.lock import RunLock
+from megavlm.resilience.phases import Phases
 from megavlm.resilience.status import note_failure, write_status
 from megavlm.train.engine import Engine, WeightInit, build_engine
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
@@ -135,6 +137,7 @@ def _build(config: Config, backend: Backend, lock: RunLock) -> Run:
         backend=backend,
         weights=_initial_weights(config, choices, vocab_size=source.vocab_size),
         num_sources=len(source.names) if len(source.names) > 1 else 0,
+        phases=Phases(clock_of(backend.device)),
     )
     position = _restore(engine, data_loader, config, plan, choices, identity)
     if rank == 0:

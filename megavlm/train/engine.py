@@ -38,9 +38,9 @@ from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.encoder import EncoderRunner, encoder_config
 from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
 from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
-from megavlm.pipeline.timer_ranges import TimerRanges
 from megavlm.planner.plan import Plan
 from megavlm.precision.fp8_weights import plain_weights
+from megavlm.resilience.phases import COMMUNICATION, DATA, OPTIMIZER, OTHER, Phases
 
 WeightInit = Callable[[Sequence[VLMChunk]], None]  # sets the weights of this rank's chunks; every rank calls it
 
@@ -93,11 +93,15 @@ class Engine:
         totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)
         scale = loss_scale(self.optimizer)  # the step may change it
+        self.schedule.phases.enter(OPTIMIZER)
         with profiler_range("optimizer"):
             updated, norm_of_sums, _ = self.optimizer.step()
         totals = totals if self.groups.is_first_tp else torch.zeros_like(totals)
+        self.schedule.phases.enter(DATA, "next step")
         totals = torch.cat([totals, torch.tensor(counters(), dtype=totals.dtype).to(totals.device, non_blocking=True)])
+        self.schedule.phases.enter(COMMUNICATION, "sums of the step")
         dist.all_reduce(totals)
+        self.schedule.phases.enter(OTHER)
         sources = self.schedule.num_sources
         loss_sum, tokens, *rest = totals.tolist()
         sums, counts, summed = rest[:sources], rest[sources : 2 * sources], rest[2 * sources :]
@@ -122,14 +126,11 @@ class Engine:
         for chunk in self.model_chunks:
             chunk.train(not evaluating)
 
-    def name_phases(self, micro_batches: int | None) -> None:
-        """Label the phases of steps with this number of micro-batches for a profiler; None: stop labelling."""
-        phases = None
-        if micro_batches is not None:
-            phases = TimerRanges(self.groups.dims, rank=self.groups.coords.pp, micro_batches=micro_batches)
-        self.schedule.config.timers = phases
+    def name_phases(self, labelled: bool) -> None:
+        """Label the phases of steps for a profiler, or stop it."""
+        self.schedule.timers.traced = labelled
         for optimizer in getattr(self.optimizer, "chained_optimizers", ()):
-            optimizer.config.timers = phases
+            optimizer.config.timers = self.schedule.timers if labelled else None
 
     def close(self) -> None:
         """Free the model; the engine cannot be used afterwards.
@@ -165,8 +166,12 @@ def build_engine(
     backend: Backend,
     weights: WeightInit | None = None,
     num_sources: int = 0,
+    phases: Phases | None = None,
 ) -> Engine:
-    """Build this rank's chunks, their optimizer and schedules; their weights come from `weights` or the seed."""
+    """Build this rank's chunks, their optimizer and schedules; their weights come from `weights` or the seed.
+
+    `phases` are told what a step does.
+    """
     pipeline = pipeline_config(config, plan.dims)
     bare = [
         VLMChunk(config, plan, index, vocab_size=vocab_size, groups=groups, pipeline=pipeline).to(backend.device)
@@ -190,7 +195,13 @@ def build_engine(
     if encoder is not None:
         colocated, optimizer = encoder.connect(config, groups, optimizer)
     schedule = Schedule(
-        chunks, config=pipeline, groups=groups, backend=backend, num_sources=num_sources, colocated=colocated
+        chunks,
+        config=pipeline,
+        groups=groups,
+        backend=backend,
+        num_sources=num_sources,
+        colocated=colocated,
+        phases=phases,
     )
     _connect(schedule, config, optimizer)
     return Engine(
@@ -262,7 +273,11 @@ def _connect(schedule: Schedule, config: Config, optimizer: MeanGradientOptimize
     pipeline, chunks = schedule.config, schedule.chunks
     pipeline.grad_scale_func = optimizer.scale_loss
     pipeline.finalize_model_grads_func = partial(
-        finalize_gradients, groups=schedule.groups, colocated=schedule.colocated, counted=optimizer.expect_sums
+        finalize_gradients,
+        groups=schedule.groups,
+        colocated=schedule.colocated,
+        counted=optimizer.expect_sums,
+        phases=schedule.phases,
     )
     if config.parallel.overlap_grad_reduce:
         pipeline.no_sync_func = schedule.no_sync

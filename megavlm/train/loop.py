@@ -16,12 +16,14 @@ from megavlm.data.collate import CollateSpec
 from megavlm.errors import Stopped, UserError
 from megavlm.metrics.sinks import Value
 from megavlm.resilience import events
+from megavlm.resilience.phases import EVALUATION, OTHER, SAVE
 from megavlm.resilience.signals import StopRequest, patience_complaint, torchrun_patience, under_torchrun
 from megavlm.resilience.status import State, note_failure, write_status
 from megavlm.train import evaluate
 from megavlm.train.build import Run
 from megavlm.train.record import Counts, counts_of, record_of
 from megavlm.train.trace import Tracer
+from megavlm.train.watch import Watch
 
 # A run with at most this many skipped samples goes on, whatever their share.
 _LEAST_SKIPPED = 20
@@ -35,9 +37,10 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
     """
     stop = stop or StopRequest()
     tracer = Tracer(run.engine, run.config.logging, rank=dist.get_rank(), run_dir=run.run_dir, say=partial(_say, run))
+    watch = Watch(run)
     try:
         stop.training()
-        iteration, end = _train(run, stop, tracer)
+        iteration, end = _train(run, stop, tracer, watch)
         if isinstance(end, Stopped):
             stop.closing()
             _note(run, "stop", "stopped", iteration=iteration, reason=str(end))
@@ -53,11 +56,12 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
             note_failure(run.run_dir, error)
         raise
     finally:
+        watch.close()
         tracer.close()
         close(run)
 
 
-def _train(run: Run, stop: StopRequest, tracer: Tracer) -> tuple[int, BaseException | None]:
+def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[int, BaseException | None]:
     """Train and save; return the last iteration, and why it is not the run's last, equal on all ranks."""
     config, last = run.config, run.config.train.train_iters
     iteration = saved = run.position.iteration
@@ -66,7 +70,8 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer) -> tuple[int, BaseExcept
     end: BaseException | None = None
     while iteration < last and end is None:
         iteration += 1
-        tracer.before(iteration, micro_batches=run.micro_batches)
+        tracer.before(iteration)
+        watch.begin_step(iteration)
         before = time.perf_counter()
         with profiler_range("data"):
             step = run.data_loader.next_step()
@@ -78,6 +83,7 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer) -> tuple[int, BaseExcept
         seconds = time.perf_counter() - before
         tracer.after(iteration)
         record = record_of(run, iteration, step, result, counts, data_time=fetched + ahead.waited, seconds=seconds)
+        record |= watch.end_step(iteration, seconds)
         run.skipped.write(iteration, step.skipped)
         tally.add(counts)
         if _due(iteration, config.evaluation.eval_interval) and iteration < last:
@@ -203,6 +209,7 @@ def _due(iteration: int, interval: int) -> bool:
 def _save(run: Run, iteration: int, tally: _Tally, patience: Patience) -> int:
     if not run.config.checkpoint.save:
         return iteration
+    run.engine.schedule.phases.enter(SAVE)
     began = time.perf_counter()
     position = state.Position(
         iteration=iteration,
@@ -233,6 +240,7 @@ def _interval_evaluation(run: Run) -> dict[str, Value]:
     if not isinstance(run.source, evaluate.Examiner):
         return {}
     questions = run.source.questions(max(1, run.config.evaluation.eval_samples // 3))
+    run.engine.schedule.phases.enter(EVALUATION)
     predictions = evaluate.answer_all(
         run.engine,
         run.source,
@@ -240,6 +248,7 @@ def _interval_evaluation(run: Run) -> dict[str, Value]:
         spec=CollateSpec.of(run.config, run.source),
         micro_batch_size=run.config.train.micro_batch_size,
     )
+    run.engine.schedule.phases.enter(OTHER)
     scores = evaluate.exact_match(questions, predictions)
     _say(run, "held-out exact match: " + ", ".join(f"{kind} {score:.0%}" for kind, score in scores.items()))
     return {f"eval_{kind.replace(' ', '_')}": score for kind, score in scores.items()}
@@ -248,6 +257,7 @@ def _interval_evaluation(run: Run) -> dict[str, Value]:
 def _final_evaluation(run: Run) -> None:
     if not isinstance(run.source, evaluate.Examiner):
         return
+    run.engine.schedule.phases.enter(EVALUATION)
     _say(run, "answering held-out questions …")
     examination = evaluate.examine(
         run.engine,

@@ -44,7 +44,7 @@ class Tracer:
         self._say = say
         self._profiler: Any = None
 
-    def before(self, iteration: int, *, micro_batches: int) -> None:
+    def before(self, iteration: int) -> None:
         """Start the trace before its first iteration (counted from 1), or in it if the run resumes there."""
         inside = self._options.profile_step_start < iteration <= self._options.profile_step_end
         if not (self._traces and inside):
@@ -53,13 +53,13 @@ class Tracer:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._profiler = profile(activities=activities)
             self._profiler.__enter__()
-        self._engine.name_phases(micro_batches)
+        self._engine.name_phases(True)
 
     def after(self, iteration: int) -> None:
         """Write the trace after its last iteration."""
         if self._profiler is None:
             return
-        self._engine.name_phases(None)
+        self._engine.name_phases(False)
         if iteration >= self._options.profile_step_end:
             self.close()
 

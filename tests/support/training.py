@@ -33,7 +33,10 @@ TEXT_TO_LEARN = [
     *"--micro-batch-size 4 --seq-length 64 --answer-share 0.6".split(),
 ]
 
-WALL_TIME = {"step_time_s", "data_time_s", "tokens_per_second", "images_per_second", "model_tflops_per_device", "mfu"}
+WALL_TIME = {
+    *("step_time_s", "data_time_s", "tokens_per_second", "images_per_second", "model_tflops_per_device", "mfu"),
+    *("phase_seconds", "slowest_rank", "slowest_rank_s", "slowest_rank_excess", "slowest_rank_phase", "slow"),
+}
 
 
 def train(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lambda config: config) -> None:

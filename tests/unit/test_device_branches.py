@@ -17,6 +17,7 @@ QUESTION = re.compile(
 # The doctor, `arch` and the planner only report; tests/fake runs all of a step on a device that is not there.
 ASKED = {
     "backend/__init__.py": "chooses the backend: tests/unit/backend/test_mcore_patches.py, tests/fake",
+    "backend/clock.py": "events on a stream: tests/unit/backend/test_clock.py with a stand-in",
     "backend/host_copies.py": "pins memory, copies on streams: tests/unit/backend/test_host_copies.py with stand-ins",
     "backend/streams.py": "a second stream: tests/unit/backend/test_streams.py with stand-ins",
     "backend/transformer_engine.py": "loads it or hides it: tests/unit/backend/test_mcore_patches.py",

@@ -94,3 +94,9 @@ def test_numbers_that_are_missing_are_left_out() -> None:
 )
 def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_slow_rank_is_on_the_line():
+    stream = io.StringIO()
+    ProgressLine(10, stream).log({"iteration": 1, "slow": "rank 3 (node7) 45% slower than the median, in data"})
+    assert "rank 3 (node7) 45% slower" in stream.getvalue()

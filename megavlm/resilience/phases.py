@@ -1,0 +1,111 @@
+"""What this rank does at the moment, and how its time divides into phases: a few assignments per micro-batch.
+
+The training thread writes; the watchdog's thread reads (`watchdog.py`). Reading needs no lock, because each change is
+one assignment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+START = "start"
+DATA = "data"
+COMPUTE = "compute"
+PIPELINE = "pipeline wait"
+COMMUNICATION = "communication"
+OPTIMIZER = "optimizer"
+OTHER = "other"
+EVALUATION = "evaluation"
+SAVE = "save"
+END = "end"
+
+
+class Now(NamedTuple):
+    """Where the training thread is. `changes` grows with every change: an unchanged number means no progress."""
+
+    iteration: int
+    phase: str
+    detail: str  # for example "forward of chunk 0, micro-batch 3"
+    changes: int
+
+
+class Totals(NamedTuple):
+    """What this process has done since it started."""
+
+    steps: int
+    seconds: Mapping[str, float]  # by phase, of whole steps and of what lies between them
+
+
+class Clock(Protocol):
+    """Takes the time of a moment in a step. A device's clock tells when the device gets there."""
+
+    def moment(self) -> Any:
+        """Return a mark of this moment."""
+
+    def seconds(self, earlier: Any, later: Any) -> float:
+        """Return the seconds between two moments that have passed."""
+
+
+class HostClock:
+    """The clock of the host; right for a CPU, whose work is done when the call returns."""
+
+    def moment(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+
+class Phases:
+    """The phases of this rank's training thread; each lasts until the next is entered.
+
+    Inside a step `clock` measures them. Between steps (evaluation, save) the host's clock does, and the device is idle.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.now = Now(0, START, "", 0)
+        self.totals = Totals(0, {})
+        self.last_step: Mapping[str, float] = {}  # seconds by phase
+        self._clock: Clock = clock if clock is not None else HostClock()
+        self._moments: list[tuple[str, Any]] = []  # of the step; empty between steps
+        self._since = time.perf_counter()  # beginning of a phase between steps
+
+    def enter(self, phase: str, detail: str = "") -> None:
+        """Begin a phase; `detail` says which part of it."""
+        before = self.now
+        self.now = Now(before.iteration, phase, detail, before.changes + 1)
+        if phase == before.phase:
+            return
+        if self._moments:
+            self._moments.append((phase, self._clock.moment()))
+        else:
+            self._add({before.phase: self._lap()})
+
+    def begin_step(self, iteration: int) -> None:
+        """Begin a step with its data."""
+        self.enter(DATA)
+        self.now = self.now._replace(iteration=iteration)
+        self._moments = [(DATA, self._clock.moment())]
+
+    def end_step(self) -> None:
+        """End a step, for whose last phase the host has waited; what follows is between steps."""
+        seconds: dict[str, float] = {}
+        for (phase, began), (_, ended) in zip(self._moments, self._moments[1:], strict=False):
+            seconds[phase] = seconds.get(phase, 0.0) + self._clock.seconds(began, ended)
+        self._moments = []
+        self._lap()
+        self.last_step = seconds
+        self._add(seconds, steps=1)
+        self.enter(OTHER)
+
+    def _lap(self) -> float:
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
+
+    def _add(self, seconds: Mapping[str, float], *, steps: int = 0) -> None:
+        total = dict(self.totals.seconds)
+        for phase, value in seconds.items():
+            total[phase] = total.get(phase, 0.0) + value
+        self.totals = Totals(self.totals.steps + steps, total)

@@ -1,0 +1,107 @@
+"""Find the rank for which all others wait, in a table of what each rank reports. Pure functions, without torch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+
+from megavlm.resilience import phases
+
+# Seconds without progress that are no hang in phases that may take long, whatever --hang-timeout says.
+PATIENCE = {phases.START: 3600.0, phases.EVALUATION: 1800.0, phases.SAVE: 1800.0, phases.END: 600.0}
+FIRST_STEP = 1800.0  # kernels are compiled and chosen, and buffers are made
+LEAST = 60.0  # seconds: the default of --hang-timeout is never below
+STEPS = 10  # the default of --hang-timeout in median steps
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank publishes of itself; JSON in the store."""
+
+    rank: int
+    host: str
+    process: int
+    beat: int  # grows with each report
+    iteration: int
+    phase: str
+    detail: str
+    idle: float  # seconds without progress
+    place: str  # where the training thread is, once it has been idle for a while; else empty
+    waits: bool  # that place waits for other ranks
+    steps: int = 0  # done by this process
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by phase, since this process started
+    silent: float = 0.0  # seconds for which the reader has seen no new report
+
+    def dumps(self) -> str:
+        return json.dumps(astuple(self))
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> Report:
+        return cls(*json.loads(text))
+
+
+def hang_timeout(given: float | None, step_seconds: Sequence[float]) -> float:
+    """Return the seconds without progress after which a run hangs: as given, else ten median steps, at least 60 s."""
+    if given is not None:
+        return given
+    return max(LEAST, STEPS * statistics.median(step_seconds)) if step_seconds else LEAST
+
+
+def patience(report: Report, timeout: float) -> float:
+    """Return the seconds without progress that are no hang where this rank is."""
+    longest = PATIENCE.get(report.phase, timeout)
+    return max(timeout, longest, 0.0 if report.steps else FIRST_STEP)
+
+
+def culprit(table: Sequence[Report], *, timeout: float, interval: float) -> Report | None:
+    """Return the report of the rank that stopped first if the run hangs; None while it does not.
+
+    A run hangs when one rank has made no progress for longer than any rank may take where it is. The others then wait
+    for one of them. In this order, it is:
+
+    1. a rank whose reports have stopped, while others report: its process is stopped or cut off;
+    2. a rank that does something else than wait for other ranks;
+    3. the rank with the fewest iterations done, then the one that has been idle for longest.
+    """
+    idle = [report.idle + report.silent for report in table]
+    if not table or max(idle) <= max(patience(report, timeout) for report in table):
+        return None
+    return min(
+        table,
+        key=lambda report: (
+            not is_silent(report, interval),
+            report.waits,
+            report.iteration,
+            -(report.idle + report.silent),
+            report.rank,
+        ),
+    )
+
+
+def is_silent(report: Report, interval: float) -> bool:
+    """Return whether a rank that reports every `interval` seconds has missed several reports."""
+    return report.silent > 4 * interval
+
+
+def sentence(report: Report, table: Sequence[Report], *, interval: float) -> str:
+    """Return the line that names the rank that stopped, where, and what the others do."""
+    seconds = report.idle + report.silent
+    where = f"iteration {report.iteration}, {report.phase}" + (f" ({report.detail})" if report.detail else "")
+    who = f"rank {report.rank} ({report.host}, process {report.process})"
+    line = f"{who} has made no progress for {seconds:.0f} s in {where}"
+    if is_silent(report, interval):
+        line += "; its process does not answer: it is stopped, or its host cannot be reached"
+    elif report.place:
+        line += f", at {report.place}"
+    others = [each for each in table if each.rank != report.rank]
+    waiting = sum(each.waits for each in others)
+    if others:
+        line += f"; of the others, {waiting} of {len(others)} wait in a collective"
+    return line
+
+
+def with_silence(table: Mapping[int, Report], silent: Mapping[int, float]) -> list[Report]:
+    """Return the reports with the seconds for which the reader has not seen new ones."""
+    return [replace(report, silent=silent.get(rank, 0.0)) for rank, report in sorted(table.items())]

@@ -1,0 +1,220 @@
+"""End a run that hangs, with a line that names the rank that stopped first, and with the stacks of all ranks.
+
+A thread of each rank publishes a report to the store every few seconds. The first and the last rank (which are on two
+hosts if the run is) read all reports, so that either may be the one that stopped. What they find goes to the store,
+and every rank ends, from this thread: the training thread may wait in a collective for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megavlm.resilience import events
+from megavlm.resilience.phases import END, Phases
+from megavlm.resilience.progress import Report, culprit, hang_timeout, is_silent, sentence, with_silence
+from megavlm.resilience.stacks import place_of, write_stacks
+from megavlm.resilience.status import write_status
+
+HUNG = 70  # exit status of a run that hung (EX_SOFTWARE of sysexits.h): torchrun starts it again if it may
+INTERVAL = 5.0  # seconds between reports
+_WRITE = 20.0  # seconds in which ranks write their stacks
+_STEPS = 50  # steps whose median time gives the default of --hang-timeout
+
+
+class Store(Protocol):
+    """What the watchdog asks of torch's store."""
+
+    def set(self, key: str, value: str, /) -> Any: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def get(self, key: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Member:
+    """This rank in the run."""
+
+    rank: int
+    world: int
+    run_dir: Path
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads the reports of all ranks."""
+        return self.rank in (0, self.world - 1)
+
+
+class Watchdog:
+    """Watches the thread that made it until `close`."""
+
+    def __init__(
+        self,
+        phases: Phases,
+        member: Member,
+        store: Store,
+        *,
+        timeout: float | None,
+        end: Callable[[int], Any] = os._exit,
+    ) -> None:
+        """`store` is a connection that nobody else uses. `timeout`: --hang-timeout; None: its default, 0: never."""
+        self.table: Mapping[int, Report] = {}  # the latest reports, on ranks that read; replaced whole
+        self._phases = phases
+        self._member = member
+        self._store = store
+        self._given = timeout
+        self._end = end
+        self._interval = min(INTERVAL, timeout / 10) if timeout else INTERVAL
+        self._trained = threading.get_ident()
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._beat = 0
+        self._idle = 0.0
+        self._changes = -1
+        self._silent: dict[int, float] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def step_done(self, seconds: float) -> None:
+        """Note the duration of a step."""
+        self._steps.append(seconds)
+
+    def close(self) -> None:
+        """Stop watching, and let the others know that this rank is done."""
+        self._phases.enter(END)
+        self._closed.set()
+        self._thread.join(timeout=10)
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._closed.wait(self._interval):
+            now = time.monotonic()
+            # A process that was suspended and goes on has not been idle for that long, nor have the others.
+            passed, before = min(now - before, 2 * self._interval), now
+            try:
+                self._round(passed)
+            except Exception as error:  # the store is gone with torchrun: others notice that
+                if not self._closed.is_set():
+                    print(f"watchdog of rank {self._member.rank} ends: {error}", file=sys.stderr, flush=True)
+                return
+        with contextlib.suppress(Exception):  # others may have ended, and the store with them
+            self._store.set(_key(self._member.rank), self._report(0.0).dumps())
+
+    def _round(self, passed: float) -> None:
+        report = self._report(passed)
+        self._store.set(_key(report.rank), report.dumps())
+        if self._member.reads:
+            self._read(passed)
+            self._judge()
+        if self._store.check(["hang"]):
+            self._finish(json.loads(self._store.get("hang")))
+
+    def _report(self, passed: float) -> Report:
+        now, totals = self._phases.now, self._phases.totals
+        self._idle = self._idle + passed if now.changes == self._changes else 0.0
+        self._changes = now.changes
+        self._beat += 1
+        place, waits = place_of(self._trained) if self._idle > self._interval else ("", False)
+        return Report(
+            rank=self._member.rank,
+            host=platform.node(),
+            process=os.getpid(),
+            beat=self._beat,
+            iteration=now.iteration,
+            phase=now.phase,
+            detail=now.detail,
+            idle=self._idle,
+            place=place,
+            waits=waits,
+            steps=totals.steps,
+            seconds=totals.seconds,
+        )
+
+    def _read(self, passed: float) -> None:
+        """Read the reports of all ranks, once all have one; count for how long each has had no new one."""
+        keys = [_key(rank) for rank in range(self._member.world)]
+        if not self.table and not self._store.check(keys):
+            return
+        read = {rank: Report.loads(text) for rank, text in enumerate(self._store.multi_get(keys))}
+        for rank, report in read.items():
+            new = rank not in self.table or report.beat != self.table[rank].beat
+            self._silent[rank] = 0.0 if new else self._silent[rank] + passed
+        self.table = read
+
+    def _judge(self) -> None:
+        if self._given == 0:
+            return
+        table = with_silence(self.table, self._silent)
+        timeout = hang_timeout(self._given, list(self._steps))
+        found = culprit(table, timeout=timeout, interval=self._interval)
+        if found is None:
+            return
+        verdict = {
+            "line": sentence(found, table, interval=self._interval),
+            "rank": found.rank,
+            "iteration": found.iteration,
+            "phase": found.phase,
+            "silent": [each.rank for each in table if is_silent(each, self._interval)],
+            "folder": f"hang-{time.strftime('%Y%m%d-%H%M%S')}-attempt-{events.attempt()}",
+            "by": self._member.rank,
+        }
+        self._store.compare_set("hang", "", json.dumps(verdict))
+
+    def _finish(self, verdict: Mapping[str, Any]) -> None:
+        """Write the stacks, let the rank that found the hang say it, and end this process."""
+        rank, folder = self._member.rank, self._member.run_dir / verdict["folder"]
+        with contextlib.suppress(OSError):
+            write_stacks(folder / f"rank-{rank}.txt", f"rank {rank}, {platform.node()}, {self._phases.now}\n")
+        self._store.add("written", 1)
+        if rank == verdict["by"]:
+            expected = self._member.world - len(verdict["silent"])
+            _until(lambda: self._store.add("written", 0) >= expected, _WRITE)
+            self._say(verdict, folder)
+            self._store.set("said", "")
+        else:
+            _until(lambda: self._store.check(["said"]), 2 * _WRITE)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._end(HUNG)
+
+    def _say(self, verdict: Mapping[str, Any], folder: Path) -> None:
+        line = verdict["line"]
+        mute = ", ".join(str(each) for each in verdict["silent"])
+        with contextlib.suppress(OSError):
+            (folder / "README.txt").write_text(line + "\n" + (f"no stacks of rank {mute}: no answer\n" if mute else ""))
+        events.record(
+            self._member.run_dir,
+            "hang",
+            iteration=max(0, verdict["iteration"] - 1),
+            reason=line,
+            stopped_rank=verdict["rank"],
+            phase=verdict["phase"],
+            stacks=folder.name,
+        )
+        write_status(self._member.run_dir, "failed", reason=f"the run hangs: {line}")
+        print(f"the run hangs: {line}; stacks of all ranks: {folder}", file=sys.stderr, flush=True)
+
+
+def _until(done: Callable[[], bool], seconds: float) -> None:
+    """Wait until `done()`, at most this long."""
+    last = time.monotonic() + seconds
+    while time.monotonic() < last and not done():
+        time.sleep(0.1)
+
+
+def _key(rank: int) -> str:
+    return f"rank-{rank}"

@@ -1,0 +1,91 @@
+"""Who is late, given a table of what ranks report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megavlm.resilience.phases import COMPUTE, DATA, EVALUATION, SAVE
+from megavlm.resilience.progress import FIRST_STEP, Report, culprit, hang_timeout, sentence
+
+
+def report(rank: int, **changed) -> Report:
+    fixed = Report(
+        rank=rank,
+        host="node1",
+        process=100 + rank,
+        beat=9,
+        iteration=13,
+        phase=COMPUTE,
+        detail="forward of chunk 0, micro-batch 3",
+        idle=70.0,
+        place="",
+        waits=False,
+        steps=12,
+    )
+    return replace(fixed, **changed)
+
+
+def named(*table: Report, timeout: float = 60.0) -> int | None:
+    found = culprit(table, timeout=timeout, interval=5.0)
+    return None if found is None else found.rank
+
+
+def test_the_rank_whose_process_is_stopped_is_named_and_not_one_that_waits_for_it():
+    """The attack's row 3: rank 0 waits in a collective, rank 1 stopped while its last report said that it computes."""
+    assert named(report(0, idle=65.0, waits=True), report(1, idle=2.0, silent=66.0)) == 1
+    assert named(report(0, idle=2.0, silent=66.0), report(1, idle=65.0, waits=True)) == 0
+
+
+def test_of_ranks_that_answer_the_one_that_does_not_wait_is_named():
+    assert named(report(0, waits=True, idle=80.0), report(1, waits=False), report(2, waits=True, idle=90.0)) == 1
+
+
+def test_where_all_wait_the_rank_that_is_behind_is_named_and_then_the_one_that_began_first():
+    waiting = [report(rank, waits=True) for rank in range(4)]
+    assert named(*waiting[:2], replace(waiting[2], iteration=12), waiting[3]) == 2
+    assert named(*waiting[:3], replace(waiting[3], idle=75.0)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "hangs"),
+    [
+        ({"idle": 59.0}, False),
+        ({"idle": 61.0}, True),
+        ({"idle": 61.0, "phase": SAVE}, False),
+        ({"idle": 61.0, "phase": EVALUATION}, False),
+        ({"idle": 61.0, "steps": 0}, False),
+        ({"idle": FIRST_STEP + 1, "steps": 0}, True),
+        ({"idle": 1801.0, "phase": SAVE}, True),
+    ],
+)
+def test_a_save_an_evaluation_and_a_first_step_may_take_longer(changed, hangs: bool):
+    assert (named(report(0, **changed)) is not None) is hangs
+
+
+def test_a_rank_that_waits_for_another_rank_s_save_does_not_hang():
+    assert named(report(0, phase=SAVE, idle=200.0), report(1, phase=DATA, idle=200.0, waits=True)) is None
+
+
+def test_the_default_is_ten_median_steps_and_never_below_a_minute():
+    assert hang_timeout(None, [1.0, 2.0, 300.0]) == 60.0
+    assert hang_timeout(None, [20.0, 30.0, 3000.0]) == 300.0
+    assert hang_timeout(None, []) == 60.0
+    assert hang_timeout(7.0, [20.0]) == 7.0
+
+
+def test_the_line_names_rank_host_place_and_that_it_does_not_answer():
+    table = [report(0, idle=65.0, waits=True), report(1, idle=2.0, silent=66.0)]
+    line = sentence(table[1], table, interval=5.0)
+    assert line.startswith(
+        "rank 1 (node1, process 101) has made no progress for 68 s in iteration 13, compute (forward"
+    )
+    assert "micro-batch 3" in line
+    assert "does not answer" in line
+    assert line.endswith("of the others, 1 of 1 wait in a collective")
+
+
+def test_a_report_survives_the_store():
+    sent = report(3, seconds={COMPUTE: 1.5})
+    assert Report.loads(sent.dumps()) == sent

@@ -1,0 +1,93 @@
+"""Threads of two ranks in one process, over torch's store: one hangs, and both end with stacks and one line."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megavlm.resilience.events import events
+from megavlm.resilience.phases import COMPUTE, SAVE, Phases
+from megavlm.resilience.watchdog import HUNG, Member, Watchdog
+
+
+class Ranks:
+    """Watchdogs of a world in one process, each over its own part of the run."""
+
+    def __init__(self, world: int, run_dir: Path, *, timeout: float) -> None:
+        self.store = dist.PrefixStore("run", dist.HashStore())
+        self.ended: list[tuple[int, int]] = []
+        self.phases = [Phases() for _ in range(world)]
+        self.dogs = [self._dog(rank, world, run_dir, timeout) for rank in range(world)]
+        for phases in self.phases:
+            phases.begin_step(1)
+            phases.end_step()
+            phases.begin_step(2)
+
+    def _dog(self, rank: int, world: int, run_dir: Path, timeout: float) -> Watchdog:
+        def end(status: int) -> None:
+            self.ended.append((rank, status))
+            self.dogs[rank]._closed.set()  # ends this thread, as os._exit the process
+
+        member = Member(rank=rank, world=world, run_dir=run_dir)
+        return Watchdog(self.phases[rank], member, self.store.clone(), timeout=timeout, end=end)
+
+    def start(self) -> None:
+        for dog in self.dogs:
+            dog.start()
+
+    def close(self) -> None:
+        for dog in self.dogs:
+            dog.close()
+
+
+def wait(condition, seconds: float = 60.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not condition():
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_rank_without_progress_ends_all_with_stacks_and_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    ranks = Ranks(2, tmp_path, timeout=1.0)
+    ranks.start()
+    ranks.phases[1].enter(COMPUTE, "forward of chunk 0, micro-batch 5")
+    keep_going = True
+
+    def work() -> None:
+        while keep_going:
+            ranks.phases[0].enter(COMPUTE)
+            time.sleep(0.02)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    assert wait(lambda: len(ranks.ended) == 2)
+    keep_going = False
+    worker.join()
+    assert sorted(ranks.ended) == [(0, HUNG), (1, HUNG)]
+    (folder,) = tmp_path.glob("hang-*")
+    assert sorted(path.name for path in folder.iterdir()) == ["README.txt", "rank-0.txt", "rank-1.txt"]
+    stacks = (folder / "rank-1.txt").read_text()
+    assert "test_watchdog.py" in stacks
+    assert "watchdog" in stacks
+    line = capfd.readouterr().err
+    assert line.count("the run hangs: rank 1 (") == 1
+    assert "in iteration 2, compute (forward of chunk 0, micro-batch 5)" in line
+    (event,) = events(tmp_path)
+    assert (event["kind"], event["stopped_rank"], event["phase"]) == ("hang", 1, COMPUTE)
+
+
+def test_progress_a_save_and_a_closed_watch_are_no_hang(tmp_path: Path):
+    ranks = Ranks(2, tmp_path, timeout=0.5)
+    ranks.start()
+    for phases in ranks.phases:
+        phases.enter(SAVE)
+    wait(lambda: bool(ranks.ended), 1.5)
+    ranks.dogs[1].close()
+    wait(lambda: bool(ranks.ended), 1.5)
+    ranks.close()
+    assert not ranks.ended
+    assert not list(tmp_path.iterdir())
