@@ -6,7 +6,7 @@ from megavlm.arch.kind import Communication, LayerCost, LayerKind, Stream, norm_
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.transformer import norm_parameters
 from megavlm.arch.workload import Workload
-from megavlm.config.derived import projector_inputs, projector_width
+from megavlm.config.derived import projector_inputs
 from megavlm.config.schema import ModelConfig
 
 
@@ -78,19 +78,19 @@ class Projector(LayerKind):
         count = norm * self.has_norm(model) + outputs * (projector.anyres_max_tiles is not None)
         if projector.kind == "linear":
             return count + (inputs + projector.bias) * outputs // tp
-        hidden = projector_width(model)
+        hidden = model.projector.hidden_size
         return count + (inputs + projector.bias + outputs) * hidden // tp + outputs * projector.bias
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         inputs, outputs = projector_inputs(model), model.language.hidden_size
-        hidden = projector_width(model)
+        hidden = model.projector.hidden_size
         params = inputs * outputs if model.projector.kind == "linear" else inputs * hidden + hidden * outputs
         return LayerCost(params, 2.0 * params * work.features)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         model, e = scenario.model, scenario.bytes_each
         merged = scenario.work.features * projector_inputs(model) * e
-        hidden = projector_width(model)
+        hidden = model.projector.hidden_size
         inner = 0 if model.projector.kind == "linear" else 2 * scenario.work.features * hidden / scenario.dims.tp * e
         return merged * (trained + self.has_norm(model)) + inner + scenario.work.patches * 8
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megavlm.arch.kind import FP32, Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
-from megavlm.config.derived import vocab_size
 from megavlm.config.schema import ModelConfig
 
 
@@ -20,7 +19,7 @@ class Embedding(LayerKind):
         return vocabulary_shard(model, tp)
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        return LayerCost(vocab_size(model.language) * model.language.hidden_size, 0.0)
+        return LayerCost(vocabulary(model) * model.language.hidden_size, 0.0)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         return stream_bytes(Stream.FEATURES, scenario) + (scenario.work.tokens + scenario.work.features) * 8
@@ -57,8 +56,8 @@ class Output(LayerKind):
         return 0 if model.language.tie_embeddings else vocabulary_shard(model, tp)
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        vocabulary = vocab_size(model.language) * model.language.hidden_size
-        return LayerCost(0 if model.language.tie_embeddings else vocabulary, 2.0 * vocabulary * work.tokens)
+        weights = vocabulary(model) * model.language.hidden_size
+        return LayerCost(0 if model.language.tie_embeddings else weights, 2.0 * weights * work.tokens)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         hidden, e = scenario.model.language.hidden_size, scenario.bytes_each
@@ -72,11 +71,17 @@ class Output(LayerKind):
         return Communication((text,), (tokens * FP32,) * 6)
 
 
+def vocabulary(model: ModelConfig) -> int:
+    """Return the vocabulary size; the caller must have filled in the tokenizer's size if it was not given."""
+    assert model.language.vocab_size is not None, "the vocabulary's size is known once the tokenizer is: config.resolve"
+    return model.language.vocab_size
+
+
 def vocabulary_shard(model: ModelConfig, tp: int) -> int:
     """Return the parameters of one rank's rows of the embedding, whose number is rounded up to a multiple of TP."""
-    return -(-vocab_size(model.language) // tp) * model.language.hidden_size
+    return -(-vocabulary(model) // tp) * model.language.hidden_size
 
 
 def logit_columns(scenario: Scenario) -> int:
     """Return how many columns of the logits a tensor-parallel rank holds."""
-    return -(-vocab_size(scenario.model.language) // scenario.dims.tp)
+    return -(-vocabulary(scenario.model) // scenario.dims.tp)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from megavlm.arch.kind import FP32, Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload, attends_in_windows
-from megavlm.config.derived import attends_in_window, masks_attention, query_groups
+from megavlm.config.derived import attends_in_window, masks_attention
 from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
 
 
@@ -62,27 +62,22 @@ class LanguageLayer(TransformerKind):
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         language = model.language
-        hidden, width, heads = language.hidden_size, head_width(language), language.num_attention_heads
-        qkv = (heads + 2 * query_groups(language)) * width // tp
+        hidden, width, heads = language.hidden_size, language.kv_channels, language.num_attention_heads
+        qkv = (heads + 2 * language.num_query_groups) * width // tp
         weights = (qkv + heads * width // tp + 3 * language.ffn_hidden_size // tp) * hidden
         norms = 2 * width * language.qk_norm + (4 if language.post_norms else 2) * hidden
         return weights + qkv * language.add_qkv_bias + norms
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         language = model.language
-        heads = 2 * language.num_attention_heads + 2 * query_groups(language)
-        params = language.hidden_size * (heads * head_width(language) + 3 * language.ffn_hidden_size)
+        heads = 2 * language.num_attention_heads + 2 * language.num_query_groups
+        params = language.hidden_size * (heads * language.kv_channels + 3 * language.ffn_hidden_size)
         squares = work.sliding_squares if attends_in_window(language, number) else work.token_squares
-        attention = 2.0 * squares * head_width(language) * language.num_attention_heads
+        attention = 2.0 * squares * language.kv_channels * language.num_attention_heads
         return LayerCost(params, 2.0 * params * work.tokens + attention, attention)
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
         return _LanguageLayerSizes(scenario.model.language, scenario)
-
-
-def head_width(language: LanguageConfig) -> int:
-    """Return the channels of an attention head: as given, or the width shared among the heads."""
-    return language.kv_channels or language.hidden_size // language.num_attention_heads
 
 
 def norm_parameters(vision: VisionConfig) -> int:
@@ -128,8 +123,8 @@ class _LanguageLayerSizes(LayerSizes):
     def __init__(self, language: LanguageConfig, scenario: Scenario) -> None:
         tp, heads = scenario.dims.tp, language.num_attention_heads
         self.scenario, self.tokens, self.hidden = scenario, scenario.work.tokens, language.hidden_size
-        self.heads, self.width = heads // tp, head_width(language)
-        self.groups = max(1, query_groups(language) // tp)
+        self.heads, self.width = heads // tp, language.kv_channels
+        self.groups = max(1, language.num_query_groups // tp)
         self.ffn, self.inner = language.ffn_hidden_size / tp, 2
         self.norm, self.activation = "RMSNorm", language.activation
         self.qkv_bias, self.linear_bias = language.add_qkv_bias, False

@@ -86,17 +86,6 @@ def sequence_multiple(part: str, config: Config, *, tp: int) -> int:
     return shards * fp8_multiple(config.precision.fp8_recipe) if fp8_in(part, config) else shards
 
 
-def vocab_size(language: LanguageConfig) -> int:
-    """Return the vocabulary size; the caller must have filled in the tokenizer's size if it was not given."""
-    assert language.vocab_size is not None, "the vocabulary's size is known once the tokenizer is: config.resolve"
-    return language.vocab_size
-
-
-def query_groups(language: LanguageConfig) -> int:
-    """Return the number of key/value heads: one for each query head unless given."""
-    return language.num_query_groups or language.num_attention_heads
-
-
 def masks_attention(language: LanguageConfig) -> bool:
     """Return whether some layers attend by masks: in sliding windows, or both ways inside an image."""
     return language.window_size is not None or language.bidirectional_images
@@ -111,8 +100,3 @@ def projector_inputs(model: ModelConfig) -> int:
     """Return the channels of a feature before the projector: those of a block's patches together, or of their mean."""
     merged = model.projector.pixel_shuffle**2 if model.projector.merge == "concatenate" else 1
     return model.vision.hidden_size * merged
-
-
-def projector_width(model: ModelConfig) -> int:
-    """Return the channels between the projector's two layers: the language model's width unless given."""
-    return model.projector.hidden_size or model.language.hidden_size

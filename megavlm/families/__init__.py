@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from megavlm.config.messages import did_you_mean, plain
+from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.processors.processor import Processor
 from megavlm.data.processors.reader import ProcessorReader, class_of
@@ -96,6 +97,6 @@ def published_model(name: str) -> ModelConfig:
     model = family.config(Settings(values, name))
     # A plan may ask for more tokens than the model was trained with.
     model = replace(model, language=replace(model.language, max_positions=None))
-    if family.parts == ALL_PARTS:
-        return model
-    return replace(model, vision=_NO_VISION, projector=ProjectorConfig(kind="linear"))
+    if family.parts != ALL_PARTS:
+        model = replace(model, vision=_NO_VISION, projector=ProjectorConfig(kind="linear"))
+    return resolve_model(model)

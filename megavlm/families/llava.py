@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megavlm.config.derived import projector_width
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.processors.processor import Processor
 from megavlm.data.processors.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, build_whole
@@ -80,7 +79,7 @@ def compose(parts: Composition) -> dict[str, Any] | None:
     """Return the config.json of a LLaVA that computes what this composed model does; None where none does."""
     model, projector = parts.model, parts.model.projector
     plain = projector.kind == "mlp" and projector.pixel_shuffle == 1 and not projector.input_norm
-    plain = plain and projector.anyres_max_tiles is None and projector_width(model) == model.language.hidden_size
+    plain = plain and projector.anyres_max_tiles is None and projector.hidden_size == model.language.hidden_size
     normed = model.vision.post_norm and model.vision.feature_layer == -1
     if parts.vision_family not in _TOWERS or normed or not plain:
         return None

@@ -17,7 +17,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megavlm.arch.transformer import head_width
 from megavlm.config.schema import LanguageConfig
 from megavlm.data.batch import TextBatch
 from megavlm.model.cross_entropy import CrossEntropy
@@ -146,7 +145,7 @@ def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
     than L/high keeps its frequency, one longer than L/low turns s times slower, and in between the two are mixed in
     proportion to how far L/w lies from low to high.
     """
-    width = head_width(language)
+    width = language.kv_channels
     plain = language.rotary_base ** (-torch.arange(0, width, 2, device=device).float() / width)
     if language.rope_scaling == "none":
         return plain

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megavlm.arch.anyres import TileGroup
 from megavlm.arch.image_tokens import tokens_per_grid
-from megavlm.config.derived import projector_inputs, projector_width
+from megavlm.config.derived import projector_inputs
 from megavlm.config.schema import ModelConfig
 from megavlm.model.norm import Norm
 from megavlm.model.vision import VisionLayout
@@ -45,7 +45,7 @@ class Projector(MegatronModule):
         self.merge = average_pool if model.projector.merge == "average" else pixel_shuffle
         inputs = projector_inputs(model)
         outputs = model.language.hidden_size
-        hidden = projector_width(model)
+        hidden = model.projector.hidden_size
         dtype = layer_config.params_dtype
         self.norm: nn.Module = nn.Identity()
         if norm_epsilon is not None:

@@ -22,8 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
-from megavlm.arch.transformer import head_width
-from megavlm.config.derived import attends_in_window, query_groups, sequence_parallel
+from megavlm.config.derived import attends_in_window, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.model.activation import ActivationModule
 from megavlm.model.attention import Attention, CoreAttention
@@ -111,8 +110,8 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
         hidden_size=language.hidden_size,
         ffn_hidden_size=language.ffn_hidden_size,
         num_attention_heads=language.num_attention_heads,
-        num_query_groups=query_groups(language),
-        kv_channels=head_width(language),
+        num_query_groups=language.num_query_groups,
+        kv_channels=language.kv_channels,
         normalization="RMSNorm",
         layernorm_epsilon=language.norm_epsilon,
         gated_linear_unit=True,

@@ -42,8 +42,7 @@ class Counts:
 
 def counts_of(run: Run, step: StepData) -> Counts:
     """Return this rank's counts of a batch: one rank of each replica counts it."""
-    at = run.engine.groups.coords
-    if at.tp or at.pp:
+    if not run.engine.groups.is_reader:
         return Counts()
     counted = stats(step.batches)
     grids = [grid for batch in step.batches for grid in batch.image_sizes.grids]

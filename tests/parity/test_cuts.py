@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from megavlm.arch.layers import layer_names, part_of
+from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ProjectorConfig, TrainConfig, VisionConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
@@ -20,28 +21,30 @@ from tests.support import hf
 from tests.support.harness import Single, assert_same
 
 VOCABULARY = 61
-MODEL = ModelConfig(
-    vision=VisionConfig(
-        num_layers=4,
-        hidden_size=24,
-        ffn_hidden_size=32,
-        num_attention_heads=3,
-        patch_size=4,
-        temporal_patch_size=2,
-        position_embedding="learned_rope2d",
-        position_interpolation="bilinear",
-        deepstack_layers=(0, 2),
-    ),
-    projector=ProjectorConfig(hidden_size=96, pixel_shuffle=2),
-    language=LanguageConfig(
-        num_layers=3,
-        hidden_size=32,
-        ffn_hidden_size=48,
-        vocab_size=VOCABULARY,
-        mrope_section=(2, 1, 1),
-        mrope_interleaved=True,
-    ),
-    image_token=60,
+MODEL = resolve_model(
+    ModelConfig(
+        vision=VisionConfig(
+            num_layers=4,
+            hidden_size=24,
+            ffn_hidden_size=32,
+            num_attention_heads=3,
+            patch_size=4,
+            temporal_patch_size=2,
+            position_embedding="learned_rope2d",
+            position_interpolation="bilinear",
+            deepstack_layers=(0, 2),
+        ),
+        projector=ProjectorConfig(hidden_size=96, pixel_shuffle=2),
+        language=LanguageConfig(
+            num_layers=3,
+            hidden_size=32,
+            ffn_hidden_size=48,
+            vocab_size=VOCABULARY,
+            mrope_section=(2, 1, 1),
+            mrope_interleaved=True,
+        ),
+        image_token=60,
+    )
 )
 IMAGES = [[(8, 16), (24, 8)], []]
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from megavlm.arch.layers import EMBEDDING, layer_names
+from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
 from megavlm.families.shared.language import language_table
 from tests.support.harness import (
@@ -91,10 +92,10 @@ CASES = {
 def test_language_model_equals_transformers(name: str, single: Single) -> None:
     case = CASES[name]
     theirs = randomize(transformers.AutoModelForCausalLM.from_config(case.theirs), seed=1)
-    config = Config(model=ModelConfig(language=case.ours))
+    config = Config(model=resolve_model(ModelConfig(language=case.ours)))
     names = layer_names(config.model)
     chunk = single.chunk(config, names[names.index(EMBEDDING) :], vocab_size=VOCABULARY)
-    table, shapes = language_table(case.ours, "model.", head="lm_head.weight"), shapes_of(chunk)
+    table, shapes = language_table(config.model.language, "model.", head="lm_head.weight"), shapes_of(chunk)
     load(chunk, to_ours(parameters_of(theirs), table, shapes))
 
     generator = torch.Generator().manual_seed(2)

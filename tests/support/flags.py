@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from megavlm.config.cli import parse
+from megavlm.config.resolve import resolve
+from megavlm.config.schema import Config
+
 QWEN3 = (
     "--vision-activation gelu_tanh --vision-position-embedding learned_rope2d "
     "--vision-position-interpolation bilinear --vision-temporal-patch-size 2 --vision-deepstack-layers 0 2 3 "
@@ -63,3 +69,8 @@ HALF = "--train-iters 4".split()
 # A run of four steps and its first half: enough where every bit must agree.
 FOUR = "--lr-warmup-iters 1 --train-iters 4".split()
 TWO = "--lr-warmup-iters 1 --train-iters 2".split()
+
+
+def resolved(argv: Sequence[str]) -> Config:
+    """Return the configuration of these flags with its defaults filled in, as a run plans and builds with it."""
+    return resolve(parse(argv))

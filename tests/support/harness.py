@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megavlm.arch.image_tokens import grid_of
 from megavlm.backend import Backend
+from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.batch import ImageBatch, ImageSizes, MicroBatch, TextBatch
 from megavlm.data.images import patchify
@@ -34,6 +35,7 @@ class Single:
 
     def chunk(self, config: Config, names: tuple[str, ...], *, vocab_size: int) -> VLMChunk:
         """A chunk of just these layers, uninitialised."""
+        config = resolve(config, vocab_size=vocab_size)
         plan = Plan(dims=self.groups.dims, chunks=(names,))
         pipeline = pipeline_config(config, plan.dims)
         return VLMChunk(config, plan, 0, vocab_size=vocab_size, groups=self.groups, pipeline=pipeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import (
     Config,
     DataConfig,
@@ -13,11 +14,15 @@ from megavlm.config.schema import (
 )
 
 SMALL = Config(
-    model=ModelConfig(
-        vision=VisionConfig(num_layers=6, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, image_size=64),
-        language=LanguageConfig(
-            num_layers=6, hidden_size=512, ffn_hidden_size=1536, num_attention_heads=8, vocab_size=4096
-        ),
+    model=resolve_model(
+        ModelConfig(
+            vision=VisionConfig(
+                num_layers=6, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, image_size=64
+            ),
+            language=LanguageConfig(
+                num_layers=6, hidden_size=512, ffn_hidden_size=1536, num_attention_heads=8, vocab_size=4096
+            ),
+        )
     ),
     precision=PrecisionConfig("bf16"),
     train=TrainConfig(seq_length=256, global_batch_size=16),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.synthetic import SyntheticSource
@@ -19,17 +20,19 @@ VOCABULARY = 80
 
 def base(**language: Any) -> Config:
     return Config(
-        model=ModelConfig(
-            vision=VisionConfig(num_layers=2, hidden_size=32, num_attention_heads=2, image_size=16, patch_size=4),
-            projector=ProjectorConfig(pixel_shuffle=2),
-            language=LanguageConfig(
-                num_layers=2,
-                hidden_size=48,
-                num_attention_heads=4,
-                num_query_groups=2,
-                vocab_size=VOCABULARY,
-                **language,
-            ),
+        model=resolve_model(
+            ModelConfig(
+                vision=VisionConfig(num_layers=2, hidden_size=32, num_attention_heads=2, image_size=16, patch_size=4),
+                projector=ProjectorConfig(pixel_shuffle=2),
+                language=LanguageConfig(
+                    num_layers=2,
+                    hidden_size=48,
+                    num_attention_heads=4,
+                    num_query_groups=2,
+                    vocab_size=VOCABULARY,
+                    **language,
+                ),
+            )
         ),
         data=DataConfig(images_per_sample=(1, 2, 0), image_sizes=(16, 24, 8)),
     )

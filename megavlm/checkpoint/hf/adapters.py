@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
-from megavlm.config.derived import vocab_size
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
@@ -76,7 +75,7 @@ def _in_order(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor
 
 
 def _real(key: str, values: Mapping[str, Tensor], model: ModelConfig) -> Tensor:
-    shape = real_shape(key, tuple(values[key].shape), model, vocab_size=vocab_size(model.language))
+    shape = real_shape(key, tuple(values[key].shape), model, vocab_size=model.language.vocab_size)
     return values[key][tuple(slice(size) for size in shape)].float()
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
-from megavlm.arch.transformer import head_width
-from megavlm.config.derived import query_groups
 from megavlm.config.schema import LanguageConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.settings import Settings, refuse
@@ -104,7 +102,7 @@ def _rope(settings: Settings, kind: str) -> dict[str, Any]:
 def language_table(language: LanguageConfig, prefix: str, *, head: str) -> Table:
     """LlamaModel and its kin below `prefix`, with the output layer's name where it has a weight of its own."""
     table: Table = {f"{EMBEDDING}.word_embeddings.weight": Rename(f"{prefix}embed_tokens.weight")}
-    groups, width = query_groups(language), head_width(language)
+    groups, width = language.num_query_groups, language.kv_channels
     for number in range(language.num_layers):
         ours, theirs = f"{LANGUAGE_LAYER}{number}.", f"{prefix}layers.{number}."
         table |= linear(f"{ours}input_layernorm", f"{theirs}input_layernorm", bias=False)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from megavlm.checkpoint.hf.compose import composed_config
+from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families.shared.settings import Settings
 
-MODEL = ModelConfig(vision=VisionConfig(post_norm=False))
+MODEL = resolve_model(ModelConfig(vision=VisionConfig(post_norm=False)))
 
 
 def is_llava(vision: str, model: ModelConfig) -> bool:

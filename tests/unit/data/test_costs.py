@@ -7,13 +7,16 @@ import pytest
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import layer_names, part_of
 from megavlm.arch.workload import Workload, window_squares
+from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.costs import CostModel
 
-MODEL = ModelConfig(
-    vision=VisionConfig(patch_size=4, window_size=16, full_attention_layers=(1,)),
-    projector=ProjectorConfig(pixel_shuffle=2),
-    language=LanguageConfig(vocab_size=100, window_size=20, full_attention_layers=(1,)),
+MODEL = resolve_model(
+    ModelConfig(
+        vision=VisionConfig(patch_size=4, window_size=16, full_attention_layers=(1,)),
+        projector=ProjectorConfig(pixel_shuffle=2),
+        language=LanguageConfig(vocab_size=100, window_size=20, full_attention_layers=(1,)),
+    )
 )
 
 

@@ -33,9 +33,9 @@ def test_every_pair_has_an_axis(section: tuple[int, ...], interleaved: bool) -> 
 @given(st.booleans())
 def test_text_turns_as_without_mrope(interleaved: bool) -> None:
     """Where the three positions are equal, the axes make no difference."""
-    plain = LanguageConfig(hidden_size=32, num_attention_heads=2)
+    plain = LanguageConfig(hidden_size=32, num_attention_heads=2, kv_channels=16)
     mrope = LanguageConfig(
-        hidden_size=32, num_attention_heads=2, mrope_section=(3, 3, 2), mrope_interleaved=interleaved
+        hidden_size=32, num_attention_heads=2, kv_channels=16, mrope_section=(3, 3, 2), mrope_interleaved=interleaved
     )
     positions = torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]])
     assert torch.equal(rope(positions.expand(3, 2, 4), mrope), rope(positions, plain))

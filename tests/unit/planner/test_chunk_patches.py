@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megavlm.config.cli import parse
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.plan import dims_of
+from tests.support.flags import resolved
 
 # 32 images of 1,024 patches in a step: passes of 4 images on a CPU, of 16 on a GPU.
 FLAGS = (
@@ -15,7 +15,7 @@ FLAGS = (
     "--seq-length 1536 --gbs 32 --mbs 1 --vision-num-layers 4 --vision-hidden-size 64 --vision-ffn-hidden-size 128 "
     "--vision-num-attention-heads 4 --language-num-layers 1 --language-hidden-size 32"
 )
-COLOCATED = parse([*FLAGS.split(), "--language-vocab-size", "256"])
+COLOCATED = resolved([*FLAGS.split(), "--language-vocab-size", "256"])
 
 
 def test_memory_follows_the_default_of_the_device_that_is_planned_for() -> None:

@@ -8,13 +8,13 @@ import pytest
 
 from megavlm.arch.kinds import local_parameters
 from megavlm.arch.scenario import scenario_of
-from megavlm.config.cli import parse
 from megavlm.parallel.dims import Dims
 from megavlm.planner.cost import features_of, layer_seconds
 from megavlm.planner.hardware import PROFILES, fp8_speed
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import model_state_bytes
 from megavlm.planner.terms import FP8_SHARE
+from tests.support.flags import resolved
 
 # As wide as a 7B: where products are narrower, casting costs more than FP8 saves.
 WIDE = (
@@ -27,8 +27,8 @@ ONE = Dims(tp=1, pp=1, vpp=1, dp=1)
 
 def test_only_products_of_fp8_layers_are_faster_and_their_inputs_are_cast() -> None:
     h100 = PROFILES["h100"]
-    high = scenario_of(parse(WIDE.split()), ONE, on_gpu=True)
-    low = scenario_of(parse(FIRST_LAST.split()), ONE, on_gpu=True)
+    high = scenario_of(resolved(WIDE.split()), ONE, on_gpu=True)
+    low = scenario_of(resolved(FIRST_LAST.split()), ONE, on_gpu=True)
     assert low.fp8 == {"language.layers.1", "language.layers.2"}
     for name in low.names:
         before, after = layer_seconds(name, high, h100).forward, layer_seconds(name, low, h100).forward
@@ -52,11 +52,11 @@ def test_devices_without_fp8_units_gain_nothing() -> None:
 def test_weights_are_held_again_in_fp8_unless_they_are_in_fp8_alone() -> None:
     for sharding in ("optimizer", "full"):
         argv = [*FIRST_LAST.split(), "--data-parallel-sharding", sharding]
-        on_cpu, on_gpu = (scenario_of(parse([*argv]), ONE, on_gpu=gpu) for gpu in (False, True))
+        on_cpu, on_gpu = (scenario_of(resolved([*argv]), ONE, on_gpu=gpu) for gpu in (False, True))
         for name in on_gpu.names:
             more = 2 * local_parameters(name, on_gpu.model, 1) if name in on_gpu.fp8 else 0
             assert model_state_bytes(name, on_gpu).weights - model_state_bytes(name, on_cpu).weights == more, name
-    alone = scenario_of(parse([*FIRST_LAST.split(), "--fp8-param-gather"]), ONE, on_gpu=True)
+    alone = scenario_of(resolved([*FIRST_LAST.split(), "--fp8-param-gather"]), ONE, on_gpu=True)
     assert alone.kept_in_fp8 == alone.fp8
     assert all(
         model_state_bytes(name, alone) == model_state_bytes(name, replace(alone, on_gpu=False)) for name in alone.names

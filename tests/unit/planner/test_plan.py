@@ -11,11 +11,12 @@ from megavlm.arch.flops import layer_flops, step_flops
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import layer_names, part_of, trained_below, trained_layers, trains_weights
 from megavlm.arch.workload import Workload, image_workload, typical_workload, window_patches, window_squares
-from megavlm.config.cli import parse
+from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, PlacementConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims, dims_for
 from megavlm.planner.plan import even_cuts, make_plan, table
+from tests.support.flags import resolved
 
 WORDS = ("--language-vocab-size", "256")
 
@@ -63,11 +64,11 @@ def test_encoders_are_neighbours_of_one_replica(tp, pp, dp, data):
 
 
 def test_a_shared_encoder_is_part_of_the_plan():
-    config = parse([*WORDS, "--placement", "colocated", "--pp", "2", "--vision-tp", "2"])
+    config = resolved([*WORDS, "--placement", "colocated", "--pp", "2", "--vision-tp", "2"])
     plan = make_plan(config, Dims(tp=1, pp=2, vpp=1, dp=1))
     assert plan.to_json()["vision_tp"] == 2
     assert "all / 2" in table(plan, config)
-    whole = make_plan(parse([*WORDS, "--placement", "colocated", "--pp", "2"]), Dims(tp=1, pp=2, vpp=1, dp=1))
+    whole = make_plan(resolved([*WORDS, "--placement", "colocated", "--pp", "2"]), Dims(tp=1, pp=2, vpp=1, dp=1))
     assert "vision_tp" not in whole.to_json()  # as checkpoints have it that know no other
 
 
@@ -78,7 +79,7 @@ def test_world_that_does_not_fit_names_the_options():
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
 def test_chunks_are_the_layer_list_in_order(pp, vpp):
-    config = parse(WORDS)
+    config = resolved(WORDS)
     plan = make_plan(config, Dims(tp=1, pp=pp, vpp=vpp, dp=1))
     assert tuple(name for chunk in plan.chunks for name in chunk) == layer_names(config.model)
     assert len(plan.chunks) == pp * vpp
@@ -150,17 +151,17 @@ def test_a_frozen_tower_weighs_a_third():
     argv = [*WORDS, *"--pp 2 --vision-num-layers 12 --vision-image-size 64 --projector-pixel-shuffle 2".split()]
     dims = Dims(tp=1, pp=2, vpp=1, dp=1)
     for frozen, most in ((), 0.55), (("vision",), 0.55), (("vision", "projector"), 0.55):
-        config = parse([*argv, "--freeze", *frozen])
+        config = resolved([*argv, "--freeze", *frozen])
         flops = layer_flops(config, typical_workload(config))
         shares = [sum(flops[name] for name in chunk) / sum(flops.values()) for chunk in make_plan(config, dims).chunks]
         assert max(shares) < most
-    trained, frozen_tower = (make_plan(parse([*argv, *more]), dims) for more in ([], ["--freeze", "vision"]))
+    trained, frozen_tower = (make_plan(resolved([*argv, *more]), dims) for more in ([], ["--freeze", "vision"]))
     assert len(frozen_tower.chunks[0]) > len(trained.chunks[0])
 
 
 def test_trained_before_knows_what_is_frozen():
     # patch_embed, layer 0 | layers 1-3, norm | projector, embedding, language 0-1 | the rest
-    config = replace(parse(WORDS), placement=PlacementConfig(pipeline_cuts=(2, 6, 10)))
+    config = replace(resolved(WORDS), placement=PlacementConfig(pipeline_cuts=(2, 6, 10)))
     plan = make_plan(config, Dims(tp=1, pp=4, vpp=1, dp=1))
 
     def before(chunk, *freeze):
@@ -175,14 +176,14 @@ def test_trained_before_knows_what_is_frozen():
 
 def test_adapters_train_the_layers_that_have_them():
     argv = "--lora-rank 2 --freeze vision projector --pipeline-cuts 2 6 10 --pp 4 --lora-targets"
-    config = parse([*WORDS, *argv.split(), "language.layers.3.q_proj"])
+    config = resolved([*WORDS, *argv.split(), "language.layers.3.q_proj"])
     assert trained_layers(config) == {"language.layers.3"}
     plan = make_plan(config, Dims(tp=1, pp=4, vpp=1, dp=1))
     assert not plan.trained_before(3, trained_layers(config))  # layer 3 is in the last chunk
     names = layer_names(config.model)
     below = [name for place, name in enumerate(names) if trained_below(name, names[:place], trained_layers(config))]
     assert below == list(names[names.index("language.layers.3") + 1 :])
-    both = parse([*WORDS, "--lora-rank", "2", "--lora-targets", "vision.layers.1", "language.layers.0.down_proj"])
+    both = resolved([*WORDS, "--lora-rank", "2", "--lora-targets", "vision.layers.1", "language.layers.0.down_proj"])
     assert trained_layers(both) == {"vision.layers.1", "projector", "language.layers.0"}
     assert not any(map(trains_weights, names, [config] * len(names)))
     assert [name for name in names if trains_weights(name, both)] == ["projector"]
@@ -193,14 +194,14 @@ def test_flops_of_adapters_count_backward_from_the_first_of_them():
         patches=10, patch_squares=0, window_squares=0, features=10, tokens=20, token_squares=0, sliding_squares=0
     )
     argv = ["--lora-rank", "2", "--freeze", "vision", "projector", "--lora-targets"]
-    late = parse([*WORDS, *argv, "language.layers.2"])
+    late = resolved([*WORDS, *argv, "language.layers.2"])
 
     def forward(*stems):
         names = [name for name in layer_names(late.model) if name.startswith(stems)]
         return sum(layer_cost(name, late.model, work).forward_flops for name in names)
 
     assert step_flops(late, work) == forward("") + forward("language.layers.3", "output")
-    assert step_flops(parse([*WORDS, *argv, "language"]), work) == step_flops(late, work) + forward(
+    assert step_flops(resolved([*WORDS, *argv, "language"]), work) == step_flops(late, work) + forward(
         "language.layers.1", "language.layers.2"
     )
 
@@ -210,7 +211,7 @@ def test_flops_count_two_four_or_six_per_parameter_and_token():
     work = Workload(
         patches=10, patch_squares=0, window_squares=0, features=10, tokens=20, token_squares=0, sliding_squares=0
     )
-    model = ModelConfig(language=LanguageConfig(vocab_size=100))
+    model = resolve_model(ModelConfig(language=LanguageConfig(vocab_size=100)))
 
     def forward(module):
         return sum(
@@ -231,16 +232,18 @@ def test_a_tiled_image_is_its_base_tile_and_its_grid():
     argv = ["--vision-image-size", "32", "--image-sizes", "64", "--images-per-sample"]
     tiled = ["--projector-anyres-max-tiles", "4"]
     tile = (32 // 8) ** 2
-    alone = typical_workload(parse([*argv, "1", *tiled]))
+    alone = typical_workload(resolved([*argv, "1", *tiled]))
     assert (alone.patches, alone.patch_squares) == (5 * tile, 5 * tile**2)
-    assert typical_workload(parse([*argv, "2", *tiled])).patches == 2 * tile
-    assert typical_workload(parse([*argv, "2"])).patches == 2 * 4 * tile
+    assert typical_workload(resolved([*argv, "2", *tiled])).patches == 2 * tile
+    assert typical_workload(resolved([*argv, "2"])).patches == 2 * 4 * tile
 
 
 def test_parameters_of_a_layer_match_the_textbook():
     work = typical_workload(Config())
-    llama = ModelConfig(
-        language=LanguageConfig(hidden_size=8, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2)
+    llama = resolve_model(
+        ModelConfig(
+            language=LanguageConfig(hidden_size=8, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2)
+        )
     )
     # q 8·8, k and v 8·4 each, o 8·8; gate, up and down 8·24 each
     assert layer_cost("language.layers.0", llama, work).parameters == 64 + 32 + 32 + 64 + 3 * 8 * 24

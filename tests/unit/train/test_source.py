@@ -50,11 +50,11 @@ def test_a_tokenizers_size_is_planned_and_counted(files: list[str]) -> None:
     dims = Dims(tp=1, pp=4, vpp=1, dp=1)
     size = vocab_size_of(parse(files))
     known = resolve(parse(files), vocab_size=size)
-    said = parse([*files, "--language-vocab-size", str(size)])
+    said = resolve(parse([*files, "--language-vocab-size", str(size)]))
     assert make_plan(known, dims) == make_plan(said, dims)
     assert size != 256
     work = typical_workload(known)
-    fewer = step_flops(parse([*files, "--language-vocab-size", str(size - 1)]), work)
+    fewer = step_flops(resolve(parse([*files, "--language-vocab-size", str(size - 1)])), work)
     assert step_flops(known, work) - fewer == 6 * work.tokens * known.model.language.hidden_size
     with pytest.raises(AssertionError, match=r"config\.resolve"):
-        make_plan(parse(files), dims)
+        make_plan(resolve(parse(files)), dims)
