@@ -96,6 +96,7 @@ RANGES = (
             "model.image_token",
             "data.imageless_samples",
             "data.num_workers",
+            "data.worker_timeout",
             "checkpoint.save_interval",
             "checkpoint.keep_checkpoints",
             "evaluation.eval_interval",

@@ -148,6 +148,11 @@ class DataConfig:
         "Files: number of processes per model replica that read and decode samples; 0: one thread of the training "
         "process.",
     )
+    worker_timeout: float = option(
+        300.0,
+        "Files: seconds after which a worker process that is silent about a sample is replaced; 0: never.",
+        flag="--data-worker-timeout",
+    )
     max_bad_sample_rate: float = option(
         0.05, "Files: fraction of skipped samples above which the run ends, once 20 samples were skipped."
     )

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
-
-import torch
-import torch.multiprocessing
 
 from megavlm.data.batch import ImageSizes, Mask, MicroBatch
 from megavlm.data.collate import CollateSpec, collate, collate_images
 from megavlm.data.files import FilesSource
 from megavlm.data.source import ComputedSource
 from megavlm.data.types import BadSample, EncodedRecord, Sample, SampleId, Segments, Skipped
-from megavlm.errors import UserError
+from megavlm.data.workers import WorkerPool
 
 Result = TypeVar("Result")
 
@@ -92,11 +83,11 @@ class FileCollator:
     An image that cannot be decoded is only detected here: its sample is left out of its sequence, and reported.
     """
 
-    def __init__(self, source: FilesSource, spec: CollateSpec, *, workers: int = 0) -> None:
-        """`workers` is the number of processes; 0: the calling thread does the work."""
+    def __init__(self, source: FilesSource, spec: CollateSpec, *, pool: WorkerPool | None = None) -> None:
+        """Without `pool` the calling thread does the work; `close` closes it."""
         self._source = source
         self._collate = partial(collate_segments, spec=spec)
-        self._pool = _start_workers(source, workers) if workers else None
+        self._pool = pool
 
     def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
         return self._map(self._collate, micro_batches)
@@ -108,20 +99,15 @@ class FileCollator:
         return [replace(record, sample_id=sample_id) for record, sample_id in zip(encoded, samples, strict=True)]
 
     def close(self) -> None:
-        """End the workers; tasks that have not begun are dropped."""
+        """End the workers; what they do is dropped."""
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.close()
 
     def _map(self, function: Callable[[Any, Any], Result], tasks: Sequence[Any]) -> list[Result]:
         """Return `function(source, task)` of each task."""
         if self._pool is None:
             return [function(self._source, task) for task in tasks]
-        try:
-            return list(self._pool.map(_with_source, [function] * len(tasks), tasks))
-        except BrokenProcessPool as error:
-            raise UserError(
-                "a data worker was killed, probably because memory ran out: lower --num-workers or --max-image-pixels"
-            ) from error
+        return self._pool.map(function, tasks)
 
 
 def _encode_samples(source: FilesSource, samples: Sequence[SampleId]) -> list[EncodedRecord]:
@@ -140,39 +126,3 @@ def collate_segments(source: FilesSource, rows: Sequence[Segments], *, spec: Col
             except BadSample as error:
                 skipped.append(source.skipped(segment.sample_id, error))
     return CollatedBatch(collate(loaded, spec), tuple(skipped))
-
-
-def _start_workers(source: FilesSource, workers: int) -> ProcessPoolExecutor:
-    """Return a pool of processes that each have a copy of the source, and never outlive this process."""
-    # Spawned, not forked: this process has threads of gloo and NCCL, and perhaps a CUDA context.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_worker, initargs=(source,))
-    pool.submit(_do_nothing)  # starts all workers now, while the model is built
-    return pool
-
-
-_WORKER_SOURCE: dict[str, FilesSource] = {}  # the source of a worker process, set once by its initializer
-
-
-def _initialize_worker(source: FilesSource) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the main process decides when to stop
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    _WORKER_SOURCE["source"] = source
-
-
-def _exit_with_parent() -> None:
-    """End this worker if its parent is killed: it would wait for ever on a pipe that it holds open itself."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _do_nothing() -> None:
-    """Serve as a pool's first task."""
-
-
-def _with_source(function: Callable[[Any, Any], Result], task: Any) -> Result:
-    return function(_WORKER_SOURCE["source"], task)

@@ -7,6 +7,7 @@ it, so that no image is read or decoded twice.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,10 @@ from megavlm.data.records import is_stream, open_records, prepare_stream
 from megavlm.data.source import ComputedSource
 from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamBatchSampler, StreamSource
 from megavlm.data.types import LoaderState, StepData
+from megavlm.data.workers import WorkerPool
 from megavlm.errors import UserError
 from megavlm.parallel.groups import Groups
+from megavlm.resilience.events import record
 
 
 class DataLoader:
@@ -153,12 +156,25 @@ def build_data_loader(
         if groups.coords.dp == 0:
             for warning in source.warnings():
                 print(f"warning: {warning}", flush=True)
-        files = FileCollator(source, spec, workers=config.data.num_workers)
+        files = FileCollator(source, spec, pool=_worker_pool(config, source))
         if isinstance(source, StreamSource):
             loader = _stream_loader(config, source, files, groups, staging)
         else:
             loader = _loader(config, build_batch_sampler(config, files), files, groups, staging)
     return DataLoader(loader, broadcast=broadcast, replicas=groups.dp if streams else None)
+
+
+def _worker_pool(config: Config, source: FilesSource) -> WorkerPool | None:
+    """Return the processes of `--num-workers`, whose replacements are printed and recorded; None for 0."""
+    data = config.data
+    if not data.num_workers:
+        return None
+
+    def report(line: str) -> None:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+        record(Path(config.run.run_dir), "worker", reason=line)
+
+    return WorkerPool(source, data.num_workers, timeout=data.worker_timeout, report=report)
 
 
 def build_batch_sampler(config: Config, collator: FileCollator) -> PackedBatchSampler:

@@ -91,11 +91,11 @@ class RankLoader:
         self._state = dict(state)
 
     def close(self) -> None:
-        """Stop the thread and the workers; a step that is being prefetched is finished and dropped."""
+        """Stop the workers and the thread; a step that is being prefetched is dropped."""
         self._drop_prefetched()
+        self._collator.close()  # first: the thread may wait for a worker that hangs
         self._thread.shutdown(wait=True)
         self._sampler.close()
-        self._collator.close()
 
     def _drop_prefetched(self) -> None:
         if self._prefetched is not None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.resilience.events import events
+from tests.support.data_files import sources_of, write_all
 from tests.support.torchrun import TINY, Launched
 from tests.support.training import metrics, train, without_wall_time
 
@@ -31,6 +33,21 @@ def test_a_rank_that_dies_costs_no_iteration(launcher: str, undisturbed: Path, t
             run.send(signal.SIGKILL, run.ranks()[1])
         assert run.status() == 0, run.output()
     assert without_wall_time(metrics(tmp_path / "run")) == without_wall_time(metrics(undisturbed))
+
+
+@pytest.mark.slow
+def test_data_workers_that_are_lost_cost_nothing(pools, tmp_path: Path):
+    """One is killed, and one is stopped for good."""
+    files = [*TINY, *sources_of(write_all(tmp_path / "data")), *"--image-sizes --images-per-sample 1".split()]
+    files += "--train-iters 60 --seq-length 96 --packing-window 16".split()
+    pools(1).run(train, [*files, "--num-workers", "0"], str(tmp_path / "undisturbed"))
+    with Launched([*files, "--data-worker-timeout", "5"], tmp_path / "run", launcher=None) as run:
+        for number, iteration in ((signal.SIGKILL, 5), (signal.SIGSTOP, 20)):
+            run.wait_for_iteration(iteration)
+            run.send(number, run.workers()[0])
+        assert run.status() == 0, run.output()
+    assert without_wall_time(metrics(tmp_path / "run")) == without_wall_time(metrics(tmp_path / "undisturbed"))
+    assert [event["kind"] for event in events(tmp_path / "run")].count("worker") == 2
 
 
 def free_port() -> int:

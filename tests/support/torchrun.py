@@ -59,6 +59,10 @@ class Launched:
         own = [each for each in found if _command(each)[1:2] != ["-c"] and each.ppid() == self.process.pid]
         return sorted(own, key=lambda each: int(each.environ()["RANK"]))
 
+    def workers(self) -> list[psutil.Process]:
+        """The data workers, of all ranks."""
+        return [each for each in self._children() if "spawn_main" in " ".join(_command(each))]
+
     def alive(self) -> list[psutil.Process]:
         """All processes below the launcher that still run, orphans included."""
         self._children()

@@ -1,0 +1,224 @@
+"""Worker processes for data. One that dies or hangs is replaced, and its task is done again: tasks change nothing.
+
+Each worker has a pipe of its own, and a thread of this process that waits for it, so that no lock or queue is shared
+with a process that may be killed at any moment. Before each sample a worker says its number: who dies is known, and
+so is the sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+import torch.multiprocessing  # tensors travel in shared memory
+
+from megavlm.data.files import FilesSource
+from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment
+from megavlm.errors import UserError
+from megavlm.resilience.signals import SIGNALS
+
+Result = TypeVar("Result")
+
+_ATTEMPTS = 3  # workers that one task may cost
+_START = 300.0  # seconds that a worker may take for its imports, at least
+_LOOK = 1.0  # seconds between looks for workers that hang
+
+
+class WorkerPool:
+    """Calls functions of a source and a task in worker processes that each have a copy of the source."""
+
+    def __init__(
+        self, source: FilesSource, workers: int, *, timeout: float, report: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """`timeout`: a worker that is silent for this number of seconds is replaced; 0: never. `report` is called with
+        a line about each replacement.
+        """
+        self._source = source
+        self._timeout = timeout
+        self._report = report
+        self._closed = threading.Event()
+        self._workers = [_Worker(source) for _ in range(workers)]  # start now, while the model is built
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="worker")
+        threading.Thread(target=self._end_hanging, name="worker-timeout", daemon=True).start()
+
+    def map(self, function: Callable[[Any, Any], Result], tasks: Sequence[Any]) -> list[Result]:
+        """Return `function(source, task)` of each task, in order.
+
+        Raises UserError, naming the sample, if a task has cost several workers.
+        """
+        return list(self._threads.map(self._call, [function] * len(tasks), tasks))
+
+    def close(self) -> None:
+        """End the workers; what they do is dropped."""
+        self._closed.set()
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _call(self, function: Callable[[Any, Any], Result], task: Any) -> Result:
+        worker = self._idle.get()
+        try:
+            for attempt in range(1, _ATTEMPTS + 1):
+                if worker.lost:
+                    worker.start()
+                try:
+                    result: Result = worker.call(function, task)
+                    return result
+                except _WorkerLost as lost:
+                    if self._closed.is_set():
+                        raise
+                    line = f"a data worker {lost} {self._place(worker.sample)}"
+                    if attempt == _ATTEMPTS:
+                        raise UserError(
+                            f"{line}, as {_ATTEMPTS - 1} before it: repair or remove that sample; if memory ran out, "
+                            "lower --num-workers or --max-image-pixels; if it is only slow, raise "
+                            "--data-worker-timeout"
+                        ) from lost
+                    self._report(f"{line}: another takes its place")
+            raise AssertionError("an attempt returns or raises")
+        finally:
+            self._idle.put(worker)
+
+    def _place(self, sample: int | str | None) -> str:
+        if sample is None:
+            return "before it began a sample"
+        return f"at sample {self._source.label(sample)[1] if isinstance(sample, int) else sample}"
+
+    def _end_hanging(self) -> None:
+        """Kill workers that are silent for too long; the thread that waits for one then sees its end."""
+        while not self._closed.wait(_LOOK):
+            for worker in self._workers:
+                if self._timeout and worker.silence() > (self._timeout if worker.ready else max(self._timeout, _START)):
+                    worker.hangs = True
+                    worker.kill()
+
+
+class _WorkerLost(Exception):
+    """A worker that has ended; the message says how."""
+
+
+class _Worker:
+    """A worker process, and this process's end of its pipe."""
+
+    def __init__(self, source: FilesSource) -> None:
+        self._source = source
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, in place of one that has ended."""
+        # Spawned, not forked: this process has threads of gloo and NCCL, and perhaps a CUDA context.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(self._source, theirs), daemon=True)
+        self._process.start()
+        theirs.close()  # so that its end is the end of the pipe
+        self.sample: int | str | None = None  # the last one that it began: its number, or its name in a stream
+        self.ready = self.lost = False
+        self.hangs = False
+        self._heard: float | None = None  # when it last said something, while it has something to do
+
+    def call(self, function: Callable[[Any, Any], Result], task: Any) -> Result:
+        """Return `function(source, task)`. Raises _WorkerLost if the process ends, and what the function raises."""
+        self.sample = None
+        self._heard = time.monotonic()
+        try:
+            self._pipe.send((function, task))
+            while True:
+                kind, value = self._pipe.recv()
+                self._heard = time.monotonic()
+                if kind == "done":
+                    result: Result = value
+                    return result
+                if kind == "error":
+                    raise value
+                if kind == "ready":
+                    self.ready = True
+                else:
+                    self.sample = value
+        except (EOFError, ConnectionError, FileNotFoundError) as error:
+            raise _WorkerLost(self._how_it_ended()) from error
+        finally:
+            self._heard = None
+
+    def silence(self) -> float:
+        """Return for how many seconds a worker that has something to do has said nothing."""
+        heard = self._heard
+        return 0.0 if heard is None else time.monotonic() - heard
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _how_it_ended(self) -> str:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+        self.lost = True
+        code = self._process.exitcode or 0
+        if self.hangs:
+            return "hung (--data-worker-timeout)"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+class _Telling:
+    """A source that says which sample it begins."""
+
+    def __init__(self, source: FilesSource, tell: Callable[[int | str], None]) -> None:
+        self._source = source
+        self._tell = tell
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def encode(self, sample_id: SampleId) -> EncodedRecord:
+        self._say(sample_id)
+        return self._source.encode(sample_id)
+
+    def load(self, segment: Segment) -> Sample:
+        self._say(segment.sample_id)
+        return self._source.load(segment)
+
+    def _say(self, sample_id: SampleId) -> None:
+        self._tell(sample_id if isinstance(sample_id, int) else sample_id.label)
+
+
+def _work(source: FilesSource, pipe: Connection) -> None:
+    for number in SIGNALS:  # the main process decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    telling = _Telling(source, lambda sample: pipe.send(("sample", sample)))
+    pipe.send(("ready", None))
+    while True:
+        try:
+            function, task = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = "done", function(telling, task)
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            answer = "error", error
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send(answer)
+
+
+def _exit_with_parent() -> None:
+    """End this worker if its parent is killed while it computes."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

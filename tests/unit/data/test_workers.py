@@ -1,0 +1,99 @@
+"""Data workers that are killed, stopped or stuck are replaced; nothing of their work is lost or done wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megavlm.config.cli import parse
+from megavlm.data.files import FilesSource
+from megavlm.data.workers import WorkerPool
+from megavlm.errors import UserError
+from tests.support.data_files import sources_of, write_all
+from tests.support.training import SMALL
+
+TASKS = [range(start, start + 4) for start in range(0, 32, 4)]
+
+
+def tokens(source: FilesSource, sample: int) -> list[list[int]]:
+    return [encoded.tokens.tolist() for encoded in source.encode(sample).samples]
+
+
+def encode(source: FilesSource, samples: Sequence[int]) -> list[list[list[int]]]:
+    return [tokens(source, sample) for sample in samples]
+
+
+def trip(source: FilesSource, task: tuple[Path, str, Sequence[int]]) -> list[list[list[int]]]:
+    """Encode, but die or hang at the third sample: the first time, or each time."""
+    marker, how, samples = task
+    found = []
+    for number, sample in enumerate(samples):
+        found.append(tokens(source, sample))
+        if number == 2 and (how.startswith("always") or not marker.exists()):
+            marker.touch()
+            if how.endswith("dies"):
+                os.kill(os.getpid(), signal.SIGSEGV)
+            os.kill(os.getpid(), signal.SIGSTOP)
+    return found
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> FilesSource:
+    folder = write_all(tmp_path_factory.mktemp("data"), samples=40)
+    return FilesSource(parse([*SMALL, *sources_of(folder), "--seq-length", "96"]))
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_worker_that_is_lost_in_a_task_is_replaced(source: FilesSource, tmp_path: Path, how: str) -> None:
+    lines: list[str] = []
+    pool = WorkerPool(source, 2, timeout=20, report=lines.append)
+    pool.map(encode, [range(1), range(1)])  # both have started
+    pool._timeout = 2.0
+    tasks = [(tmp_path / f"{number}", how, task) for number, task in enumerate(TASKS[:2])]
+    assert pool.map(trip, tasks) == [encode(source, task) for task in TASKS[:2]]
+    pool.close()
+    assert len(lines) == 2
+    assert all(source.label(task[2])[1] in "".join(lines) for task in TASKS[:2]), lines
+    assert all(("SIGSEGV" if how == "dies" else "hung") in line for line in lines), lines
+
+
+def test_idle_workers_that_are_killed_are_replaced(source: FilesSource) -> None:
+    pool = WorkerPool(source, 2, timeout=300)
+    expected = pool.map(encode, TASKS)
+    for worker in pool._workers:
+        worker.kill()
+    assert pool.map(encode, TASKS) == expected
+    pool.close()
+
+
+def test_a_sample_that_no_worker_survives_is_named(source: FilesSource, tmp_path: Path) -> None:
+    pool = WorkerPool(source, 1, timeout=300)
+    with pytest.raises(UserError) as raised:
+        pool.map(trip, [(tmp_path / "0", "always dies", TASKS[1])])
+    assert source.label(6)[1] in str(raised.value)
+    assert "--num-workers" in str(raised.value)
+    assert pool.map(encode, TASKS[:1]) == [encode(source, TASKS[0])]  # the pool goes on
+    pool.close()
+
+
+def test_errors_of_a_task_are_raised_where_it_was_given(source: FilesSource) -> None:
+    pool = WorkerPool(source, 1, timeout=300)
+    with pytest.raises(TypeError):
+        pool.map(encode, [3])
+    pool.close()
+
+
+def test_close_waits_for_no_worker(source: FilesSource) -> None:
+    """Not for one that hangs, with a time-out that never comes."""
+    pool = WorkerPool(source, 1, timeout=0)
+    pool.map(encode, TASKS[:1])
+    os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
+    future = pool._threads.submit(pool._call, encode, TASKS[0])
+    time.sleep(0.2)
+    pool.close()
+    assert future.exception() is not None
