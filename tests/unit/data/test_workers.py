@@ -48,7 +48,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> FilesSource:
     return FilesSource(parse([*SMALL, *sources_of(folder), "--seq-length", "96"]))
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
+@pytest.mark.parametrize("how", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_worker_that_is_lost_in_a_task_is_replaced(source: FilesSource, tmp_path: Path, how: str) -> None:
     lines: list[str] = []
     pool = WorkerPool(source, 2, timeout=20, report=lines.append)
@@ -71,6 +71,7 @@ def test_idle_workers_that_are_killed_are_replaced(source: FilesSource) -> None:
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_sample_that_no_worker_survives_is_named(source: FilesSource, tmp_path: Path) -> None:
     pool = WorkerPool(source, 1, timeout=300)
     with pytest.raises(UserError) as raised:
