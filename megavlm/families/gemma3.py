@@ -90,7 +90,7 @@ def _rope(text: Settings) -> dict[str, Any]:
     """Rotary settings of both kinds of layers; Transformers 5 writes one section for each."""
     parameters = text.section("rope_parameters")
     everywhere, local = parameters.section("full_attention"), parameters.section("sliding_attention")
-    scaling = {**text.section("rope_scaling").values, **everywhere.values}
+    scaling = Settings({**text.section("rope_scaling").values, **everywhere.values}, everywhere.where)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear") or local.get("rope_type", "default") != "default":
         refuse(text, "rope_parameters", "known rotary scalings of Gemma 3 are default and linear, in full attention")
@@ -98,7 +98,7 @@ def _rope(text: Settings) -> dict[str, Any]:
         "rotary_base": float(everywhere.get("rope_theta", text.get("rope_theta", 1e6))),
         "local_rotary_base": float(local.get("rope_theta", text.get("rope_local_base_freq", 1e4))),
         "rope_scaling": "linear" if kind == "linear" else "none",
-        "rope_scaling_factor": float(scaling["factor"]) if kind == "linear" else 1.0,
+        "rope_scaling_factor": float(scaling.need("factor")) if kind == "linear" else 1.0,
     }
 
 

@@ -1,4 +1,4 @@
-"""Render chat templates: Jinja, with what Transformers gives to templates, in a process with bounds of time and memory."""
+"""Render chat templates: Jinja with what Transformers gives it, in a process with bounds of time and memory."""
 
 from __future__ import annotations
 

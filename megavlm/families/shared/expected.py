@@ -64,8 +64,21 @@ _SETTINGS: dict[str, Expected] = {
     "use_absolute_position_embeddings": FLAG,
     "use_mean_pooling": FLAG,
     "use_qk_norm": FLAG,
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "use_bidirectional_attention": FLAG,
+    "hidden_activation": TEXT,
+    "query_pre_attn_scalar": number(1e-3, 1e9),
+    "sliding_window_pattern": whole(1, 2_000),
+    "_sliding_window_pattern": whole(1, 2_000),
+    "layer_types": listed(TEXT, 0, 2_000),
+    "rope_local_base_freq": number(1e-3, 1e15),
+    "mm_tokens_per_image": whole(1, 2**16),
+    "embed_dim": _WIDTH,
+    "mlp_ratio": number(1e-3, 1e3),
+    "in_chans": whole(1, 64),
 }
-# Of `rope_scaling` and `rope_parameters`.
+# Of `rope_scaling` and `rope_parameters`, and of sections in them.
 _ROPE: dict[str, Expected] = {
     "rope_theta": number(1e-3, 1e15),
     "rope_type": TEXT,
@@ -80,7 +93,8 @@ _ROPE: dict[str, Expected] = {
 
 def check_setting(name: str, value: Any, where: str) -> None:
     """Raise UserError for a setting of a config.json, or of a section of it, that is of another type or size."""
-    if name in _SETTINGS:
-        check({name: value}, {name: _SETTINGS[name]}, where)
+    kind = _SETTINGS.get(name) or _ROPE.get(name)
+    if kind is not None:
+        check({name: value}, {name: kind}, where)
     if name in ("rope_scaling", "rope_parameters"):
         check(value or {}, _ROPE, f"{where}: {name}")
