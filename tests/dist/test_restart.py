@@ -1,15 +1,20 @@
-"""torchrun restarts a run by itself, and its curve is that of a run that was never disturbed."""
+"""A run that is stopped, restarted or loses a part of it goes on, and its curve is that of one never disturbed."""
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from megavlm.resilience.events import events
+from megavlm.resilience.signals import STOPPED
+from megavlm.resilience.status import read_status
 from tests.support.data_files import sources_of, write_all
-from tests.support.torchrun import TINY, Launched
+from tests.support.forked import start_program, status_of
+from tests.support.torchrun import TINY, Launched, last_iteration
 from tests.support.training import metrics, train, without_wall_time
 
 RUN = [*TINY, *"--tp 2 --train-iters 24 --save-interval 4".split()]
@@ -56,3 +61,57 @@ def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return taken.getsockname()[1]
+
+
+def test_a_stopped_run_says_so_and_goes_on(tmp_path: Path):
+    """And no second run writes to its folder meanwhile."""
+    run_dir, output = tmp_path / "run", tmp_path / "output"
+    argv = [*TINY, "--train-iters", "2000", "--run-dir", str(run_dir)]
+    first = start_program(argv, output)
+    while last_iteration(run_dir) < 2:
+        time.sleep(0.05)
+        assert first.is_alive(), output.read_text()
+    second = start_program(argv, tmp_path / "second")
+    assert status_of(second) == 2
+    assert f"process {first.pid}" in (tmp_path / "second").read_text()
+    os.kill(first.pid, signal.SIGUSR1)
+    os.kill(first.pid, signal.SIGTERM)
+    assert status_of(first) == STOPPED, output.read_text()
+    status = read_status(run_dir)
+    assert (status["state"], status["reason"]) == ("stopped", "SIGTERM received")
+    stopped = status["iteration"]
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"iter_{stopped:07d}"]
+    finished = start_program([*argv, "--train-iters", str(stopped + 2)], output)
+    assert status_of(finished) == 0, output.read_text()
+    assert read_status(run_dir)["state"] == "finished"
+    kinds = [event["kind"] for event in events(run_dir)]
+    assert kinds == ["start", "save", "stop", "start", "save", "finish"]
+
+
+def fail_in_a_replica(argv: list[str], run_dir: str) -> str:
+    """Let the data of the second replica fail at the fourth step; return the error of this rank."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from megavlm.data.rank_loader import RankLoader
+    from megavlm.errors import UserError
+
+    made = []
+    make = RankLoader._make
+
+    def failing(self, state):
+        made.append(state)
+        if len(made) == 4 and dist.get_rank() == 1:
+            raise UserError("these data are spoilt")
+        return make(self, state)
+
+    with patch.object(RankLoader, "_make", failing), pytest.raises(UserError) as raised:
+        train(argv, run_dir)
+    return str(raised.value)
+
+
+def test_data_that_fail_in_one_replica_end_all_after_a_save(pools, tmp_path: Path):
+    assert pools(2).run(fail_in_a_replica, TINY, str(tmp_path)) == ["these data are spoilt"] * 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iter_0000003"]
+    assert read_status(tmp_path)["state"] == "failed"
