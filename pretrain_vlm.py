@@ -82,8 +82,8 @@ def dry_run(config: Config, *, world: int) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the program; return the exit status: 0 finished, 75 stopped by request, 2 configuration or data are wrong
-    (reported in one line). Any other error ends with 1.
+    """Run the program; return the exit status: 0 finished, 75 stopped by request, 2 configuration or data are wrong,
+    3 losses or gradients are (both reported in one line). Any other error ends with 1.
     """
     try:
         main(argv)
@@ -97,7 +97,7 @@ def run(argv: Sequence[str]) -> int:
             # torchrun kills the other ranks as soon as one fails: wait until slower ranks get here, so that the rank
             # that prints the message does so and each rank exits with its own status.
             time.sleep(4)
-        return 2
+        return error.status
     return 0
 
 

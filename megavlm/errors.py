@@ -7,6 +7,14 @@ class UserError(ValueError):
     """A mistake in the configuration or data. The message is one line that names the option and the remedy; the exit
     status is 2."""
 
+    status = 2
+
+
+class BadNumbers(UserError):
+    """Losses or gradients that are not finite, or spikes, ended the run. The exit status is 3."""
+
+    status = 3
+
 
 class Stopped(Exception):
     """A run that ended before its last iteration because it was asked to. The message says by what; the exit status is

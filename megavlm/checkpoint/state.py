@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Position:
     loader: dict[str, Any]  # the place in the data, as its data_loader says it
     samples_read: int = 0
     samples_skipped: int = 0
+    bad_steps: dict[str, Any] = field(default_factory=dict)  # as `BadSteps` says it
 
 
 def save(
@@ -115,7 +116,7 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     load_loss_scale(trained.optimizer, loaded.get("loss_scale"))
     position = Position(**loaded["position"])
     if same_layout:
-        _set_random_state(loaded["random"])
+        set_random_states(loaded["random"])
     return position
 
 
@@ -250,7 +251,11 @@ def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
     optimizer = sharded_optimizer_state(trained.optimizer, parameters, shards, loading=loading, metadata=metadata)
     for name, chunk in chunks.items():
         chunks[name] = _filled_in_place(entries_to_load(chunk)) if loading else entries_to_save(chunk, shards)
-    return {**chunks, "optimizer": optimizer, "random": _random_state()}
+    return {
+        **chunks,
+        "optimizer": optimizer,
+        "random": ShardedObject("random", random_states(), (dist.get_world_size(),), (dist.get_rank(),)),
+    }
 
 
 def _filled_in_place(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,17 +286,18 @@ def _prepare_histories(trained: Trained, config: Config) -> None:
         )
 
 
-def _random_state() -> ShardedObject:
-    """Generator states of this rank, as one of `world` objects."""
+def random_states() -> dict[str, Any]:
+    """Return the states of all random generators of this rank."""
     states: dict[str, Any] = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))
+    return states
 
 
-def _set_random_state(states: dict[str, Any]) -> None:
+def set_random_states(states: dict[str, Any]) -> None:
+    """Set all random generators of this rank."""
     torch.set_rng_state(states["cpu"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
+    get_cuda_rng_tracker().set_states(dict(states["tracker"]))  # which it goes on to change
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
 

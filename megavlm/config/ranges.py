@@ -70,6 +70,7 @@ RANGES = (
             "evaluation.eval_samples",
             "logging.log_interval",
             "logging.profile_step_end",
+            "numerics.max_consecutive_skips",
         ),
     ),
     Range(
@@ -130,6 +131,7 @@ RANGES = (
             "optimizer.min_loss_scale",
         ),
     ),
+    Range("0 or greater than 1", lambda value: value == 0 or value > 1, ("numerics.spike_factor",)),
     Range(
         "at least 0 and less than 1",
         lambda value: 0 <= value < 1,

@@ -8,6 +8,7 @@ from pathlib import Path
 from megavlm.config.messages import shown
 from megavlm.config.resolve import is_set, resolve
 from megavlm.config.schema import Config
+from megavlm.resilience.bad_steps import iterations
 
 
 def lr_decays_downwards(config: Config) -> str | None:
@@ -135,6 +136,22 @@ def load_is_a_path(config: Config) -> str | None:
     return None
 
 
+def iterations_to_skip_are_numbers(config: Config) -> str | None:
+    try:
+        iterations(config.numerics.iterations_to_skip)
+    except ValueError as error:
+        return (
+            f"--iterations-to-skip {shown(str(error))} is no iteration: use numbers from 1 and ranges, as in 12 40-45"
+        )
+    return None
+
+
+def rewinding_has_checkpoints(config: Config) -> str | None:
+    if config.numerics.on_spike == "rewind" and not (config.checkpoint.save and config.checkpoint.save_interval):
+        return "--on-spike rewind goes back to a checkpoint, but none is saved: add --save-interval 1000, or use skip"
+    return None
+
+
 def _decay_end(config: Config) -> tuple[str, int]:
     """Return the option that sets the end of the decay, and its value."""
     if is_set(config.optimizer, "lr_decay_iters"):
@@ -153,4 +170,6 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     profile_sees_iterations,
     run_dir_is_a_folder,
     load_is_a_path,
+    iterations_to_skip_are_numbers,
+    rewinding_has_checkpoints,
 )

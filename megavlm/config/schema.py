@@ -15,6 +15,7 @@ from typing import Literal
 
 from megavlm.config.layout_schema import ExecutionConfig, ParallelConfig, PlacementConfig, PrecisionConfig
 from megavlm.config.model_schema import LanguageConfig, LoraConfig, ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.config.numerics_schema import NumericsConfig
 from megavlm.config.option import DATA, FILES, MODEL, TRAINING, option
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "LoggingConfig",
     "LoraConfig",
     "ModelConfig",
+    "NumericsConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PlacementConfig",
@@ -253,6 +255,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

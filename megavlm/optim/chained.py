@@ -7,6 +7,9 @@ Division by the number of tokens and clipping are factors of the same update, wh
 
 with G the sum over the T trained tokens of the global batch, and c the norm to clip to. A step therefore reads or
 writes all gradients three times (to clear them, for ‖G‖, for the update), and not twice more to scale them.
+
+The norm and the update are two calls: in between, the host learns ‖G‖ and T together with the loss, in the one wait of
+a step, and decides whether weights change at all.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer
+import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from torch import Tensor
 
 
@@ -27,27 +31,50 @@ class MeanGradientOptimizer(ChainedOptimizer):
         """`clip` is the largest norm of the mean gradient; 0 does not clip. The parts update with `optim.adamw`."""
         super().__init__(list(parts))
         self.clip = clip or math.inf
-        self._tokens: Tensor | None = None
-
-    def expect_sums(self, tokens: Tensor) -> None:
-        """Set the number of tokens that the next step's gradients are sums over: a tensor on the device."""
-        self._tokens = tokens
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, float | None, None]:
-        """Update with the mean gradient; return whether it did (fp16 may overflow) and the norm of the *sums*."""
+    def squared_norm(self) -> Tensor | None:
+        """Take over the gradients of a step and return ‖G‖² ([] float64, on the device); None if fp16 overflowed."""
         if self.prepare_grads():
-            return False, None, None
-        norm = self.get_grad_norm()
-        assert self._tokens is not None, "`expect_sums` precedes each step"
-        divisor, self._tokens = divisor_of(norm, self._tokens, clip=self.clip), None
+            return None
+        if self.grads_states_parallel_group_is_shared():
+            gradients = [each for part in self.chained_optimizers for each in part.get_main_grads_for_grad_norm()]
+            return self._sum_of_squares(gradients, self.get_grad_stats_parallel_group())
+        sums = [
+            self._sum_of_squares(part.get_main_grads_for_grad_norm(), part.get_grad_stats_parallel_group())
+            for part in self.chained_optimizers
+        ]
+        return torch.stack(sums).sum()
+
+    @torch.no_grad()
+    def update(self, *, norm: float, tokens: float) -> None:
+        """Update on the mean gradient, where ‖G‖ is `norm` and the global batch has so many trained tokens."""
+        divisor = torch.full((), divisor_of(norm, tokens, clip=self.clip), dtype=torch.float32, device=self._device)
         for part in self.chained_optimizers:
             if not part.is_stub_optimizer:
                 part.optimizer.divisor = divisor
-        return self.step_with_ready_grads(), norm, None
+        self.step_with_ready_grads()
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Refuse: a step is `squared_norm`, then `update` with what the host has learned."""
+        raise NotImplementedError("call squared_norm and update")
+
+    @property
+    def _device(self) -> torch.device:
+        return self.get_loss_scale().device
+
+    def _sum_of_squares(self, gradients: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+        """Return the sum over the ranks of a group; megatron-core's `get_grad_norm_fp32` would wait for it."""
+        norm = torch.zeros(1, device=self._device)
+        if gradients:
+            overflow = torch.zeros(1, dtype=torch.int, device=self._device)
+            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
+        squared = norm**2.0
+        dist.all_reduce(squared, group=group)
+        return squared.double().reshape(())
 
 
-def divisor_of(norm: float, tokens: Tensor, *, clip: float) -> Tensor:
-    """Return D [] in fp32, for gradients whose sums over `tokens` tokens have this norm."""
-    count = tokens.double().clamp(min=1).reshape(())  # without tokens the gradients are zero
-    return (count * ((norm / count + 1e-6) / clip).clamp(min=1)).float()
+def divisor_of(norm: float, tokens: float, *, clip: float) -> float:
+    """Return D of gradients whose sums over so many tokens have this norm."""
+    count = max(tokens, 1.0)  # of no tokens the gradients are zero
+    return count * max((norm / count + 1e-6) / clip, 1.0)

@@ -6,7 +6,7 @@ first vision stage, tokens in the first language stage, labels in the last. Chun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -133,8 +133,10 @@ class Schedule:
         if self.colocated is not None:
             self.colocated.encoder.zero_gradients()
         sums = self._execute(batches, forward_only=False)
-        if sums:
-            return torch.stack(sums).sum(0)
+        return torch.stack(sums).sum(0) if sums else self.no_totals()
+
+    def no_totals(self) -> Tensor:
+        """Return what `train` returns where there is no loss."""
         return torch.zeros(2 + 2 * self.num_sources, dtype=torch.float64, device=self.backend.device)
 
     @torch.no_grad()
@@ -214,14 +216,13 @@ def finalize_gradients(
     *,
     groups: Groups,
     colocated: ColocatedEncoder | None = None,
-    counted: Callable[[Tensor], None],
     phases: Phases,
 ) -> None:
     """Finish the gradients after the last backward pass: reduce them over DP and TP, add up tied copies, then run a
     colocated encoder's backward pass. The schedule calls it.
 
     megatron-core would divide gradients by `num_tokens`, which the last stage alone counts, and let the host wait for
-    it. Here `counted` is called with the number of the global batch instead, on every rank.
+    it. Here they stay sums, and the update divides (`optim/chained.py`).
     """
     phases.enter(COMMUNICATION, "gradients")
     finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
@@ -229,11 +230,6 @@ def finalize_gradients(
     if colocated is not None:
         phases.enter(COMPUTE, "backward of the encoder")
         colocated.finish()
-        phases.enter(COMMUNICATION, "number of tokens")
-    assert num_tokens is not None
-    dist.broadcast(num_tokens, group_src=groups.pp.size() - 1, group=groups.pp)
-    dist.all_reduce(num_tokens, group=groups.dp_cp)
-    counted(num_tokens)
 
 
 def sum_tied_gradients(chunks: Sequence[Any], groups: Groups) -> None:

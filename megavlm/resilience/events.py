@@ -24,6 +24,8 @@ KINDS = {
     "failure": "the run ends by an error; `reason` is its line",
     "save": "a checkpoint is complete; `seconds` is what the save took",
     "damage": "a checkpoint is not what was saved, or cannot be verified; `reason` says why",
+    "skip": "the numbers of step `iteration` were bad, and its batch was left out; `reason` says what was found",
+    "rewind": "after a bad step the run went back to the weights of a checkpoint",
     "worker": "a data worker died or hung, and another took its place; `reason` names the sample",
     "hang": "no rank made progress and the run ended; `reason` names the rank that stopped first, `stacks` the folder",
     "takeover": "the run took its folder over from a run that is dead",

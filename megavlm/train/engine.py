@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megavlm.backend import Backend
@@ -41,23 +40,12 @@ from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_con
 from megavlm.planner.plan import Plan
 from megavlm.precision.fp8_weights import plain_weights
 from megavlm.resilience.phases import COMMUNICATION, DATA, OPTIMIZER, OTHER, Phases
+from megavlm.train.state_before import StateBeforeStep
+from megavlm.train.step_result import StepResult, sum_over_ranks
 
 WeightInit = Callable[[Sequence[VLMChunk]], None]  # sets the weights of this rank's chunks; every rank calls it
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The results of one optimizer step, equal on all ranks."""
-
-    loss: float  # mean cross entropy over the trained tokens of the global batch
-    trained_tokens: int
-    grad_norm: float | None  # before clipping; None if the step was skipped
-    learning_rate: float
-    updated: bool  # False if the optimizer skipped the step (fp16 overflow)
-    loss_scale: float | None  # of this step; None except in fp16
-    # Of each data set; NaN if the step has no trained token of it, empty if there is only one data set.
-    source_losses: tuple[float, ...]
-    counters: tuple[float, ...]  # the caller's counters, summed over all ranks
+# From loss and gradient norm (None: fp16 overflowed) to the reason why a step must not change the weights, if any.
+Judge = Callable[[float, float | None], str | None]
 
 
 @dataclass(frozen=True)
@@ -80,40 +68,68 @@ class Engine:
         counters: Callable[[], Sequence[float]] = tuple,
         *,
         upcoming: Sequence[MicroBatch] | None = None,
+        judge: Judge = lambda loss, norm: None,
     ) -> StepResult:
         """Run forward, backward and update on this rank's micro-batches of a global batch; return the results.
 
-        `counters` is called once the update is under way; what it returns is summed over all ranks by the step's one
-        small all-reduce, which also sums the loss. `upcoming` are the micro-batches of the next step, whose images a
-        frozen colocated encoder encodes during this step.
+        `counters` is called once the backward pass is under way; what it returns is summed over all ranks by the
+        step's one small all-reduce, which also sums the loss. `upcoming` are the micro-batches of the next step, whose
+        images a frozen colocated encoder encodes during this step. If `judge` refuses the step, the run is as if its
+        batch had been left out.
         """
         if upcoming is not None and self.schedule.colocated is not None:
             self.schedule.colocated.prefetch(upcoming)
+        before = StateBeforeStep.of(self.optimizer)
         self.optimizer.zero_grad()
         totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)
         scale = loss_scale(self.optimizer)  # the step may change it
         self.schedule.phases.enter(OPTIMIZER)
         with profiler_range("optimizer"):
-            updated, norm_of_sums, _ = self.optimizer.step()
-        totals = totals if self.groups.is_first_tp else torch.zeros_like(totals)
-        self.schedule.phases.enter(DATA, "next step")
-        totals = torch.cat([totals, torch.tensor(counters(), dtype=totals.dtype).to(totals.device, non_blocking=True)])
-        self.schedule.phases.enter(COMMUNICATION, "sums of the step")
-        dist.all_reduce(totals)
+            squared_norm = self.optimizer.squared_norm()
+            self.schedule.phases.enter(DATA, "next step")
+            counted = counters()
+            self.schedule.phases.enter(COMMUNICATION, "sums of the step")
+            sums = sum_over_ranks(totals, squared_norm, counted, counts=self.groups.is_first_tp)
+            self.schedule.phases.enter(OPTIMIZER)
+            norm = None if squared_norm is None else sums.squared_norm**0.5
+            mean_norm = None if norm is None else norm / max(sums.tokens, 1.0)
+            loss = sums.loss / max(sums.tokens, 1.0)
+            refused = judge(loss, mean_norm)
+            if norm is not None and refused is None:
+                self.optimizer.update(norm=norm, tokens=sums.tokens)
         self.schedule.phases.enter(OTHER)
-        sources = self.schedule.num_sources
-        loss_sum, tokens, *rest = totals.tolist()
-        sums, counts, summed = rest[:sources], rest[sources : 2 * sources], rest[2 * sources :]
+        if refused is not None:
+            before.restore()
         return StepResult(
-            loss=loss_sum / max(tokens, 1.0),
-            trained_tokens=int(tokens),
-            grad_norm=None if norm_of_sums is None else norm_of_sums / max(tokens, 1.0),
+            loss=loss,
+            trained_tokens=int(sums.tokens),
+            grad_norm=mean_norm,
             learning_rate=self.learning_rate(),
-            updated=bool(updated),
+            updated=norm is not None and refused is None,
+            refused=refused,
+            overflowed=norm is None,
             loss_scale=scale,
-            source_losses=tuple(s / n if n else math.nan for s, n in zip(sums, counts, strict=True)),
-            counters=tuple(summed),
+            source_losses=tuple(s / n if n else math.nan for s, n in zip(*sums.sources, strict=True)),
+            counters=sums.counters,
+        )
+
+    def leave_out(self, counters: Callable[[], Sequence[float]]) -> StepResult:
+        """Let an iteration pass without its batch; only the counters are summed."""
+        self.scheduler.step(increment=1)
+        totals = self.schedule.no_totals()
+        sums = sum_over_ranks(totals, None, counters(), counts=self.groups.is_first_tp)
+        return StepResult(
+            loss=math.nan,
+            trained_tokens=0,
+            grad_norm=None,
+            learning_rate=self.learning_rate(),
+            updated=False,
+            refused=None,
+            overflowed=False,
+            loss_scale=loss_scale(self.optimizer),
+            source_losses=(math.nan,) * self.schedule.num_sources,
+            counters=sums.counters,
         )
 
     def learning_rate(self) -> float:
@@ -276,7 +292,6 @@ def _connect(schedule: Schedule, config: Config, optimizer: MeanGradientOptimize
         finalize_gradients,
         groups=schedule.groups,
         colocated=schedule.colocated,
-        counted=optimizer.expect_sums,
         phases=schedule.phases,
     )
     if config.parallel.overlap_grad_reduce:

@@ -22,6 +22,7 @@ from megavlm.resilience.status import State, note_failure, write_status
 from megavlm.train import evaluate
 from megavlm.train.build import Run
 from megavlm.train.record import Counts, counts_of, record_of
+from megavlm.train.step_guard import StepGuard
 from megavlm.train.trace import Tracer
 from megavlm.train.watch import Watch
 
@@ -33,7 +34,7 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
     """Train to the last iteration or a request to stop, save a checkpoint, and evaluate a run that finished.
 
     Raises Stopped after a request, UserError if too many samples were skipped or if data cannot be read, each after a
-    save.
+    save; BadNumbers, without one, if too many steps in a row were bad.
     """
     stop = stop or StopRequest()
     tracer = Tracer(run.engine, run.config.logging, rank=dist.get_rank(), run_dir=run.run_dir, say=partial(_say, run))
@@ -67,6 +68,8 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
     iteration = saved = run.position.iteration
     tally = _Tally(run.position.samples_read, run.position.samples_skipped)
     patience = Patience(run)
+    guard = StepGuard(run, say=partial(_say, run))
+    overdue = False  # a checkpoint is due, but the last step was bad
     end: BaseException | None = None
     while iteration < last and end is None:
         iteration += 1
@@ -75,31 +78,39 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
         before = time.perf_counter()
         with profiler_range("data"):
             step = run.data_loader.next_step()
-            upcoming = run.data_loader.peek().batches if config.placement.encode_ahead and iteration < last else None
+            encodes_ahead = config.placement.encode_ahead and iteration < last and not guard.leaves_out(iteration + 1)
+            upcoming = run.data_loader.peek().batches if encodes_ahead else None
         ahead = _Ahead(run, counts_of(run, step), stop, needed=iteration < last)
         fetched = time.perf_counter() - before
-        result = run.engine.train_step(step.batches, ahead.counters, upcoming=upcoming)
+        if guard.leaves_out(iteration):
+            result = run.engine.leave_out(ahead.counters)
+        else:
+            result = run.engine.train_step(step.batches, ahead.counters, upcoming=upcoming, judge=guard.judge)
+        guard.note(result)
         counts = Counts(*result.counters)
         seconds = time.perf_counter() - before
         tracer.after(iteration)
         record = record_of(run, iteration, step, result, counts, data_time=fetched + ahead.waited, seconds=seconds)
         record |= watch.end_step(iteration, seconds)
+        record["skipped_steps"] = guard.skipped
         run.skipped.write(iteration, step.skipped)
         tally.add(counts)
         if _due(iteration, config.evaluation.eval_interval) and iteration < last:
             record |= _interval_evaluation(run)
         for sink in run.sinks:
             sink.log(record)
+        guard.act(iteration, result)
         patience.step(seconds)
         asked = counts.stop > 0
-        if _due(iteration, config.checkpoint.save_interval):
-            saved = _save(run, iteration, tally, patience)
+        overdue |= _due(iteration, config.checkpoint.save_interval)
+        if overdue and guard.trusts_weights:
+            saved, overdue = _save(run, iteration, tally, guard, patience), False
             asked = asked or _anywhere(stop.requested, run)  # during the save
         if iteration < last:
             end = ahead.error(counts) or tally.too_many_skipped(config.data.max_bad_sample_rate)
             end = end or (Stopped(stop.reason or "another rank was asked to stop") if asked else None)
     if saved != iteration:
-        _save(run, iteration, tally, patience)
+        _save(run, iteration, tally, guard, patience)
     return iteration, end
 
 
@@ -206,7 +217,7 @@ def _due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
 
 
-def _save(run: Run, iteration: int, tally: _Tally, patience: Patience) -> int:
+def _save(run: Run, iteration: int, tally: _Tally, guard: StepGuard, patience: Patience) -> int:
     if not run.config.checkpoint.save:
         return iteration
     run.engine.schedule.phases.enter(SAVE)
@@ -216,6 +227,7 @@ def _save(run: Run, iteration: int, tally: _Tally, patience: Patience) -> int:
         loader=run.data_loader.state_dict(),
         samples_read=tally.read,
         samples_skipped=tally.skipped,
+        bad_steps=guard.state_dict(),
     )
     folder = state.save(
         run.engine.trained(),

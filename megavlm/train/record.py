@@ -82,7 +82,7 @@ def record_of(
     peak = throughput.peak_of_run(run.backend.name, run.config)
     record: dict[str, Value] = {
         "iteration": iteration,
-        "loss": result.loss,
+        "loss": None if math.isnan(result.loss) and not result.trained_tokens else result.loss,  # left out
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
         "tokens": int(counts.tokens),
@@ -100,6 +100,8 @@ def record_of(
         "model_tflops_per_device": tflops,
         "mfu": throughput.mfu(tflops, peak),
     }
+    if result.refused is not None:
+        record["refused"] = result.refused
     if result.loss_scale is not None:
         record["loss_scale"] = result.loss_scale
     if step.imbalance is not None:

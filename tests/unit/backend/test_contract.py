@@ -38,7 +38,8 @@ class Hook:
 HOOKS = (
     Hook(CORE + "optimizer", "_get_param_groups", "groups of ZeRO-2 and 3", ("model_chunks", "config")),
     Hook(CORE + "optimizer", "get_megatron_optimizer", "optimizers", ("config", "model_chunks", "config_overrides")),
-    Hook(CORE + "optimizer", "ChainedOptimizer.get_grad_norm", "the norm of all parts together"),
+    Hook(CORE + "optimizer", "ChainedOptimizer.grads_states_parallel_group_is_shared", "the norm of all parts"),
+    Hook(CORE + "optimizer", "MegatronOptimizer.get_main_grads_for_grad_norm", "the norm of all parts together"),
     Hook(CORE + "optimizer", "ChainedOptimizer.prepare_grads", "MeanGradientOptimizer's own step"),
     Hook(CORE + "optimizer", "ChainedOptimizer.step_with_ready_grads", "MeanGradientOptimizer's own step"),
     Hook(CORE + "optimizer.optimizer", "param_group_identifier_keys", "what tells parameter groups apart"),

@@ -449,6 +449,10 @@ RUN = (
     Mistake("--datasets ~/a.json", "--datasets '~/a.json'", "write the full path", "--datasets a.json"),
     Mistake("--datasets a.json,weight=0", "weight 0.0", "greater than 0", "--datasets a.json,weight=1"),
     Mistake("--datasets a/t.json b/t.json", "--datasets", "name=", "--datasets a/t.json b/t.json,name=b"),
+    Mistake(
+        "--iterations-to-skip 12 5-3", "--iterations-to-skip '5-3'", "numbers from 1", "--iterations-to-skip 12 3-5"
+    ),
+    Mistake("--on-spike rewind", "--on-spike rewind", "add --save-interval", "--save-interval 10"),
     Mistake("--min-lr 1", "--min-lr 1.0", "lower --min-lr or raise --lr", "--lr 1"),
     Mistake(
         "--precision fp16 --min-loss-scale 8192",

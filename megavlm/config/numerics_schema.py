@@ -1,0 +1,30 @@
+"""Options about steps whose numbers are bad; `schema.py` defines how options are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.option import option
+
+
+@dataclass(frozen=True)
+class NumericsConfig:
+    """What a run does about numbers that are not finite, and about sudden jumps of the gradient norm."""
+
+    on_spike: Literal["skip", "rewind", "stop"] = option(
+        "skip",
+        "Step whose loss or gradient norm is not finite or a spike (--spike-factor): leave its batch out, go back to "
+        "the newest checkpoint's weights and leave out all batches since, or end the run.",
+    )
+    spike_factor: float = option(
+        1000.0,
+        "A spike is a gradient norm above this factor times the median of the last 128 used steps; 0: none is. The "
+        "default finds damage to numbers; to find unusual data, use 5 to 20.",
+    )
+    max_consecutive_skips: int = option(
+        10, "Number of steps in a row with bad numbers that ends the run, with exit status 3 and without a checkpoint."
+    )
+    iterations_to_skip: tuple[str, ...] = option(
+        (), "Iterations whose batches are left out, as numbers and ranges: 12 40-45. Default: no iteration."
+    )

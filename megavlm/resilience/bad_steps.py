@@ -1,0 +1,89 @@
+"""Which steps must not change the weights: those whose numbers are not finite, and those whose gradient is a spike.
+
+A spike is a gradient norm beyond a factor times the median of the norms of the last `WINDOW` good steps. All of it is
+decided from numbers that every rank has, before the update, so all ranks decide alike; and the norms are part of a
+checkpoint, so a run that resumes decides like one that never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+WINDOW = 128  # good steps whose median is the measure: longer than a spike lasts, shorter than a norm takes to drift
+LEAST = 16  # good steps before a median means anything
+
+
+@dataclass
+class BadSteps:
+    """Judges steps one after the other, and counts those that were not used."""
+
+    spike_factor: float  # 0: no finite norm is a spike
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    in_a_row: int = 0
+    skipped: int = 0  # steps of the whole run without an update
+
+    def reason(self, loss: float, norm: float | None) -> str | None:
+        """Return why a step must not change the weights; None if it may. `norm` is None where fp16 overflowed."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if norm is None:
+            return None
+        if not math.isfinite(norm):
+            return f"the gradient norm is {norm}"
+        if self.spike_factor and len(self.norms) >= LEAST:
+            median = statistics.median(self.norms)
+            if median and norm > self.spike_factor * median:
+                return (
+                    f"the gradient norm {norm:.3g} is {norm / median:.3g} times the median of the last "
+                    f"{len(self.norms)} steps, more than --spike-factor {self.spike_factor:g}"
+                )
+        return None
+
+    def good(self, norm: float) -> None:
+        """Note a step that changed the weights."""
+        self.norms.append(norm)
+        self.in_a_row = 0
+
+    def bad(self) -> None:
+        """Note a step that was skipped because of its numbers."""
+        self.in_a_row += 1
+        self.skipped += 1
+
+    def left_out(self) -> None:
+        """Note a step that had no update for another reason: it was left out, or fp16 looks for its loss scale."""
+        self.skipped += 1
+
+    def go_back(self, state: Mapping[str, Any], *, left_out: int) -> None:
+        """Judge by the norms of a checkpoint again, `left_out` iterations after it; bad steps in a row count on."""
+        self.norms = deque(state.get("norms", ()), maxlen=WINDOW)
+        self.skipped = int(state.get("skipped", 0)) + left_out
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"norms": list(self.norms), "in_a_row": self.in_a_row, "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; those of earlier versions say nothing."""
+        self.norms = deque(state.get("norms", ()), maxlen=WINDOW)
+        self.in_a_row = int(state.get("in_a_row", 0))
+        self.skipped = int(state.get("skipped", 0))
+
+
+def iterations(ranges: Iterable[str]) -> frozenset[int]:
+    """Return the numbers that texts such as "12", "40-45" and "3,5" name. Raises ValueError for other texts."""
+    found: set[int] = set()
+    for text in ",".join(ranges).split(","):
+        if not text:
+            continue
+        first, _, last = text.partition("-")
+        if not (first.isdecimal() and (not last or last.isdecimal()) and text.count("-") <= 1):
+            raise ValueError(text)
+        if text.endswith("-") or int(first) < 1 or (last and int(last) < int(first)):
+            raise ValueError(text)
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)

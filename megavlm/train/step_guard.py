@@ -1,0 +1,99 @@
+"""What a run does about steps whose numbers are bad (`--on-spike`), and about batches that it is told to leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megavlm.checkpoint import folders, state
+from megavlm.errors import BadNumbers
+from megavlm.resilience import events
+from megavlm.resilience.bad_steps import BadSteps, iterations
+from megavlm.train.build import Run
+from megavlm.train.engine import StepResult
+
+
+class StepGuard:
+    """Judges the steps of a run, and says what follows from a bad one. All ranks come to the same decisions."""
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self._run = run
+        self._say = say
+        self._options = run.config.numerics
+        self._steps = BadSteps(self._options.spike_factor)
+        self._steps.load_state_dict(run.position.bad_steps)
+        self._left_out = iterations(self._options.iterations_to_skip)
+        self.judge = self._steps.reason
+        self.state_dict = self._steps.state_dict
+
+    def leaves_out(self, iteration: int) -> bool:
+        """Return whether the batch of an iteration is not to be trained on."""
+        return iteration in self._left_out
+
+    @property
+    def trusts_weights(self) -> bool:
+        """Whether the last step's numbers were good: weights that cause bad ones must not replace a good checkpoint."""
+        return self._steps.in_a_row == 0
+
+    @property
+    def skipped(self) -> int:
+        """Return the number of steps of the whole run that did not change the weights."""
+        return self._steps.skipped
+
+    def note(self, result: StepResult) -> None:
+        """Count a step."""
+        if result.updated and result.grad_norm is not None:
+            self._steps.good(result.grad_norm)
+        elif _complaint(result, self._run.config.optimizer.min_loss_scale):
+            self._steps.bad()
+        else:
+            self._steps.left_out()
+
+    def act(self, iteration: int, result: StepResult) -> None:
+        """Report a bad step, and go back to a checkpoint if the run is to. Raises BadNumbers if it is to end."""
+        complaint = _complaint(result, self._run.config.optimizer.min_loss_scale)
+        if complaint is None:
+            return
+        self._report("skip", iteration, complaint)
+        in_a_row, most = self._steps.in_a_row, self._options.max_consecutive_skips
+        if self._options.on_spike == "stop":
+            raise BadNumbers(
+                f"iteration {iteration}: {complaint}, and --on-spike is stop; no checkpoint was saved after it"
+            )
+        if in_a_row >= most:
+            raise BadNumbers(
+                f"iteration {iteration}: {complaint}; this is bad step {in_a_row} in a row (--max-consecutive-skips): "
+                "no checkpoint was saved after the first of them; lower --lr, or look at the data"
+            )
+        if self._options.on_spike == "rewind":
+            self._rewind(iteration)
+
+    def _rewind(self, iteration: int) -> None:
+        """Take weights, moments and random states of the newest checkpoint, and go on with the data after this batch.
+
+        The run then is as if the batches since that checkpoint had been left out.
+        """
+        newest = folders.newest(self._run.run_dir / "checkpoints") if dist.get_rank() == 0 else None
+        dist.broadcast_object_list(agreed := [newest], src=0)
+        if (folder := agreed[0]) is None:
+            self._say("there is no checkpoint yet to go back to: the batch is left out")
+            return
+        run = self._run
+        position = state.load(run.engine.trained(), folder, config=run.config, plan=run.plan)
+        self._steps.go_back(position.bad_steps, left_out=iteration - position.iteration)
+        self._report("rewind", iteration, f"went back to the weights of {folder}")
+
+    def _report(self, kind: str, iteration: int, reason: str) -> None:
+        if self._run.progress is not None:
+            events.record(self._run.run_dir, kind, iteration=iteration, reason=reason)
+        self._say(f"iteration {iteration}: {reason}" + ("; its batch is left out" if kind == "skip" else ""))
+
+
+def _complaint(result: StepResult, min_loss_scale: float) -> str | None:
+    """Return why the numbers of a step are bad, if they are. fp16 looks for its loss scale by overflows."""
+    if result.updated or result.refused is not None:
+        return result.refused
+    if result.overflowed and result.loss_scale is not None and result.loss_scale <= min_loss_scale:
+        return f"fp16 gradients overflow at the smallest loss scale {result.loss_scale:g}"
+    return None

@@ -1,0 +1,54 @@
+"""The numbers of a step, summed over all ranks before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of one optimizer step, equal on all ranks."""
+
+    loss: float  # mean cross entropy over the trained tokens of the global batch
+    trained_tokens: int
+    grad_norm: float | None  # before clipping; None if fp16 overflowed or the step was left out
+    learning_rate: float
+    updated: bool  # False if the step did not change the weights
+    refused: str | None  # why the judge refused the step
+    overflowed: bool  # fp16: the gradients did not fit at this loss scale
+    loss_scale: float | None  # of this step; None except in fp16
+    # Of each data set; NaN if the step has no trained token of it, empty if there is only one data set.
+    source_losses: tuple[float, ...]
+    counters: tuple[float, ...]  # the caller's counters, summed over all ranks
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What all ranks know of a step before its update."""
+
+    squared_norm: float  # of the sums of gradients over tokens
+    loss: float  # sum of cross entropies over the trained tokens
+    tokens: float  # trained ones
+    sources: tuple[Sequence[float], Sequence[float]]  # the same two of each data set
+    counters: tuple[float, ...]
+
+
+def sum_over_ranks(totals: Tensor, squared_norm: Tensor | None, counters: Sequence[float], *, counts: bool) -> StepSums:
+    """Sum a rank's totals (`Schedule.train`; if it `counts`) and counters over all ranks, and wait for the device.
+
+    The gradient norm of rank 0 counts, so that all ranks decide alike on it, whatever happens to their own. x − x is 0
+    of a number and NaN of all else: what is not finite on any rank is not finite in the sum.
+    """
+    own = totals.new_zeros(()) if squared_norm is None else squared_norm
+    shown = own if dist.get_rank() == 0 else own - own
+    counted = torch.tensor(counters, dtype=totals.dtype).to(totals.device, non_blocking=True)
+    everything = torch.cat([shown.reshape(1), totals if counts else totals - totals, counted])
+    dist.all_reduce(everything)
+    squared, loss, tokens, *rest = everything.tolist()
+    sources = (len(totals) - 2) // 2
+    return StepSums(squared, loss, tokens, (rest[:sources], rest[sources : 2 * sources]), tuple(rest[2 * sources :]))

@@ -1,0 +1,107 @@
+"""A step whose numbers are bad leaves no trace: the run goes on, bit for bit, as if its batch had been left out."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.checkpoint import folders
+from megavlm.resilience.events import events
+from tests.support.faults import Fault, train_with
+from tests.support.flags import DROPOUT
+from tests.support.pool import Pools
+from tests.support.training import SMALL, metrics, train, without_wall_time
+
+FIVE = "--lr-warmup-iters 1 --train-iters 5".split()
+
+CASES = [
+    (4, "--tp 2", Fault("output", (3,), rank=3, name="language.layers.2")),
+    (2, "--pp 2 --vpp 2", Fault("gradient", (3,), name="language.layers.0", value=inf)),
+    (2, "--data-parallel-sharding none", Fault("pixels", (3,), rank=1)),
+    (2, "--data-parallel-sharding optimizer_gradients", Fault("gradient", (3,), rank=0, name="vision.layers.1")),
+    (2, "--data-parallel-sharding full --offload optimizer", Fault("pixels", (3,), rank=0)),
+    (2, "--tp 2 --micro-batch-size 2 --placement colocated", Fault("pixels", (3,))),
+    (2, "--pp 2 --lora-rank 4 --freeze vision", Fault("output", (3,), name="projector")),
+    (2, "--precision fp16", Fault("output", (3,), rank=1, name="language.norm")),
+    (2, "--precision bf16 --offload optimizer", Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf)),
+]
+
+
+def without_reasons(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a run that skips the third batch shares with one that leaves it out."""
+    return [record for record in without_wall_time(records) if record["iteration"] != 3]
+
+
+@pytest.mark.parametrize(("world", "layout", "fault"), CASES)
+def test_a_bad_step_is_as_a_batch_left_out(pools: Pools, tmp_path: Path, world: int, layout: str, fault: Fault):
+    argv = [*SMALL, *FIVE, *DROPOUT, *layout.split(), "--no-save"]
+    pools(world).run(train_with, argv, str(tmp_path / "bad"), fault)
+    pools(world).run(train, [*argv, "--iterations-to-skip", "3"], str(tmp_path / "out"))
+    skipped, left_out = metrics(tmp_path / "bad"), metrics(tmp_path / "out")
+    assert skipped[2]["refused"].split()[-1] in ("nan", "inf")
+    assert [record["updated"] for record in skipped] == [True, True, False, True, True]
+    assert [record["skipped_steps"] for record in skipped] == [0, 0, 1, 1, 1]
+    assert without_reasons(skipped) == without_reasons(left_out)
+    assert left_out[2]["loss"] is None
+    [event] = [event for event in events(tmp_path / "bad") if event["kind"] == "skip"]
+    assert event["iteration"] == 3
+
+
+SPIKE = Fault("gradient", (20, 22), name="language.layers.2", value=1e6)
+LONGER = "--lr-warmup-iters 1 --train-iters 24 --spike-factor 50 --vision-num-layers 1 --language-num-layers 3".split()
+
+
+def test_spikes_are_skipped_and_a_resumed_run_knows_the_median(pools: Pools, tmp_path: Path):
+    argv = [*SMALL, *DROPOUT, *LONGER]
+    pools(2).run(train_with, argv, str(tmp_path / "whole"), SPIKE)
+    records = metrics(tmp_path / "whole")
+    assert [record["iteration"] for record in records if not record["updated"]] == [20, 22]
+    assert "times the median of the last 19 steps" in records[19]["refused"]
+    assert [event["iteration"] for event in events(tmp_path / "whole") if event["kind"] == "skip"] == [20, 22]
+
+    pools(2).run(train_with, [*argv, "--train-iters", "21"], str(tmp_path / "halves"), SPIKE)
+    after = Fault("gradient", (1,), name=SPIKE.name, value=SPIKE.value)  # iteration 22 is the first that it trains
+    pools(2).run(train_with, argv, str(tmp_path / "halves"), after)
+    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(records)
+
+
+def test_rewinding_leaves_out_all_batches_since_the_checkpoint(pools: Pools, tmp_path: Path):
+    argv = [*SMALL, *DROPOUT, *"--lr-warmup-iters 1 --train-iters 8".split()]
+    bad = Fault("output", (6,), rank=1, name="language.layers.2")
+    rewind = "--on-spike rewind --save-interval 3 --pp 2 --vpp 2".split()
+    pools(2).run(train_with, [*argv, *rewind], str(tmp_path / "rewound"), bad)
+    pools(2).run(train, [*argv, *"--iterations-to-skip 4-6 --pp 2 --vpp 2".split()], str(tmp_path / "out"))
+    rewound, left_out = (without_wall_time(metrics(tmp_path / name)) for name in ("rewound", "out"))
+    assert rewound[3]["updated"]
+    assert not left_out[3]["updated"]
+    assert rewound[6:] == left_out[6:]
+    assert [event["kind"] for event in events(tmp_path / "rewound") if event["kind"] in ("skip", "rewind")] == [
+        "skip",
+        "rewind",
+    ]
+
+
+def test_bad_steps_in_a_row_end_the_run_and_keep_its_checkpoint(pools: Pools, tmp_path: Path):
+    argv = [*SMALL, *"--train-iters 9 --save-interval 1 --keep-checkpoints 1 --max-consecutive-skips 3".split()]
+    bad = Fault("output", (2, 4, 5, 6), rank=1, name="language.layers.2")
+    ends = pools(2).run(train_with, argv, str(tmp_path), bad)
+    assert all(
+        "iteration 6: the loss is nan; this is bad step 3 in a row (--max-consecutive-skips)" in end for end in ends
+    )
+    assert [record["iteration"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert folders.newest(tmp_path / "checkpoints").name == "iter_0000003"
+
+    pools(2).run(train, [*argv, "--train-iters", "4"], str(tmp_path))
+    assert metrics(tmp_path)[-1]["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_weights_that_explode_end_the_run(pools: Pools, tmp_path: Path, precision: str):
+    """A learning rate beyond all measure (row 20 of the review)."""
+    argv = [*SMALL, *"--train-iters 30 --save-interval 1 --lr 1e30 --clip-grad 0 --lr-warmup-iters 0".split()]
+    [end] = pools(1).run(train_with, [*argv, "--precision", precision], str(tmp_path), Fault("pixels", ()))
+    assert "in a row" in end
+    assert len(metrics(tmp_path)) <= 12

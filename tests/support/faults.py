@@ -1,0 +1,102 @@
+"""Faults in the numbers of a run, as cases put them in: at one step, on one rank, in pixels, a layer or a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.support.training import train
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`value` in what `kind` says ("pixels", "output" or "gradient" of the layer `name`), whenever a batch is trained
+    on in one of the `iterations`, on a rank (None: on all). A finite value multiplies all of it, others one number."""
+
+    kind: str
+    iterations: tuple[int, ...]
+    rank: int | None = None
+    name: str = ""
+    value: float = math.nan
+
+
+@contextmanager
+def injected(fault: Fault) -> Iterator[None]:
+    """Within it, runs that this process starts have the fault."""
+    import torch.distributed as dist
+
+    from megavlm.pipeline.schedule import Schedule
+    from megavlm.train.engine import Engine
+
+    here = fault.rank is None or dist.get_rank() == fault.rank
+    steps = 0
+    train_step, run_batches, leave_out = Engine.train_step, Schedule.train, Engine.leave_out
+
+    def counted(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return train_step(self, *args, **kwargs)
+
+    def counted_too(self: Engine, *args: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return leave_out(self, *args)
+
+    def faulty(self: Schedule, batches: Sequence[Any]) -> Any:
+        if not here or steps not in fault.iterations:
+            return run_batches(self, batches)
+        if fault.kind == "pixels":
+            for batch in batches:
+                held = batch.images
+                if held is not None and not held.patches.is_meta and len(held.patches):
+                    held.patches[0, 0] = fault.value
+            return run_batches(self, batches)
+        chunks = [*self.chunks, *([self.colocated.encoder.module] if self.colocated is not None else [])]
+        modules = dict(pair for chunk in chunks for pair in getattr(chunk, "module", chunk).named_modules())
+        if fault.name not in modules:  # another stage has it
+            return run_batches(self, batches)
+        hook = modules[fault.name].register_forward_hook(_poison(fault))
+        try:
+            return run_batches(self, batches)
+        finally:
+            hook.remove()
+
+    with (
+        patch.object(Engine, "train_step", counted),
+        patch.object(Engine, "leave_out", counted_too),
+        patch.object(Schedule, "train", faulty),
+    ):
+        yield
+
+
+def _poison(fault: Fault) -> Any:
+    def poison(module: Any, inputs: Any, output: Any) -> Any:
+        tensor = output[0] if isinstance(output, tuple) else output
+        factor = torch.full_like(tensor, fault.value if math.isfinite(fault.value) else 1.0)
+        factor.view(-1)[0] = fault.value
+        if fault.kind == "output":
+            changed = tensor * factor
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: gradient * factor)
+        return None
+
+    return poison
+
+
+def train_with(argv: Sequence[str], run_dir: str, fault: Fault) -> str:
+    """`train` with a fault. Returns the line of a run that ends by its numbers, else nothing."""
+    from megavlm.errors import BadNumbers
+
+    with injected(fault):
+        try:
+            train(argv, run_dir)
+        except BadNumbers as error:
+            return str(error)
+    return ""
