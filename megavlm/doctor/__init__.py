@@ -1,1 +1,1 @@
-"""What a machine offers a run, what it lacks, and the command that brings that (`tools/doctor.py`)."""
+"""Check a machine: what it has, what is missing, and the command that installs or repairs it (`tools/doctor.py`)."""

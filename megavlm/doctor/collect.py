@@ -1,4 +1,4 @@
-"""Facts of the machine at hand. What may crash, hang or spoil this process (imports, collectives) runs in another."""
+"""Collect facts about this machine. Imports and collectives, which may crash or hang, run in other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from megavlm.doctor.facts import Device, Facts, Package
 from megavlm.doctor.measure import rates_of
 
-# Not in pyproject.toml: the first may not be there, the others are used where they can be imported.
+# Optional packages that are not in pyproject.toml.
 OTHERS = ("apex", "flash-attn", "triton")
 _IMPORTED = {
     "torch": "torch",
@@ -73,7 +73,7 @@ def _package(name: str, *, timeout: float) -> Package | None:
 
 
 def _answer(program: str, *arguments: str, timeout: float) -> str | None:
-    """What a Python program complains of, None where it ends well."""
+    """Return the last line of a Python program's errors; None if it succeeds."""
     command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
@@ -86,7 +86,7 @@ def _answer(program: str, *arguments: str, timeout: float) -> str | None:
 
 
 def _with_driver(facts: Facts) -> Facts:
-    """What nvidia-smi says, where there is one."""
+    """Return the facts with the driver and GPUs that nvidia-smi reports, if it is installed."""
     listed = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if listed is None:
         return facts
@@ -133,6 +133,6 @@ def _with_torch(facts: Facts, *, measure: bool, timeout: float) -> Facts:
 
 
 def _loopback(backend: str, *, timeout: float) -> str | None:
-    """What is wrong with a collective of one process."""
+    """Return the error of a collective with one process; None if it works."""
     with tempfile.TemporaryDirectory() as folder:
         return _answer(_LOOPBACK, backend, f"{folder}/store", timeout=timeout)

@@ -1,4 +1,4 @@
-"""What is known of a machine: plain data, so that findings can be judged on machines that are not at hand."""
+"""Facts about a machine as plain data, so that tests can describe machines that they do not run on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Package:
-    """An installed package. `error` is why it cannot be imported, where that was tried."""
+    """An installed package. `error` says why it cannot be imported; None if it can or was not tried."""
 
     version: str
     error: str | None = None
@@ -16,17 +16,17 @@ class Package:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU that torch sees; bytes."""
+    """A GPU that torch sees; memory in bytes."""
 
     name: str
     memory: int
-    used: int  # by anybody, before the doctor takes any
+    used: int  # by all processes, before the doctor allocates any
     capability: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What was measured beside what the data sheet says; None where that is not known."""
+    """A measured rate and that of the data sheet; None if the data sheet is not known."""
 
     what: str
     measured: float
@@ -36,8 +36,10 @@ class Rate:
 
 @dataclass(frozen=True)
 class Facts:
+    """All facts; None where something is missing or could not be found out."""
+
     python: tuple[int, int, int]
-    packages: Mapping[str, Package]  # by the name that pip knows; what is not installed is left out
+    packages: Mapping[str, Package]  # by the name that pip uses; only installed ones
     torch_cuda: str | None = None  # CUDA that torch was built for; None: a CPU build
     cudnn: str | None = None
     nccl: str | None = None
@@ -51,5 +53,5 @@ class Facts:
     apex_adds_gradients: bool = True  # it was built with its CUDA extensions
     disk_free: int | None = None  # bytes where runs are written
     shared_memory: int | None = None  # bytes of /dev/shm
-    communication: Mapping[str, str | None] = field(default_factory=dict)  # backend → what is wrong with it
+    communication: Mapping[str, str | None] = field(default_factory=dict)  # backend → its error
     rates: tuple[Rate, ...] = ()

@@ -1,4 +1,4 @@
-"""From facts to what is wrong with them, each with the command that mends it: pure functions, one per subject."""
+"""Derive findings from facts: what is wrong, each with the command that repairs it; one pure function per subject."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Needs = Mapping[str, Need]
 
 _GIB = 2**30
 _LEAST_DISK, _LEAST_SHARED_MEMORY = 20 * _GIB, 1 * _GIB
-_LEAST_SHARE = 0.5  # of a peak; well-shaped work reaches more on a GPU that nothing hinders
-_MOST_USED = 0.05  # of a GPU's memory: a display, CUDA's contexts
+_LEAST_SHARE = 0.5  # of the peak; large matrix products reach more on an idle GPU
+_MOST_USED = 0.05  # of a GPU's memory, as a display or CUDA contexts may take
 _TORCH_INDEX = "https://download.pytorch.org/whl/cu"
 _TORCH_CUDAS = ((13, 0), (12, 8), (12, 6))  # that PyTorch publishes builds for, newest first
 TE = "transformer-engine"
@@ -24,7 +24,7 @@ TE = "transformer-engine"
 
 @dataclass(frozen=True)
 class Finding:
-    """`remedy` is a command, or says what to do where no command can."""
+    """A problem. `remedy` is a command, or a sentence if no command repairs it."""
 
     level: Level  # error: a run ends or is wrong; warning: it is slower or may fail; note: something more is possible
     what: str
@@ -32,7 +32,7 @@ class Finding:
 
 
 def findings(facts: Facts, needs: Needs) -> list[Finding]:
-    """All that is wrong, errors first."""
+    """Return all findings, errors first."""
     found = [finding for rule in RULES for finding in rule(facts, needs)]
     return sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.level))
 
@@ -44,7 +44,7 @@ def python(facts: Facts, needs: Needs) -> Iterator[Finding]:
 
 
 def packages(facts: Facts, needs: Needs) -> Iterator[Finding]:
-    """Missing packages, and versions that are not admitted; Transformer Engine has rules of its own."""
+    """Yield missing packages and unsupported versions; Transformer Engine has its own rule."""
     for name, need in needs.items():
         have = facts.packages.get(name)
         if name == TE:
@@ -80,7 +80,7 @@ def torch_and_driver(facts: Facts, needs: Needs) -> Iterator[Finding]:
 
 
 def _torch_for(facts: Facts, needs: Needs) -> str:
-    """The newest build of torch that the driver can run."""
+    """Return the command that installs the newest build of torch that the driver can run."""
     known = tuple(int(part) for part in (facts.driver_cuda or "99.9").split("."))
     for major, minor in _TORCH_CUDAS:
         if (major, minor) <= known:

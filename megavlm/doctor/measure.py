@@ -1,4 +1,4 @@
-"""How fast the first device multiplies and copies, beside its data sheet. Some seconds; imports torch when called."""
+"""Measure how fast the first device multiplies and copies, and compare with its data sheet. Takes some seconds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megavlm.planner.hardware import PROFILES
 from megavlm.planner.peaks import peak_tflops
 
 _REPEATS = 10
-# Width of the square matrices and bytes that are copied, on a GPU and on a CPU: there it is but a sign of life.
+# Width of the square matrices, and bytes that are copied. On a CPU this only shows that both work.
 _GPU_SIZES, _CPU_SIZES = (8192, 2**30), (512, 2**24)
 
 
 def rates_of(device_name: str, *, on_gpu: bool) -> tuple[Rate, ...]:
-    """A matrix product of random numbers (bf16 on a GPU, fp32 on a CPU), and a copy within the device's memory."""
+    """Return the rates of a matrix product (bf16 on a GPU, fp32 on a CPU) and of a copy within the device's memory."""
     import torch
 
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
@@ -42,7 +42,7 @@ def rates_of(device_name: str, *, on_gpu: bool) -> tuple[Rate, ...]:
 
 
 def _seconds(call: Callable[[], object], settle: Callable[[], None]) -> float:
-    """Median of single calls, after three that are not counted."""
+    """Return the median seconds of single calls, after three that are not counted."""
     times = []
     for _ in range(_REPEATS + 3):
         settle()
@@ -54,7 +54,7 @@ def _seconds(call: Callable[[], object], settle: Callable[[], None]) -> float:
 
 
 def _bandwidth(device_name: str) -> float | None:
-    """GB/s of the data sheet, for the variants whose profile the planner has (SXM)."""
+    """Return the data sheet's GB/s, for the variants of which the planner has a profile (SXM); else None."""
     words = device_name.lower().replace("-", " ").split()
     if {"pcie", "nvl", "mig"} & set(words):
         return None

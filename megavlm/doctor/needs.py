@@ -1,4 +1,4 @@
-"""What pyproject.toml asks for, and the commands that bring it."""
+"""Read the requirements in pyproject.toml, and the commands that install them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ _SOURCE_BUILT = "gpu"  # this extra compiles against the torch that is installed
 
 @dataclass(frozen=True)
 class Need:
+    """A required package."""
+
     requirement: Requirement
-    extra: str | None  # None: nothing runs without it
+    extra: str | None  # the optional dependency that names it; None: always required
 
     def admits(self, version: str) -> bool:
         return self.requirement.specifier.contains(Version(version), prereleases=True)
 
     @property
     def command(self) -> str:
-        """Brings it, where it is missing."""
+        """Return the command that installs the package."""
         if self.extra is None:
             return "pip install -e ."
         isolation = "--no-build-isolation " if self.extra == _SOURCE_BUILT else ""
@@ -32,13 +34,13 @@ class Need:
 
     @property
     def exact_command(self) -> str:
-        """Brings a version that is admitted, in place of another."""
+        """Return the command that replaces another version with a supported one."""
         isolation = "--no-build-isolation " if self.extra == _SOURCE_BUILT else ""
         return f"pip install {isolation}'{self.requirement}'"
 
 
 def needs_of(pyproject: Path) -> Mapping[str, Need]:
-    """Requirements by package name; the first extra that names a package counts, `dev` is left out."""
+    """Return the requirements by package name, without those of `dev`; the first extra that names a package counts."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     found: dict[str, Need] = {}
     extras = {extra: texts for extra, texts in project["optional-dependencies"].items() if extra != "dev"}

@@ -1,4 +1,4 @@
-"""Facts and findings for people, and as JSON for programs."""
+"""Write facts and findings as text and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIGNS = {"error": "✗", "warning": "!", "note": "·"}
 
 
 def text(facts: Facts, found: Sequence[Finding]) -> str:
-    """A table of facts, then each finding with its remedy on a line of its own."""
+    """Return a table of facts, then each finding with its remedy on the next line."""
     rows = list(_rows(facts))
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]

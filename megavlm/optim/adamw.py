@@ -56,7 +56,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None, "a closure would recompute the forward pass outside the pipeline schedule"
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
@@ -73,7 +73,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Groups and moments; these are copied to where ours are, which the base class would move to the parameters."""
+        """Load groups and moments; moments keep their device (the base class moves them to the parameters')."""
         params = [p for group in self.param_groups for p in group["params"]]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})

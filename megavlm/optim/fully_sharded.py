@@ -74,7 +74,7 @@ class FullyShardedChunk(_BaseDataParallel):
         return (module for module in self.module.modules() if isinstance(module, FSDPModule))
 
     def reshard(self) -> None:
-        """Let gathered parameters go, so that the model's parameters are this rank's rows."""
+        """Free gathered parameters, so that the model's parameters are this rank's rows."""
         for module in self._sharded_modules():
             module.reshard()
 
@@ -84,7 +84,7 @@ class FullyShardedChunk(_BaseDataParallel):
             vars(param).pop("main_grad", None)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """End the step's backward passes; with HSDP add up what the replicas have."""
+        """End the step's backward passes; with HSDP, sum the gradients of the replicas."""
         self.reshard()
         for param in self.trained.values():
             if param.grad is None:
@@ -103,7 +103,7 @@ class FullyShardedChunk(_BaseDataParallel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """This rank's rows under global names, in the model's type as whole parameters would be saved."""
+        """Return this rank's rows under global names, in the model's type, in which whole parameters would be saved."""
         self.reshard()
         return {
             f"{prefix}{name}/{index}": part

@@ -22,7 +22,7 @@ from megavlm.planner.memory import HOST_PIECE
 
 
 class HostAdamW(AdamW):
-    """AdamW whose state never was on the device. Steps give the numbers of `AdamW` on a CPU."""
+    """AdamW whose state is always in host memory. Steps give the same numbers as `AdamW` on a CPU."""
 
     piece = HOST_PIECE  # numbers that travel together: two pieces in pinned memory take 256 MiB
 
@@ -51,7 +51,7 @@ class HostAdamW(AdamW):
 
 @dataclass(frozen=True)
 class _Part:
-    """Some numbers of a parameter, at most a piece of them."""
+    """A range of elements of a parameter, at most a piece long."""
 
     value: Tensor
     gradient: Tensor
@@ -59,7 +59,7 @@ class _Part:
 
 
 class _Piece:
-    """Parts that travel together. Copies are queued on the device's current stream, which has nothing else to do."""
+    """Parts that are copied together, on the device's current stream, which has nothing else to do."""
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self.parts = parts
@@ -68,7 +68,7 @@ class _Piece:
         self._sent: Any = None
 
     def send(self) -> None:
-        """Begin to copy weights and gradients to the host."""
+        """Start to copy weights and gradients to the host."""
         self.values = [_to_host(part.value) for part in self.parts]
         self.gradients = [_to_host(part.gradient) for part in self.parts]
         device = self.parts[0].value.device
@@ -77,19 +77,19 @@ class _Piece:
             self._sent.record(torch.cuda.current_stream(device))
 
     def arrive(self) -> None:
-        """Let this thread wait for them."""
+        """Wait until they are on the host."""
         if self._sent is not None:
             self._sent.synchronize()
 
     def send_back(self) -> None:
-        """Begin to copy the weights back. Pinned memory is not given out again before this has happened."""
+        """Start to copy the weights back. Pinned memory is not reused before this has finished."""
         for part, value in zip(self.parts, self.values, strict=True):
             part.value.copy_(value, non_blocking=True)
         self.values, self.gradients = [], []
 
 
 def _parts(value: Tensor, gradient: Tensor, moments: dict[str, Tensor], size: int) -> Iterator[_Part]:
-    """A parameter, cut where it is larger than a piece."""
+    """Return the parts of a parameter, each at most a piece long."""
     if value.numel() <= size or not (value.is_contiguous() and gradient.is_contiguous()):
         yield _Part(value, gradient, moments)
         return
@@ -101,7 +101,7 @@ def _parts(value: Tensor, gradient: Tensor, moments: dict[str, Tensor], size: in
 
 
 def _together(parts: Sequence[_Part], size: int) -> Iterator[list[_Part]]:
-    """Parts in order, in groups of at most `size` numbers where more than one."""
+    """Return the parts in order, in groups of at most `size` elements or a single part."""
     group: list[_Part] = []
     numbers = 0
     for part in parts:

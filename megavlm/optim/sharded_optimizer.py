@@ -17,7 +17,7 @@ from megavlm.parallel.groups import Groups
 
 
 class ShardedOptimizer(FP32Optimizer):
-    """megatron-core's clipping and stepping on rows; a norm is summed over the ranks that together hold one model."""
+    """megatron-core's optimizer on rows; the gradient norm is summed over the ranks that together hold one model."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ShardedOptimizer(FP32Optimizer):
         return [local_part(gradient) for gradient in super().get_main_grads_for_grad_norm()]
 
     def param_shards(self) -> Iterator[ParamShard]:
-        """Of each trained parameter of the chunks: this rank's rows of master weights and moments."""
+        """Return this rank's rows of master weights and moments, for each trained parameter of the chunks."""
         for chunk in self.chunks:
             chunk.reshard()
             for name, param in chunk.trained.items():

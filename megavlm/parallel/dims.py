@@ -13,7 +13,7 @@ from megavlm.errors import UserError
 
 @dataclass(frozen=True)
 class Dims:
-    """Degrees of a run. `world = tp · dp · pp`; `vpp` multiplies chunks, not ranks."""
+    """The degrees of a run. `world = tp · dp · pp`; `vpp` multiplies chunks, not ranks."""
 
     tp: int
     pp: int
@@ -26,11 +26,11 @@ class Dims:
 
     @property
     def chunks(self) -> int:
-        """Model chunks of the whole pipeline."""
+        """Return the number of model chunks of the whole pipeline."""
         return self.pp * self.vpp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a global rank stands. rank = tp + TP·(dp + DP·pp)."""
+        """Return the coordinates of a global rank: rank = tp + TP·(dp + DP·pp)."""
         return Coordinates(
             tp=rank % self.tp,
             dp=rank // self.tp % self.dp,
@@ -38,20 +38,20 @@ class Dims:
         )
 
     def replica_ranks(self, dp: int) -> tuple[int, ...]:
-        """Global ranks of a model replica, by their place in it: tp + TP·pp."""
+        """Return the global ranks of a model replica, ordered by tp + TP·pp."""
         return tuple(tp + self.tp * (dp + self.dp * pp) for pp in range(self.pp) for tp in range(self.tp))
 
     def encoders(self, width: int) -> tuple[tuple[int, ...], ...]:
-        """Global ranks of each colocated encoder: `width` neighbours in their replica."""
+        """Return the global ranks of each colocated encoder: `width` neighbours in a replica."""
         replicas = [self.replica_ranks(dp) for dp in range(self.dp)]
         return tuple(replica[first : first + width] for replica in replicas for first in range(0, len(replica), width))
 
     def chunks_of(self, pp_rank: int) -> tuple[int, ...]:
-        """Chunks that a pipeline rank owns, in execution order: r, r+PP, r+2·PP, …"""
+        """Return the chunks that a pipeline rank owns, in execution order: r, r+PP, r+2·PP, …"""
         return tuple(range(pp_rank, self.chunks, self.pp))
 
     def owner_of(self, chunk: int) -> int:
-        """Pipeline rank that owns a chunk."""
+        """Return the pipeline rank that owns a chunk."""
         return chunk % self.pp
 
 
@@ -63,7 +63,7 @@ class Coordinates:
 
 
 def dims_for(*, world: int, tp: int, pp: int, vpp: int) -> Dims:
-    """Degrees for a world size; data parallelism takes what remains."""
+    """Return the degrees for a world size; data parallelism takes the ranks that remain."""
     if world % (tp * pp):
         raise UserError(
             f"--tp {tp} × --pp {pp} needs a multiple of {tp * pp} processes, but there are {world}: "

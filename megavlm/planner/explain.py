@@ -36,7 +36,7 @@ class StepPart:
 
     @property
     def kind(self) -> str:
-        """The kind of layer, or `UPDATE`."""
+        """Return the kind of layer, or `UPDATE`."""
         return self.name if self.name == UPDATE else kind_of(self.name)
 
     @property
@@ -46,14 +46,14 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Explained:
-    """A simulated step: seconds by part, seconds in all, and those of the language part, forward and backward."""
+    """A simulated step: its parts, its seconds, and the seconds of the language part, forward and backward."""
 
     parts: tuple[StepPart, ...]
     seconds: float
     language: float
 
     def waiting(self) -> float:
-        """Seconds in which the device waits for the host."""
+        """Return the seconds in which the device waits for the host."""
         return self.seconds - sum(sum(part.device) for part in self.parts)
 
     def of(self, kind: str) -> dict[str, float]:
@@ -66,7 +66,7 @@ class Explained:
 
 
 def explained(scenario: Scenario, hardware: Hardware, passes: MemoryPasses, host: HostTime) -> Explained:
-    """A step of one micro-batch on one GPU."""
+    """Return the simulated step of one micro-batch on one GPU."""
     assert scenario.dims.world == 1, "collectives are not part of this"
     parts = [_part(name, scenario, hardware, passes, host) for name in scenario.names]
     update = trained_parameters(scenario, 0, len(scenario.names)) * passes.update.total
@@ -74,7 +74,7 @@ def explained(scenario: Scenario, hardware: Hardware, passes: MemoryPasses, host
 
 
 def played(parts: Sequence[StepPart], update: float, hardware: Hardware, host: HostTime) -> Explained:
-    """Forward pass, backward pass and the update of so many bytes, each part when host and device come to it."""
+    """Simulate the forward pass, the backward pass and the update; each part starts when host and device are ready."""
     issued = ended = 0.0
     begins: dict[str, float] = {}
     ends: dict[str, float] = {}

@@ -39,7 +39,7 @@ def simulate_partition(
     *,
     keep_events: bool = False,
 ) -> Timeline:
-    """Simulate one partition."""
+    """Return the simulated step of one partition."""
     bounds = (0, *cuts, profiles.count)
     chunks = list(zip(bounds, bounds[1:], recompute, strict=False))
     transfer = [float(profiles.transfer[cut]) for cut in cuts] if shape.pp > 1 else []
@@ -48,7 +48,7 @@ def simulate_partition(
 
 
 def chunk_bytes(profiles: LayerProfiles, held: int, a: int, b: int, mode: Recompute) -> tuple[float, float]:
-    """(bytes that add up over a rank's chunks, transient bytes of which the largest counts) of layers a … b−1."""
+    """Return the bytes of layers a … b−1: those summed over a rank's chunks, and transient ones (largest counts)."""
     by_mode = profiles.modes[mode]
     saved = float(by_mode.saved[b] - by_mode.saved[a])
     return float(profiles.model_state[b] - profiles.model_state[a]) + held * saved, float(by_mode.transient[a:b].max())
@@ -56,7 +56,7 @@ def chunk_bytes(profiles: LayerProfiles, held: int, a: int, b: int, mode: Recomp
 
 @dataclass(frozen=True)
 class NoPartition:
-    """Nothing found: `bound` is inf where nothing fits the memory, else what no partition can be faster than."""
+    """No partition was found: `bound` is inf if none fits the memory, else a lower bound of every partition's time."""
 
     bound: float
 
@@ -85,7 +85,7 @@ def best_partition(
 
 @dataclass
 class _Search:
-    """Branch and bound, chunk by chunk from the first."""
+    """A branch-and-bound search, chunk by chunk from the first."""
 
     profiles: LayerProfiles
     shape: PipelineShape
@@ -99,7 +99,7 @@ class _Search:
     _rest: list[Array] = field(default_factory=list)
 
     def run(self) -> float:
-        """Search; returns a bound that holds for every partition."""
+        """Search, and return a lower bound that holds for every partition."""
         if self.shape.chunks > self.profiles.count:
             return float("inf")
         self._held = peak_in_flight(self.shape)
@@ -135,7 +135,7 @@ class _Search:
         return rest
 
     def _choices(self, index: int, start: int, reach: float) -> Iterator[tuple[float, int, Recompute, float]]:
-        """(bound, end, mode, seconds) of chunk `index`, most promising first."""
+        """Yield (bound, end, mode, seconds) for each choice of chunk `index`, smallest bound first."""
         left, profiles = self.shape.chunks - index - 1, self.profiles
         ends = np.arange(start + 1, profiles.count - left + 1) if left else np.array([profiles.count])
         beyond = 2 * profiles.transfer[ends] + self._rest[left][ends]
@@ -150,7 +150,7 @@ class _Search:
 
     @property
     def _target(self) -> float:
-        """Seconds that a partition must be faster than."""
+        """Return the seconds that a partition must be faster than."""
         return self.limit if self.best is None else min(self.limit, self.best[0] * (1 - 1e-12))
 
     def _extend(
@@ -164,7 +164,7 @@ class _Search:
         cuts: tuple[int, ...],
         modes: tuple[Recompute, ...],
     ) -> bool:
-        """Try every continuation; False when the allowance ended before all were tried or ruled out."""
+        """Try every continuation; return False if the allowance ended before all were tried or ruled out."""
         shape = self.shape
         if index == shape.chunks:
             timeline = simulate_partition(self.profiles, shape, cuts[:-1], modes)
@@ -199,7 +199,7 @@ class _Search:
 
 
 def _largest(values: Array) -> Array:
-    """[i, j]: the largest of layers i … j−1; 0 where there is none."""
+    """Return [i, j]: the largest value of layers i … j−1; 0 if there is none."""
     size = len(values) + 1
     rows = np.where(np.arange(size)[:, None] < np.arange(size)[None, :], np.concatenate([[0.0], values])[None, :], 0.0)
     return np.maximum.accumulate(rows, axis=1)

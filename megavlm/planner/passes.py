@@ -140,7 +140,7 @@ POSSIBLE = replace(NOW, output_weight_gradient=0, update=Update(over_tokens=0, c
 
 @dataclass(frozen=True)
 class MemoryTraffic:
-    """Bytes of one layer's passes by term, forward and backward."""
+    """The bytes of one layer's passes by term, forward and backward."""
 
     terms: dict[str, Pair]
 
@@ -154,7 +154,7 @@ class MemoryTraffic:
 
 
 def program_of(scenario: Scenario) -> MemoryPasses:
-    """The program that runs a case's layers on a GPU: Transformer Engine's, or torch's."""
+    """Return the passes of the layers that a scenario runs on a GPU: Transformer Engine's, or torch's."""
     if not scenario.te:
         return _TORCH_COMPILED if scenario.compiled_small_ops else TORCH
     fused = scenario.fused_gradients and not scenario.shards_gradients and "activations" not in scenario.offload
@@ -191,7 +191,7 @@ def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> Memor
 def _of_layer(
     sizes: LayerSizes, scenario: Scenario, passes: MemoryPasses, *, trained: bool, fp8: bool
 ) -> dict[str, Pair]:
-    """Numbers that a transformer layer's passes move."""
+    """Return the number of elements that a transformer layer's passes move."""
     inside, between = sizes.tokens, sizes.tokens / scenario.sequence_shards
     hidden, ffn, gates = sizes.hidden * between, sizes.ffn * inside, sizes.inner
     queries, keys = sizes.heads * sizes.width * inside, sizes.groups * sizes.width * inside
@@ -222,7 +222,7 @@ def _of_layer(
 
 
 def touched_bytes(name: str, scenario: Scenario) -> float:
-    """Bytes that a forward pass writes: as many as it would save if everything were trained."""
+    """Return the bytes that a forward pass writes: as many as it would save if everything were trained."""
     everything = replace(scenario, own=frozenset(scenario.names), trained=frozenset(scenario.names))
     return saved_bytes(name, everything) + hidden_bytes(name, scenario)
 

@@ -20,7 +20,7 @@ FP8_SHARE = 0.8
 
 @dataclass(frozen=True)
 class HostTime:
-    """Seconds of the host, forward and backward: for each operation that it launches, and for a layer's Python."""
+    """The host's seconds, forward and backward: for each operation that it launches, and for a layer's Python."""
 
     operation: Pair = (10e-6, 8e-6)  # torch's dispatcher, autograd and the driver: estimate
     layer: Pair = (900e-6, 500e-6)  # five modules of Transformer Engine of some 180 µs: estimate, 1.0 to 1.4 ms in all
@@ -33,7 +33,7 @@ TORCH_HOST = HostTime(layer=(100e-6, 0.0))  # modules without Transformer Engine
 
 
 def layer_terms(name: str, scenario: Scenario, hardware: Hardware, passes: MemoryPasses) -> dict[str, Pair]:
-    """Seconds of the device, forward and backward, by term. `passes` is read for a GPU alone."""
+    """Return the device's seconds, forward and backward, by term. `passes` is used for a GPU only."""
     terms = work_terms(name, scenario, hardware)
     rates = hardware.forward.bandwidth, hardware.backward.bandwidth
     if scenario.on_gpu:
@@ -48,7 +48,7 @@ def layer_terms(name: str, scenario: Scenario, hardware: Hardware, passes: Memor
 
 
 def work_terms(name: str, scenario: Scenario, hardware: Hardware) -> dict[str, Pair]:
-    """Seconds of a layer's products and of its attention on one tensor-parallel rank."""
+    """Return the seconds of a layer's products and of its attention on one tensor-parallel rank."""
     faster = max(1.0, fp8_speed(hardware) * FP8_SHARE) if name in scenario.fp8 else 1.0
     cost, tp = layer_cost(name, scenario.model, scenario.work), scenario.dims.tp
     attention = cost.attention_flops / tp
@@ -61,7 +61,7 @@ def work_terms(name: str, scenario: Scenario, hardware: Hardware) -> dict[str, P
 
 
 def launch_seconds(name: str, scenario: Scenario, passes: MemoryPasses, host: HostTime) -> Pair:
-    """Seconds that the host takes to launch a layer's passes on a GPU; 0 on a CPU, which launches nothing."""
+    """Return the host's seconds to launch a layer's passes on a GPU; 0 on a CPU, which launches nothing."""
     if not scenario.on_gpu:
         return 0.0, 0.0
     python = host.layer if is_transformer(name) else (0.0, 0.0)
@@ -71,7 +71,7 @@ def launch_seconds(name: str, scenario: Scenario, passes: MemoryPasses, host: Ho
 
 
 def host_of(scenario: Scenario) -> HostTime:
-    """What launching a case's layers takes."""
+    """Return the host's costs of launching the layers of a scenario."""
     return TE_HOST if scenario.te else TORCH_HOST
 
 

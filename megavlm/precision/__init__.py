@@ -1,1 +1,1 @@
-"""Numbers that layers compute with: FP8 on the devices that have it, or emulated anywhere else."""
+"""The number formats of layers: FP8 on devices that have it, emulated FP8 on others."""

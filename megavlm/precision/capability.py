@@ -1,4 +1,4 @@
-"""What a device and its software can do: pure functions of names and version numbers, and their one-line complaints."""
+"""Decide what a device and its software can run, from names and version numbers; errors are one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REMEDY = "pip install --no-build-isolation -e '.[gpu]'"
 
 @dataclass(frozen=True)
 class Device:
-    """What layers will run on. `capability` is CUDA's (9, 0 for Hopper); None: no CUDA device."""
+    """The device and software that layers run on. `capability` is CUDA's (9, 0 for Hopper); None: no CUDA device."""
 
     name: str
     capability: Version | None
@@ -50,7 +50,7 @@ def newest_te(mcore: Version) -> Version:
 
 
 def choose_implementation(asked: str, device: Device) -> str:
-    """`--transformer-impl` as "te" or "torch". Raises UserError where `te` is asked for and something is missing."""
+    """Return `--transformer-impl` as "te" or "torch". Raises UserError if `te` is asked for but cannot run."""
     missing = _missing_for_te(device)
     if asked == "te" and missing:
         raise UserError(f"--transformer-impl te {missing}, or use --transformer-impl torch")
@@ -74,7 +74,7 @@ def _missing_for_te(device: Device) -> str:
 
 
 def check_fp8(recipe: str, device: Device, *, implementation: str) -> None:
-    """Raises UserError where a recipe cannot run: naming the capability that it needs, or what emulates it."""
+    """Raise UserError if a recipe cannot run; it names the capability needed, or the option that emulates it."""
     if implementation == "torch":
         if recipe not in EMULATED:
             raise UserError(
@@ -104,7 +104,7 @@ def check_fp8(recipe: str, device: Device, *, implementation: str) -> None:
 
 
 def _instead(device: Device) -> str:
-    """The best that this device can do."""
+    """Return the best that this device can run."""
     for recipe in ("blockwise", "tensorwise"):
         need = NEEDS[recipe]
         if device.capability and device.capability >= need.capability and device.cuda and device.cuda >= need.cuda:
@@ -117,7 +117,7 @@ def shown(version: Version) -> str:
 
 
 def parsed(text: str | None) -> Version | None:
-    """The leading numbers of a version: "2.11.0+abc" → (2, 11, 0)."""
+    """Return the leading numbers of a version: "2.11.0+abc" → (2, 11, 0)."""
     numbers: list[int] = []
     for part in (text or "").split("+")[0].split("."):
         if not part.isdigit():

@@ -1,4 +1,4 @@
-"""The device at hand, and what it makes of `--transformer-impl`, `--fp8` and `--cuda-graphs`: decided here, once."""
+"""Decide what `--transformer-impl`, `--fp8` and `--cuda-graphs` mean on this process's device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megavlm.precision.capability import Device, check_fp8, choose_implementatio
 
 @cache
 def device_at_hand() -> Device:
-    """This process's. Where it is a GPU, an installed Transformer Engine is loaded to find out whether it can be."""
+    """Return this process's device. On a GPU, Transformer Engine is imported to find out whether that works."""
     te, mcore = _version_of("transformer_engine"), _version_of("megatron-core")
     assert mcore is not None, "megavlm requires it"
     if not torch.cuda.is_available():
@@ -26,12 +26,12 @@ def device_at_hand() -> Device:
 
 
 def implementation(config: Config) -> str:
-    """What layers are made of, "te" or "torch". Raises UserError where what was asked for is not there."""
+    """Return the implementation of layers, "te" or "torch". Raises UserError if the one asked for is missing."""
     return choose_implementation(config.execution.transformer_impl, device_at_hand())
 
 
 def check_device(config: Config) -> None:
-    """Raises UserError, one line, where this device cannot run the configuration."""
+    """Raise UserError if this device cannot run the configuration."""
     chosen = implementation(config)
     if config.precision.fp8 != "none":
         check_fp8(config.precision.fp8_recipe, device_at_hand(), implementation=chosen)
@@ -55,7 +55,7 @@ def check_device(config: Config) -> None:
 
 
 def check_te_fp8(config: Config) -> None:
-    """Raises UserError where Transformer Engine's FP8 layers are not known to work with the rest."""
+    """Raise UserError if Transformer Engine's FP8 layers are not known to work with other options."""
     sharding = config.parallel.data_parallel_sharding
     # Its own tests of `fully_shard` have the other recipes.
     if shards_gradients(config) and config.precision.fp8_recipe == "blockwise":
@@ -66,7 +66,7 @@ def check_te_fp8(config: Config) -> None:
 
 
 def emulates_fp8(config: Config) -> bool:
-    """Whether FP8 layers round in torch and multiply in bf16, instead of running FP8 kernels."""
+    """Return whether FP8 is emulated: operands are rounded in torch and multiplied in bf16."""
     return config.precision.fp8 != "none" and implementation(config) == "torch"
 
 

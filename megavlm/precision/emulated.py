@@ -20,7 +20,7 @@ from megavlm.precision.scaling import AmaxHistory, Operands, Scaling, rounded
 
 
 class _RoundOperand(torch.autograd.Function):
-    """Rounds forward; the gradient passes as if it had not (the rounded operand's is taken for the operand's)."""
+    """Rounds in the forward pass; the gradient of the rounded operand is taken as that of the operand."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scaling: Scaling, remember: bool) -> Tensor:
@@ -32,7 +32,7 @@ class _RoundOperand(torch.autograd.Function):
 
 
 class _RoundGradient(torch.autograd.Function):
-    """Rounds backward alone: what lies below gets the gradient as FP8 products would read it."""
+    """Rounds the gradient in the backward pass, as FP8 products would read it; the forward pass is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scaling: Scaling) -> Tensor:

@@ -23,7 +23,7 @@ from megavlm.optim.shards import ParamShard
 
 
 def building(name: str, layer_config: Any, config: Config) -> AbstractContextManager[Any]:
-    """Around the construction of layer `name`."""
+    """Return the context in which layer `name` is built: weights in FP8 if it keeps them so."""
     return fp8_utils.get_fp8_context(layer_config, is_init=True) if keeps_fp8(name, config) else nullcontext()
 
 
@@ -51,13 +51,13 @@ def plain_weights(chunks: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _marks(param: Tensor) -> dict[str, Any]:
-    """What tensor parallelism has noted on a parameter."""
+    """Return the attributes that tensor parallelism has set on a parameter."""
     noted = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel", "allreduce")
     return {name: getattr(param, name) for name in noted if hasattr(param, name)}
 
 
 def _begin_with(param: Any, plain: Tensor) -> None:
-    """Round a parameter, and let master weights start from the numbers before rounding (on the host, meanwhile)."""
+    """Round a parameter; keep its values before rounding on the host, from which the master weights start."""
     if hasattr(param, "clear_high_precision_init_val"):
         param.clear_high_precision_init_val()
     with torch.no_grad():
@@ -68,7 +68,7 @@ def _begin_with(param: Any, plain: Tensor) -> None:
 
 
 def entries_to_save(entries: Mapping[str, Any], shards: Iterable[ParamShard]) -> dict[str, Any]:
-    """A chunk's entries in a checkpoint, in place of parameters in FP8 what this rank holds of their master weights."""
+    """Return a chunk's checkpoint entries, with this rank's part of master weights in place of parameters in FP8."""
     in_fp8 = {id(entry.data): key for key, entry in entries.items() if fp8_utils.is_float8tensor(entry.data)}
     plain = {key: entry for key, entry in entries.items() if id(entry.data) not in in_fp8}
     masters = {
@@ -81,7 +81,7 @@ def entries_to_save(entries: Mapping[str, Any], shards: Iterable[ParamShard]) ->
 
 
 def entries_to_load(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """A chunk's entries to be filled from a checkpoint, plain tensors in place of parameters in FP8."""
+    """Return a chunk's entries to fill from a checkpoint; parameters in FP8 are replaced by plain tensors."""
     return {
         key: replace(entry, data=torch.empty(entry.data.shape, dtype=entry.data.dtype, device=entry.data.device))
         if fp8_utils.is_float8tensor(entry.data)

@@ -20,14 +20,14 @@ _TENSORS = ("amax_history", "scale")
 
 
 def history_of(config: Config) -> dict[str, Any] | None:
-    """What a checkpoint says of the histories in it; None where there are none. Others do not fit each other."""
+    """Return the format of the amax histories in a checkpoint, None without any. Formats are not compatible."""
     if config.precision.fp8 == "none" or config.precision.fp8_recipe != "delayed":
         return None
     return {"format": config.precision.fp8, "amax_history_len": config.precision.fp8_amax_history_len}
 
 
 def histories(chunk: nn.Module) -> dict[str, Tensor]:
-    """The tensors themselves by name, of every module that has run in FP8 or was prepared."""
+    """Return the history tensors by name, of every module that has run in FP8 or was prepared."""
     found = {}
     for name, module in _fp8_modules(chunk):
         for side, word in _SIDES.items():
@@ -37,7 +37,7 @@ def histories(chunk: nn.Module) -> dict[str, Tensor]:
 
 
 def sharded_histories(chunk: nn.Module, *, replica: int) -> dict[str, ShardedTensor]:
-    """For megatron-core's checkpoints; replica 0 writes."""
+    """Return the histories as entries of megatron-core's checkpoints; replica 0 writes them."""
     return {
         name: ShardedTensor.from_rank_offsets(name, tensor, replica_id=replica)
         for name, tensor in histories(chunk).items()
@@ -45,7 +45,7 @@ def sharded_histories(chunk: nn.Module, *, replica: int) -> dict[str, ShardedTen
 
 
 def prepare(chunk: nn.Module, *, runs_in_fp8: Callable[[str], bool], recipe: Callable[[], Any]) -> None:
-    """Make the tensors that Transformer Engine would make in the first pass, so that there is something to fill."""
+    """Create the tensors that Transformer Engine would create in the first pass, so that a checkpoint can fill them."""
     for name, module in _fp8_modules(chunk):
         if runs_in_fp8(name) and "scaling_fwd" not in module.fp8_meta:
             module.fp8_meta.setdefault("num_gemms", 1)
@@ -54,13 +54,13 @@ def prepare(chunk: nn.Module, *, runs_in_fp8: Callable[[str], bool], recipe: Cal
 
 
 def restore(chunk: nn.Module, loaded: Mapping[str, Tensor]) -> None:
-    """In place: Transformer Engine's quantizers hold these very tensors."""
+    """Fill the histories in place, because Transformer Engine's quantizers hold these tensors."""
     for name, tensor in histories(chunk).items():
         tensor.copy_(loaded[name])
 
 
 def _fp8_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Linear layers that have FP8 state; attention, which runs in high precision, has some of no use."""
+    """Yield the linear layers that have FP8 state; that of attention, which runs in high precision, is not used."""
     for name, module in getattr(chunk, "module", chunk).named_modules():  # some wrap a chunk to shard it
         if hasattr(module, "fp8_meta") and hasattr(module, "weight"):
             yield name, module

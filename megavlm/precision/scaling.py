@@ -21,19 +21,19 @@ BACKWARD = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
 
 
 class Scaling(Protocol):
-    """Of one tensor of a layer, pass after pass."""
+    """The scale of one tensor of a layer, pass after pass."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """FP8's format."""
+        """Return the FP8 format."""
 
     def scale(self, x: Tensor, *, remember: bool) -> Tensor:
-        """The scale of x, fp32 without dimensions; `remember` x for later scales where these depend on the past."""
+        """Return the scale of x, fp32 []. `remember`: x counts for later scales if these depend on a history."""
 
 
 @dataclass(frozen=True)
 class CurrentScaling:
-    """By x's present values, on all ranks of a group, so that these round alike."""
+    """Scales by the current values of x on all ranks of a group, so that they round alike."""
 
     dtype: torch.dtype
     group: dist.ProcessGroup | None = None
@@ -45,7 +45,7 @@ class CurrentScaling:
 
 @dataclass(frozen=True)
 class DelayedRecipe:
-    """How scales follow from largest values (Transformer Engine's `DelayedScaling`)."""
+    """How scales follow from histories of largest values (Transformer Engine's `DelayedScaling`)."""
 
     length: int  # passes that are remembered
     algorithm: str = "max"  # or "most_recent"
@@ -70,7 +70,7 @@ class AmaxHistory:
         self.closed = False
 
     def append(self, tensor: int, amax: Tensor) -> None:
-        """A pass ends in which the largest value of `tensor` was `amax`: its scale is for the next one."""
+        """Record `amax`, the largest value of `tensor` in this pass, and compute the scale of the next pass."""
         rows = self.amax_history[:, tensor]
         rows[0] = amax
         wanted = rows.amax() if self.recipe.algorithm == "max" else rows[0]
@@ -82,7 +82,7 @@ class AmaxHistory:
 
     @contextmanager
     def as_of(self, scale: Tensor) -> Iterator[None]:
-        """In it tensors are rounded by these earlier scales [tensors], and nothing is remembered."""
+        """Return a context in which tensors are rounded by these earlier scales [tensors] and nothing is recorded."""
         latest, self.scale, self.closed = self.scale, scale, True
         try:
             yield
@@ -92,7 +92,7 @@ class AmaxHistory:
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """By one tensor's history: x is rounded by the scale of the passes before it, and then remembered."""
+    """Scales by a tensor's history: x is rounded by the scale of earlier passes, then its largest value is recorded."""
 
     history: AmaxHistory
     tensor: int
@@ -111,7 +111,7 @@ class DelayedScaling:
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors of a linear layer that FP8 products read, and what is remembered of them, by direction."""
+    """The scales of the tensors that a linear layer's FP8 products read, by direction."""
 
     input: Scaling
     weight: Scaling
@@ -120,7 +120,7 @@ class Operands:
 
 
 def current_operands(format: str, group: dist.ProcessGroup | None) -> Operands:
-    """Current scaling over the ranks of `group`, the tensor-parallel ones."""
+    """Return current scaling over the ranks of `group`, the tensor-parallel ones."""
     forward = CurrentScaling(FORWARD, group)
     return Operands(input=forward, weight=forward, gradient=CurrentScaling(BACKWARD[format], group))
 
@@ -141,7 +141,7 @@ def delayed_operands(format: str, recipe: DelayedRecipe, group: dist.ProcessGrou
 
 
 def largest(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """max|x| over all ranks of `group`, in fp32; 0 of no values."""
+    """Return max|x| over all ranks of `group`, in fp32; 0 if x is empty."""
     found = x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
     if group is not None and group.size() > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
@@ -149,7 +149,7 @@ def largest(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def rounded(x: Tensor, scaling: Scaling, *, remember: bool = False) -> Tensor:
-    """x rounded to the nearest multiples of FP8 numbers, in x's own type."""
+    """Return x rounded to FP8 at this scale, in the type of x."""
     limit = torch.finfo(scaling.dtype).max
     scale = scaling.scale(x, remember=remember)
     return ((x.float() * scale).clamp(-limit, limit).to(scaling.dtype).float() / scale).to(x.dtype)
