@@ -26,6 +26,9 @@ _WANTED = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000"
 Image.init()  # loads Pillow's plugins; some are built without AVIF or JPEG 2000
 FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
 
+# A JPEG has at least one bit for each block of 8×8 pixels. Where the data end early, its decoder paints the rest grey.
+_PIXELS_PER_BYTE = 8 * 64
+_HEADER = 4096  # bytes in which the header of a PPM ends
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -116,6 +119,7 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Decoded:
 
 
 def _open(source: bytes | Path, max_pixels: int) -> ImageFile.ImageFile:
+    _check_header(source)
     image = Image.open(BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
     width, height = image.size
     if width * height > max_pixels:
@@ -123,10 +127,30 @@ def _open(source: bytes | Path, max_pixels: int) -> ImageFile.ImageFile:
         raise BadSample(
             Reason.TOO_LARGE, f"the image has {height}×{width} pixels, more than --max-image-pixels {max_pixels}"
         )
+    if image.format in ("JPEG", "MPO") and _length(source) < width * height // _PIXELS_PER_BYTE:
+        image.close()
+        raise BadSample(Reason.TRUNCATED, f"the image says that it has {height}×{width} pixels, and has data for fewer")
     if width < 1 or height < 1:
         image.close()
         raise BadSample(Reason.CORRUPT, f"the image has a size of {height}×{width} pixels")
     return image
+
+
+def _length(source: bytes | Path) -> int:
+    return len(source) if isinstance(source, bytes) else source.stat().st_size
+
+
+def _check_header(source: bytes | Path) -> None:
+    """Raise BadSample for a PPM whose header is no short text: Pillow reads it byte by byte, comments as well."""
+    if isinstance(source, bytes):
+        head = source[:_HEADER]
+    else:
+        with source.open("rb") as file:
+            head = file.read(_HEADER)
+    if head[:1] == b"P" and head[1:2].isdigit():
+        words = [word for line in head.split(b"\n") for word in line.partition(b"#")[0].split()]
+        if len(head) == _HEADER and len(words) < 4:
+            raise BadSample(Reason.CORRUPT, f"its header has more than {_HEADER} bytes")
 
 
 def _orientation(image: Image.Image) -> int:

@@ -17,6 +17,7 @@ from megavlm.data.records.spans import BOM, SpanFile, line_spans
 from megavlm.data.records.turns import FIELD, Shape, conversation_of, shape_of
 from megavlm.data.types import BadSample, Records
 from megavlm.errors import UserError
+from megavlm.paths import open_regular
 
 _FILES = (".json", ".jsonl", ".ndjson", ".parquet", ".txt")  # what is read of a folder
 _LOOKED_AT = 100  # records that may be bad before the first good one
@@ -87,10 +88,11 @@ def files_of(source: DatasetConfig) -> list[Path]:
 
 def _open_file(source: DatasetConfig, file: Path) -> Container:
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             head = opened.read(4096)
     except OSError as error:
-        raise _wrong(source, f"cannot be read ({error.strerror}): check its permissions", file) from error
+        what = error.strerror or "it is no regular file"
+        raise _wrong(source, f"cannot be read ({what}): check what it is, and its permissions", file) from error
     suffix = file.suffix.lower()
     if suffix == ".parquet":
         try:

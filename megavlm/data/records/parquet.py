@@ -14,6 +14,8 @@ from megavlm.data.records.turns import COLUMNS
 from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 
+_BUDGET = 2**31  # bytes of a row group once it is decoded: some kilobytes of a file may stand for many gigabytes
+_BATCH = 1024  # rows that are decoded before they are counted
 _CACHE = 2**28  # bytes of row groups that a file keeps; the newest is kept whatever its size
 
 
@@ -77,9 +79,24 @@ class _Reader:
     def group(self, number: int) -> Any:
         with self._lock:
             if number not in self._groups:
-                table = self._file.read_row_group(number, columns=self._columns, use_threads=False)
-                self._groups[number], self._sizes[number] = table, table.nbytes
+                self._groups[number], self._sizes[number] = self._decoded(number)
             self._groups.move_to_end(number)
             while len(self._groups) > 1 and sum(self._sizes.values()) > _CACHE:
                 del self._sizes[self._groups.popitem(last=False)[0]]
             return self._groups[number]
+
+    def _decoded(self, number: int) -> tuple[Any, int]:
+        """Return a row group and its bytes. Raises ValueError where it has more than the budget."""
+        from pyarrow import Table
+
+        described = self._file.metadata.row_group(number)
+        declared = sum(described.column(at).total_uncompressed_size for at in range(described.num_columns))
+        if declared > _BUDGET:
+            raise ValueError(f"it has {declared} bytes, more than {_BUDGET}: write smaller row groups")
+        batches, size = [], 0
+        for batch in self._file.iter_batches(_BATCH, [number], columns=self._columns, use_threads=False):
+            batches.append(batch)
+            size += batch.nbytes
+            if size > _BUDGET:
+                raise ValueError(f"it has more than {_BUDGET} bytes once it is decoded: write smaller row groups")
+        return Table.from_batches(batches), size

@@ -210,3 +210,29 @@ class TestPaths:
 
     def test_a_file_that_went_away(self, tmp_path: Path) -> None:
         assert reason_of(tmp_path / "gone.png") is Reason.MISSING
+
+
+def test_a_jpeg_with_too_little_data_for_its_size_is_truncated() -> None:
+    buffer = BytesIO()
+    Image.new("RGB", (64, 64), "red").save(buffer, "JPEG")
+    data = bytearray(buffer.getvalue())
+    at = data.index(b"\xff\xc0") + 5  # height and width in the frame header
+    data[at : at + 4] = (4000).to_bytes(2, "big") * 2
+    for read in (size_of, decode):
+        with pytest.raises(BadSample) as caught:
+            read(bytes(data))
+        assert caught.value.reason is Reason.TRUNCATED
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True, "optimize": True}, {"subsampling": 2, "quality": 1}])
+def test_the_smallest_jpegs_are_read(options: dict[str, object]) -> None:
+    buffer = BytesIO()
+    Image.new("L" if not options else "RGB", (4000, 3000)).save(buffer, "JPEG", **options)
+    assert size_of(buffer.getvalue()) == (3000, 4000)
+
+
+@pytest.mark.parametrize("comment", [b"#" + b"x" * 2**22, b"#\n" * 2**20])
+def test_a_ppm_with_a_long_comment_is_refused_at_once(comment: bytes) -> None:
+    with pytest.raises(BadSample, match="header"):
+        decode(b"P6\n" + comment + b"\n1 1 255\nabc")
+    assert decode(b"P6\n# made by hand\n1 1\n255\nabc").pixels.shape == (1, 1, 3)

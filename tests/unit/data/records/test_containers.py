@@ -175,3 +175,15 @@ def test_files_one_after_the_other(tmp_path: Path) -> None:
     joined = Joined(parts)
     assert all_of(joined) == [1, 2, 3, 4, 5]
     assert [joined.label(index) for index in range(5)] == ["a:1", "a:2", "b:1", "c:1", "c:2"]
+
+
+def test_a_row_group_that_grows_beyond_all_size_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thousand rows of one long text are a few hundred bytes in the file."""
+    path = tmp_path / "bomb.parquet"
+    pq.write_table(pa.table({"text": ["x" * 10_000] * 4_000}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    monkeypatch.setattr(parquet, "_BUDGET", 2**24)
+    with pytest.raises(BadSample, match="once it is decoded"):
+        ParquetFile(path).read(0)
+    monkeypatch.setattr(parquet, "_BUDGET", 2**26)
+    assert ParquetFile(path).read(3_999) == {"text": "x" * 10_000}

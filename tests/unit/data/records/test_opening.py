@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,12 @@ def test_which_sources_are_streams(folder: Path) -> None:
 def test_names(folder: Path) -> None:
     assert name_of(DatasetConfig(path="x/llava_665k.json")) == "llava_665k"
     assert name_of(DatasetConfig(path="x/", name="y")) == "y"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.json"])
+def test_a_fifo_among_the_files_is_not_waited_for(folder: Path, name: str) -> None:
+    empty = folder / "empty"
+    empty.mkdir()
+    os.mkfifo(empty / name)
+    with pytest.raises(UserError, match="no regular file"):
+        open_records(DatasetConfig(str(empty)))
