@@ -8,13 +8,15 @@ Whoever reads parameters outside a forward pass calls `gather_parameters` first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
+
+from megavlm.resilience.phases import COMMUNICATION, Phases
 
 
 def wait_before_reading(wrapped: DistributedDataParallel) -> None:
@@ -33,6 +35,24 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
+
+
+def count_waits(chunks: Sequence[Any], phases: Phases) -> None:
+    """Count waits for gathered parameters as communication, though they lie inside forward passes.
+
+    Otherwise a rank that waits for a slow one would seem to compute for as long.
+    """
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            for group in chunk.bucket_groups:
+                group.finish_param_sync = partial(_counted, group.finish_param_sync, phases)
+
+
+def _counted(wait: Callable[..., None], phases: Phases, *args: Any, **kwargs: Any) -> None:
+    before = phases.now
+    phases.enter(COMMUNICATION, "parameters")
+    wait(*args, **kwargs)
+    phases.enter(before.phase, before.detail)
 
 
 def _reads_below(module: nn.Module) -> bool:

@@ -33,7 +33,8 @@ class Spread:
     @property
     def words(self) -> str:
         """Return what the progress line says of the slowest rank."""
-        return f"rank {self.slowest} ({self.host}) {self.excess:.0%} slower than the median, in {self.phase}"
+        longer = self.own - self.own / (1 + self.excess)
+        return f"rank {self.slowest} ({self.host}) takes {longer:.2f} s per step more than the median, in {self.phase}"
 
 
 def spread(before: Mapping[int, Report], after: Mapping[int, Report]) -> Spread | None:

@@ -31,7 +31,7 @@ from megavlm.optim.build import (
 )
 from megavlm.optim.chained import MeanGradientOptimizer
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.param_gather import gather_parameters
+from megavlm.optim.param_gather import count_waits, gather_parameters
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.encoder import EncoderRunner, encoder_config
@@ -287,6 +287,7 @@ def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCa
 def _connect(schedule: Schedule, config: Config, optimizer: MeanGradientOptimizer) -> None:
     """Set the callbacks by which megatron-core's schedule scales losses, reduces gradients and gathers parameters."""
     pipeline, chunks = schedule.config, schedule.chunks
+    count_waits(chunks, schedule.phases)
     pipeline.grad_scale_func = optimizer.scale_loss
     pipeline.finalize_model_grads_func = partial(
         finalize_gradients,

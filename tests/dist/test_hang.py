@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from megavlm.resilience.events import events
+from tests.support.pool import Pools
 from tests.support.torchrun import TINY, Launched
+from tests.support.training import metrics, train
 
 LAUNCHER = "--standalone --nproc-per-node 2".split()
 
@@ -30,3 +33,35 @@ def test_a_stopped_process_is_named(stopped: int, tmp_path: Path):
     assert "train_step" in stacks.read_text()
     assert not (tmp_path / event["stacks"] / f"rank-{stopped}.txt").exists()
     assert f"no stacks of rank {stopped}" in (tmp_path / event["stacks"] / "README.txt").read_text()
+
+
+def train_with_a_slow_rank(argv: list[str], run_dir: str) -> None:
+    """Rank 1 sleeps before each step, as the attack's row 23."""
+    import torch.distributed as dist
+
+    from megavlm.data.data_loader import DataLoader
+
+    original = DataLoader.next_step
+
+    def slowly(loader: DataLoader):
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        return original(loader)
+
+    DataLoader.next_step = slowly
+    try:
+        train(argv, run_dir)
+    finally:
+        DataLoader.next_step = original
+
+
+def test_a_slow_rank_is_named_with_the_phase_in_which_it_is_slow(pools: Pools, tmp_path: Path):
+    argv = [*TINY, *"--train-iters 14 --hang-timeout 10 --no-save".split()]
+    pools(2).run(train_with_a_slow_rank, argv, str(tmp_path))
+    said = [record for record in metrics(tmp_path) if "slowest_rank" in record]
+    assert said
+    assert {record["slowest_rank"] for record in said} == {1}
+    assert {record["slowest_rank_phase"] for record in said} == {"data"}
+    assert all(record["slowest_rank_s"] > 0.5 for record in said)
+    assert all("rank 1" in record["slow"] for record in said)
+    assert said[-1]["phase_seconds"]["communication"] > 0.1, "the other rank waits there"

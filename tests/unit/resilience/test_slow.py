@@ -23,7 +23,7 @@ def test_a_rank_that_reads_slowly_is_named_with_the_phase_and_not_one_that_waits
     assert (found.slowest, found.host, found.phase, found.steps) == (1, "node1", DATA, 10)
     assert round(found.own, 3) == 2.01
     assert found.notable
-    assert "rank 1 (node1) 294% slower than the median, in data" in found.words
+    assert "rank 1 (node1) takes 1.50 s per step more than the median, in data" in found.words
     assert round(found.seconds[COMMUNICATION], 3) == 0.8
 
 

@@ -1,0 +1,121 @@
+"""Say what holds a run back, and the remedy, from its metrics and events. Pure functions, without torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megavlm.resilience import history, phases
+from megavlm.resilience.history import History
+
+_LEAST = 0.02  # shares below are not worth a line
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that takes `share` of the run's time."""
+
+    share: float
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.share:5.1%}  {self.what}\n       → {self.remedy}"
+
+
+def findings(
+    records: Sequence[Mapping[str, Any]], past: History | None, events: Sequence[Mapping[str, Any]]
+) -> list[Finding]:
+    """Return what takes time from training, most first; `past` is the run's `history_of`."""
+    found = [*_in_steps(records), *(_between_steps(past, events) if past is not None else [])]
+    return sorted((each for each in found if each.share >= _LEAST), key=lambda each: -each.share)
+
+
+def _in_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return what takes time from the steps: data, the pipeline, communication, a slow rank, skipped steps."""
+    steps = [record for record in records if _number(record.get("step_time_s")) > 0][1:]  # the first one warms up
+    if not steps:
+        return []
+    total = sum(_number(record["step_time_s"]) for record in steps)
+    data = sum(_number(record.get("data_time_s")) for record in steps)
+    found = [
+        Finding(
+            data / total,
+            "the ranks wait for data",
+            "raise --num-workers; see what samples cost with tools/preview_data.py",
+        )
+    ]
+    spent = [record["phase_seconds"] for record in steps if isinstance(record.get("phase_seconds"), Mapping)]
+    mean = total / len(steps)
+    for phase, what, remedy in (
+        (
+            phases.PIPELINE,
+            "pipeline stages wait for one another (the bubble, or uneven stages)",
+            "raise --global-batch-size or --vpp, lower --pp, or let tools/plan.py cut the stages",
+        ),
+        (
+            phases.COMMUNICATION,
+            "ranks wait for gradients and sums of other ranks",
+            "keep --overlap-grad-reduce on, raise --global-batch-size, or look at the slowest rank",
+        ),
+    ):
+        share = statistics.mean(_number(each.get(phase)) for each in spent) / mean if spent else 0.0
+        found.append(Finding(share, what, remedy))
+    skipped = sum(_number(record["step_time_s"]) for record in steps if record.get("updated") is False)
+    found.append(
+        Finding(
+            skipped / total, "steps are skipped (overflow or bad numbers)", "lower --lr; look at grad_norm and loss"
+        )
+    )
+    return [*found, *_slow_rank(steps)]
+
+
+def _slow_rank(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    said = [record for record in steps if "slowest_rank" in record]
+    slow = [record for record in said if isinstance(record.get("slow"), str)]
+    if not slow or 2 * len(slow) <= len(said):
+        return []
+    (rank, phase), times = Counter(
+        (record["slowest_rank"], str(record.get("slowest_rank_phase"))) for record in slow
+    ).most_common(1)[0]
+    if 2 * times <= len(slow):
+        return []
+    shares = []
+    for record in slow:
+        own, excess = _number(record.get("slowest_rank_s")), _number(record.get("slowest_rank_excess"))
+        shares.append(min(1.0, own * excess / (1 + excess) / _number(record["step_time_s"])))
+    where = "replace its node" if phase != phases.DATA else "look at its data workers and its storage"
+    what = f"rank {rank} is slower than the others in {phase} ({times} of {len(said)} reports), and they wait for it"
+    return [Finding(statistics.mean(shares), what, f"{where}; tools/doctor.py checks a machine")]
+
+
+def _between_steps(past: History, events: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return what takes time between steps: saves, restarts, hangs."""
+    share = {name: value / past.wall for name, value in past.seconds.items()}
+    times = f"{past.restarts} restart{'s'[: past.restarts != 1]}"
+    lost = share.get(history.LOST, 0.0) + share.get(history.KILLED, 0.0)
+    hangs = [str(event.get("reason")) for event in events if event.get("kind") == "hang"]
+    return [
+        Finding(share.get(history.SAVES, 0.0), "the run stands still while it saves", "raise --save-interval"),
+        Finding(lost, f"steps after the last checkpoint were lost ({times})", "lower --save-interval"),
+        Finding(
+            share.get(history.RESTART, 0.0), f"starting again ({times})", "see RUN_DIR/events.jsonl for the reasons"
+        ),
+        Finding(
+            share.get(history.HUNG, 0.0),
+            f"hangs, the last: {hangs[-1] if hangs else ''}",
+            "look at RUN_DIR/hang-*, exclude the node that is named, or lower --hang-timeout",
+        ),
+        Finding(
+            share.get(history.OTHER, 0.0),
+            "evaluation, opening data and all else between steps",
+            "raise --eval-interval",
+        ),
+    ]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and value == value else 0.0
