@@ -70,12 +70,14 @@ def prepare(root: Path, iteration: int) -> Path:
     return temporary
 
 
-def commit(root: Path, iteration: int, sums: Mapping[str, FileSum] | None = None) -> Path:
+def commit(
+    root: Path, iteration: int, sums: Mapping[str, FileSum] | None = None, *, temporary: Path | None = None
+) -> Path:
     """Make a written checkpoint count: flush its files, write its manifest, then rename it.
 
-    Files whose `sums` are not given are read.
+    Files whose `sums` are not given are read. `temporary` is where it was written, if not where `prepare` said.
     """
-    temporary, final = temporary_for(root, iteration), folder_for(root, iteration)
+    temporary, final = temporary or temporary_for(root, iteration), folder_for(root, iteration)
     for path in temporary.rglob("*"):
         _flush(path)
     write_manifest(temporary, sums or {})
@@ -105,17 +107,6 @@ def rename_flushed(temporary: Path, final: Path) -> None:
         _flush(path)
     temporary.rename(final)
     _flush(final.parent)
-
-
-def retain(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints (0: none is deleted), and what unfinished saves left behind."""
-    for _, path in complete(root)[:-keep] if keep else []:
-        # Renamed first: a kill in the middle of deleting must not leave half a folder that looks complete.
-        doomed = path.with_name(f"tmp-{path.name}")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-    for leftover in root.glob("tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

@@ -17,11 +17,13 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.manifest import Verification, first_look, is_verifiable
+from megavlm.checkpoint.retention import Holds
 from megavlm.errors import UserError
 
 Loaded = TypeVar("Loaded")
 _NOT_THE_FILES = (MemoryError, torch.OutOfMemoryError)  # why a load may fail although every byte is right
 
+_LOOKS = 10  # at folders in which another run saves and deletes
 _WITHOUT = "Leave --no-fallback out to go on from an older one, or move this one away"
 
 
@@ -34,32 +36,41 @@ class Choices:
     fallback: bool = True  # whether an older one may stand in for a damaged one
 
 
-def choices_in(root: Path, *, fallback: bool = True) -> Choices:
-    """Return the checkpoints of a folder that look whole; none if it has none. Raises UserError if all are damaged."""
-    whole, remarks = [], []
-    for _, folder in reversed(folders.named(root)):
-        problem = first_look(folder)
-        if problem is None:
-            whole.append(folder)
-        elif not whole:
-            remarks.append(f"checkpoint {folder} is damaged, and left out: {problem}")
-            if not fallback:
-                raise UserError(
-                    f"checkpoint {folder} is damaged: {problem}. --no-fallback leaves it to you: move it away"
-                )
+def choices_in(root: Path, holds: Holds, *, fallback: bool = True) -> Choices:
+    """Return the checkpoints of a folder that look whole, held. Raises UserError if there are some, all damaged.
+
+    Another run may write there: where it deletes one meanwhile, there is a newer one, and all are looked at anew.
+    """
+    for _ in range(_LOOKS):
+        whole, remarks, moved = [], [], False
+        for _, folder in reversed(folders.named(root)):
+            if not holds.add(folder):
+                moved = True
+                continue
+            problem = first_look(folder)
+            if problem is None:
+                whole.append(folder)
+            elif not whole:
+                remarks.append(f"checkpoint {folder} is damaged, and left out: {problem}")
+                if not fallback:
+                    raise UserError(f"checkpoint {folder} is damaged: {problem}. {_WITHOUT}")
+        if not moved:
+            break
+        holds.release()
     if remarks and not whole:
         raise UserError(f"{remarks[0]}, and no older one is whole: move the folders away to start anew")
     return Choices(tuple(whole), tuple(remarks), fallback)
 
 
-def choices_of(path: Path, *, fallback: bool = True) -> Choices:
-    """Return the checkpoints that `--load PATH` names: one, or all of a run. Raises UserError."""
+def choices_of(path: Path, holds: Holds, *, fallback: bool = True) -> Choices:
+    """Return the checkpoints that `--load PATH` names, held: one, or all of a run. Raises UserError."""
     if folders.is_named(path):
+        holds.add(path)
         if problem := first_look(path):
             raise UserError(f"--load {path} is damaged: {problem}. Give another checkpoint, or its run")
         return Choices((path,))
     for root in (path / "checkpoints", path):
-        if (found := choices_in(root, fallback=fallback)).folders:
+        if (found := choices_in(root, holds, fallback=fallback)).folders:
             return found
     raise UserError(f"--load {path} holds no complete checkpoint: give a run folder or one of its iter_* folders")
 
@@ -99,7 +110,7 @@ def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any,
             failure = error
         damaged = verification.result()
     said = None if failure is None else _in_one_line(failure)
-    found: list[Any] = [None] * dist.get_world_size()
+    found: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(found, (damaged, said))
     problems = [each for each, _ in found if each]
     if not problems and any(each for _, each in found):

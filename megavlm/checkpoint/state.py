@@ -28,7 +28,7 @@ from megavlm.checkpoint.optimizer import (
     param_shards,
     sharded_optimizer_state,
 )
-from megavlm.checkpoint.saving import save_share
+from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.writing import share_of_rank
 from megavlm.config.derived import fp8_in, layer_precision
 from megavlm.config.load import from_dict
@@ -76,11 +76,10 @@ def save(
     *,
     config: Config,
     plan: Plan,
-    root: Path,
-    keep: int,
+    saver: Saver,
     data: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write and commit a checkpoint; every rank calls it. Returns its folder. Raises UserError if it cannot.
+) -> None:
+    """Begin a save; every rank calls it. Training may go on at once. Raises UserError for state that is not finite.
 
     `data` is what the position depends on (`data_identity`).
     """
@@ -91,7 +90,7 @@ def save(
     summary = {**_summary(config, plan, position), "data": dict(data or {})}
     with _quiet():
         share = share_of_rank(state, group=trained.groups.dp_cp, metadata=dict(_METADATA))
-        return save_share(share, summary, root=root, keep=keep)
+        saver.begin(share, summary)
 
 
 def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Position:

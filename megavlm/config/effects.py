@@ -170,7 +170,7 @@ EFFECTS = (
     ),
     Effect(
         "checkpoint",
-        ("save_interval", "keep_checkpoints"),
+        ("save_interval", "keep_checkpoints", "keep_every", "async_save"),
         lambda config: config.checkpoint.save,
         "with --no-save",
         "leave --no-save out",

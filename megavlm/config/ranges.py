@@ -100,6 +100,7 @@ RANGES = (
             "data.worker_timeout",
             "checkpoint.save_interval",
             "checkpoint.keep_checkpoints",
+            "checkpoint.keep_every",
             "evaluation.eval_interval",
             "logging.profile_step_start",
             "logging.profile_ranks",

@@ -175,7 +175,9 @@ class DataConfig:
 class CheckpointConfig:
     save_interval: int = option(0, "Steps between checkpoints; 0: one at the end.", common=FILES)
     keep_checkpoints: int = option(2, "Number of latest checkpoints to keep; 0: keep all.")
+    keep_every: int = option(0, "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.")
     save: bool = option(True, "Write checkpoints; --save-interval sets how often.")
+    async_save: bool = option(True, "Write checkpoints beside training; off: training waits until they are written.")
     load: str | None = option(
         None,
         "Run or checkpoint that a new run starts from; default: none.",

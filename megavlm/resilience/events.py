@@ -23,6 +23,7 @@ KINDS = {
     "finish": "the run has done its last iteration",
     "failure": "the run ends by an error; `reason` is its line",
     "save": "a checkpoint is complete; `seconds` is what the save took",
+    "save_failed": "a checkpoint could not be written, and those before it stay; `reason` says why",
     "damage": "a checkpoint is not what was saved, or cannot be verified; `reason` says why",
     "skip": "the numbers of step `iteration` were bad, and its batch was left out; `reason` says what was found",
     "rewind": "after a bad step the run went back to the weights of a checkpoint",

@@ -20,6 +20,8 @@ from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of
 from megavlm.checkpoint.restoring import Choices, choices_in, choices_of, load_newest
+from megavlm.checkpoint.retention import Holds, Keep
+from megavlm.checkpoint.saving import Saver
 from megavlm.config.derived import overlapped
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
@@ -64,6 +66,7 @@ class Run:
     progress: ProgressLine | None  # on rank 0
     sinks: Sequence[Sink]  # on rank 0; empty elsewhere
     skipped: SkippedLog  # writes on ranks that read data
+    saver: Saver | None  # None with --no-save
     data_identity: dict[str, Any]  # what a place in the data depends on
     lock: RunLock  # held by rank 0: nobody else writes to the run folder
 
@@ -80,6 +83,7 @@ def build(config: Config, backend: Backend) -> Run:
     Raises UserError for a configuration that cannot run. By then RUN_DIR and the demo's tokenizer may be written,
     because the plan depends on the size of the tokenizer.
     """
+    saver = _saver(config)  # first: it forks, which threads and a joined world make unsafe
     start(backend, timeout_minutes=config.parallel.distributed_timeout_minutes)
     check_device(config)
     run_dir = Path(config.run.run_dir)
@@ -87,14 +91,14 @@ def build(config: Config, backend: Backend) -> Run:
     lock = RunLock(run_dir)
     on_rank_0(lock.acquire)
     try:
-        return _build(config, backend, lock)
+        return _build(config, backend, lock, saver)
     except Exception as error:
         note_failure(run_dir, error)
         lock.release()
         raise
 
 
-def _build(config: Config, backend: Backend, lock: RunLock) -> Run:
+def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None) -> Run:
     timeout = config.parallel.distributed_timeout_minutes
     rank, run_dir = dist.get_rank(), Path(config.run.run_dir)
     dims = dims_of(config, world=dist.get_world_size())
@@ -116,7 +120,7 @@ def _build(config: Config, backend: Backend, lock: RunLock) -> Run:
         print("\n".join([table(plan, config), *_hints(config, plan, backend)]), flush=True)
 
     on_rank_0(partial(prepare_data, config))
-    identity = _from_rank_0(partial(data_identity, config))
+    identity = _from_rank_0(partial(data_identity, config), dict[str, Any]())
     data_loader = build_data_loader(
         config,
         source,
@@ -126,7 +130,8 @@ def _build(config: Config, backend: Backend, lock: RunLock) -> Run:
         vision_group=_vision_group(plan, groups),
         assignment=ImageAssignment(config.model, groups.mp.size(), plan.vision_tp) if plan.encoder else None,
     )
-    choices = _choices(config, run_dir)
+    holds = Holds()
+    choices = _choices(config, run_dir, holds)
     checkpoint = choices.folders[0] if choices.folders else None
     on_rank_0(partial(write_sidecars, run_dir, config, checkpoint, image_token=source.image_token))
     engine = build_engine(
@@ -140,6 +145,8 @@ def _build(config: Config, backend: Backend, lock: RunLock) -> Run:
         phases=Phases(clock_of(backend.device)),
     )
     position = _restore(engine, data_loader, config, plan, choices, identity)
+    dist.barrier()  # others may still read what rank 0 holds for them
+    holds.release()
     if rank == 0:
         events.record(run_dir, "start", iteration=position.iteration, world=dims.world)
         write_status(run_dir, "running", iteration=position.iteration, train_iters=config.train.train_iters)
@@ -155,10 +162,18 @@ def _build(config: Config, backend: Backend, lock: RunLock) -> Run:
         run_dir=run_dir,
         progress=progress,
         sinks=sinks,
+        saver=saver,
         data_identity=identity,
         lock=lock,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.coords.dp:05d}.jsonl" if groups.is_reader else None),
     )
+
+
+def _saver(config: Config) -> Saver | None:
+    options = config.checkpoint
+    if not options.save:
+        return None
+    return Saver(Path(config.run.run_dir) / "checkpoints", Keep(options.keep_checkpoints, options.keep_every))
 
 
 def _hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
@@ -185,32 +200,37 @@ def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
     return groups.tp if plan.owner_of(PATCH_EMBED) == groups.coords.pp else None
 
 
-def _choices(config: Config, run_dir: Path) -> Choices:
-    """Return the checkpoints to start from: those of the run, else those of `--load`, else none. All ranks agree."""
+def _choices(config: Config, run_dir: Path, holds: Holds) -> Choices:
+    """Return the checkpoints to start from: those of the run, else those of `--load`, else none. All ranks agree.
+
+    Rank 0 holds them for all: no other run deletes them.
+    """
 
     def choose() -> Choices:
         options = config.checkpoint
-        choices = choices_in(run_dir / "checkpoints", fallback=options.fallback)
+        choices = choices_in(run_dir / "checkpoints", holds, fallback=options.fallback)
         if not choices.folders and options.load is not None:
-            choices = choices_of(Path(options.load), fallback=options.fallback)
+            choices = choices_of(Path(options.load), holds, fallback=options.fallback)
         for remark in choices.remarks:
             _warn_of_checkpoint(run_dir, remark)
         return choices
 
-    return _from_rank_0(choose)
+    return _from_rank_0(choose, Choices(()))
 
 
-def _from_rank_0(action: Callable[[], Found]) -> Found:
-    """Return on all ranks what an action returns on rank 0. A UserError there is raised on all."""
-    found: list[Any] = [None]
+def _from_rank_0(action: Callable[[], Found], received: Found) -> Found:
+    """Return on all ranks what an action returns on rank 0; other ranks receive it in place of `received`.
+
+    A UserError there is raised on all.
+    """
+    found = [received]
 
     def act() -> None:
         found[0] = action()
 
     on_rank_0(act)
     dist.broadcast_object_list(found, src=0)
-    result: Found = found[0]
-    return result
+    return found[0]
 
 
 def _initial_weights(config: Config, choices: Choices, *, vocab_size: int) -> WeightInit | None:

@@ -16,12 +16,13 @@ from megavlm.data.collate import CollateSpec
 from megavlm.errors import Stopped, UserError
 from megavlm.metrics.sinks import Value
 from megavlm.resilience import events
-from megavlm.resilience.phases import EVALUATION, OTHER, SAVE
+from megavlm.resilience.phases import EVALUATION, OTHER
 from megavlm.resilience.signals import StopRequest, patience_complaint, torchrun_patience, under_torchrun
 from megavlm.resilience.status import State, note_failure, write_status
 from megavlm.train import evaluate
 from megavlm.train.build import Run
 from megavlm.train.record import Counts, counts_of, record_of
+from megavlm.train.saves import Saves
 from megavlm.train.step_guard import StepGuard
 from megavlm.train.trace import Tracer
 from megavlm.train.watch import Watch
@@ -70,6 +71,7 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
     patience = Patience(run)
     guard = StepGuard(run, say=partial(_say, run))
     overdue = False  # a checkpoint is due, but the last step was bad
+    saves = Saves(run, say=partial(_say, run), took=patience.save)
     end: BaseException | None = None
     while iteration < last and end is None:
         iteration += 1
@@ -97,6 +99,7 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
         tally.add(counts)
         if _due(iteration, config.evaluation.eval_interval) and iteration < last:
             record |= _interval_evaluation(run)
+        record |= saves.news()
         for sink in run.sinks:
             sink.log(record)
         guard.act(iteration, result)
@@ -104,13 +107,15 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
         asked = counts.stop > 0
         overdue |= _due(iteration, config.checkpoint.save_interval)
         if overdue and guard.trusts_weights:
-            saved, overdue = _save(run, iteration, tally, guard, patience), False
+            saves.save(_position(run, iteration, tally, guard))
+            saved, overdue = iteration, False
             asked = asked or _anywhere(stop.requested, run)  # during the save
         if iteration < last:
             end = ahead.error(counts) or tally.too_many_skipped(config.data.max_bad_sample_rate)
             end = end or (Stopped(stop.reason or "another rank was asked to stop") if asked else None)
     if saved != iteration:
-        _save(run, iteration, tally, guard, patience)
+        saves.save(_position(run, iteration, tally, guard))
+    saves.finish()
     return iteration, end
 
 
@@ -160,6 +165,8 @@ def close(run: Run) -> None:
     """Stop the data loader's workers, free the engine, close all files, and give the run folder free."""
     run.data_loader.close()
     run.skipped.close()
+    if run.saver is not None:
+        run.saver.close()
     run.engine.close()
     for sink in run.sinks:
         sink.close()
@@ -217,34 +224,14 @@ def _due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
 
 
-def _save(run: Run, iteration: int, tally: _Tally, guard: StepGuard, patience: Patience) -> int:
-    if not run.config.checkpoint.save:
-        return iteration
-    run.engine.schedule.phases.enter(SAVE)
-    began = time.perf_counter()
-    position = state.Position(
+def _position(run: Run, iteration: int, tally: _Tally, guard: StepGuard) -> state.Position:
+    return state.Position(
         iteration=iteration,
         loader=run.data_loader.state_dict(),
         samples_read=tally.read,
         samples_skipped=tally.skipped,
         bad_steps=guard.state_dict(),
     )
-    folder = state.save(
-        run.engine.trained(),
-        position,
-        config=run.config,
-        plan=run.plan,
-        root=run.run_dir / "checkpoints",
-        keep=run.config.checkpoint.keep_checkpoints,
-        data=run.data_identity,
-    )
-    seconds = time.perf_counter() - began
-    patience.save(seconds)
-    if run.progress is not None:
-        events.record(run.run_dir, "save", iteration=iteration, seconds=round(seconds, 3), folder=folder)
-        write_status(run.run_dir, "running", iteration=iteration, checkpoint=str(folder))
-    _say(run, f"saved {folder} in {seconds:.1f} s")
-    return iteration
 
 
 def _interval_evaluation(run: Run) -> dict[str, Value]:

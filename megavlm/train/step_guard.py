@@ -74,6 +74,8 @@ class StepGuard:
 
         The run then is as if the batches since that checkpoint had been left out.
         """
+        if self._run.saver is not None:
+            self._run.saver.wait()  # the newest checkpoint may still be under way
         newest = folders.newest(self._run.run_dir / "checkpoints") if dist.get_rank() == 0 else None
         dist.broadcast_object_list(agreed := [newest], src=0)
         if (folder := agreed[0]) is None:

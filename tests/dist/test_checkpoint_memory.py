@@ -30,6 +30,8 @@ def bytes_taken(argv: list[str], run_dir: str) -> dict[str, int]:
 
     from megavlm import backend
     from megavlm.checkpoint import state
+    from megavlm.checkpoint.retention import Keep
+    from megavlm.checkpoint.saving import Saver
     from megavlm.config.cli import parse
     from megavlm.config.rules import check
     from megavlm.parallel.groups import destroy_groups
@@ -53,8 +55,15 @@ def bytes_taken(argv: list[str], run_dir: str) -> dict[str, int]:
     }
     with LiveBytes(standing_tensors(run.engine)) as counter:
         before = counter.live
-        folder = state.save(trained, position, config=run.config, plan=run.plan, root=Path(run_dir), keep=0)
+        saver = Saver(Path(run_dir), Keep(0))
+        state.save(trained, position, config=run.config, plan=run.plan, saver=saver)
+        saver.wait()
+        (report,) = saver.poll()
+        assert report.error is None
+        folder = report.folder
         found["save"] = counter.peak - before
+    saver.close()
+    dist.barrier()  # rank 0 has committed it
     with LiveBytes(standing_tensors(run.engine)) as counter:
         before = counter.live
         state.load(trained, folder, config=run.config, plan=run.plan)
@@ -110,6 +119,8 @@ def saved_again(argv: list[str], run_dir: str, into: str) -> None:
 
     from megavlm import backend
     from megavlm.checkpoint import state
+    from megavlm.checkpoint.retention import Keep
+    from megavlm.checkpoint.saving import Saver
     from megavlm.config.cli import parse
     from megavlm.config.rules import check
     from megavlm.parallel.groups import destroy_groups
@@ -122,7 +133,10 @@ def saved_again(argv: list[str], run_dir: str, into: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend.activate())
     position = state.Position(iteration=run.position.iteration, loader=run.position.loader)
-    state.save(run.engine.trained(), position, config=config, plan=run.plan, root=Path(into), keep=0)
+    saver = Saver(Path(into), Keep(0))
+    state.save(run.engine.trained(), position, config=config, plan=run.plan, saver=saver)
+    saver.wait()
+    saver.close()
     close(run)
 
 

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,18 +215,26 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_says_that_nothing_verifies
 
 
 def save_on_a_full_disk(argv: list[str], run_dir: str) -> str:
+    """Save where no file may be larger than 20,000 bytes; return the user's error."""
     import resource
 
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    from megavlm.checkpoint import writer
+
+    limited = writer.write_share
+
+    def write_share(*args: Any, **kwargs: Any) -> Any:  # in the process that writes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        return limited(*args, **kwargs)
+
+    writer.write_share = write_share
     try:
         return resume(argv, run_dir)[1]
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        writer.write_share = limited
 
 
 def test_a_save_that_fails_says_why_in_words(pools: Pools, tmp_path: Path) -> None:
-    for error in pools(2).run(save_on_a_full_disk, [*TINY, "--train-iters", "2"], str(tmp_path)):
+    for error in pools(2).run(save_on_a_full_disk, [*TINY, "--train-iters", "1"], str(tmp_path)):
         assert "larger than the limit for files" in error
         assert ".distcp" in error
         assert "unexpected pos" not in error
@@ -241,3 +250,34 @@ def test_a_resume_with_other_data_is_refused_or_accepted_by_name(pools: Pools, t
     assert error == ""
     assert "--seed 1234, but this run has 99" in printed
     assert len(metrics(tmp_path / "run")) == 4
+
+
+def poison(argv: list[str], run_dir: str) -> str:
+    """Train with a NaN in one of rank 1's moments after iteration 2; return the user's error."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from megavlm.train.engine import Engine
+
+    steps = []
+    train_step = Engine.train_step
+
+    def poisoned(self, *args, **kwargs):
+        result = train_step(self, *args, **kwargs)
+        steps.append(result)
+        if len(steps) == 2 and dist.get_rank() == 1:
+            state = next(iter(self.optimizer.chained_optimizers[0].optimizer.state.values()))
+            state["exp_avg"].view(-1)[-1] = float("nan")
+        return result
+
+    with patch.object(Engine, "train_step", poisoned):
+        return resume(argv, run_dir)[1]
+
+
+def test_weights_that_are_not_finite_are_never_saved(pools: Pools, tmp_path: Path) -> None:
+    for error in pools(2).run(poison, [*TINY, "--train-iters", "3", "--tp", "2"], str(tmp_path)):
+        assert "is not finite after iteration 2" in error
+        assert "iter_0000001" in error
+        assert "\n" not in error
+    assert [iteration for iteration, _ in folders.complete(tmp_path / "checkpoints")] == [1]

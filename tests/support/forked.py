@@ -25,7 +25,7 @@ def context() -> ForkServerContext:
 
 def start_program(argv: Sequence[str], output: Path) -> BaseProcess:
     """Start `pretrain_vlm.py argv` as the leader of its own session; what it prints goes to the file `output`."""
-    process = context().Process(target=_program, args=(list(argv), str(output)))
+    process = context().Process(target=run_program, args=(list(argv), str(output)))
     process.start()
     return process
 
@@ -36,7 +36,7 @@ def status_of(process: BaseProcess) -> int | None:
     return process.exitcode
 
 
-def _program(argv: list[str], output: str) -> None:
+def run_program(argv: list[str], output: str) -> None:
     os.setsid()
     os.chdir(ROOT)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -21,6 +21,7 @@ ASKED = {
     "backend/host_copies.py": "pins memory, copies on streams: tests/unit/backend/test_host_copies.py with stand-ins",
     "backend/streams.py": "a second stream: tests/unit/backend/test_streams.py with stand-ins",
     "backend/transformer_engine.py": "loads it or hides it: tests/unit/backend/test_mcore_patches.py",
+    "checkpoint/staging.py": "waits for copies, pins memory: tests/fake (saved)",
     "checkpoint/state.py": "saves the GPU's random state beside the CPU's: tests/fake (saved)",
     "config/device_defaults.py": "the table of defaults: tests/dist/test_gpu_defaults.py",
     "data/batch.py": "asks the host's tensors alone: tests/fake counts what a step waits for",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.checkpoint import folders
+from megavlm.checkpoint import folders, retention
 from megavlm.errors import UserError
 
 
@@ -41,7 +41,8 @@ def test_retention_keeps_the_newest_and_clears_leftovers(tmp_path: Path, keep: i
     for iteration in (1, 2, 3):
         write(tmp_path, iteration)
     folders.prepare(tmp_path, 4)
-    folders.retain(tmp_path, keep)
+    retention.prune(tmp_path, newest=keep)
+    retention.sweep(tmp_path)
     assert [iteration for iteration, _ in folders.complete(tmp_path)] == left
     assert not list(tmp_path.glob("tmp-*"))
 

@@ -1,0 +1,117 @@
+"""What `tools/checkpoint.py` prints and does: checkpoints as a person sees them. No torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megavlm.checkpoint import folders, manifest
+from megavlm.checkpoint.manifest import MANIFEST, SUMMARY, FileSum
+from megavlm.checkpoint.retention import Holds
+from megavlm.errors import UserError
+from megavlm.paths import open_regular, read_bytes
+
+_PIECE = 4 * 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint of a list."""
+
+    folder: Path
+    iteration: int
+    bytes: int
+    saved: datetime
+    state: str  # "whole", as far as a moment tells; "unverifiable"; or what is wrong
+
+
+def root_of(path: Path) -> Path:
+    """Return the folder of checkpoints that a person may name by its run. Raises UserError where there are none."""
+    for root in (path / "checkpoints", path):
+        if folders.named(root):
+            return root
+    raise UserError(f"{path} holds no checkpoints: give a run folder or its checkpoints folder")
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """Return the checkpoints that a path names: itself, or all of a run, oldest first."""
+    return [path] if folders.is_named(path) else [folder for _, folder in folders.named(root_of(path))]
+
+
+def entries(path: Path) -> Iterator[Entry]:
+    """Yield the checkpoints of a run, oldest first."""
+    for iteration, folder in folders.named(root_of(path)):
+        problem = manifest.first_look(folder)
+        state = problem or ("whole" if manifest.is_verifiable(folder) else "unverifiable: of an earlier version")
+        sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+        yield Entry(folder, iteration, sum(sizes), datetime.fromtimestamp(folder.stat().st_mtime), state)
+
+
+def problem_of(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint, whose files are all read; None if nothing is."""
+    problem = manifest.first_look(folder)
+    if problem is None and not manifest.is_verifiable(folder):
+        return f"it has no {MANIFEST}, since an earlier version saved it: it cannot be verified"
+    return problem or manifest.damage(folder)
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Return what a checkpoint says of itself. Raises UserError."""
+    try:
+        summary = json.loads(read_bytes(folder / SUMMARY, at_most=2**24))
+        if not isinstance(summary, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{folder}: {SUMMARY} cannot be read ({error})") from error
+    return summary
+
+
+def copy(source: Path, to: Path) -> Path:
+    """Copy a checkpoint into the folder `to`, and verify each file while it is read and once it is written.
+
+    The copy gets its name when it is whole. Raises UserError for one that is damaged or there already.
+    """
+    final, temporary = to / source.name, to / f"tmp-{source.name}"
+    if final.exists():
+        raise UserError(f"{final} is already there: remove it, or copy to another folder")
+    holds = Holds()
+    try:
+        holds.add(source)
+        if problem := manifest.first_look(source):
+            raise UserError(f"{source} is damaged: {problem}")
+        known = manifest.read_manifest(source) if manifest.is_verifiable(source) else {}
+        shutil.rmtree(temporary, ignore_errors=True)
+        for file in sorted(path for path in source.rglob("*") if path.is_file()):
+            name = file.relative_to(source).as_posix()
+            read = _copy_file(file, temporary / name)
+            if known and name != MANIFEST and read != known.get(name, read):
+                raise UserError(f"{source} is damaged: {name} is not what was saved. Nothing was copied")
+            if manifest.sum_of(temporary / name) != read:
+                raise UserError(f"{temporary / name} does not read back as it was written: the disk is not sound")
+        folders.rename_flushed(temporary, final)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        words = manifest.in_words(error) if isinstance(error, OSError) else str(error)
+        raise UserError(f"{source} cannot be copied to {to}: {words}") from error
+    finally:
+        holds.release()
+        shutil.rmtree(temporary, ignore_errors=True)
+    return final
+
+
+def _copy_file(source: Path, to: Path) -> FileSum:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    size = crc = 0
+    with open_regular(source) as reading, to.open("wb") as writing:
+        while piece := reading.read(_PIECE):
+            writing.write(piece)
+            crc = zlib.crc32(piece, crc)
+            size += len(piece)
+    return FileSum(size, crc)

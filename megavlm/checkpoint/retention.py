@@ -1,0 +1,130 @@
+"""Which checkpoints are kept, and deleting the others while nobody loads them. No torch.
+
+Who loads a checkpoint holds a shared lock on one of its files; who deletes one takes the lock for itself first, without
+waiting. A file system without locks (`flock`) protects nothing and hinders nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.manifest import MANIFEST, SUMMARY
+
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the `newest` (0: all), and multiples of `every` (0: none)."""
+
+    newest: int
+    every: int = 0
+
+
+def kept(
+    iterations: Sequence[int],
+    *,
+    newest: int,
+    every: int = 0,
+    best: int = 0,
+    metric: Mapping[int, float] | None = None,
+) -> set[int]:
+    """Return the iterations whose checkpoints are kept.
+
+    These are the `newest` (0: all), the multiples of `every` (0: none), and the `best` by a `metric` of which less is
+    better. A NaN is worse than every number.
+    """
+    if newest == 0:
+        return set(iterations)
+    chosen = set(sorted(iterations)[-newest:])
+    if every:
+        chosen |= {each for each in iterations if each % every == 0}
+    known = [each for each in iterations if metric is not None and each in metric]
+    if best and metric is not None:
+        chosen |= set(sorted(known, key=lambda each: (metric[each] != metric[each], metric[each], -each))[:best])
+    return chosen
+
+
+def doomed(root: Path, *, newest: int, every: int = 0) -> list[Path]:
+    """Return the checkpoints of a folder that the rule does not keep, oldest first."""
+    found = folders.complete(root)
+    keep = kept([iteration for iteration, _ in found], newest=newest, every=every)
+    return [path for iteration, path in found if iteration not in keep]
+
+
+def prune(root: Path, *, newest: int, every: int = 0) -> list[Path]:
+    """Delete the checkpoints that the rule does not keep and nobody loads; return them."""
+    return [path for path in doomed(root, newest=newest, every=every) if delete(path)]
+
+
+def sweep(root: Path) -> None:
+    """Delete what unfinished saves and deletions left behind."""
+    for leftover in root.glob("tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def delete(folder: Path) -> bool:
+    """Delete a checkpoint; return whether it is gone: nothing is deleted while somebody loads it."""
+    file = _lock_file(folder)
+    if file is None:
+        return False
+    try:
+        with suppress_no_locks():
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Renamed first: a kill in the middle of deleting must not leave half a folder that looks complete.
+        gone = folder.with_name(f"tmp-{folder.name}")
+        folder.rename(gone)
+        shutil.rmtree(gone)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+class Holds:
+    """The checkpoints that this process reads or may read soon: while it holds them, nobody deletes them."""
+
+    def __init__(self) -> None:
+        self._files: list[int] = []
+
+    def add(self, folder: Path) -> bool:
+        """Hold a checkpoint; return False where it is gone. Waits for one that is being deleted."""
+        file = _lock_file(folder, writable=False)
+        if file is None:
+            return folder.is_dir()  # it has nothing to hold it by: whoever looks closer says so
+        with suppress_no_locks():
+            fcntl.flock(file, fcntl.LOCK_SH)
+        self._files.append(file)
+        return folder.is_dir()
+
+    def release(self) -> None:
+        """Let go of all."""
+        while self._files:
+            os.close(self._files.pop())
+
+
+def _lock_file(folder: Path, *, writable: bool = True) -> int | None:
+    for name in (MANIFEST, SUMMARY):
+        for mode in (os.O_RDWR, os.O_RDONLY) if writable else (os.O_RDONLY,):  # NFS wants to write to lock alone
+            with suppress(OSError):
+                return os.open(folder / name, mode | os.O_NONBLOCK | os.O_CLOEXEC)
+    return None
+
+
+class suppress_no_locks:
+    """Go on where the file system has no locks."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        return isinstance(error, OSError) and error.errno in _NO_LOCKS

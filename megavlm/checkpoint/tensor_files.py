@@ -1,0 +1,117 @@
+"""The files of a checkpoint that one rank writes. The process that writes them imports torch, but not megatron-core."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from megavlm.checkpoint.manifest import FileSum, SummingFile, in_words
+
+THREADS = 2  # files of a rank, each written by a thread
+
+Item = tuple[MetadataIndex, torch.Tensor | io.BytesIO]
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where the items of a rank's files are, and the sums of these files."""
+
+    results: Sequence[WriteResult]
+    sums: Mapping[str, FileSum]
+
+
+class SaveError(Exception):
+    """A file of a checkpoint could not be written. The message says which and why, in one line."""
+
+
+def write_share(
+    folder: Path,
+    files: Mapping[str, Sequence[Item]],
+    whole: Mapping[str, bytes],
+    *,
+    go_on: Callable[[], None] = lambda: None,
+) -> Written:
+    """Write a rank's files. Raises SaveError, and what `go_on` raises, which is asked before each item."""
+    results: list[WriteResult] = []
+    sums: dict[str, FileSum] = {}
+    lock = threading.Lock()
+
+    def write(name: str) -> None:
+        items = files[name] if name in files else whole[name]
+        found, total = write_file(folder / name, items, go_on)
+        with lock:
+            results.extend(found)
+            sums[name] = total
+
+    with _without_record_sums(), ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(write, [*files, *whole]):
+            pass  # an error of any is raised here
+    return Written(results, sums)
+
+
+def write_file(
+    path: Path, content: Sequence[Item] | bytes, go_on: Callable[[], None] = lambda: None
+) -> tuple[list[WriteResult], FileSum]:
+    """Write one file; return where its items are and its sum. Raises SaveError."""
+    results = []
+    stream = None
+    try:
+        with path.open("wb") as file:
+            stream = SummingFile(file)
+            if isinstance(content, bytes):
+                stream.write(content)
+            else:
+                for index, data in content:
+                    go_on()
+                    start = stream.tell()
+                    if isinstance(data, io.BytesIO):
+                        stream.write(data.getbuffer())
+                    else:
+                        torch.save(_alone(data), cast(IO[bytes], stream))  # of a file it uses `write`
+                    length = stream.tell() - start
+                    results.append(WriteResult(index, length, _StorageInfo(path.name, start, length)))
+    except OSError as error:
+        raise SaveError(f"{path.name} cannot be written: {in_words(error)}") from error
+    except RuntimeError as error:
+        # torch's archive goes on after a write that failed, and complains of that.
+        cause = stream.error if stream is not None else None
+        raise SaveError(f"{path.name} cannot be written: {in_words(cause) if cause else error}") from error
+    return results, stream.sum
+
+
+def write_metadata(folder: Path, metadata: Metadata, written: Sequence[Written]) -> None:
+    """Write `.metadata`, which says where all ranks' tensors are. Raises SaveError."""
+    try:
+        FileSystemWriter(folder).finish(metadata, [list(each.results) for each in written])
+    except OSError as error:
+        raise SaveError(f".metadata cannot be written: {in_words(error)}") from error
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in host memory with a storage of its own: `torch.save` writes storages whole."""
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+@contextmanager
+def _without_record_sums() -> Any:
+    """Let `torch.save` not sum up records: that takes four times as long as writing them, and no reader looks."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)

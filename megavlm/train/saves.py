@@ -1,0 +1,93 @@
+"""The saves of a run: begun by its loop, written beside it, and reported when they have ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megavlm.checkpoint import state
+from megavlm.checkpoint.saving import SaveReport
+from megavlm.errors import UserError
+from megavlm.metrics.sinks import Value
+from megavlm.resilience import events
+from megavlm.resilience.phases import SAVE
+from megavlm.resilience.status import write_status
+from megavlm.train.build import Run
+
+
+class Saves:
+    """Begins saves, says on rank 0 how they ended, and measures for how long training stood still."""
+
+    def __init__(self, run: Run, *, say: Callable[[str], None], took: Callable[[float], None]) -> None:
+        """`took` is called with the seconds of each save."""
+        self._run, self._say, self._took = run, say, took
+        self._saver = run.saver
+        self._asynchronous = run.config.checkpoint.async_save
+        self._news: dict[str, Value] = {}
+        self._last: SaveReport | None = None
+
+    def save(self, position: state.Position) -> None:
+        """Begin a save; with --no-async-save, wait for its end. Every rank calls it. Raises UserError."""
+        if self._saver is None:
+            return
+        run = self._run
+        run.engine.schedule.phases.enter(SAVE)
+        began = time.perf_counter()
+        data = run.data_identity
+        state.save(run.engine.trained(), position, config=run.config, plan=run.plan, saver=self._saver, data=data)
+        if not self._asynchronous:
+            self._saver.wait()
+        self._news["save_stall_s"] = time.perf_counter() - began
+        self._look()
+
+    def news(self) -> dict[str, Value]:
+        """Return, for the record of the next step, what is new: the stall of a save that began, the time of one that
+        ended. No rank waits.
+        """
+        self._look()
+        news, self._news = self._news, {}
+        return news
+
+    def finish(self) -> None:
+        """Wait for the save that is under way. Every rank calls it. Raises UserError on all if the last save failed."""
+        if self._saver is None:
+            return
+        self._run.engine.schedule.phases.enter(SAVE)
+        self._saver.wait()
+        self._look()
+        message = [None if self._last is None else self._last.error]
+        dist.broadcast_object_list(message, src=0)
+        if message[0] is not None:
+            raise UserError(
+                f"the last checkpoint cannot be saved to {self._run.run_dir / 'checkpoints'} ({message[0]}): the ones "
+                "before it are whole; make room or choose another --run-dir, and start again"
+            )
+
+    def _look(self) -> None:
+        for report in self._saver.poll() if self._saver is not None else ():
+            self._last = report
+            if dist.get_rank() == 0:
+                self._tell(report)
+
+    def _tell(self, report: SaveReport) -> None:
+        run_dir: Path = self._run.run_dir
+        seconds = round(report.seconds, 3)
+        self._news["save_time_s"] = report.seconds
+        self._took(report.seconds)
+        if report.retried is not None:
+            line = f"the save of iteration {report.iteration} failed once ({report.retried}), and was tried again"
+            events.record(run_dir, "save_failed", iteration=report.iteration, reason=report.retried)
+            self._say(line)
+        if report.error is not None:
+            events.record(run_dir, "save_failed", iteration=report.iteration, reason=report.error, seconds=seconds)
+            self._say(
+                f"CHECKPOINT OF ITERATION {report.iteration} NOT SAVED: {report.error}. Training goes on; the "
+                "checkpoints before it are whole"
+            )
+            return
+        events.record(run_dir, "save", iteration=report.iteration, seconds=seconds, folder=report.folder)
+        write_status(run_dir, "running", iteration=report.iteration, checkpoint=str(report.folder))
+        self._say(f"saved {report.folder} in {report.seconds:.1f} s")

@@ -1,0 +1,97 @@
+"""The commands of tools/checkpoint.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.manifest import SUMMARY
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("checkpoint_tool", ROOT / "tools/checkpoint.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with checkpoints 10 to 40, of which 30 has a flipped bit and 40 lacks a file."""
+    root = tmp_path / "run/checkpoints"
+    for iteration in (10, 20, 30, 40):
+        folder = folders.prepare(root, iteration)
+        (folder / "__0_0.distcp").write_bytes(bytes([iteration]) * 1000)
+        (folder / "common.pt").write_bytes(b"x")
+        (folder / SUMMARY).write_text(json.dumps({"format": 1, "iteration": iteration}))
+        folders.commit(root, iteration)
+    (root / "iter_0000030/__0_0.distcp").write_bytes(b"\x00" + bytes([30]) * 999)
+    (root / "iter_0000040/common.pt").unlink()
+    return tmp_path / "run"
+
+
+def test_verify_names_the_damaged_files(tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["verify", str(run)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    found = [line.split(": ", 1)[1].split(":")[0] for line in lines]
+    assert found == ["whole", "whole", "__0_0.distcp is damaged", "common.pt is missing"]
+    assert tool.main(["verify", str(run / "checkpoints/iter_0000010")]) == 0
+
+
+def test_list_and_show(tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["list", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[-1] for line in lines] == ["whole", "whole", "whole", "common.pt is missing"]
+    assert tool.main(["show", str(run / "checkpoints/iter_0000020")]) == 0
+    assert json.loads(capsys.readouterr().out)["iteration"] == 20
+
+
+def test_prune_prints_first_and_deletes_when_told(
+    tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["prune", str(run), "--keep", "1", "--keep-every", "20"]
+    assert tool.main(argv) == 0
+    assert capsys.readouterr().out.count("would be deleted") == 2
+    assert len(folders.complete(run / "checkpoints")) == 4
+    assert tool.main([*argv, "--delete"]) == 0
+    assert [iteration for iteration, _ in folders.complete(run / "checkpoints")] == [20, 40]
+
+
+def test_copy_verifies(tool: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    assert tool.main(["copy", str(run / "checkpoints/iter_0000020"), str(other)]) == 0
+    assert tool.main(["verify", str(other)]) == 0
+    assert tool.main(["copy", str(run / "checkpoints/iter_0000020"), str(other)]) == 2
+    assert tool.main(["copy", str(run / "checkpoints/iter_0000030"), str(other)]) == 2
+    error = capsys.readouterr().err
+    assert "already there" in error
+    assert "__0_0.distcp is not what was saved" in error
+    assert [path.name for path in other.iterdir()] == ["iter_0000020"]
+
+
+def test_it_needs_no_torch(run: Path) -> None:
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; del sys.argv[0]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "tools/checkpoint.py"), "list", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("iter_") == 4
+
+
+def test_mistakes_are_one_line(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["list", str(tmp_path / "nowhere")]) == 2
+    assert "holds no checkpoints" in capsys.readouterr().err
