@@ -113,6 +113,9 @@ class RankLoader:
             read=batch.read if first else 0,
             skipped=(*batch.skipped, *found) if first else found,
             imbalance=evenness,
+            samples=tuple(
+                tuple(segment.sample_id for sequence in sequences for segment in sequence) for sequences in mine
+            ),
         )
         return step, batch.after
 

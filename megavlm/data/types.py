@@ -275,3 +275,4 @@ class StepData:
     read: int  # number of samples read for it, counted by data-parallel rank 0
     skipped: tuple[Skipped, ...]  # counted by the rank that collates them, or by rank 0 if they are never collated
     imbalance: Imbalance | None  # None if costs are not known
+    samples: tuple[tuple[SampleId, ...], ...] = ()  # of each micro-batch, on a rank that reads

@@ -102,7 +102,7 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
         record |= saves.news()
         for sink in run.sinks:
             sink.log(record)
-        guard.act(iteration, result)
+        guard.act(iteration, step, result)
         patience.step(seconds)
         asked = counts.stop > 0
         overdue |= _due(iteration, config.checkpoint.save_interval)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
 from megavlm.checkpoint import folders, state
+from megavlm.data.types import StepData
 from megavlm.errors import BadNumbers
 from megavlm.resilience import events
 from megavlm.resilience.bad_steps import BadSteps, iterations
 from megavlm.train.build import Run
+from megavlm.train.culprit import Culprit, find_culprit
 from megavlm.train.engine import StepResult
 
 
@@ -50,12 +54,16 @@ class StepGuard:
         else:
             self._steps.left_out()
 
-    def act(self, iteration: int, result: StepResult) -> None:
+    def act(self, iteration: int, step: StepData, result: StepResult) -> None:
         """Report a bad step, and go back to a checkpoint if the run is to. Raises BadNumbers if it is to end."""
         complaint = _complaint(result, self._run.config.optimizer.min_loss_scale)
         if complaint is None:
             return
-        self._report("skip", iteration, complaint)
+        found = Culprit("")
+        if result.refused is not None and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm or 0.0)):
+            found = find_culprit(self._run, step)
+            complaint = f"{complaint}: {found.where}"
+        self._report("skip", iteration, complaint, **found.details)
         in_a_row, most = self._steps.in_a_row, self._options.max_consecutive_skips
         if self._options.on_spike == "stop":
             raise BadNumbers(
@@ -86,9 +94,9 @@ class StepGuard:
         self._steps.go_back(position.bad_steps, left_out=iteration - position.iteration)
         self._report("rewind", iteration, f"went back to the weights of {folder}")
 
-    def _report(self, kind: str, iteration: int, reason: str) -> None:
+    def _report(self, kind: str, iteration: int, reason: str, **details: Any) -> None:
         if self._run.progress is not None:
-            events.record(self._run.run_dir, kind, iteration=iteration, reason=reason)
+            events.record(self._run.run_dir, kind, iteration=iteration, reason=reason, **details)
         self._say(f"iteration {iteration}: {reason}" + ("; its batch is left out" if kind == "skip" else ""))
 
 

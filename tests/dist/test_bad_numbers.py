@@ -48,6 +48,10 @@ def test_a_bad_step_is_as_a_batch_left_out(pools: Pools, tmp_path: Path, world: 
     assert left_out[2]["loss"] is None
     [event] = [event for event in events(tmp_path / "bad") if event["kind"] == "skip"]
     assert event["iteration"] == 3
+    assert event["module"] == (fault.name or "pixels")
+    assert fault.rank in (None, event["culprit"])
+    assert event["samples"]
+    assert len(event["samples"]) <= (4 if "colocated" in layout else 2)
 
 
 SPIKE = Fault("gradient", (20, 22), name="language.layers.2", value=1e6)
@@ -88,9 +92,9 @@ def test_bad_steps_in_a_row_end_the_run_and_keep_its_checkpoint(pools: Pools, tm
     argv = [*SMALL, *"--train-iters 9 --save-interval 1 --keep-checkpoints 1 --max-consecutive-skips 3".split()]
     bad = Fault("output", (2, 4, 5, 6), rank=1, name="language.layers.2")
     ends = pools(2).run(train_with, argv, str(tmp_path), bad)
-    assert all(
-        "iteration 6: the loss is nan; this is bad step 3 in a row (--max-consecutive-skips)" in end for end in ends
-    )
+    where = "iteration 6: the loss is nan: rank 1 is the first where the output of language.layers.2 is not finite"
+    assert all(where in end for end in ends)
+    assert all("this is bad step 3 in a row (--max-consecutive-skips)" in end for end in ends)
     assert [record["iteration"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert folders.newest(tmp_path / "checkpoints").name == "iter_0000003"
 
@@ -105,3 +109,11 @@ def test_weights_that_explode_end_the_run(pools: Pools, tmp_path: Path, precisio
     [end] = pools(1).run(train_with, [*argv, "--precision", precision], str(tmp_path), Fault("pixels", ()))
     assert "in a row" in end
     assert len(metrics(tmp_path)) <= 12
+
+
+def test_what_does_not_happen_again_is_a_device_that_computes_wrongly(pools: Pools, tmp_path: Path):
+    argv = [*SMALL, *"--train-iters 3 --no-save".split()]
+    pools(1).run(train_with, argv, str(tmp_path), Fault("output", (2,), name="projector", passes=1))
+    [event] = [event for event in events(tmp_path) if event["kind"] == "skip"]
+    assert "look for a device that computes wrongly" in event["reason"]
+    assert "module" not in event

@@ -24,6 +24,7 @@ class Fault:
     rank: int | None = None
     name: str = ""
     value: float = math.nan
+    passes: int = 2  # 1: not when the batch is computed again
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def injected(fault: Fault) -> Iterator[None]:
     from megavlm.train.engine import Engine
 
     here = fault.rank is None or dist.get_rank() == fault.rank
-    steps = 0
+    steps = passes = 0
     train_step, run_batches, leave_out = Engine.train_step, Schedule.train, Engine.leave_out
 
     def counted(self: Engine, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +50,9 @@ def injected(fault: Fault) -> Iterator[None]:
         return leave_out(self, *args)
 
     def faulty(self: Schedule, batches: Sequence[Any]) -> Any:
-        if not here or steps not in fault.iterations:
+        nonlocal passes
+        passes += steps in fault.iterations
+        if not here or steps not in fault.iterations or passes > fault.passes * len(fault.iterations):
             return run_batches(self, batches)
         if fault.kind == "pixels":
             for batch in batches:
