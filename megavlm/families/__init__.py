@@ -65,7 +65,7 @@ def family_of(settings: Settings) -> Family:
         if kind in family.model_types:
             return family
     known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
-    raise UserError(f"{settings.where}: model_type {kind!r} is not supported; supported are {known}")
+    raise UserError(f"{settings.where}: model_type {kind!r:.80} is not supported; supported are {known}")
 
 
 def processor_from(preprocessor_config: Mapping[str, Any], model: ModelConfig, *, fast: bool = False) -> Processor:
@@ -77,7 +77,7 @@ def processor_from(preprocessor_config: Mapping[str, Any], model: ModelConfig, *
     name, options = class_of(preprocessor_config)
     if name not in PROCESSOR_READERS:
         raise UserError(
-            f"image processor {name!r} of preprocessor_config.json is unknown: supported are "
+            f"image processor {name!r:.80} of preprocessor_config.json is unknown: supported are "
             + ", ".join(PROCESSOR_READERS)
         )
     return PROCESSOR_READERS[name].read(options, model, fast=fast)

@@ -104,9 +104,11 @@ def sides(size: Any, name: str) -> Size:
         case [int(height), int(width)]:
             found = height, width
         case _:
-            raise UserError(f"{name} {size!r} in preprocessor_config.json is not supported: give height and width")
+            raise UserError(f"{name} {size!r:.80} in preprocessor_config.json is not supported: give height and width")
     if found[0] * found[1] > MOST_PIXELS:
-        raise UserError(f"{name} {size!r} in preprocessor_config.json has more than {MOST_PIXELS} pixels: correct it")
+        raise UserError(
+            f"{name} {size!r:.80} in preprocessor_config.json has more than {MOST_PIXELS} pixels: correct it"
+        )
     return found
 
 
