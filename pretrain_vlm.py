@@ -7,26 +7,39 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from megavlm.config.cli import parse
 from megavlm.config.derived import launches_in_order
 from megavlm.config.resolve import resolve
-from megavlm.config.rules import check
+from megavlm.config.rules import check, usable_world
 from megavlm.config.schema import Config
 from megavlm.errors import Stopped, UserError
 from megavlm.resilience.signals import STOPPED, StopRequest, listen, torchrun_patience, under_torchrun
+from megavlm.resilience.spare import wait_as_spare
+from megavlm.resilience.status import read_status
 
 
 def main(argv: Sequence[str]) -> None:
     """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    config = with_plan(with_model(parse(argv)), world=world)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    config = with_model(parse(argv))
+    world = usable_world(config, launched)
+    config = with_plan(config, world=world)
     if config.run.dry_run:
         return dry_run(config, world=world)
     check(config, world=world)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost peer is an error of the connection, not the end of the run
+    before = read_status(Path(config.run.run_dir))
     stop = StopRequest()
     listen(stop, parent=os.getppid() if under_torchrun() else None, patience=torchrun_patience())
+    if world < launched:
+        os.environ["WORLD_SIZE"] = str(world)  # the other ranks know of no spare ones
+        rank = int(os.environ["RANK"])
+        if rank == 0:
+            print(f"{world} of {launched} ranks train; the others are spare", flush=True)
+        if rank >= world:
+            return wait_as_spare(Path(config.run.run_dir), before)
 
     from megavlm import backend
 

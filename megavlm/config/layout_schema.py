@@ -61,6 +61,11 @@ class ParallelConfig:
     distributed_timeout_minutes: float = option(
         10.0, "Timeout of collectives in minutes; a collective that exceeds it ends the run."
     )
+    spare_ranks: bool = option(
+        False,
+        "Leave ranks idle that the layout or the global batch cannot use, for jobs whose number of nodes changes; off: "
+        "refuse such a number of ranks.",
+    )
 
 
 @dataclass(frozen=True)

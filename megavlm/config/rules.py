@@ -27,6 +27,17 @@ def check(config: Config, *, world: int) -> None:
         raise UserError(complaint)
 
 
+def usable_world(config: Config, launched: int) -> int:
+    """Return how many of `launched` processes train: all, or with `--spare-ranks` the most that layout and batch allow.
+
+    All, too, if no number will do or a value is out of its range, so that `check` says what is wrong.
+    """
+    if not config.parallel.spare_ranks or any(out_of_range(config)):
+        return launched
+    numbers = range(launched, 0, -1)
+    return next((world for world in numbers if not any(rule(config, world) for rule in WORLD_RULES)), launched)
+
+
 def _complaints(config: Config, world: int) -> Iterator[str]:
     yield from out_of_range(config)
     for rule in RULES:
