@@ -15,6 +15,7 @@ from megavlm.checkpoint import state
 from megavlm.data.collate import CollateSpec
 from megavlm.errors import Stopped, UserError
 from megavlm.metrics.sinks import Value
+from megavlm.planner.out_of_memory import explain
 from megavlm.resilience import events
 from megavlm.resilience.phases import EVALUATION, OTHER
 from megavlm.resilience.signals import StopRequest, patience_complaint, torchrun_patience, under_torchrun
@@ -53,6 +54,10 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
         _say(run, "finished")
         stop.saved()
         _final_evaluation(run)
+    except torch.OutOfMemoryError as error:
+        told = _out_of_memory(run)
+        note_failure(run.run_dir, told)
+        raise told from error
     except Exception as error:
         if not isinstance(error, Stopped):
             note_failure(run.run_dir, error)
@@ -61,6 +66,13 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
         watch.close()
         tracer.close()
         close(run)
+
+
+def _out_of_memory(run: Run) -> UserError:
+    """Return an error that says what takes this rank's memory, and which setting takes less."""
+    on_gpu = not run.backend.is_cpu
+    capacity = torch.cuda.get_device_properties(run.backend.device).total_memory if on_gpu else None
+    return UserError(explain(run.config, run.plan.dims, rank=dist.get_rank(), on_gpu=on_gpu, capacity=capacity))
 
 
 def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[int, BaseException | None]:

@@ -1,0 +1,70 @@
+"""Explain an out-of-memory error: the estimated peak by component, and the nearest setting that is estimated to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Literal
+
+from megavlm.config.rules import check
+from megavlm.config.schema import Config
+from megavlm.errors import UserError
+from megavlm.parallel.dims import Dims
+from megavlm.planner.auto import memory_of
+from megavlm.planner.memory import Memory
+
+_SAVED = 0.9  # where the estimate says that the run fits, it was too low: a remedy must then save a tenth of it
+Estimate = Callable[[Config], Memory]  # of the fullest rank
+
+
+def explain(config: Config, dims: Dims, *, rank: int, on_gpu: bool, capacity: float | None) -> str:
+    """Return one line on a run that ended out of memory on `rank`; `capacity` are the bytes of a device, if known."""
+
+    def estimate(changed: Config) -> Memory:
+        return max(memory_of(changed, dims, on_gpu=on_gpu), key=lambda memory: memory.total)
+
+    return line(config, dims, estimate, rank=rank, capacity=capacity)
+
+
+def line(config: Config, dims: Dims, estimate: Estimate, *, rank: int, capacity: float | None) -> str:
+    """Return the line of `explain` for an estimate."""
+    now = estimate(config)
+    parts = sorted(vars(now).items(), key=lambda part: -part[1])
+    peak = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
+    holds = "" if capacity is None else f" of {_gib(capacity)}"
+    text = f"out of memory on rank {rank}: the planner estimates a peak of {_gib(now.total)}{holds} ({peak})"
+    limit = min(_SAVED * now.total, capacity if capacity is not None else float("inf"))
+    for words, changed in settings(config, dims):
+        try:
+            check(changed, world=dims.world)
+            after = estimate(changed).total
+        except UserError:
+            continue
+        if after <= limit:
+            return f"{text}: use {words}, with which it estimates {_gib(after)}"
+    return f"{text}: no single setting fits, so use more devices, and let --plan auto choose the layout"
+
+
+def settings(config: Config, dims: Dims) -> Iterator[tuple[str, Config]]:
+    """Yield settings that take less memory on the same devices, those that cost the least time first."""
+    execution, train, parallel = config.execution, config.train, config.parallel
+    size = train.micro_batch_size
+    while size > 1:
+        size //= 2
+        yield f"--micro-batch-size {size}", replace(config, train=replace(train, micro_batch_size=size))
+    for kind in ("optimizer", "optimizer_gradients", "full"):
+        if dims.dp > 1 and kind != parallel.data_parallel_sharding:
+            sharded = replace(config, parallel=replace(parallel, data_parallel_sharding=kind))
+            yield f"--data-parallel-sharding {kind}", sharded
+    offloaded: tuple[Literal["activations", "optimizer"], ...] = ("activations", "optimizer")
+    for what in offloaded:
+        if what not in execution.offload:
+            offload = (*execution.offload, what)
+            yield f"--offload {' '.join(offload)}", replace(config, execution=replace(execution, offload=offload))
+    if execution.recompute_granularity != "full":
+        full = replace(config, execution=replace(execution, recompute_granularity="full"))
+        yield "--recompute-granularity full", full
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
