@@ -28,3 +28,8 @@ class NumericsConfig:
     iterations_to_skip: tuple[str, ...] = option(
         (), "Iterations whose batches are left out, as numbers and ranges: 12 40-45. Default: no iteration."
     )
+    check_weight_hash_across_dp_replicas_interval: int = option(
+        0,
+        "Steps between comparisons of the weights of data-parallel replicas, by checksum; a difference ends the run "
+        "with exit status 3 and names the rank. 0: no comparison.",
+    )

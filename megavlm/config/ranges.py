@@ -104,6 +104,7 @@ RANGES = (
             "evaluation.eval_interval",
             "logging.profile_step_start",
             "logging.profile_ranks",
+            "numerics.check_weight_hash_across_dp_replicas_interval",
             "run.hang_timeout",
         ),
     ),

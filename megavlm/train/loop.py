@@ -99,7 +99,9 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
         if guard.leaves_out(iteration):
             result = run.engine.leave_out(ahead.counters)
         else:
-            result = run.engine.train_step(step.batches, ahead.counters, upcoming=upcoming, judge=guard.judge)
+            result = run.engine.train_step(
+                step.batches, ahead.counters, upcoming=upcoming, judge=guard.judge(iteration)
+            )
         guard.note(result)
         counts = Counts(*result.counters)
         seconds = time.perf_counter() - before

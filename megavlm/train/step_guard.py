@@ -15,7 +15,8 @@ from megavlm.resilience import events
 from megavlm.resilience.bad_steps import BadSteps, iterations
 from megavlm.train.build import Run
 from megavlm.train.culprit import Culprit, find_culprit
-from megavlm.train.engine import StepResult
+from megavlm.train.engine import Judge, StepResult
+from megavlm.train.replicas import differing_replicas
 
 
 class StepGuard:
@@ -28,12 +29,28 @@ class StepGuard:
         self._steps = BadSteps(self._options.spike_factor)
         self._steps.load_state_dict(run.position.bad_steps)
         self._left_out = iterations(self._options.iterations_to_skip)
-        self.judge = self._steps.reason
         self.state_dict = self._steps.state_dict
 
     def leaves_out(self, iteration: int) -> bool:
         """Return whether the batch of an iteration is not to be trained on."""
         return iteration in self._left_out
+
+    def judge(self, iteration: int) -> Judge:
+        """Return the judge of a step. Raises BadNumbers if it is the turn of the replicas and their weights differ."""
+        every = self._options.check_weight_hash_across_dp_replicas_interval
+        if not every or iteration % every:
+            return self._steps.reason
+
+        def judge(loss: float, norm: float | None) -> str | None:
+            if (complaint := differing_replicas(self._run.engine.model_chunks)) is not None:
+                self._report("mismatch", iteration, complaint)
+                raise BadNumbers(
+                    f"iteration {iteration}: {complaint}: a device computes or stores wrongly; go on without it, from "
+                    "a checkpoint"
+                )
+            return self._steps.reason(loss, norm)
+
+        return judge
 
     @property
     def trusts_weights(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megavlm.checkpoint import folders
 from megavlm.resilience.events import events
@@ -117,3 +118,38 @@ def test_what_does_not_happen_again_is_a_device_that_computes_wrongly(pools: Poo
     [event] = [event for event in events(tmp_path) if event["kind"] == "skip"]
     assert "look for a device that computes wrongly" in event["reason"]
     assert "module" not in event
+
+
+def train_with_a_flipped_bit(argv: list[str], run_dir: str) -> str:
+    """A run in which a bit of a weight flips on the last rank, between the update of step 2 and step 3."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from megavlm.pipeline.schedule import Schedule
+
+    steps = 0
+    run_batches = Schedule.train
+
+    def flip(self: Schedule, batches: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        totals = run_batches(self, batches)
+        if steps == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            weight = dict(self.chunks[0].module.named_parameters())["language.norm.weight"]
+            weight.data.view(torch.int32)[0] ^= 1 << 3
+        return totals
+
+    with patch.object(Schedule, "train", flip):
+        return train_with(argv, run_dir, Fault("pixels", ()))
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_replicas_that_differ_are_named(pools: Pools, tmp_path: Path, interval: int):
+    check = f"--train-iters 4 --no-save --check-weight-hash-across-dp-replicas-interval {interval}".split()
+    ends = pools(2).run(train_with_a_flipped_bit, [*SMALL, *check], str(tmp_path))
+    if interval == 2:  # the next gather of ZeRO-1 has mended it
+        assert ends == ["", ""]
+        return
+    assert all("iteration 3: ranks 0 and 1 differ in language.norm.weight" in end for end in ends)
+    assert [event["iteration"] for event in events(tmp_path) if event["kind"] == "mismatch"] == [3]
