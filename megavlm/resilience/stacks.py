@@ -36,7 +36,7 @@ def place_of(thread: int) -> tuple[str, bool]:
 
 
 def write_stacks(path: Path, header: str) -> None:
-    """Write the stacks of all threads of this process; beside it what NCCL's flight recorder has, if it has recorded.
+    """Write the stacks of all threads of this process; beside it what torch's flight recorder holds.
 
     The file names the training thread's identifier, since `faulthandler` prints identifiers alone.
     """
@@ -49,13 +49,14 @@ def write_stacks(path: Path, header: str) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
     record = flight_record()
     if record is not None:
-        path.with_suffix(".nccl.json").write_bytes(record)
+        path.with_suffix(".collectives.json").write_bytes(record)
 
 
 def flight_record() -> bytes | None:
     """Return the last collectives of this process that torch's flight recorder holds, as JSON; None if there are none.
 
-    NCCL records where TORCH_FR_BUFFER_SIZE (earlier TORCH_NCCL_TRACE_BUFFER_SIZE) is above 0. Not run on a GPU so far.
+    Gloo's are recorded always, NCCL's where TORCH_FR_BUFFER_SIZE (earlier TORCH_NCCL_TRACE_BUFFER_SIZE) is above 0. Not
+    run on a GPU so far.
     """
     torch = sys.modules.get("torch")
     binding = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)

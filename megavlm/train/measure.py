@@ -33,7 +33,7 @@ def layer_samples(config: Config, backend: Backend, *, repeats: int) -> tuple[li
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend)
     try:
-        case = scenario_of(config, run.plan.dims, on_gpu=not backend.is_cpu)
+        case = scenario_of(run.config, run.plan.dims, on_gpu=not backend.is_cpu)
         batches = run.data_loader.next_step().batches
         run.engine.train_step(batches)
         times = [_layer_times(run, batches[0], backend) for _ in range(repeats + 1)][1:]

@@ -52,11 +52,12 @@ def _resumed_histories(argv: Sequence[str], run_dir: str) -> dict[str, Tensor]:
     from megavlm.parallel.groups import destroy_groups
     from megavlm.precision.history import histories
     from megavlm.train.build import build
+    from megavlm.train.loop import close
 
     destroy_groups()
     run = build(parse([*argv, "--run-dir", run_dir]), backend.activate())
     found = {name: tensor for chunk in run.engine.chunks for name, tensor in histories(chunk).items()}
-    run.engine.close()
+    close(run)
     return found
 
 

@@ -111,7 +111,7 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend.activate())
     counts = step_counts(run.engine, run.data_loader.next_step().batches, offloaded_apart)
-    plan, rank = run.plan, run.engine.groups.coords.pp
+    config, plan, rank = run.config, run.plan, run.engine.groups.coords.pp
     step = predict(config, plan.dims, PROFILES["cpu"])
     host = step.host[rank] if step.host else HostMemory()
     there = sum(p.numel() for chunk in run.engine.model_chunks for p in chunk.parameters())  # of shared ones all rows

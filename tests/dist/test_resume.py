@@ -180,7 +180,7 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
         assert process.is_alive(), (tmp_path / "run-output").read_text()
         time.sleep(0.002)
     process.terminate()
-    assert status_of(process) == 0
+    assert status_of(process) == 75
     done = len(metrics(tmp_path / "run"))
     assert done < 12
     checkpoints = tmp_path / "run/checkpoints"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megavlm.arch.anyres import TileGroup
+from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.batch import ImageBatch, ImageSizes
 from megavlm.data.collate import CollateSpec
@@ -20,12 +21,14 @@ from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Segment
 from megavlm.pipeline.encoder import split_into_passes
 
-MODEL = ModelConfig(
-    vision=VisionConfig(patch_size=4, image_size=16),
-    projector=ProjectorConfig(pixel_shuffle=2),
-    language=LanguageConfig(vocab_size=256),
+MODEL = resolve_model(
+    ModelConfig(
+        vision=VisionConfig(patch_size=4, image_size=16),
+        projector=ProjectorConfig(pixel_shuffle=2),
+        language=LanguageConfig(vocab_size=256),
+    )
 )
-TILED = replace(MODEL, projector=ProjectorConfig(pixel_shuffle=2, anyres_max_tiles=4))
+TILED = replace(MODEL, projector=replace(MODEL.projector, anyres_max_tiles=4))
 GROUPS = (TileGroup((1, 2), (16, 32)), TileGroup((0, 0), (16, 16)))
 
 

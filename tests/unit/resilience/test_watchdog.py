@@ -69,7 +69,8 @@ def test_a_rank_without_progress_ends_all_with_stacks_and_a_line(tmp_path: Path,
     worker.join()
     assert sorted(ranks.ended) == [(0, HUNG), (1, HUNG)]
     (folder,) = tmp_path.glob("hang-*")
-    assert sorted(path.name for path in folder.iterdir()) == ["README.txt", "rank-0.txt", "rank-1.txt"]
+    # Where an earlier test of this process had a group, torch's flight recorder holds its collectives.
+    assert {path.name for path in folder.glob("*.txt")} == {"README.txt", "rank-0.txt", "rank-1.txt"}
     stacks = (folder / "rank-1.txt").read_text()
     assert "test_watchdog.py" in stacks
     assert "watchdog" in stacks
