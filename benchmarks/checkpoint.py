@@ -21,11 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from record import append, circumstances
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.record import append, circumstances  # noqa: E402
-
 MODEL = (
     "--train-iters 1 --micro-batch-size 1 --seq-length 64 --no-tensorboard --vision-num-layers 2 "
     "--vision-hidden-size 256 "

@@ -43,6 +43,7 @@ from megavlm.errors import UserError
 _BAD = "__bad__"
 _RUN_OF_SAMPLES = 64  # that follow each other in a tar; fewer mix better, more read faster
 _STATES = {made.__name__: made for made in (FlexState, SavableDataLoaderState, SliceState)}
+_LONGEST = 400  # characters of energon's words in a message
 _ONE_AT_A_TIME = Lock()  # energon keeps track of the active worker in a class variable
 
 
@@ -204,6 +205,8 @@ class EnergonStream:
             crude = CrudeWebdataset(path, split_part="train", shuffle_over_epochs=epochs, **options)
         except Exception as error:
             what = " ".join(str(error).split()) or type(error).__name__
+            if len(what) > _LONGEST:  # energon repeats whole values of a file
+                what = f"{what[: _LONGEST // 2]} … {what[-_LONGEST // 2 :]}"
             raise self._wrong(f"is nothing that megatron-energon can open ({what}): see docs/data.md") from error
         return LoadedDatasetList(datasets=[LoadedDataset(dataset=crude)], blend_mode=DatasetBlendMode.NONE)
 
