@@ -26,7 +26,7 @@ from megavlm.checkpoint.staging import Places, Staging
 from megavlm.checkpoint.tensor_files import Item
 from megavlm.checkpoint.writer import Job, Outcome, serve
 from megavlm.checkpoint.writing import Share
-from megavlm.errors import UserError
+from megavlm.errors import BadNumbers
 
 _GIVEN_UP = 20.0  # seconds that a run that ends by an error waits for a save that is under way
 
@@ -58,7 +58,7 @@ class Saver:
     def begin(self, share: Share, summary: dict[str, Any]) -> None:
         """Begin a save of this rank's share; returns once it is copied. Every rank calls it.
 
-        Raises UserError, on all ranks, for state that is not finite.
+        Raises BadNumbers, on all ranks, for state that is not finite.
         """
         self.wait()
         self._began = time.perf_counter()
@@ -171,12 +171,12 @@ def _serve(connection: Connection, of_the_rank: Connection) -> None:
 
 
 def _agree_to_save(files: Mapping[str, Sequence[Item]], iteration: int, root: Path) -> str:
-    """Return a name of this save, the same on all ranks. Raises UserError on all where state of any is not finite."""
+    """Return a name of this save, the same on all ranks. Raises BadNumbers on all where state of any is not finite."""
     found: list[tuple[str | None, str]] = [(None, "")] * dist.get_world_size()
     dist.all_gather_object(found, (non_finite(files), f"{time.time_ns():x}"))
     if bad := next((name for name, _ in found if name is not None), None):
         before = folders.newest(root)
-        raise UserError(
+        raise BadNumbers(
             f"{bad} is not finite after iteration {iteration}, which is not saved; the last checkpoint is "
             f"{before if before is not None else 'none'}. Start from it with a lower --lr or with --clip-grad"
         )
