@@ -1,4 +1,4 @@
-"""The data loader of a run: it decides which ranks read and which receive the data by broadcast.
+"""Build the data loader of a run, which decides which ranks read and which receive the data by broadcast.
 
 Every rank computes the samples of a `ComputedSource` itself, and renders the images that it encodes. Files are read by
 the first rank of each model replica, which sends the text to all of its ranks and each image to the ranks that encode
@@ -45,7 +45,11 @@ class DataLoader:
         broadcast: ReplicaBroadcast | None = None,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        """`loader` is this rank's, if it reads. `replicas`: the data-parallel ranks, if each has a state of its own."""
+        """Prepare the loader of a rank.
+
+        `loader` is None on a rank that does not read. `replicas` is the data-parallel group if each replica has a state
+        of its own, as with streams.
+        """
         assert (loader is not None) == (broadcast is None or broadcast.reads)
         self._loader = loader
         self._broadcast = broadcast
@@ -67,7 +71,7 @@ class DataLoader:
         return step
 
     def failure_ahead(self, *, unless: Callable[[], bool]) -> BaseException | None:
-        """Wait until the data that this rank prefetches is there, or until `unless()`; return why it failed, if it did.
+        """Wait until the prefetched step is ready or `unless()` is true; return the error that it raised, if any.
 
         The next step then raises this error on all ranks of the replica; the ranks of other replicas do not know.
         """
@@ -79,7 +83,7 @@ class DataLoader:
         return self._broadcast.share(lambda: self._own.next_step())
 
     def state_dict(self) -> LoaderState:
-        """Return where the next step begins. Every rank calls it."""
+        """Return the state at which the next step begins. Every rank must call it, since ranks communicate in it."""
         own = self._own_state() if self._peeked is None else self._peeked[0]
         if self._broadcast is not None:
             own = self._broadcast.share_state(own)
@@ -92,7 +96,7 @@ class DataLoader:
         return {"replicas": states}
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Continue at a state. Raises UserError for that of other data, or of streams with other replicas."""
+        """Continue at a state. Raises UserError for one of other data, or of streams with other replicas."""
         self._peeked = None
         if self._replicas is not None:
             states = state.get("replicas")
@@ -112,7 +116,7 @@ class DataLoader:
             self._loader.close()
 
     def _own_state(self) -> LoaderState | None:
-        """Return where the next step of this rank's loader begins; None on a rank that does not read."""
+        """Return the state at which this rank's loader begins its next step; None on a rank that does not read."""
         return None if self._loader is None else self._loader.state_dict()
 
     @property
@@ -133,8 +137,8 @@ def build_data_loader(
 ) -> DataLoader:
     """Return the data loader of a run on this rank.
 
-    `vision_group` are the ranks of its replica that encode images, None on another rank. Each of them encodes all
-    images, or those that `assignment` gives it. Patches have the type `dtype`.
+    `vision_group` are the ranks of the replica that encode images; it is None on a rank that encodes none. Each of them
+    encodes all images, or those that `assignment` gives it. Patches have the type `dtype`.
     """
     spec = CollateSpec.of(config, source)
     staging = Staging(dtype, device)

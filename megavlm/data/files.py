@@ -1,4 +1,4 @@
-"""The user's data sets as samples: each record is read, templated and tokenised once."""
+"""Read the user's data sets as samples: each record is read, templated and tokenised once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ENDLESS = 2**62
 
 
 class FilesSource:
-    """Samples of `--datasets`: conversations as tokens, images as patches.
+    """Reads samples of `--datasets`: conversations as tokens, images as patches.
 
     A sample is identified by its number in the shuffled blend (`order.py`), or carries its conversation if a WebDataset
     yielded it (`streaming.py`). The data sets are opened when the first sample is read, so that ranks that receive
@@ -49,7 +49,10 @@ class FilesSource:
     """
 
     def __init__(self, config: Config) -> None:
-        """Raises UserError where tokenizer, chat template or image processor are missing or do not fit the model."""
+        """Load the tokenizer, the chat template and the image processor.
+
+        Raises UserError if one of them is missing or does not fit the model.
+        """
         self.processor: Processor = processor_for(config)
         self.tokenizer = tokenizer_for(config, image_text=self.processor.image_token)
         self._config = config = resolve(config, vocab_size=self.tokenizer.vocab_size)
@@ -68,7 +71,7 @@ class FilesSource:
         self._max_pixels = config.data.max_image_pixels
 
     def warnings(self) -> list[str]:
-        """Return what a user should know before a run."""
+        """Return the warnings to print before a run."""
         if self.chat.template is None or self.chat.end_of_turn.strip():
             return []
         return [

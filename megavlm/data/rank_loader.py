@@ -43,7 +43,9 @@ class RankLoader:
         alone: bool = False,
         stage: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
     ) -> None:
-        """`alone`: this rank does not know the other ranks' data, so it reports no imbalance. `stage` prepares
+        """Prepare the loader; it begins to read at the first `next_step`.
+
+        `alone`: this rank does not know the other ranks' data, so it reports no imbalance. `stage` prepares
         micro-batches for the copy to the device, in the loader's thread.
         """
         assert 0 <= dp_rank < dp_size
@@ -70,14 +72,14 @@ class RankLoader:
         return step
 
     def failure_ahead(self, *, unless: Callable[[], bool]) -> BaseException | None:
-        """Wait until the prefetched step is there, or until `unless()`; return the error that made it fail, if any."""
+        """Wait until the prefetched step is ready or `unless()` is true; return the error that it raised, if any."""
         while (pending := self._prefetched) is not None and not unless():
             if wait([pending], timeout=0.1).done:
                 return pending.exception()
         return None
 
     def state_dict(self) -> LoaderState:
-        """Return where the next step begins."""
+        """Return the state at which the next step begins."""
         return dict(self._state)
 
     def load_state_dict(self, state: LoaderState) -> None:
@@ -155,7 +157,7 @@ def costs_of(sequences: Sequence[Segments]) -> NDArray[np.float64] | None:
 
 @dataclass(frozen=True)
 class BatchStats:
-    """Counts of a rank's micro-batches; summed over data-parallel ranks they are those of the global batch."""
+    """Holds counts of a rank's micro-batches; their sums over data-parallel ranks are those of the global batch."""
 
     tokens: int  # positions with a text or image token
     places: int  # all positions, including padding

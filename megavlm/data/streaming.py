@@ -1,4 +1,4 @@
-"""Iterable data sets (WebDataset): read in windows, with the stream position at which each window begins."""
+"""Read iterable data sets (WebDataset) in packing windows, and keep the stream position at which each begins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_STREAM_WINDOW = 512
 
 
 class StreamSource(FilesSource):
-    """An iterable source: `--datasets` of which at least one is a stream."""
+    """Reads samples of `--datasets` of which at least one is a stream, as an iterable source."""
 
     def reader(self, *, rank: int, ranks: int, run_dir: Path) -> StreamReader:
         """Open the streams for data-parallel rank `rank` of `ranks`, from their beginning."""
@@ -45,7 +45,7 @@ class StreamSource(FilesSource):
 
 
 def files_source(config: Config) -> FilesSource:
-    """Return the source of `--datasets`, which is iterable if one of them is."""
+    """Return the source of `--datasets`: a `StreamSource` if one of them is a stream, else a `FilesSource`."""
     return StreamSource(config) if any(map(is_stream, config.data.datasets)) else FilesSource(config)
 
 
@@ -104,7 +104,7 @@ class StreamBatchSampler(PackedBatchSampler):
         self._reader = reader
         self._collator = collator
         self._next_window = 0  # the window that `reader` reads next
-        self._states = {0: reader.state_dict()}  # where windows begin; one more is known than has been read
+        self._states = {0: reader.state_dict()}  # reader states at which windows begin, up to the next window
 
     @property
     def start(self) -> LoaderState:
@@ -135,6 +135,6 @@ class StreamBatchSampler(PackedBatchSampler):
 
 
 def encode_all(collator: FileCollator, found: Sequence[SampleId | Skipped]) -> list[EncodedRecord]:
-    """Return the encoded records of what a reader returned, in order; a skipped sample has no tokens."""
+    """Return the encoded record of each sample that a reader returned, in order; skipped ones have no tokens."""
     encoded = iter(collator.encode([each for each in found if not isinstance(each, Skipped)]))
     return [EncodedRecord((), (each,)) if isinstance(each, Skipped) else next(encoded) for each in found]

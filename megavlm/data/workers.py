@@ -1,8 +1,8 @@
-"""Worker processes for data. One that dies or hangs is replaced, and its task is done again: tasks change nothing.
+"""Run data tasks in worker processes; replace a worker that dies or hangs, and repeat its task.
 
-Each worker has a pipe of its own, and a thread of this process that waits for it, so that no lock or queue is shared
-with a process that may be killed at any moment. Before each sample a worker says its number: who dies is known, and
-so is the sample.
+Tasks have no side effects, so they can be repeated. Each worker has a pipe of its own, and a thread of this process
+that waits for it, so that no lock or queue is shared with a process that may be killed at any moment. A worker sends
+the number of each sample before it begins it, so that a message can name the sample at which a worker died.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from megavlm.resilience.signals import SIGNALS
 
 Result = TypeVar("Result")
 
-_ATTEMPTS = 3  # workers that one task may cost
+_ATTEMPTS = 3  # workers that may die or hang at one task before the run fails
 _START = 300.0  # seconds that a worker may take for its imports, at least
-_LOOK = 1.0  # seconds between looks for workers that hang
+_LOOK = 1.0  # seconds between checks for workers that hang
 
 
 class WorkerPool:
-    """Calls functions of a source and a task in worker processes that each have a copy of the source."""
+    """Calls `function(source, task)` in worker processes, each of which has a copy of the source."""
 
     def __init__(
         self, source: FilesSource, workers: int, *, timeout: float, report: Callable[[str], None] = lambda line: None
     ) -> None:
-        """`timeout`: a worker that is silent for this number of seconds is replaced; 0: never. `report` is called with
-        a line about each replacement.
+        """Start the workers.
+
+        A worker that sends nothing for `timeout` seconds is replaced (0: never). `report` is called with a line about
+        each replacement.
         """
         self._source = source
         self._timeout = timeout
@@ -58,12 +60,12 @@ class WorkerPool:
     def map(self, function: Callable[[Any, Any], Result], tasks: Sequence[Any]) -> list[Result]:
         """Return `function(source, task)` of each task, in order.
 
-        Raises UserError, naming the sample, if a task has cost several workers.
+        Raises UserError, naming the sample, if several workers die or hang at one task.
         """
         return list(self._threads.map(self._call, [function] * len(tasks), tasks))
 
     def close(self) -> None:
-        """End the workers; what they do is dropped."""
+        """Kill the workers and drop their tasks."""
         self._closed.set()
         for worker in self._workers:
             worker.kill()
@@ -99,7 +101,7 @@ class WorkerPool:
         return f"at sample {self._source.label(sample)[1] if isinstance(sample, int) else sample}"
 
     def _end_hanging(self) -> None:
-        """Kill workers that are silent for too long; the thread that waits for one then sees its end."""
+        """Kill workers that sent nothing for too long; the thread that waits for one then finds its pipe closed."""
         while not self._closed.wait(_LOOK):
             for worker in self._workers:
                 if self._timeout and worker.silence() > (self._timeout if worker.ready else max(self._timeout, _START)):
@@ -108,11 +110,11 @@ class WorkerPool:
 
 
 class _WorkerLost(Exception):
-    """A worker that has ended; the message says how."""
+    """Raised if a worker has ended; the message says how."""
 
 
 class _Worker:
-    """A worker process, and this process's end of its pipe."""
+    """Owns a worker process and this process's end of its pipe."""
 
     def __init__(self, source: FilesSource) -> None:
         self._source = source
@@ -125,11 +127,11 @@ class _Worker:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(self._source, theirs), daemon=True)
         self._process.start()
-        theirs.close()  # so that its end is the end of the pipe
+        theirs.close()  # so that the pipe ends with the process
         self.sample: int | str | None = None  # the last one that it began: its number, or its name in a stream
         self.ready = self.lost = False
         self.hangs = False
-        self._heard: float | None = None  # when it last said something, while it has something to do
+        self._heard: float | None = None  # time of its last message; None while it has no task
 
     def call(self, function: Callable[[Any, Any], Result], task: Any) -> Result:
         """Return `function(source, task)`. Raises _WorkerLost if the process ends, and what the function raises."""
@@ -155,7 +157,7 @@ class _Worker:
             self._heard = None
 
     def silence(self) -> float:
-        """Return for how many seconds a worker that has something to do has said nothing."""
+        """Return the seconds since the last message of a worker that has a task; 0 without a task."""
         heard = self._heard
         return 0.0 if heard is None else time.monotonic() - heard
 
@@ -174,7 +176,7 @@ class _Worker:
 
 
 class _Telling:
-    """A source that says which sample it begins."""
+    """Wraps a source: calls `tell` with the number or the name of each sample before it is read."""
 
     def __init__(self, source: FilesSource, tell: Callable[[int | str], None]) -> None:
         self._source = source

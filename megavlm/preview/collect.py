@@ -22,7 +22,7 @@ from megavlm.preview.findings import Findings, PackedSegment, Shown, SourceShare
 
 
 def look(config: Config, *, shown: int, title: str) -> Findings:
-    """Return what the run reads first: one packing window, and `shown` of its samples with text and images.
+    """Return what the run reads first: one packing window, of which `shown` samples have their text and images.
 
     Raises UserError if the run has no `--datasets` or they cannot be opened.
     """
@@ -95,7 +95,7 @@ def _sequences(
 
 
 def _shown(source: FilesSource, usable: list[EncodedRecord], most: int) -> tuple[tuple[Shown, ...], list[Skipped]]:
-    """Return samples with images, the sources in turn, and the samples whose images cannot be decoded."""
+    """Return at most `most` samples with images, from each data set in turn, and those whose images are broken."""
     waiting: dict[int, list[EncodedRecord]] = {}
     for record in usable:
         waiting.setdefault(_label(source, record)[0], []).append(record)
@@ -141,7 +141,10 @@ def _in_full(source: FilesSource, record: EncodedRecord) -> list[Shown]:
 
 
 def _pictures(source: FilesSource, sample: Sample, image: Picture) -> tuple[NDArray[np.uint8], ...]:
-    """Return an image as the tower sees it: its tiles joined, and the tile with the whole image if there is one."""
+    """Return the pixels of an image that the tower receives, as pictures uint8 [height, width, 3].
+
+    A tiled image gives its tiles joined and, if there is one, the tile with the whole image.
+    """
     processor = source.processor
     patches = image.patches().split([rows * columns for rows, columns in image.grids])
     pictures = [

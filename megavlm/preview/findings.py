@@ -1,4 +1,4 @@
-"""The values that the page shows."""
+"""Define the values that the preview page shows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from megavlm.data.types import Skipped
 
 Decode = Callable[[Sequence[int]], str]
-_CONTEXT = 8  # tokens
+_CONTEXT = 8  # tokens that are decoded together with those after them
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring tokens that are all trained or all not; or neighbouring image tokens, whose text is their number."""
+    """Holds the text of neighbouring tokens that are all trained or all not; that of image tokens is their number."""
 
     text: str
     trained: bool
@@ -25,7 +25,7 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """A sample with its text and images; each image is the pictures that the vision tower sees of it."""
+    """Holds a sample with its text and images; each image is the pictures of it that the vision tower receives."""
 
     label: str
     source: int
@@ -36,7 +36,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class PackedSegment:
-    """One sample, or a piece of one, in a packed sequence."""
+    """Describes one sample, or a piece of one, in a packed sequence: its tokens (`length`) and its number of images."""
 
     label: str
     source: int
@@ -46,15 +46,17 @@ class PackedSegment:
 
 @dataclass(frozen=True)
 class SourceShare:
+    """Describes a data set and how many of the previewed samples are from it."""
+
     name: str
     records: int | None  # None for a stream
     weight: float
-    drawn: int  # of the samples that were looked at
+    drawn: int  # number of the previewed samples
 
 
 @dataclass(frozen=True)
 class Findings:
-    """One packing window: how its samples are packed, which are skipped, and some of them in full."""
+    """Describes one packing window: how its samples are packed, which are skipped, and some of them in full."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
@@ -80,7 +82,7 @@ class Findings:
 def stretches_of(
     tokens: Sequence[int], trained: Sequence[bool], *, image_token: int, decode: Decode
 ) -> tuple[Stretch, ...]:
-    """Return a sample's text, divided where training begins or ends and at images.
+    """Return a sample's text in stretches: a new one begins where training begins or ends, and at images.
 
     Each stretch is decoded together with the tokens before it, because a tokenizer's spaces depend on them.
     """

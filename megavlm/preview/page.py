@@ -16,11 +16,11 @@ from megavlm.preview.findings import Findings, PackedSegment, Shown, Stretch
 from megavlm.preview.style import COLOURS, STYLE
 
 _FIRST_BARS, _MOST_BARS = 24, 512  # sequences that are drawn at first, and after a click on "more"
-_MOST_SKIPPED = 5  # examples of a reason
+_MOST_SKIPPED = 5  # examples that are listed for each reason
 
 
 def page(findings: Findings) -> str:
-    """Return the page. Text from the data is escaped."""
+    """Return the HTML of the page, in which text from the data is escaped."""
     body = [
         f"<header><h1>{escape(findings.title)}</h1>{_facts(findings)}</header>",
         *(f'<p class="warning">{escape(text)}</p>' for text in findings.warnings),

@@ -1,4 +1,4 @@
-"""The page's style sheet, for light and dark screens."""
+"""Define the page's style sheet, for light and dark screens."""
 
 from __future__ import annotations
 

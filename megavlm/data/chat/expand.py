@@ -33,7 +33,10 @@ class _Written:
 def _written(stretches: Sequence[str], prompts: Sequence[Prompt], placeholder: int, image_text: str) -> _Written:
     """Return the text between placeholders (of `placeholder` characters each) joined by the prompts of the images."""
     if len(stretches) != len(prompts) + 1:
-        raise BadSample(Reason.IMAGE_COUNT, f"{len(prompts)} images and {len(stretches) - 1} places for one")
+        raise BadSample(
+            Reason.IMAGE_COUNT,
+            f"its rendered text has {len(stretches) - 1} image placeholders for {len(prompts)} images",
+        )
     parts, pictures, shifts = [stretches[0]], [], [(0, 0)]
     at = source = len(stretches[0])
     for prompt, stretch in zip(prompts, stretches[1:], strict=True):
@@ -91,7 +94,7 @@ def expand(
     runs = [run for prompt in prompts for run in prompt.runs]
     marks = ids == tokenizer.image
     if marks.sum() != len(runs):
-        raise BadSample(Reason.IMAGE_COUNT, f"{marks.sum()} image tokens are written where {len(runs)} belong")
+        raise BadSample(Reason.IMAGE_COUNT, f"its text has {marks.sum()} image tokens instead of {len(runs)}")
     last = np.maximum.accumulate(np.maximum(ends - 1, starts)) if len(ids) else ends
     bounds = [int(np.searchsorted(last, written.moved(cut))) for cut in cuts]
     if begin is not None and len(ids) and ids[0] == begin:

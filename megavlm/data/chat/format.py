@@ -80,7 +80,7 @@ class ChatFormat:
         if roles == {"text"}:
             return self._text(conversation, prompts)
         if "text" in roles:
-            raise BadSample(Reason.NOT_A_RECORD, "it is a conversation and plain text at once")
+            raise BadSample(Reason.NOT_A_RECORD, "its turns mix chat roles and plain text")
         if "assistant" not in roles:
             raise BadSample(Reason.EMPTY, "the assistant says nothing")
         if self.template is None:
@@ -128,7 +128,7 @@ class ChatFormat:
             if spans is None:
                 spans = by_prefixes(template, messages, rendered, only_last=self.train_on == "last")
         except TemplateError as error:
-            raise BadSample(Reason.NOT_A_RECORD, f"the chat template cannot write it: {error}") from error
+            raise BadSample(Reason.NOT_A_RECORD, f"the chat template cannot render it: {error}") from error
         return rendered, spans
 
     def _skeleton(self, template: ChatTemplate, shape: tuple[Kind, ...]) -> Skeleton:
@@ -144,7 +144,7 @@ class ChatFormat:
         parts = [part for turn in conversation.turns for part in turn.parts]
         rendered = "".join(part if isinstance(part, str) else self.placeholder for part in parts)
         if not rendered.strip():
-            raise BadSample(Reason.EMPTY, "no text")
+            raise BadSample(Reason.EMPTY, "it has no text")
         whole = expand(
             rendered,
             prompts,
@@ -175,7 +175,7 @@ def _check_texts(conversation: Conversation, reserved: Sequence[str]) -> None:
     for turn in conversation.turns:
         for part in turn.parts:
             if isinstance(part, str) and (found := [word for word in reserved if word in part]):
-                raise BadSample(Reason.IMAGE_COUNT, f"the text of a turn spells out {found[0]}")
+                raise BadSample(Reason.IMAGE_COUNT, f"the text of a turn contains {found[0]}, which marks images")
 
 
 def _parts(turn: Turn) -> tuple[str | ImageRef, ...]:

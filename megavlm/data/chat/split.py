@@ -67,8 +67,10 @@ def split(encoded: EncodedConversation, seq_length: int) -> Split:
     kept = tuple(piece for piece in pieces if piece.trained[1:].any())
     if not kept:
         if dropped:
-            raise BadSample(Reason.TOO_LONG, f"{len(encoded)} tokens, and no turn of them fits {seq_length}")
-        raise BadSample(Reason.EMPTY, "nothing in it is trained")
+            raise BadSample(
+                Reason.TOO_LONG, f"it has {len(encoded)} tokens, and no trained turn fits --seq-length {seq_length}"
+            )
+        raise BadSample(Reason.EMPTY, "none of its tokens is trained")
     return Split(kept, dropped)
 
 

@@ -158,6 +158,6 @@ def holdable(size: Size, picture: Size) -> Size:
     """
     if picture[0] * picture[1] > MOST_PIXELS:
         raise BadSample(
-            Reason.TOO_NARROW, f"{size[0]}×{size[1]} pixels would become {picture[0]}×{picture[1]} on the way"
+            Reason.TOO_NARROW, f"{size[0]}×{size[1]} pixels would be resized or padded to {picture[0]}×{picture[1]}"
         )
     return picture

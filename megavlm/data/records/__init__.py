@@ -1,4 +1,4 @@
-"""Users' data sets: files of records by number, and WebDataset tars as a stream, both as `Conversation`s."""
+"""Read users' data sets as `Conversation`s: files by record number, WebDataset tars as a stream."""
 
 from megavlm.data.records.identity import data_identity, difference
 from megavlm.data.records.opening import is_stream, name_of, open_records

@@ -1,4 +1,4 @@
-"""Where the elements of a JSON array lie, without keeping them."""
+"""Find the byte range of each element of a JSON array without keeping the elements in memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import numpy as np
 from megavlm.data.records.spans import BOM, Spans
 
 _CHUNK = 2**24
-_LONGEST = 2**28  # characters of one element
+_LONGEST = 2**28  # most characters of one element
 _SPACE = " \t\r\n"
 
 
 class NotAnArray(ValueError):
-    """The file is no JSON array; the message says where it stops being one."""
+    """Raised for a file that is not a JSON array; the message says at which byte it stops being one."""
 
 
 def array_spans(path: Path) -> Spans:
-    """The elements of the array that is all of `path`. About 100 MB/s; raises NotAnArray."""
+    """Return the byte range of each element of the JSON array that fills the file `path`, at about 100 MB/s.
+
+    Raises NotAnArray for a file with other content.
+    """
     bounds: list[tuple[int, int]] = []
     with path.open("rb") as file:
         window = _Window(file)
@@ -39,15 +42,15 @@ def array_spans(path: Path) -> Spans:
 
 
 class _Window:
-    """A file piece by piece, as text of one character per byte.
+    """Reads a file in chunks, as text of one character per byte.
 
-    Latin-1 makes it so: what delimits JSON is ASCII, in UTF-8 as well, and the rest need not be understood here.
+    Latin-1 decodes every byte to one character. This suffices, because JSON's delimiters are ASCII, also in UTF-8.
     """
 
     def __init__(self, file: BufferedReader) -> None:
         self._file = file
         self._scan = json.JSONDecoder().raw_decode
-        self._base = len(BOM) if file.read(len(BOM)) == BOM else 0  # byte number of the text's first character
+        self._base = len(BOM) if file.read(len(BOM)) == BOM else 0  # byte offset in the file where `_text` begins
         file.seek(self._base)
         self._text, self._at = "", 0
 
@@ -56,7 +59,7 @@ class _Window:
         return self._base + self._at
 
     def peek(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """Return the next character that is not whitespace, without consuming it; "" at the end of the file."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in _SPACE:
                 self._at += 1
@@ -70,7 +73,7 @@ class _Window:
         self._at += 1
 
     def element(self) -> tuple[int, int]:
-        """Bytes [start, end) of the next value."""
+        """Consume the next value and return its byte range [start, end)."""
         self.peek()
         while True:
             try:
@@ -78,14 +81,14 @@ class _Window:
             except json.JSONDecodeError as error:
                 if len(self._text) - self._at < _LONGEST and self._grow():
                     continue
-                raise ValueError(error.msg) from None  # its line and column are those of a window
-            if end == len(self._text) and self._grow():  # a number may go on
+                raise ValueError(error.msg) from None  # its line and column would count from the start of the window
+            if end == len(self._text) and self._grow():  # a number may continue in the next chunk
                 continue
             start, self._at = self._at, end
             return self._base + start, self._base + end
 
     def _grow(self) -> bool:
-        """Read on, as much again as is left, and let go of what is behind. False at the end of the file."""
+        """Append a chunk to the unread text and drop the text before it; return False at the end of the file."""
         left = self._text[self._at :]
         more = self._file.read(max(_CHUNK, len(left)))
         if more:

@@ -1,7 +1,7 @@
-"""What an energon meta-dataset may say here.
+"""Refuse energon meta-datasets whose YAML files would run code.
 
-energon makes any Python object that a YAML file names, and runs functions out of files beside the data. A source is
-data, so its YAML files may only name what reads tars as they are.
+energon instantiates any Python class that a YAML file names, and calls functions of files beside the data. Data must
+not run code, so its YAML files may only name the classes that read tars as they are.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megavlm.data.records.prepared import check_prepared
 _MODULE = "megatron.energon"
 _CLASSES = ("Metadataset", "MetadatasetV2", "CrudeWebdataset")
 _CODE = ("__function__", "joiner", "sample_loader")
-_AUX = "aux"  # data for code that looks samples up, which there is none of
+_AUX = "aux"  # auxiliary data for user code that looks samples up, which is refused
 _META = ".nv-meta"
 
 
 def check_yaml(path: EPath) -> None:
-    """Raises ValueError for a meta-dataset, or a data set in it, that would run anything but energon's own readers."""
+    """Raise ValueError if the meta-dataset `path`, or a data set in it, would run more than energon's own readers."""
     _check(path, seen=set())
 
 

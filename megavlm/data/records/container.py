@@ -1,4 +1,4 @@
-"""What holds raw records: a file, or several as one."""
+"""Define containers, which return raw records by number: from one file, or from several as one."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megavlm.data.types import Conversation
 
 
 class Container(Protocol):
-    """Raw records by number. It is pickled, and used from threads and forked processes alike."""
+    """Returns raw records by number. A container can be pickled and used from threads and forked processes."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> Any:
-        """Record `index` as JSON has it, with bytes besides. Raises BadSample for what cannot be read."""
+        """Return record `index`, which consists of JSON types and bytes. Raises BadSample if it cannot be read."""
         ...
 
     def label(self, index: int) -> str:
-        """Where record `index` is, for a message."""
+        """Return the name of record `index` in messages, as in `train.jsonl:18`."""
         ...
 
 
 class Joined:
-    """Containers one after the other."""
+    """Concatenates containers, in order."""
 
     def __init__(self, parts: Sequence[Container]) -> None:
         self._parts = tuple(parts)
@@ -48,7 +48,7 @@ class Joined:
 
 
 class FileRecords:
-    """`Records` of a container: each raw record goes through `convert`, which must be picklable."""
+    """Implements `Records` on a container; `convert`, which must be picklable, turns raw records into conversations."""
 
     def __init__(self, name: str, container: Container, convert: Callable[[Any], Conversation]) -> None:
         self.name = name

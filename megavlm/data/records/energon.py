@@ -1,7 +1,7 @@
-"""WebDataset tars as a `Stream`, read through megatron-energon.
+"""Read WebDataset tars as a `Stream`, through megatron-energon.
 
-energon chooses the order, splits it over data-parallel ranks and knows where it is; reading a sample, and what becomes
-of one that cannot be read, is done here. This module needs energon: import it through `open_stream`.
+energon chooses the order of samples, splits them over data-parallel ranks and keeps the position. This module turns a
+sample into a conversation, or into a BadSample if it cannot be read. It needs energon: import it through `open_stream`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megavlm.data.types import BadSample, Conversation, Reason
 from megavlm.errors import UserError
 
 _BAD = "__bad__"
-_RUN_OF_SAMPLES = 64  # that follow each other in a tar; fewer mix better, more read faster
+_RUN_OF_SAMPLES = 64  # consecutive samples of a tar that are read together: fewer mix better, more read faster
 _STATES = {made.__name__: made for made in (FlexState, SavableDataLoaderState, SliceState)}
 _LONGEST = 400  # characters of energon's words in a message
 _ONE_AT_A_TIME = Lock()  # energon keeps track of the active worker in a class variable
@@ -49,14 +49,14 @@ _ONE_AT_A_TIME = Lock()  # energon keeps track of the active worker in a class v
 
 @edataclass
 class Cooked(Sample):
-    """A sample as it leaves energon."""
+    """Holds a sample as energon returns it: its conversation, or the reason why it has none."""
 
     item: Conversation | BadSample
 
 
 @stateless
 def cook(sample: CrudeSample) -> Cooked:
-    """A conversation, or why there is none."""
+    """Return the sample with its conversation, or with the BadSample that says why it has none."""
     item: Conversation | BadSample | None = sample.get(_BAD)
     if item is None:
         try:
@@ -67,7 +67,7 @@ def cook(sample: CrudeSample) -> Cooked:
 
 
 class Forgiving:
-    """A reader of tars whose unreadable samples say so instead of raising, which would end energon's iteration."""
+    """Wraps a reader of tars: returns a BadSample for an unreadable sample, since an error ends energon's iteration."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
@@ -82,7 +82,7 @@ class Forgiving:
             bad = BadSample(_reason(error), f"{type(error).__name__}: {error}")
         finally:
             for tar in self._reader.itar_files_cache.values():
-                tar.members = []  # a tar remembers every file that was read of it, as long as it is open
+                tar.members = []  # an open tarfile keeps an entry for every file that it has read
         shard = self._shard(index)
         return {
             "__key__": f"{shard}/sample {index}",
@@ -100,7 +100,7 @@ class Forgiving:
 
 
 class Encoder(DefaultTaskEncoder):
-    """Raw bytes in, `Cooked` out; no decoding, no batches."""
+    """Makes energon pass each sample's raw bytes to `cook`, without decoding them and without making batches."""
 
     decoder = None
     cookers = (Cooker(cook),)
@@ -115,14 +115,14 @@ class Encoder(DefaultTaskEncoder):
 
 
 class EnergonStream:
-    """The samples that data-parallel rank `rank` of `world` reads of `path`, without end.
+    """Iterates, without end, over the samples of `path` that belong to data-parallel rank `rank` of `world`.
 
-    `path`: a prepared folder of tars, a meta-dataset (YAML), or the URL of either; messages call it `source`.
+    `path` is a prepared folder of tars, a meta-dataset (YAML), or the URL of either; messages call it `source`.
 
-    It is read where it is iterated: energon's own worker processes may lose a sample when their position is asked for
-    before they have started, and would tie the position to their number. The state is plain data, which JSON can hold.
-    It says which sample comes after the last that was handed out, and restores exactly where rank, world, seed and data
-    are the same. An iteration begins where `load_state_dict` says, or at the beginning.
+    The process that iterates also reads the tars: energon's own worker processes may lose a sample when their position
+    is asked for before they have started, and would tie the position to their number. The state is plain data, which
+    JSON can hold. It says which sample follows the last one returned, and restores exactly if rank, world, seed and
+    data are the same. An iteration begins at the state given to `load_state_dict`, or else at the first sample.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class EnergonStream:
     ) -> None:
         self.name = name
         self.label = ""
-        """What a message calls the sample that was handed out last, as in `train/0003.tar/000123`."""
+        """Names, in messages, the sample that was returned last, as in `train/0003.tar/000123`."""
         self._path = path
         self._source = source
         self._shuffle = shuffle
@@ -154,7 +154,7 @@ class EnergonStream:
             "shuffle": shuffle,
             "data": self._fingerprint(),
         }
-        self._restored: Any = None  # plain data
+        self._restored: Any = None  # the state to begin at, as plain data
         self._loader: Any = None
 
     def __iter__(self) -> Iterator[Conversation | BadSample]:
@@ -173,7 +173,7 @@ class EnergonStream:
         return {**self._identity, "state": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises UserError where the position cannot be found again; the next iteration begins at it."""
+        """Begin the next iteration at `state`. Raises UserError if its rank, world, seed or data differ from these."""
         differing = [key for key, value in self._identity.items() if state.get(key) != value]
         if differing:
             raise self._wrong(_DIFFERENCES[differing[0]].format(then=state.get(differing[0]), **self._identity))
@@ -184,7 +184,7 @@ class EnergonStream:
         self._restored, self._loader = state["state"], None
 
     def _load(self) -> LoadedDatasetList:
-        """The data sets and their weights."""
+        """Return the opened data sets with their weights. Raises UserError if energon cannot open them."""
         options = {
             "training": True,
             "worker_config": self._worker_config,
@@ -218,8 +218,9 @@ class EnergonStream:
             blend_mode=self._loaded.blend_mode,
         )
         loader = get_savable_loader(dataset, gc_collect_every_n_steps=0, watchdog_timeout_seconds=None)
-        loader.pin_memory = False  # there are no tensors in it
-        loader.generator = torch.Generator().manual_seed(0)  # else torch's own, which draws dropout, moves on
+        loader.pin_memory = False  # samples hold no tensors
+        # Without a generator of its own, the loader would draw from torch's global one and so change dropout.
+        loader.generator = torch.Generator().manual_seed(0)
         if self._restored is not None:
             loader.restore_state_rank(from_plain(self._restored, _STATES))
         return loader

@@ -1,7 +1,7 @@
-"""What a place in the data depends on: with other values of it, the same place is other samples.
+"""Record what a position in the data depends on, to refuse a resumption at which it would mean other samples.
 
-A WebDataset's place is a position in its tars, which energon checks against them when it resumes (`energon.py`); here
-only its name and weight count.
+A position in a WebDataset is checked against its tars when a run resumes (`energon.py`); this module records only the
+name and the weight of a WebDataset.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _COMPUTED = (
 
 
 def data_identity(config: Config) -> dict[str, Any]:
-    """Return by option what the order and the content of samples depend on. Raises UserError for missing data sets."""
+    """Return, by option, the values on which the order and the content of samples depend.
+
+    Raises UserError for missing data sets.
+    """
     data, kind = config.data, data_kind(config)
     identity: dict[str, Any] = {"--data": kind, "--seed": config.train.seed}
     if kind == "files":

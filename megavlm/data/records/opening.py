@@ -1,4 +1,4 @@
-"""From an entry of `--datasets` to records: which files, which kind, where their images are."""
+"""Open an entry of `--datasets` as records: find its files, their format, the kind of record and the image folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megavlm.data.types import BadSample, Records
 from megavlm.errors import UserError
 from megavlm.paths import open_regular
 
-_FILES = (".json", ".jsonl", ".ndjson", ".parquet", ".txt")  # what is read of a folder
-_LOOKED_AT = 100  # records that may be bad before the first good one
+_FILES = (".json", ".jsonl", ".ndjson", ".parquet", ".txt")  # suffixes of the files that are read in a folder
+_LOOKED_AT = 100  # most records that are read to find a good one
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _UNREADABLE = {
     b"\xff\xfe": "UTF-16",
@@ -32,7 +32,7 @@ _UNREADABLE = {
 
 
 def name_of(source: DatasetConfig) -> str:
-    """What metrics and messages call a source."""
+    """Return the name of a data set in metrics and messages."""
     return source.name or Path(source.path).stem
 
 
@@ -41,7 +41,7 @@ def is_remote(path: str) -> bool:
 
 
 def is_stream(source: DatasetConfig) -> bool:
-    """Whether a source is WebDataset tars, which are read forward (`Stream`) and not by number (`Records`)."""
+    """Return whether a data set is WebDataset tars, which are read in order (`Stream`), not by number (`Records`)."""
     if source.kind != "auto":
         return source.kind == "webdataset"
     path = Path(source.path)
@@ -51,9 +51,9 @@ def is_stream(source: DatasetConfig) -> bool:
 
 
 def open_records(source: DatasetConfig) -> Records:
-    """The records of a source that is no stream, in the order of the file (of a folder: its files sorted by name).
+    """Return the records of a data set that is not a stream, in file order (the files of a folder are sorted by name).
 
-    Raises UserError for what is wrong with the source as a whole; what is wrong with a record, `read` raises.
+    Raises UserError if the data set as a whole cannot be used. For a single bad record, `read` raises BadSample.
     """
     assert not is_stream(source)
     if is_remote(source.path):
@@ -72,7 +72,7 @@ def open_records(source: DatasetConfig) -> Records:
 
 
 def files_of(source: DatasetConfig) -> list[Path]:
-    """Return the files of a source that is no stream, in their order. Raises UserError where there are none."""
+    """Return the files of a data set that is not a stream, in order. Raises UserError if there are none."""
     path = Path(source.path)
     if path.is_file():
         return [path]
@@ -116,7 +116,10 @@ def _open_file(source: DatasetConfig, file: Path) -> Container:
 
 
 def _shape(source: DatasetConfig, container: Container) -> Shape:
-    """The kind of the records: the given one, if they look like it, or that of the first that can be read."""
+    """Return the kind of the records: the given one or, for `auto`, that of the first record that has a known field.
+
+    Raises UserError if none of the first records has the field of the kind.
+    """
     fields: list[str] = []
     for index in range(min(len(container), _LOOKED_AT)):
         try:

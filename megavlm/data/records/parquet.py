@@ -1,4 +1,4 @@
-"""Rows of a parquet file by number."""
+"""Read the rows of a parquet file by number."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megavlm.data.records.turns import COLUMNS
 from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 
-_BUDGET = 2**31  # bytes of a row group once it is decoded: some kilobytes of a file may stand for many gigabytes
-_BATCH = 1024  # rows that are decoded before they are counted
-_CACHE = 2**28  # bytes of row groups that a file keeps; the newest is kept whatever its size
+_BUDGET = 2**31  # most bytes of a decoded row group: some kilobytes of a file may decode to many gigabytes
+_BATCH = 1024  # rows that are decoded before their bytes are counted
+_CACHE = 2**28  # bytes of decoded row groups that are kept per file; the newest is kept whatever its size
 
 
 def pyarrow_parquet() -> Any:
-    """The module; raises UserError where it is not installed."""
+    """Return the module `pyarrow.parquet`. Raises UserError if it is not installed."""
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
@@ -29,9 +29,9 @@ def pyarrow_parquet() -> Any:
 
 
 class ParquetFile:
-    """A `Container` of rows, as fields that conversations are made of. Row groups are read whole and kept for a while.
+    """Implements `Container` on a parquet file: a record is a row, as a dict of the columns that conversations use.
 
-    Raises ValueError for what is no parquet file.
+    A row group is decoded as a whole and cached. The constructor raises ValueError for a file that is not parquet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +41,7 @@ class ParquetFile:
         self._ends = np.cumsum(groups, dtype=np.int64)
         names = metadata.schema.to_arrow_schema().names
         known = tuple(name for name in names if name in COLUMNS)
-        self._columns = known or tuple(names)  # a message says which they are where none is known
+        self._columns = known or tuple(names)  # if none is known, a message lists all
         self._reader: _Reader | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class ParquetFile:
         first = int(self._ends[group - 1]) if group else 0
         try:
             return reader.group(group).slice(index - first, 1).to_pylist()[0]
-        except (OSError, ValueError, NotImplementedError) as error:  # Arrow's own errors are kinds of these
+        except (OSError, ValueError, NotImplementedError) as error:  # Arrow's own errors derive from these
             raise BadSample(Reason.NOT_A_RECORD, f"row group {group} cannot be read: {error}") from error
 
     def label(self, index: int) -> str:
@@ -66,14 +66,14 @@ class ParquetFile:
 
 
 class _Reader:
-    """An open file and the row groups that were read last."""
+    """Holds an open file and a cache of the row groups that were read last."""
 
     def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
         self.process = os.getpid()
         self._file = pyarrow_parquet().ParquetFile(path, memory_map=True)
         self._columns = list(columns)
         self._groups: OrderedDict[int, Any] = OrderedDict()
-        self._sizes: dict[int, int] = {}  # in bytes, which Arrow takes long to add up
+        self._sizes: dict[int, int] = {}  # in bytes; kept because Arrow is slow to add them up
         self._lock = Lock()
 
     def group(self, number: int) -> Any:
@@ -86,7 +86,7 @@ class _Reader:
             return self._groups[number]
 
     def _decoded(self, number: int) -> tuple[Any, int]:
-        """Return a row group and its bytes. Raises ValueError where it has more than the budget."""
+        """Return a decoded row group and its size in bytes. Raises ValueError if that exceeds `_BUDGET`."""
         from pyarrow import Table
 
         described = self._file.metadata.row_group(number)

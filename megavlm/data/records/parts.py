@@ -1,7 +1,8 @@
-"""A sample of a WebDataset: what its files, which share a name, say together.
+"""Convert a sample of a WebDataset, which is the files of a tar that share a name, to a conversation.
 
-`json` is a LLaVA record, messages or a text; otherwise `txt` (or a `caption` in the json, as img2dataset writes) is the
-text of the images. The images are the files with an image's extension, in order (`jpg`, or `0.jpg`, `1.jpg`, …).
+The file `json` holds a LLaVA record or messages. Otherwise the text is in the file `txt` or `caption`, or in a field
+`text` or `caption` of the json (img2dataset writes such captions). The images are the files with an image's extension,
+in order (`jpg`, or `0.jpg`, `1.jpg`, …).
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ _CAPTIONS = ("txt", "caption")
 
 
 def conversation_of_parts(parts: Mapping[str, bytes]) -> Conversation:
-    """The conversation of a sample's files, by extension (all that follows the name's first dot). Raises BadSample."""
+    """Return the conversation of a sample, given its files by extension (all that follows the name's first dot).
+
+    Raises BadSample if they hold none.
+    """
     names = sorted((name for name in parts if name.lower().rpartition(".")[2] in _IMAGES), key=_natural)
     rest = iter(names)
 
     def find(name: str) -> ImageRef:
-        """An image that the record calls by its path elsewhere is the next one here."""
+        """Return the file `name` of the sample or, if that is a path elsewhere, the next image of the sample."""
         part = name if name in parts else next(rest, None)
         if part is None:
-            raise BadSample(Reason.MISSING, f"no file of the sample is {shown(name)}: it has {_listed(parts)}")
+            raise BadSample(Reason.MISSING, f"the sample has no file {shown(name)}: it has {_listed(parts)}")
         return ImageRef(parts[part])
 
     record = _record(parts)
@@ -36,7 +40,7 @@ def conversation_of_parts(parts: Mapping[str, bytes]) -> Conversation:
         record = {**record, "images": [parts[name] for name in names]}
     shape = shape_of(record)
     if shape is None:
-        raise BadSample(Reason.NOT_A_RECORD, f"nothing to read among its files {_listed(parts)}")
+        raise BadSample(Reason.NOT_A_RECORD, f"none of its files {_listed(parts)} holds a conversation or a text")
     return conversation_of(record, shape, find)
 
 
@@ -46,9 +50,9 @@ def _record(parts: Mapping[str, bytes]) -> dict[str, Any]:
         try:
             record = json.loads(parts["json"])
         except (ValueError, RecursionError) as error:
-            raise BadSample(Reason.NOT_A_RECORD, f"its json is none: {error}") from error
+            raise BadSample(Reason.NOT_A_RECORD, f"its json file is not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise BadSample(Reason.NOT_A_RECORD, f"its json is {shown(record)}, and no object")
+        raise BadSample(Reason.NOT_A_RECORD, f"its json file holds {shown(record)}, which is not an object")
     if shape_of(record) in ("llava", "messages"):
         return record
     for name in _CAPTIONS:
@@ -56,12 +60,12 @@ def _record(parts: Mapping[str, bytes]) -> dict[str, Any]:
             try:
                 return {"text": parts[name].decode()}
             except UnicodeDecodeError as error:
-                raise BadSample(Reason.NOT_A_RECORD, f"its {name} is not UTF-8: {error}") from error
+                raise BadSample(Reason.NOT_A_RECORD, f"its {name} file is not UTF-8: {error}") from error
     return {**record, "text": record.get("text", record.get("caption"))}
 
 
 def _natural(name: str) -> list[Any]:
-    """Sorts 10.jpg after 2.jpg."""
+    """Return a sort key that puts 10.jpg after 2.jpg."""
     return [(1, int(piece), "") if piece.isdecimal() else (0, 0, piece) for piece in re.split(r"(\d+)", name)]
 
 

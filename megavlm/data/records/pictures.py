@@ -1,4 +1,4 @@
-"""How data sets write an image: a path, bytes, base64, a data URL, or a struct of these."""
+"""Read an image from a field of a record: a path, bytes, base64, a data URL, or a struct of these."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megavlm.data.decode import resolve_inside
 from megavlm.data.types import BadSample, ImageRef, Reason
 
 FindFile = Callable[[str], ImageRef]
-"""From an image's name in a record to the image; raises BadSample."""
+"""Returns the image that a record refers to by its name; raises BadSample if there is none."""
 
-# Where a struct keeps the image, in the order in which they are looked at: Hugging Face data sets have bytes and path,
-# OpenAI's parts image_url, others the rest.
+# Fields in which a struct may hold the image, in the order in which they are tried: Hugging Face data sets use bytes
+# and path, parts of OpenAI messages use image_url, others use the rest.
 PLACES = ("bytes", "image", "image_url", "url", "path", "base64", "data", "source")
 _ENCODED = ("base64", "data")
 # How JPEG, PNG, WebP and GIF files begin in base64. No such prefix is a likely path, and "/9j/" is an absolute one.
@@ -25,12 +25,12 @@ _LEAST_BASE64 = 64  # characters; the smallest image files are longer
 
 
 def file_below(root: Path, name: str) -> ImageRef:
-    """The image file `name` below `root`. Raises BadSample for one that is missing or lies outside."""
+    """Return the image file `name` in the folder `root`. Raises BadSample if it is missing or lies outside."""
     return ImageRef(resolve_inside(root, name))
 
 
 def image_of(value: Any, find: FindFile) -> ImageRef:
-    """The image that a record's field stands for. Raises BadSample when it stands for none that can be read."""
+    """Return the image in the value of a record's field. Raises BadSample if the value holds none that can be read."""
     match value:
         case bytes() | bytearray() | memoryview():
             return ImageRef(bytes(value))
@@ -42,7 +42,7 @@ def image_of(value: Any, find: FindFile) -> ImageRef:
                 if content is not None:
                     is_encoded = place in _ENCODED and isinstance(content, str) and not content.startswith("data:")
                     return _from_base64(content) if is_encoded else image_of(content, find)
-    raise BadSample(Reason.NOT_A_RECORD, f"{shown(value)} stands for no image")
+    raise BadSample(Reason.NOT_A_RECORD, f"{shown(value)} is not an image, nor the path or URL of one")
 
 
 def _from_text(text: str, find: FindFile) -> ImageRef:

@@ -1,7 +1,7 @@
-"""energon's state as plain data that JSON can hold, and back, without running anything out of a checkpoint.
+"""Convert energon's state to data that JSON can hold, and back, without running code from a checkpoint.
 
-The state is nested dicts, lists and tuples of numbers and texts, with bytes and a few dataclasses in between.
-What JSON does not have becomes `{"<kind>": …}`; only the dataclasses that the caller names are made again.
+The state is nested dicts, lists and tuples of numbers and strings, with bytes and a few dataclasses in between.
+A value that JSON does not have becomes `{"<kind>": …}`; only the dataclasses that the caller names are created again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def to_plain(value: Any) -> Any:
-    """Raises TypeError for what the state is not known to hold."""
+    """Return `value` in JSON types. Raises TypeError for a type that energon's state is not known to hold."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -32,7 +32,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, classes: Mapping[str, type]) -> Any:
-    """The inverse. Raises ValueError for what `to_plain` does not write, or of a class that `classes` lacks."""
+    """Return the value that `to_plain` converted; `classes` are the dataclasses that may be created, by name.
+
+    Raises ValueError for data that `to_plain` does not write, or for another class.
+    """
     if isinstance(value, list):
         return [from_plain(item, classes) for item in value]
     if not isinstance(value, dict):
@@ -50,6 +53,6 @@ def from_plain(value: Any, classes: Mapping[str, type]) -> Any:
     made = classes.get(kind)
     if made is not None and isinstance(content, dict):
         return made(**{name: from_plain(item, classes) for name, item in content.items()})
-    if made is not None and isinstance(content, list):  # a kind of dict
+    if made is not None and isinstance(content, list):  # a subclass of dict
         return made({from_plain(key, classes): from_plain(item, classes) for key, item in content})
     raise ValueError(f"a stored value of the unknown kind {kind!r}")

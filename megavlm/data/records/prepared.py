@@ -1,4 +1,4 @@
-"""What the files of a prepared folder of tars (`.nv-meta`) may say: energon opens each tar that they name."""
+"""Check the files in `.nv-meta` of a prepared folder of tars, because energon opens each tar that they name."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megavlm.paths import read_bytes
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
 _SPLITS = ("split.yaml", "split.json")
-_LARGEST = 2**26  # bytes of each file: half a million tars
-_BLOCK = 512  # bytes of a tar that each sample takes at least
-_PLACE = 8  # bytes of an index for each sample
-_WITHOUT_TAR = 2**20
+_LARGEST = 2**26  # most bytes of each file, enough for half a million tars
+_BLOCK = 512  # least bytes that a sample takes in a tar
+_PLACE = 8  # bytes that a sample takes in a tar's index
+_WITHOUT_TAR = 2**20  # most samples of a tar that does not exist
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
 def check_prepared(folder: Path) -> None:
-    """Raise ValueError where `folder`/.nv-meta names tars elsewhere, or more samples than its tars can have."""
+    """Raise ValueError if `folder`/.nv-meta names tars outside of it, or more samples than its tars can hold."""
     counts = _read(folder, INFO).get("shard_counts")
     if not isinstance(counts, dict):
         raise ValueError(f"has no shard_counts in {META}")
@@ -48,7 +48,7 @@ def _read(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
             return read_json(path, at_most=_LARGEST)
         try:
             found = load_yaml(read_bytes(path, at_most=_LARGEST))
-        except Exception as error:  # whatever the parser says
+        except Exception as error:  # a parser may raise any error
             raise ValueError(f"has a {META}/{name} that cannot be read ({' '.join(str(error).split())})") from error
         if isinstance(found, dict):
             return found
@@ -57,7 +57,7 @@ def _read(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _most_samples(tar: Path) -> int:
-    """Return how many samples a tar or its index has place for; of one that is gone, a million."""
+    """Return how many samples a tar or its index can hold at most, by its size; 2**20 if neither exists."""
     sizes = [
         path.stat().st_size // each
         for path, each in ((tar, _BLOCK), (tar.with_name(f"{tar.name}.idx"), _PLACE))
@@ -75,7 +75,7 @@ def _check_name(name: Any) -> None:
 
 
 def _texts(node: Any) -> Iterator[Any]:
-    """Yield what split files name: the leaves of their lists and mappings."""
+    """Yield the names of tars in a split file, which are the leaves of its lists and mappings."""
     waiting = [node]
     while waiting:
         each = waiting.pop()
@@ -86,7 +86,7 @@ def _texts(node: Any) -> Iterator[Any]:
 
 
 def _expanded(name: Any) -> int:
-    """Return at least how many names `{0..9}` and `{a,b}` in a name stand for."""
+    """Return an estimate of the number of names to which `{0..9}` and `{a,b}` in a name expand."""
     groups = re.findall(r"\{([^{}]*)\}", name) if isinstance(name, str) else []
     return math.prod(_choices(group) for group in groups)
 

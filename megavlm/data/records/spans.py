@@ -1,6 +1,6 @@
-"""Records that are pieces of a text file: lines, or the elements of a JSON array.
+"""Read records that are pieces of a text file: its lines, or the elements of a JSON array.
 
-Where they begin and end is found in one pass and kept as two arrays (16 bytes per record); the records stay on disk.
+Their byte ranges are found in one pass and kept as two arrays (16 bytes per record); the records stay on disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _NEWLINE, _RETURN = 10, 13
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Bytes [start, end) of each record, int64 [N], and the lines they are on (None: line i + 1, or no lines)."""
+    """Holds the byte range [start, end) of each of N records, int64 [N], and its line number, counted from 1.
+
+    `lines` is None if record i is on line i + 1, or if records are not lines.
+    """
 
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
@@ -33,7 +36,7 @@ class Spans:
 
 
 def line_spans(path: Path) -> Spans:
-    """The lines of a file that are not empty, without their ends. About 1 GB/s where the file is in memory."""
+    """Return the byte ranges of the lines that are not empty, without line ends; about 1 GB/s for a cached file."""
     data = np.memmap(path, np.uint8, mode="r")
     found = [np.flatnonzero(data[at : at + _CHUNK] == _NEWLINE) + at for at in range(0, len(data), _CHUNK)]
     ends = np.concatenate([*found, [len(data)]]).astype(np.int64)
@@ -47,7 +50,7 @@ def line_spans(path: Path) -> Spans:
 
 
 class SpanFile:
-    """A `Container` of the pieces that `spans` marks in `path`, each of them JSON, or a text of its own."""
+    """Implements `Container` on the pieces of `path` that `spans` gives; each is JSON, or plain text (`content`)."""
 
     def __init__(self, path: Path, spans: Spans, *, content: Literal["array", "lines", "text"]) -> None:
         self._path = path
@@ -65,17 +68,17 @@ class SpanFile:
         if self._file is None:
             self._file = FileIO(self._path)
         start, end = int(self._spans.starts[index]), int(self._spans.ends[index])
-        data = os.pread(self._file.fileno(), end - start, start)  # moves no position that others share
+        data = os.pread(self._file.fileno(), end - start, start)  # leaves the file position alone, which threads share
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
-            raise BadSample(Reason.NOT_A_RECORD, f"not UTF-8: {error}") from error
+            raise BadSample(Reason.NOT_A_RECORD, f"it is not UTF-8: {error}") from error
         if self._content == "text":
             return {"text": text}
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise BadSample(Reason.NOT_A_RECORD, f"not JSON ({error}): {shown(text)}") from error
+            raise BadSample(Reason.NOT_A_RECORD, f"it is not JSON ({error}): {shown(text)}") from error
 
     def label(self, index: int) -> str:
         if self._content == "array":

@@ -1,4 +1,4 @@
-"""From an entry of `--datasets` that is WebDataset tars to a stream of conversations."""
+"""Open an entry of `--datasets` that is WebDataset tars as a stream of conversations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def prepare_stream(source: DatasetConfig, *, run_dir: Path, log: Callable[[str], None] = lambda _: None) -> None:
-    """Index a source's tars where nobody has: in their folder, or in `run_dir` where that cannot be written to.
+    """Index the tars of a data set that have no index: in their folder, or in `run_dir` if that cannot be written to.
 
-    One rank calls it and the others wait before they `open_stream`. Reads every header of every tar, once.
-    Raises UserError where there is nothing to read.
+    One rank calls it, and the others wait for it before they call `open_stream`. It reads every header of every tar,
+    once. Raises UserError if there are no tars with samples.
     """
     path = Path(source.path)
     if is_remote(source.path) or path.suffix in (".yaml", ".yml"):
@@ -35,9 +35,9 @@ def prepare_stream(source: DatasetConfig, *, run_dir: Path, log: Callable[[str],
 def open_stream(
     source: DatasetConfig, *, run_dir: Path, rank: int, world: int, seed: int, shuffle: bool = True
 ) -> EnergonStream:
-    """The share of data-parallel rank `rank` of `world` in a prepared source.
+    """Return the stream of the samples of a prepared data set that data-parallel rank `rank` of `world` reads.
 
-    Raises UserError where it cannot be opened or megatron-energon is not installed.
+    Raises UserError if it cannot be opened or megatron-energon is not installed.
     """
     try:
         from megavlm.data.records.energon import EnergonStream

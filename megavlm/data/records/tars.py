@@ -1,7 +1,7 @@
-"""Folders of tars, made ready for megatron-energon: an index beside each tar and `.nv-meta` that lists them.
+"""Prepare folders of tars for megatron-energon: write an index beside each tar and `.nv-meta`, which lists them.
 
-energon's own preparation gives up on a folder with one damaged tar. Here what can be read is indexed, and the damage
-is a last sample of its tar that cannot be read: it is met, counted and skipped when its turn comes.
+energon's own preparation fails on a folder with one damaged tar. This one indexes what can be read of such a tar and
+adds one sample at its end for the rest: that sample cannot be read, so training counts and skips it when it comes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 META = ".nv-meta"
 _INFO = (".info.json", ".info.yaml")
 _READERS = 8  # tars that are indexed at once: waiting for a disk or a network takes most of the time
-_KEY = re.compile(r"((?:.*/)?[^./]+)\.[^/]*$")  # up to the first dot of the name, as WebDataset has it
+_KEY = re.compile(r"((?:.*/)?[^./]+)\.[^/]*$")  # up to the first dot of the name: WebDataset's key
 _NO_SAMPLE = re.compile(r"__[^/]*__(/|$)")
 _DATASET = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
@@ -32,19 +32,22 @@ def is_prepared(folder: Path) -> bool:
 
 
 def tars_below(folder: Path) -> list[str]:
-    """Names of the tars in `folder` and its subfolders, relative to it, sorted."""
+    """Return the names of the tars in `folder` and its subfolders, relative to it, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.tar"))
 
 
 def home_of(path: Path, *, cache: Path) -> Path:
-    """Where energon reads the tars of `path`, a folder or one tar: there, or at links below `cache`, once prepared."""
+    """Return the folder in which energon reads the tars of `path`, which is a folder or one tar.
+
+    It is `path` itself if that is a prepared folder, else a folder in `cache`, which `prepare` fills with links.
+    """
     return path if path.is_dir() and is_prepared(path) else cache / _short(path)
 
 
 def prepare(path: Path, *, cache: Path, log: Callable[[str], None] = lambda _: None) -> None:
-    """Index the tars of `path`, unless that is done: in the folder itself where it can be written to, else in `cache`.
+    """Index the tars of `path` unless they have an index: in the folder itself if it is writable, else in `cache`.
 
-    Raises ValueError where there are no tars, or no samples in them.
+    Raises ValueError if there are no tars, or no samples in them.
     """
     if is_prepared(home_of(path, cache=cache)):
         return
@@ -70,13 +73,13 @@ def index(folder: Path, names: Sequence[str]) -> None:
     split = {"split_parts": {"train": list(counts)}, "exclude": []}
     _write(meta / "split.yaml", json.dumps(split, indent=1).encode())  # JSON is YAML
     _write(meta / "dataset.yaml", _DATASET.encode())
-    _write(meta / _INFO[0], json.dumps({"shard_counts": counts}, indent=1).encode())  # last: what makes it prepared
+    _write(meta / _INFO[0], json.dumps({"shard_counts": counts}, indent=1).encode())  # last: `is_prepared` looks for it
 
 
 def sample_offsets(path: Path) -> list[int]:
-    """Bytes at which the samples of a tar begin, and where the last one ends; [] for an archive of none.
+    """Return the byte offsets at which a tar's samples begin, and at which the last one ends; [] if it has none.
 
-    Where the tar breaks off or becomes unreadable, a last sample stands for all that is lost.
+    If the tar is truncated or damaged, one more sample covers everything that cannot be read.
     """
     starts: list[int] = []
     size = path.stat().st_size
@@ -84,7 +87,7 @@ def sample_offsets(path: Path) -> list[int]:
         with tarfile.open(path, "r:") as tar:
             key = None
             while (member := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # else it keeps each
+                tar.members = []  # type: ignore[attr-defined]  # otherwise it keeps them all
                 own = _KEY.match(member.name)
                 if member.isreg() and own and own[1] != key and not _NO_SAMPLE.match(member.name):
                     starts.append(member.offset)
@@ -96,14 +99,14 @@ def sample_offsets(path: Path) -> list[int]:
                 file.seek(end)
                 if not file.read(tarfile.BLOCKSIZE).strip(b"\0"):
                     return [*starts, end] if starts else []
-                starts.append(end)  # no header, and not the end either
-    except tarfile.TarError:  # the last sample breaks off
+                starts.append(end)  # neither a header nor the end of a tar
+    except tarfile.TarError:  # the last sample is truncated
         starts = starts or [0]
     return [*starts, size]
 
 
 def _index_tar(path: Path) -> int:
-    """Write the index of a tar, unless a newer one is there; the number of samples."""
+    """Write the index of a tar, unless it exists and is newer than the tar. Returns the number of samples."""
     target = path.with_suffix(".tar.idx")
     with suppress(OSError):
         if target.stat().st_mtime_ns >= path.stat().st_mtime_ns and target.stat().st_size >= 16:
@@ -115,8 +118,8 @@ def _index_tar(path: Path) -> int:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """In one step: a reader never sees half a file."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # others may do the same
+    """Write a file atomically: another process never reads half of it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # other processes may write the same file
     temporary.write_bytes(data)
     temporary.replace(path)
 

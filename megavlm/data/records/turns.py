@@ -1,8 +1,8 @@
-"""From a record, as JSON or parquet give it, to a `Conversation`.
+"""Convert a record, as JSON or parquet contain it, to a `Conversation`.
 
-LLaVA's records and messages differ in names alone: `conversations` of `from` and `value`, or `messages` of `role` and
-`content`. Both spellings are read in both. An `<image>` in a text stands for the next entry of the record's `image` or
-`images`; the parts of a message may also hold their images themselves.
+LLaVA records and messages differ only in their field names: `conversations` of `from` and `value`, or `messages` of
+`role` and `content`; turns of either may use the names of the other. An `<image>` in a text stands for the next entry
+of the record's `image` or `images`; the parts of a message may also hold their images themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Role, 
 Shape = Literal["llava", "messages", "text"]
 TAG = "<image>"
 FIELD: dict[Shape, str] = {"llava": "conversations", "messages": "messages", "text": "text"}
-COLUMNS = (*FIELD.values(), "system", "image", "images")  # all that is looked at in a record
+COLUMNS = (*FIELD.values(), "system", "image", "images")  # all fields of a record that are read
 
 _ROLES: dict[str, Role] = {
     "human": "user",
@@ -33,7 +33,7 @@ _IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
 class _Slot:
-    """Stands where one of the record's images belongs until it is known which."""
+    """Marks the position of an image in a turn until it is known which of the record's images belongs there."""
 
 
 SLOT = _Slot()
@@ -42,7 +42,7 @@ Turns = list[tuple[Role, Parts]]
 
 
 def shape_of(record: Any) -> Shape | None:
-    """Which kind of record this is, by the fields it has."""
+    """Return the kind of a record, which its fields tell, or None if it has no known field."""
     if isinstance(record, Mapping):
         for shape, field in FIELD.items():
             if record.get(field) is not None:
@@ -51,7 +51,7 @@ def shape_of(record: Any) -> Shape | None:
 
 
 def conversation_of(record: Any, shape: Shape, find: FindFile) -> Conversation:
-    """The conversation in `record`; `find` opens images by name. Raises BadSample, and nothing else."""
+    """Return the conversation in `record`; `find` returns an image by its name. Raises no error but BadSample."""
     try:
         return _conversation(record, shape, find)
     except RecursionError as error:
@@ -63,7 +63,7 @@ def _conversation(record: Any, shape: Shape, find: FindFile) -> Conversation:
         raise BadSample(Reason.NOT_A_RECORD, f"a record is an object with fields, not {shown(record)}")
     content = record.get(FIELD[shape])
     if content is None:
-        raise BadSample(Reason.NOT_A_RECORD, f"no `{FIELD[shape]}` among its fields {shown(sorted(map(str, record)))}")
+        raise BadSample(Reason.NOT_A_RECORD, f"it has no field `{FIELD[shape]}` but {shown(sorted(map(str, record)))}")
     if shape == "text":
         turns: Turns = [("text", _parts(content, find))]
     else:
@@ -79,9 +79,9 @@ def _turns(content: Any, system: Any, find: FindFile) -> Turns:
         try:
             content = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise BadSample(Reason.NOT_A_RECORD, f"its turns are a text, and no JSON: {shown(content)}") from error
+            raise BadSample(Reason.NOT_A_RECORD, f"its turns are a text that is not JSON: {shown(content)}") from error
     if not isinstance(content, list):
-        raise BadSample(Reason.NOT_A_RECORD, f"its turns are no list but {shown(content)}")
+        raise BadSample(Reason.NOT_A_RECORD, f"its turns are not a list but {shown(content)}")
     if not content:
         raise BadSample(Reason.EMPTY, "it has no turns")
     turns: Turns = [("system", _parts(system, find))] if system else []
@@ -91,13 +91,13 @@ def _turns(content: Any, system: Any, find: FindFile) -> Turns:
         name = turn.get("role", turn.get("from"))
         role = _ROLES.get(name) if isinstance(name, str) else None
         if role is None:
-            raise BadSample(Reason.ROLE, f"{shown(name)} is not one of {', '.join(_ROLES)}")
+            raise BadSample(Reason.ROLE, f"the role {shown(name)} is not one of {', '.join(_ROLES)}")
         turns.append((role, _parts(turn.get("content", turn.get("value")), find)))
     return turns
 
 
 def _parts(content: Any, find: FindFile) -> Parts:
-    """Texts, images and slots of one turn."""
+    """Return the texts, images and slots of one turn, in order."""
     match content:
         case None:  # what an assistant says when it only calls a tool
             return []
@@ -125,8 +125,8 @@ def _part(part: Mapping[str, Any], find: FindFile) -> Parts:
 def _split(text: str) -> Parts:
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no tokenizer takes
-        raise BadSample(Reason.NOT_A_RECORD, f"{shown(text)} is no Unicode text: {error}") from error
+    except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair, which no tokenizer accepts
+        raise BadSample(Reason.NOT_A_RECORD, f"{shown(text)} is not valid Unicode: {error}") from error
     first, *others = text.split(TAG)
     return [first, *(piece for other in others for piece in (SLOT, other))]
 
@@ -140,7 +140,10 @@ def _images(record: Mapping[str, Any]) -> list[Any]:
 
 
 def _placed(turns: Turns, images: list[ImageRef]) -> Conversation:
-    """The turns with their slots filled, one image each. Where no text says where images belong, they come first."""
+    """Return the conversation with one image in each slot; if there are no slots, the images come first.
+
+    Raises BadSample if there are not as many images as slots.
+    """
     pieces = [piece for _, parts in turns for piece in parts]
     slots = sum(isinstance(piece, _Slot) for piece in pieces)
     own = sum(isinstance(piece, ImageRef) for piece in pieces)
@@ -149,14 +152,14 @@ def _placed(turns: Turns, images: list[ImageRef]) -> Conversation:
         speaker[:0] = [piece for _ in images for piece in (SLOT, "" if role == "text" else "\n")]
         slots = len(images)
     if slots != len(images) and not (slots == 0 and own == len(images)):
-        raise BadSample(Reason.IMAGE_COUNT, f"{slots} {TAG} in its texts for {len(images)} images")
+        raise BadSample(Reason.IMAGE_COUNT, f"its texts have {slots} {TAG} for {len(images)} images")
     rest = iter(images)
     filled = [(role, [next(rest) if isinstance(piece, _Slot) else piece for piece in parts]) for role, parts in turns]
     return Conversation(tuple(Turn(role, _joined(parts)) for role, parts in filled))
 
 
 def _joined(parts: Iterable[str | ImageRef]) -> tuple[str | ImageRef, ...]:
-    """Neighbouring texts as one, none of them empty."""
+    """Return the parts with neighbouring texts joined and empty texts removed."""
     joined: list[str | ImageRef] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):

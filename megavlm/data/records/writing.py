@@ -1,7 +1,7 @@
-"""Records as WebDataset tars: shard after shard, the same bytes whenever the records are the same.
+"""Write records as WebDataset tars, one shard after another; the same records give the same bytes.
 
-A shard is written under another name, renamed when it is whole, and noted in `prepare_data.json`; a run that was
-stopped goes on after the last one noted. Samples are LLaVA records (`json`) with their images beside them, unchanged.
+A shard is written under a temporary name, renamed when it is complete, and noted in `prepare_data.json`; an interrupted
+run continues after the last shard noted. Samples are LLaVA records (`json`) with their images beside them, unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SKIPPED = "skipped.jsonl"
 _READERS = 8  # threads that read images; what they read is written in order
 _AT_ONCE = 256  # records that are read before they are written
 _SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
-# How files begin; what is none of these is written as a jpg, since readers look at the content.
+# First bytes of image files. Any other file is named .jpg, since readers look at the content.
 _SIGNATURES = {b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif", b"RIFF": "webp"}
 
 Parts = dict[str, bytes]
@@ -38,14 +38,14 @@ Parts = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Notes:
-    """What is written so far, and of what: a run with another `recipe` does not go on."""
+    """Holds how much is written so far, and the `recipe` of the run; a run with another recipe may not continue it."""
 
     recipe: dict[str, Any]
-    records: int = 0  # read
+    records: int = 0  # number of records read
     samples: int = 0
     shards: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
-    skipped_bytes: int = 0  # of `skipped.jsonl`
+    skipped_bytes: int = 0  # length of `skipped.jsonl`
     done: bool = False
 
 
@@ -58,10 +58,11 @@ def write_shards(
     shard_bytes: int,
     progress: Callable[[int, Notes], None] = lambda *_: None,
 ) -> Notes:
-    """Write `records`, in `order`, as tars of about `shard_bytes` below `out`, ready for energon.
+    """Write `records`, in `order`, as tars of about `shard_bytes` in the folder `out`, indexed for energon.
 
-    Bad records are counted, and listed in `skipped.jsonl` with their labels. `progress` is told how many records are
-    read of the current shard too. Raises UserError where `out` holds something else, or no record is good.
+    Returns the final notes. Bad records are counted, and listed in `skipped.jsonl` with their labels. `progress` is
+    called with the number of records read so far and the notes of the last complete shard. Raises UserError if `out`
+    holds other files, or if no record can be used.
     """
     notes = _notes(out, recipe)
     out.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ def write_shards(
 
 
 def parts_of(conversation: Conversation, label: str) -> Parts:
-    """The files of a sample. Raises BadSample where an image cannot be read, by its header."""
+    """Return the files of a sample by extension. Raises BadSample if the header of an image cannot be read."""
     parts: Parts = {}
     names = [""] if len(conversation.images) == 1 else [f"{number}." for number in range(len(conversation.images))]
     for name, image in zip(names, conversation.images, strict=True):
@@ -132,7 +133,7 @@ def _samples(
 
 
 class _Shard:
-    """A tar that appears under its name when it is closed, unless it is empty."""
+    """Writes a tar under a temporary name; `close` gives it its name, or removes it if it is empty."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -143,7 +144,7 @@ class _Shard:
 
     def add(self, key: str, parts: Parts) -> None:
         for name, data in parts.items():
-            entry = tarfile.TarInfo(f"{key}.{name}")  # of no user and no time: the same bytes each time
+            entry = tarfile.TarInfo(f"{key}.{name}")  # without user and time, so that the bytes are reproducible
             entry.size = len(data)
             self._tar.addfile(entry, io.BytesIO(data))
         self.size, self.count = self._tar.offset, self.count + 1
