@@ -1,4 +1,4 @@
-"""Checkpoint folders of a run: which are complete, how one becomes complete, which are kept. No torch.
+"""Find the checkpoint folders of a run that are complete, and make a written one complete. No torch.
 
 A save writes into `tmp-iter_0000100`, its manifest last; renaming the folder to `iter_0000100` is the commit. Whatever
 kills the run, a folder `iter_*` with a manifest is whole, and the newest one is where the run resumes.
@@ -28,7 +28,7 @@ def temporary_for(root: Path, iteration: int) -> Path:
 
 
 def named(root: Path) -> list[tuple[int, Path]]:
-    """Folders named like checkpoints as (iteration, folder), oldest first."""
+    """Return the folders named like checkpoints as (iteration, folder), oldest first."""
     if not root.is_dir():
         return []
     found = ((_COMPLETE.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
@@ -36,12 +36,12 @@ def named(root: Path) -> list[tuple[int, Path]]:
 
 
 def complete(root: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints as (iteration, folder), oldest first."""
+    """Return the complete checkpoints as (iteration, folder), oldest first."""
     return [(iteration, path) for iteration, path in named(root) if is_complete(path)]
 
 
 def newest(root: Path) -> Path | None:
-    """The checkpoint to resume from, if there is any."""
+    """Return the newest complete checkpoint, from which a run resumes; None if there is none."""
     folders = complete(root)
     return folders[-1][1] if folders else None
 
@@ -52,7 +52,10 @@ def is_named(path: Path) -> bool:
 
 
 def resolve(path: Path) -> Path:
-    """A checkpoint folder from what a user may name: the folder itself, a run, or its `checkpoints/`."""
+    """Return the checkpoint that `--load PATH` names: the folder itself, or the newest of a run or `checkpoints/`.
+
+    Raises UserError if there is none.
+    """
     if is_named(path):
         return path
     found = newest(path / "checkpoints") or newest(path)
@@ -62,7 +65,7 @@ def resolve(path: Path) -> Path:
 
 
 def prepare(root: Path, iteration: int) -> Path:
-    """An empty folder to write a checkpoint into."""
+    """Make an empty folder to write a checkpoint into, and return it."""
     temporary = temporary_for(root, iteration)
     if temporary.exists():
         shutil.rmtree(temporary)
@@ -73,9 +76,9 @@ def prepare(root: Path, iteration: int) -> Path:
 def commit(
     root: Path, iteration: int, sums: Mapping[str, FileSum] | None = None, *, temporary: Path | None = None
 ) -> Path:
-    """Make a written checkpoint count: flush its files, write its manifest, then rename it.
+    """Make a written checkpoint complete: flush its files, write its manifest, rename it; return its folder.
 
-    Files whose `sums` are not given are read. `temporary` is where it was written, if not where `prepare` said.
+    Files whose `sums` are not given are read. `temporary` is the written folder, if it is not the one of `prepare`.
     """
     temporary, final = temporary or temporary_for(root, iteration), folder_for(root, iteration)
     for path in temporary.rglob("*"):
@@ -91,9 +94,9 @@ def commit(
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that it neither counts nor is pruned; return where it is now."""
+    """Rename a damaged checkpoint, so that it is neither loaded nor pruned; return its new path."""
     aside = folder.with_name(f"damaged-{folder.name}")
-    with suppress(OSError):  # somebody's read-only folder stays as it is
+    with suppress(OSError):  # a folder that may not be renamed stays as it is
         if aside.exists():
             shutil.rmtree(aside)
         folder.rename(aside)
@@ -102,7 +105,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def rename_flushed(temporary: Path, final: Path) -> None:
-    """Give a written folder its name once all of it is on the disk: after a loss of power it is whole or not there."""
+    """Rename a written folder once all of it is on the disk: after a loss of power, `final` is whole or missing."""
     for path in [*temporary.rglob("*"), temporary]:
         _flush(path)
     temporary.rename(final)

@@ -1,4 +1,4 @@
-"""What `tools/checkpoint.py` prints and does: checkpoints as a person sees them. No torch."""
+"""List, verify, describe and copy checkpoints for `tools/checkpoint.py`. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PIECE = 4 * 2**20  # bytes
 
 @dataclass(frozen=True)
 class Entry:
-    """A checkpoint of a list."""
+    """What a list of checkpoints says of one of them."""
 
     folder: Path
     iteration: int
@@ -32,7 +32,7 @@ class Entry:
 
 
 def root_of(path: Path) -> Path:
-    """Return the folder of checkpoints that a person may name by its run. Raises UserError where there are none."""
+    """Return the folder of checkpoints of a path: a run or that folder itself. Raises UserError if it has none."""
     for root in (path / "checkpoints", path):
         if folders.named(root):
             return root
@@ -54,7 +54,7 @@ def entries(path: Path) -> Iterator[Entry]:
 
 
 def problem_of(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint, whose files are all read; None if nothing is."""
+    """Read all files of a checkpoint and return what is wrong with it; None if nothing is."""
     problem = manifest.first_look(folder)
     if problem is None and not manifest.is_verifiable(folder):
         return f"it has no {MANIFEST}, since an earlier version saved it: it cannot be verified"
@@ -62,7 +62,7 @@ def problem_of(folder: Path) -> str | None:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint says of itself. Raises UserError."""
+    """Return a checkpoint's own description, `megavlm.json`. Raises UserError if it cannot be read."""
     try:
         summary = json.loads(read_bytes(folder / SUMMARY, at_most=2**24))
         if not isinstance(summary, dict):

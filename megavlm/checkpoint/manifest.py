@@ -1,4 +1,6 @@
-"""The manifest of a checkpoint: size and checksum of each of its files. It is written last. No torch.
+"""Write and check the manifest of a checkpoint: size and checksum of each of its files. No torch.
+
+The manifest is written last.
 
 A folder without it is no checkpoint, whatever its name: not every file system renames a folder in one piece. (Those of
 earlier versions have none; their `megavlm.json` does not announce one, and they load without being verified.)
@@ -120,7 +122,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def first_look(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint as far as a moment tells: sizes of files, contents of all but tensors."""
+    """Return what a quick check finds wrong, else None: it looks at file sizes and reads all files but tensors."""
     try:
         if not is_complete(folder):
             return f"it has no {MANIFEST}: it was not saved to its end, or is damaged"
@@ -143,7 +145,7 @@ def first_look(folder: Path) -> str | None:
 
 
 def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
-    """Return which of the files (default: all) is not what was written, None where all are."""
+    """Read files (default: all) and return which of them is not as it was written; None if all are."""
     try:
         sums = read_manifest(folder)
         for name in sums if names is None else names:
@@ -162,9 +164,10 @@ def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
 
 
 def share_of(sums: Mapping[str, FileSum], *, rank: int, world: int) -> list[str]:
-    """Return the files of tensors that a rank verifies: those that it wrote, and likely reads; others go to the idlest.
+    """Return the files of tensors that a rank verifies: those that it wrote, which it likely loads, too.
 
-    Files are read twice on the way from the storage only where another machine verifies than loads them.
+    A machine that verifies and loads the same file reads it from the storage once. Files of ranks that this run does
+    not have go to the ranks with the fewest bytes.
     """
     shares: list[list[str]] = [[] for _ in range(world)]
     loads = [0] * world
@@ -178,7 +181,7 @@ def share_of(sums: Mapping[str, FileSum], *, rank: int, world: int) -> list[str]
 
 
 class Verification:
-    """Verify a rank's share of a checkpoint in a thread, while the checkpoint is loaded."""
+    """Verifies a rank's share of a checkpoint in a thread, while the checkpoint is loaded."""
 
     def __init__(self, folder: Path, *, rank: int, world: int) -> None:
         self._found: str | None = None
@@ -203,7 +206,7 @@ class Verification:
         self._thread.join()
 
     def result(self) -> str | None:
-        """Wait for the end, and return what is damaged."""
+        """Wait for the end and return what is damaged; None if nothing is."""
         self._thread.join()
         return self._found
 

@@ -1,9 +1,9 @@
-"""An optimizer's state in a checkpoint: the same tensors however ranks share it, and however many optimizers there are.
+"""Save and load an optimizer's state as tensors that do not depend on how it is sharded, or on how many optimizers.
 
-Where data-parallel ranks share it, each rank writes and reads what it holds of master weights and moments as parts of
-global tensors under the parameters' names (`optim/shards.py`); nothing is gathered. A colocated encoder has an
-optimizer of its own, in stages one has all parameters: names make no difference between them. State that every rank
-has whole (`--data-parallel-sharding none`) is saved as megatron-core does it.
+If it is sharded over data-parallel ranks, each rank writes and reads its parts of master weights and moments as parts
+of global tensors under the parameters' names (`optim/shards.py`); nothing is gathered. A colocated encoder has an
+optimizer of its own, while an encoder in pipeline stages shares one with the language model; the names are the same.
+State that every rank has whole (`--data-parallel-sharding none`) is saved as megatron-core does it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _KINDS = ("param", "exp_avg", "exp_avg_sq")  # master weights and moments, as ch
 
 
 def param_shards(optimizer: Any, entries: Mapping[str, Any]) -> list[ParamShard]:
-    """This rank's part of each parameter whose state ranks share, sharded as `entries` say; else nothing."""
+    """Return this rank's part of each parameter whose optimizer state is sharded; empty if none is.
+
+    `entries` is the model's sharded state dict.
+    """
     parts = _parts(optimizer)
     _begin_state(parts)
     of = {id(entry.data): entry for entry in entries.values()}
@@ -46,9 +49,12 @@ def sharded_optimizer_state(
     loading: bool,
     metadata: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What is saved, or filled in place when loading, where this rank holds `shards` of shared state."""
+    """Return the sharded state dict of an optimizer, to be saved or, when `loading`, to be filled in place.
+
+    `entries` is the model's sharded state dict, `shards` is the result of `param_shards`.
+    """
     parts = _parts(optimizer)
-    if not _is_shared(parts):  # parameter groups list their parameters by number: each part keeps its own
+    if not _is_shared(parts):  # groups number their parameters: each optimizer keeps its own groups
         states = [part.sharded_state_dict(dict(entries), is_loading=loading, metadata=dict(metadata)) for part in parts]
         return states[0] if len(states) == 1 else {"parts": dict(enumerate(states))}
     tensors = [
@@ -61,9 +67,9 @@ def sharded_optimizer_state(
 
 
 def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
-    """Take over what was loaded into the form that `sharded_optimizer_state` gave."""
+    """Set an optimizer's state from `loaded`, which is what `sharded_optimizer_state` returned, filled by a load."""
     parts = _parts(optimizer)
-    if _is_shared(parts):  # tensors are in their places
+    if _is_shared(parts):  # the load has filled the tensors in place
         step = max(int(group.get("step", 0)) for group in loaded["optimizer"]["param_groups"])
         for group in (group for part in parts for group in part.param_groups):
             group["step"] = step
@@ -73,9 +79,9 @@ def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
 
 
 def _groups(parts: list[Any]) -> list[dict[str, Any]]:
-    """The options of all parameter groups, and how many steps were made: rank 0 writes them for all.
+    """Return the options of all parameter groups, with the number of optimizer steps; rank 0 writes them for all.
 
-    A fused optimizer counts no steps in groups of which its rank holds nothing: some rank has counted them.
+    A fused optimizer counts no steps in groups of which its rank holds nothing, so the maximum over ranks is taken.
     """
     groups = [group for part in parts for group in part.param_groups]
     steps: list[int] = [0] * dist.get_world_size()
@@ -100,15 +106,16 @@ def _begin_state(parts: list[Any]) -> None:
 
 
 def loss_scale_state(optimizer: Any) -> dict[str, Any] | None:
-    """Loss scale and its counters in fp16, else None. Ranks agree on them, also those that train nothing, whose
-    optimizer megavlm cannot ask megatron-core to save.
+    """Return fp16's loss scale and its counters; None in other types. They are equal on all ranks.
+
+    megatron-core cannot save them on ranks that train nothing.
     """
     scaler = getattr(optimizer.chained_optimizers[0], "grad_scaler", None)  # fp32 optimizers have no such field
     return None if scaler is None else {**scaler.state_dict(), "scale": float(scaler.scale)}
 
 
 def load_loss_scale(optimizer: Any, loaded: Mapping[str, Any] | None) -> None:
-    """Go on with a saved loss scale; a checkpoint of another precision has none, and leaves the initial one."""
+    """Set the loss scale from a checkpoint; one of another precision has none, and the initial scale stays."""
     for part in optimizer.chained_optimizers:
         scaler = getattr(part, "grad_scaler", None)
         if loaded is not None and scaler is not None:
@@ -116,7 +123,7 @@ def load_loss_scale(optimizer: Any, loaded: Mapping[str, Any] | None) -> None:
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """megatron-core's optimizers, without those of nothing where there are others."""
+    """Return the chained megatron-core optimizers that have parameters; the first one if none has."""
     parts = list(optimizer.chained_optimizers)
     return [part for part in parts if not part.is_stub_optimizer] or parts[:1]
 

@@ -33,12 +33,14 @@ from megavlm.paths import open_regular
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fill a sharded state from `folder`; every rank calls it. Raises UserError, on all ranks, for what is unsafe or
-    damaged."""
+    """Fill a sharded state dict from a checkpoint folder and return it; every rank calls it.
+
+    Raises UserError, on all ranks, for a checkpoint that is unsafe or damaged.
+    """
     mcore_patches.read_checkpoints_with(reader=Reader, planner=Planner)
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), common_strategy=_Common())
-    except CheckpointException as error:  # what happened on any rank, on every rank
+    except CheckpointException as error:  # every rank gets the failures of all ranks
         rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
         raise _damaged(folder, first, f", rank {rank}") from error
     except (CheckpointingException, OSError, TypeError, ValueError) as error:
@@ -54,10 +56,10 @@ def _damaged(folder: Path, error: BaseException, where: str = "") -> UserError:
 
 
 class Reader(FileSystemReader):
-    """torch's reader, with descriptions from `safety`."""
+    """torch's reader of checkpoint files, with the metadata that `safety.read_metadata` has checked."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Read the descriptions. Raises UserError; torch turns what a reader raises later into something else."""
+        """Read the metadata here: torch would turn a UserError that a reader raises later into another error."""
         super().__init__(folder)
         self._metadata = read_metadata(Path(folder))
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -72,7 +74,7 @@ class Reader(FileSystemReader):
 
 
 class _Part(_ReaderView):
-    """torch's view of a part of a file, with distances from its end as other files have them: negative."""
+    """torch's view of a part of a file, except that `seek` from the end takes negative offsets, as files do."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         super().seek(self.len + offset if whence == os.SEEK_END else offset, whence % os.SEEK_END)
@@ -80,7 +82,7 @@ class _Part(_ReaderView):
 
 
 class Planner(MCoreLoadPlanner):
-    """megatron-core's planner, which reads entries that are no tensors by an allow-list."""
+    """megatron-core's load planner, except that entries other than tensors are read as plain values only."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -91,7 +93,7 @@ class Planner(MCoreLoadPlanner):
 
 
 class _Common(TorchCommonLoadStrategy):
-    """What is common to all ranks, by the same allow-list."""
+    """megatron-core's loader of `common.pt`, except that it reads tensors and plain values only."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME

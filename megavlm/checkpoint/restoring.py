@@ -29,7 +29,7 @@ _WITHOUT = "Leave --no-fallback out to go on from an older one, or move this one
 
 @dataclass(frozen=True)
 class Choices:
-    """The checkpoints that a run may start from, newest first, and what is said of those left out."""
+    """The checkpoints that a run may start from, newest first, and a warning for each that is left out."""
 
     folders: tuple[Path, ...]
     remarks: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any,
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return what a load that failed says: our own line, or the innermost cause, which torch wraps in others."""
+    """Return the reason of a failed load in one line: of a UserError its text, else the innermost cause."""
     if isinstance(error, UserError):
         return str(error)
     inner = getattr(error, "failures", None)

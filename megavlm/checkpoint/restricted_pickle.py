@@ -1,4 +1,4 @@
-"""Read a pickle as data: a machine of our own for the few opcodes that plain objects are written with.
+"""Read a pickle as data, with an interpreter for only the few opcodes that plain objects are written with.
 
 Python's unpickler calls what a file tells it to call. This one looks names up in a table of exact objects, can neither
 import nor take attributes, and leaves calling to its caller. It reads protocols 4 and 5, which torch and megatron-core
@@ -33,7 +33,7 @@ _STACK_GLOBAL, _NEWOBJ, _REDUCE, _BUILD = 0x93, 0x81, ord("R"), ord("b")
 
 
 class Refused(ValueError):
-    """The pickle names an object, or uses an opcode, that is not known here."""
+    """Is raised for a pickle that names an object, or uses an opcode, that is not known here."""
 
 
 def load(

@@ -1,7 +1,7 @@
-"""Which checkpoints are kept, and deleting the others while nobody loads them. No torch.
+"""Choose which checkpoints are kept, and delete the others unless a process loads them. No torch.
 
-Who loads a checkpoint holds a shared lock on one of its files; who deletes one takes the lock for itself first, without
-waiting. A file system without locks (`flock`) protects nothing and hinders nobody.
+A process that loads a checkpoint holds a shared lock on one of its files. A process that deletes one takes an exclusive
+lock first, without waiting. Without locks in the file system (`flock`), a checkpoint may be deleted while it is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the `newest` (0: all), and multiples of `every` (0: none)."""
+    """The rule of which checkpoints are kept: the `newest` (0: all), and multiples of `every` (0: none)."""
 
     newest: int
     every: int = 0
@@ -107,7 +107,7 @@ class Holds:
         return folder.is_dir()
 
     def release(self) -> None:
-        """Let go of all."""
+        """Release all checkpoints: other processes may delete them."""
         while self._files:
             os.close(self._files.pop())
 
@@ -121,7 +121,7 @@ def _lock_file(folder: Path, *, writable: bool = True) -> int | None:
 
 
 class suppress_no_locks:
-    """Go on where the file system has no locks."""
+    """Ignores the errors of a file system that has no locks."""
 
     def __enter__(self) -> None:
         pass

@@ -1,8 +1,8 @@
-"""What a distributed checkpoint says of its tensors (`.metadata`), read without running anything of it.
+"""Read the descriptions of a checkpoint's tensors (`.metadata`) without running any code that the file may contain.
 
-The file is a pickle, and unpickling can run code. It is read once, by a machine that knows the few classes which
-describe tensors and checks each of their fields; the result is handed to torch, which never opens the file. Data files
-must lie in the checkpoint's own folder and be as long as the descriptions say.
+The file is a pickle, and unpickling can run code. It is read once, by an interpreter of megavlm's own, which knows the
+few classes that describe tensors and checks each of their fields. The result is handed to torch, which never opens the
+file. Data files must lie in the checkpoint's own folder and be as long as the descriptions say.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_DIMENSIONS = 16
 
 
 class _Unread:
-    """The writers' plans, which megatron-core leaves in the file and no reader needs."""
+    """Stands for the writers' plans, which megatron-core leaves in the file and no reader needs."""
 
 
 # class → its fields, each with the types that it may have
@@ -81,7 +81,7 @@ _OBJECTS: dict[tuple[str, str], Any] = {
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the descriptions in `folder`/.metadata. Raises UserError where they are anything else, or untrue."""
+    """Return the content of `folder`/.metadata. Raises UserError if it is not plain, or contradicts the data files."""
     path = folder / ".metadata"
     try:
         data = read_bytes(path, at_most=LARGEST)
@@ -92,7 +92,7 @@ def read_metadata(folder: Path) -> Metadata:
         _check(found, folder)
     except restricted_pickle.Refused as error:
         raise UserError(f"{path} {error}: it is not loaded") from None
-    except Exception as error:  # whatever bytes are there
+    except Exception as error:  # damaged bytes may raise any error
         reason = str(error).partition("\n")[0][:200]
         raise UserError(f"{path} is damaged ({type(error).__name__}: {reason}): use another checkpoint") from error
     found.all_local_plans = None
@@ -132,7 +132,7 @@ def _build(made: Any, state: Any) -> None:
 
 
 def _check(metadata: Any, folder: Path) -> None:
-    """Raise an error where descriptions are incomplete, or contradict each other or the files."""
+    """Raise ValueError or another error if descriptions are incomplete, or contradict each other or the files."""
     if type(metadata) is not Metadata:
         raise ValueError(f"it describes {type(metadata).__name__}")
     sizes: dict[str, int] = {}

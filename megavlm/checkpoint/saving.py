@@ -33,7 +33,7 @@ _GIVEN_UP = 20.0  # seconds that a run that ends by an error waits for a save th
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The end of a save on this rank; on rank 0 that of the whole checkpoint."""
+    """How a save ended on this rank; on rank 0, how the whole checkpoint's save ended."""
 
     iteration: int
     folder: Path
@@ -44,7 +44,7 @@ class SaveReport:
 
 
 class Saver:
-    """Saves of a run. Make it before threads and process groups exist: it forks the process that writes."""
+    """Runs the saves of a rank. Make it before threads and process groups exist: it forks the process that writes."""
 
     def __init__(self, root: Path, keep: Keep) -> None:
         self._root, self._keep = root, keep
@@ -69,7 +69,7 @@ class Saver:
         failure = None
         try:
             places = self._staging.copy(share.files)
-        except OSError as error:  # the other ranks' writers wait for a word of this one's
+        except OSError as error:  # this rank's writer must report it: the other writers wait
             failure = f"rank {dist.get_rank()} has no host memory for its part ({in_words(error)})"
         whole = dict(share.whole)
         if dist.get_rank() == 0:
@@ -139,7 +139,7 @@ class Saver:
         self._end(outcome)
 
     def _lost(self) -> None:
-        """Go on after the death of the writer: its work is done once more by another one, which has the same memory."""
+        """Start another writer after one has died, and let it do the same work once more from the same memory."""
         assert self._job is not None
         self._connection.close()
         self._process.join()

@@ -1,4 +1,4 @@
-"""Host memory that a rank shares with the process that writes its checkpoints, and the copy of its state into it.
+"""Copy a rank's state into host memory that it shares with the process that writes its checkpoints.
 
 The memory has no name in any file system (`memfd`), so it is gone with the two processes and no limit of /dev/shm
 applies. It is kept for the next save. For a GPU it is pinned, so that copies run at the speed of the bus.
@@ -25,7 +25,7 @@ _ALIGNMENT = 64  # bytes: of every element type, and of a cache line
 
 @dataclass(frozen=True)
 class Place:
-    """Where an item of a file is in the memory. `dtype` is None for bytes that are no tensor."""
+    """The offset and size, in bytes, of an item in the shared memory. `dtype` is None if the item is no tensor."""
 
     index: MetadataIndex
     offset: int
@@ -38,7 +38,7 @@ Places = Mapping[str, Sequence[Place]]  # by file
 
 
 class Staging:
-    """The memory of a rank."""
+    """The shared memory of a rank."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -47,7 +47,7 @@ class Staging:
         self.bytes = 0
 
     def copy(self, files: Mapping[str, Sequence[Item]]) -> Places:
-        """Copy items into the memory, and return where each is. Ends when the last copy has."""
+        """Copy items into the memory, wait until the copies are done, and return where each item is."""
         places: dict[str, list[Place]] = {}
         end = 0
         for name, items in files.items():

@@ -52,7 +52,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint holds of this rank: its chunks, which data-parallel ranks may share, and their optimizer."""
+    """What a checkpoint saves of this rank: its chunks, maybe sharded over data-parallel ranks, and their optimizer."""
 
     chunks: Sequence[VLMChunk | FullyShardedChunk]
     optimizer: Any
@@ -61,13 +61,13 @@ class Trained:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: all the state that is neither a tensor nor random."""
+    """The progress of a run: all of its state but tensors and random generators."""
 
     iteration: int
-    loader: dict[str, Any]  # the place in the data, as its data_loader says it
+    loader: dict[str, Any]  # `state_dict` of the data loader
     samples_read: int = 0
     samples_skipped: int = 0
-    bad_steps: dict[str, Any] = field(default_factory=dict)  # as `BadSteps` says it
+    bad_steps: dict[str, Any] = field(default_factory=dict)  # `state_dict` of `BadSteps`
 
 
 def save(
@@ -94,7 +94,7 @@ def save(
 
 
 def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Position:
-    """Restore a checkpoint of any layout, which fits (`check_fits`), into this one. Raises UserError if it cannot."""
+    """Load a checkpoint of any layout that passes `check_fits`; return its position. Raises UserError if it fails."""
     summary = read_summary(folder)
     same_layout = summary["plan"] == plan.to_json()
     state = _sharded_state(trained, loading=True)
@@ -120,12 +120,12 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
 
 
 def is_weights_only(folder: Path) -> bool:
-    """Whether a checkpoint holds a model without a run: no optimizer state, no position."""
+    """Return whether a checkpoint holds weights alone, without optimizer state and position."""
     return read_summary(folder).get("contents") == "weights"
 
 
 def load_weights(chunks: Sequence[VLMChunk], *, folder: Path, config: Config) -> None:
-    """Only the parameters of a checkpoint, into this layout; every rank calls it."""
+    """Load only the parameters of a checkpoint into chunks of this layout; every rank calls it."""
     check_model(read_summary(folder), config, folder)
     wanted = {
         f"chunk{index}": {key: entry for key, entry in chunk.sharded_state_dict().items() if not is_adapter(key)}
@@ -138,7 +138,7 @@ def load_weights(chunks: Sequence[VLMChunk], *, folder: Path, config: Config) ->
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
+    """Return a checkpoint's own description, `megavlm.json`. Raises UserError if it cannot be used."""
     try:
         summary = json.loads((folder / SUMMARY).read_text())
         if summary["format"] != FORMAT:
@@ -154,7 +154,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
-    """Refuse a checkpoint of another model, naming the first option that differs."""
+    """Raise UserError for a checkpoint of another model, naming the first option that differs."""
     # Earlier versions saved sizes that follow from others as null.
     made_with = resolve(from_dict({"model": summary["model"]}), vocab_size=config.model.language.vocab_size).model
     expected, saved = asdict(config.model), asdict(made_with)
@@ -172,7 +172,7 @@ def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
 
 
 def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
-    """Refuse a checkpoint whose model or optimizer state does not belong to this run."""
+    """Raise UserError for a checkpoint whose model or optimizer state does not belong to this run."""
     check_model(summary, config, folder)
     kind, placement = _sharding(summary), summary["plan"].get("placement", "stages")
     # Whole state is saved per optimizer and its parameters' number; what ranks share is saved by name.
@@ -200,7 +200,7 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
 
 
 def check_data(summary: dict[str, Any], data: Mapping[str, Any], folder: Path, *, accept: bool) -> str | None:
-    """Refuse a checkpoint of a run on other data; return a warning where that is accepted."""
+    """Raise UserError for a checkpoint of a run on other data, or return a warning if `accept` is set."""
     saved = summary.get("data")
     changed = difference(saved, dict(data)) if isinstance(saved, dict) else None
     if changed is None:
@@ -230,7 +230,7 @@ def _summary(config: Config, plan: Plan, position: Position) -> dict[str, Any]:
 
 
 def _sharding(summary: dict[str, Any]) -> str:
-    """What ranks shared in the run that wrote a checkpoint; earlier ones say it otherwise."""
+    """Return `--data-parallel-sharding` of the run that wrote a checkpoint, also of an earlier version."""
     if (kind := summary.get("data_parallel_sharding")) is not None:
         return str(kind)
     return "optimizer" if summary.get("use_distributed_optimizer", True) else "none"
@@ -258,7 +258,7 @@ def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
 
 
 def _filled_in_place(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries whose slices of one tensor are not joined anew when they are loaded: they are views of it."""
+    """Return entries of a sharded state dict that do not join slices after a load: the slices are views of a tensor."""
     return {
         key: replace(entry, merge_fn=lambda _, whole=entry.data: whole)
         if isinstance(entry, ShardedTensorFactory)
@@ -296,13 +296,13 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: dict[str, Any]) -> None:
     """Set all random generators of this rank."""
     torch.set_rng_state(states["cpu"])
-    get_cuda_rng_tracker().set_states(dict(states["tracker"]))  # which it goes on to change
+    get_cuda_rng_tracker().set_states(dict(states["tracker"]))  # a copy: the tracker changes it
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
 
 
 class _quiet:
-    """megatron-core narrates saves through the root logger's levels; a person wants our one line."""
+    """Silences megatron-core's log lines on saves and loads: megavlm prints one line of its own."""
 
     def __enter__(self) -> None:
         logging.disable(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that one rank writes. The process that writes them imports torch, but not megatron-core."""
+"""Write the files of a checkpoint that belong to one rank. The process that does it does not import megatron-core."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Written:
 
 
 class SaveError(Exception):
-    """A file of a checkpoint could not be written. The message says which and why, in one line."""
+    """Is raised when a file of a checkpoint cannot be written. The message says which and why, in one line."""
 
 
 def write_share(
@@ -44,7 +44,12 @@ def write_share(
     *,
     go_on: Callable[[], None] = lambda: None,
 ) -> Written:
-    """Write a rank's files. Raises SaveError, and what `go_on` raises, which is asked before each item."""
+    """Write a rank's files; return where their items are, and the files' sums.
+
+    `go_on` is called before each item; what it raises ends the write.
+
+    Raises SaveError if a file cannot be written.
+    """
     results: list[WriteResult] = []
     sums: dict[str, FileSum] = {}
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The process beside each rank that writes its share of checkpoints, while the rank trains on.
+"""Write a rank's part of each checkpoint in a process of its own, while the rank trains on.
 
 It has the rank's staged state in shared memory and speaks to the rank through a socket; whatever happens to it, the
 rank goes on. Writers tell each other through the folder of the checkpoint: each leaves a report of its files there,
@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job: why it failed, if it did, and what the first attempt said."""
+    """How a job ended: why it failed (None: it did not), why its first attempt failed, and the bytes written."""
 
     error: str | None
     retried: str | None
@@ -66,7 +66,7 @@ class Outcome:
 
 
 class Abandoned(Exception):
-    """The rank is gone."""
+    """Is raised in the writer when its rank is gone."""
 
 
 def serve(connection: Connection) -> NoReturn:
@@ -129,7 +129,7 @@ def do(job: Job, memory: mmap.mmap | None, go_on: Callable[[], None]) -> Outcome
 
 
 def _report(folder: Path, rank: int, written: Written | None, error: str | None) -> None:
-    """Leave a report of a rank's files: whole or not at all."""
+    """Write a report of a rank's files into the checkpoint's folder, whole or not at all."""
     content: dict[str, Any] = {"error": error}
     if written is not None:
         content["items"] = [
@@ -165,7 +165,7 @@ def _read_report(path: Path) -> Written:
 
 
 def _commit(job: Job, folder: Path, go_on: Callable[[], None]) -> str | None:
-    """Wait for all ranks' reports, then make the checkpoint count. Returns why it does not."""
+    """Wait for all ranks' reports, then commit the checkpoint. Return why it was not committed; None if it was."""
     missing, written = set(range(job.world)), []
     last = time.monotonic()
     while missing:

@@ -1,6 +1,6 @@
-"""Which rank writes what of a checkpoint.
+"""Decide which rank writes which tensors of a checkpoint.
 
-Data-parallel ranks that hold the same tensors deal them out by size. What comes out is megatron-core's format: torch's
+Data-parallel ranks that hold the same tensors divide them by size. The files have megatron-core's format: torch's
 distributed checkpoint plus `common.pt` and `metadata.json`.
 """
 
@@ -44,7 +44,7 @@ class Share:
 
 
 def share_of_rank(state: dict[str, Any], *, group: dist.ProcessGroup, metadata: dict[str, Any]) -> Share:
-    """Return what this rank writes of a sharded state; `group` are the ranks that deal. Every rank calls it."""
+    """Return what this rank writes of a sharded state; the ranks of `group` divide it. Every rank calls it."""
     state = {**_without_copies(state), "content_metadata": metadata}
     sharded, common = save_preprocess(state, False)  # dealing them checks that each tensor is written once
     strategy = get_default_save_sharded_strategy()
@@ -64,7 +64,7 @@ def share_of_rank(state: dict[str, Any], *, group: dist.ProcessGroup, metadata: 
 
 
 class _Collector:
-    """Stands where torch expects a writer of storage, and keeps what it is told to write."""
+    """Takes the place of torch's storage writer, and keeps in memory what it is told to write."""
 
     can_run_decentralized_global_plan = True  # ranks need not hear from rank 0 what to write
 
@@ -88,14 +88,14 @@ class _Collector:
 
 
 def _without_copies(state: Any) -> Any:
-    """Without the second copy of tied embeddings: where one rank has both, megatron-core would deal it both."""
+    """Return the state without the second copy of tied embeddings: a rank that has both would write both."""
     if isinstance(state, dict):
         return {key: _without_copies(value) for key, value in state.items() if not _is_copy(value)}
     return [_without_copies(value) for value in state if not _is_copy(value)] if isinstance(state, list) else state
 
 
 def _is_copy(value: Any) -> bool:
-    """Replicas of layers are numbered by (copy, tensor-parallel rank, data-parallel rank)."""
+    """Return whether a value is a second copy: `replica_id` is (copy, tensor-parallel rank, data-parallel rank)."""
     if not isinstance(value, (ShardedTensor, ShardedTensorFactory)) or isinstance(value.replica_id, int):
         return False
     return value.replica_id[0] != 0

@@ -1,4 +1,4 @@
-"""`MicroBatchContext`: what layers ask about a micro-batch: where tokens lie, which attend to which, angles, shapes."""
+"""Compute what layers need to know of a micro-batch: sequence bounds, masks, rotary angles and shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megavlm.parallel.groups import Groups
 
 @dataclass(frozen=True)
 class MicroBatchContext:
-    """What layers need to know of a micro-batch, computed once per chunk and only where it is asked for."""
+    """What layers need to know of a micro-batch. Each property is computed once per chunk, when it is first read."""
 
     batch: MicroBatch
     config: Config
@@ -63,18 +63,18 @@ class MicroBatchContext:
 
     @cached_property
     def language_packing(self) -> Packing | None:
-        """Which tokens attend to one another in layers without a window; None where each row is a causal sequence."""
+        """Return the sequences and masks of layers without a window; None if each row is one causal sequence."""
         if self.config.model.language.bidirectional_images:
             return self._masked_packing(window=None)
         return None if self.batch.text.cu_seqlens is None else packed(self._bounds, self.device)
 
     @cached_property
     def sliding_packing(self) -> Packing:
-        """Which tokens attend to one another in layers with a sliding window."""
+        """Return the sequences and masks of layers with a sliding window."""
         return self._masked_packing(window=self.config.model.language.window_size)
 
     def _masked_packing(self, *, window: int | None) -> Packing:
-        """Return the sequences with the masks of layers with this window."""
+        """Return the sequences and masks of layers with a window of this many tokens (None: without a window)."""
         model, runs, counts = self.config.model, None, [0]
         if model.language.bidirectional_images:
             assert model.image_token is not None, "refused by the configuration rules"
@@ -92,7 +92,7 @@ class MicroBatchContext:
 
     @property
     def _bounds(self) -> list[int]:
-        """Where the sequences of the flattened rows begin and end: 0, …, B·S."""
+        """Return where the sequences of the flattened rows begin and end, in tokens: 0, …, B·S."""
         rows, length = self.batch.text.tokens.shape
         cu_seqlens = self.batch.text.cu_seqlens
         return [*range(0, rows * length + 1, length)] if cu_seqlens is None else cu_seqlens.tolist()
@@ -117,7 +117,7 @@ class MicroBatchContext:
 
     @cached_property
     def sliding_rope(self) -> Rotation:
-        """Return the angles of layers with a sliding window."""
+        """Return the rotary angles of layers with a sliding window."""
         language = self.config.model.language
         if language.local_rotary_base is None:
             return self.language_rope
@@ -128,14 +128,14 @@ class MicroBatchContext:
 
     @property
     def tile_groups(self) -> tuple[TileGroup, ...]:
-        """Which tiles are one image, for models of tiled images; a blank image is a base tile alone."""
+        """Return which tiles belong to one image; empty for models without tiles. A blank image is one base tile."""
         if self.layout.is_blank:
             return (TileGroup(grid=(0, 0), size=(0, 0)),) * (self.config.model.projector.anyres_max_tiles is not None)
         return self.batch.image_sizes.tile_groups
 
     @property
     def feature_shape(self) -> tuple[int, int, int]:
-        """[F, 1, Hl] of one layer's features for the language model; a blank image has one as well."""
+        """Return the shape [F, 1, Hl] of the features that the language model gets; a blank image has some, too."""
         model = self.config.model
         if self.batch.features is not None:
             return self.batch.features.positions.numel(), 1, model.language.hidden_size
@@ -158,8 +158,9 @@ class MicroBatchContext:
 
     @cached_property
     def places(self) -> Tensor:
-        """[F'] int64: the rows of this rank's hidden states, flattened [S(/TP)·B], that take a colocated encoder's
-        features.
+        """Return [F'] int64: the row of each feature of a colocated encoder in this rank's flattened hidden states.
+
+        Those are [S·B] rows, or [S/TP·B] with sequence parallelism.
         """
         assert self.batch.features is not None
         samples, length = self.batch.text.tokens.shape
@@ -168,12 +169,12 @@ class MicroBatchContext:
         return (places % length - first) * samples + places // length
 
     def with_features_merged(self, hidden: Tensor, features: Tensor) -> Tensor:
-        """Language states [S(/TP), B, H] with a colocated encoder's features [F', H] in their places."""
+        """Return the hidden states [S(/TP), B, H] with a colocated encoder's features [F', H] at the image tokens."""
         merged = hidden.flatten(0, 1).index_copy(0, self.places, features.to(hidden.dtype))
         return merged.view_as(hidden)
 
     def with_features(self, hidden: Tensor, features: Tensor) -> Tensor:
-        """Language states with DeepStack features added to the image tokens'."""
+        """Return the hidden states [S(/TP), B, H] with DeepStack features added at the image tokens."""
         if self.batch.features is not None:
             added = hidden.flatten(0, 1).index_add(0, self.places, features[:, 0].to(hidden.dtype))
             return added.view_as(hidden)
@@ -187,12 +188,12 @@ class MicroBatchContext:
 
 
 def _usual_length(vision: VisionConfig) -> int:
-    """Tokens of an image of the size that learned positions are made for; 0 for a tower of any sizes."""
+    """Return the tokens of an image of the size that a tower has learned positions for; 0 if sizes are free."""
     if vision.position_embedding == "rope2d":
         return 0
     return (vision.image_size // vision.patch_size) ** 2 + vision.class_token
 
 
 def shard_of(places: Tensor, *, length: int, shards: int) -> Tensor:
-    """[F] int64: in which of the `shards` equal parts of its row of `length` tokens each of [F] flat places lies."""
+    """Return [F] int64: in which of `shards` equal parts of its row of `length` tokens each flat index [F] lies."""
     return places % length // (length // shards)

@@ -1,14 +1,14 @@
-"""`--offload activations`: what layers save for their backward pass, in host memory until then.
+"""Keep what layers save for their backward pass in host memory until then (`--offload activations`).
 
 Copies run one layer behind the forward pass and one layer ahead of the backward pass, beside what the device computes:
 
     forward    layer 1 │ layer 2          │ layer 3          │ …      at most two layers' tensors are on the device:
-    copies             │ tensors of 1 out │ tensors of 2 out │ …      those of 1 are let go where layer 3 begins
-    backward   layer 3 │ layer 2          │ layer 1          │        the same: where a layer begins, its tensors have
-    copies     2 back  │ 1 back           │                           arrived, and the next one's begin to
+    copies             │ tensors of 1 out │ tensors of 2 out │ …      those of 1 are freed when layer 3 begins
+    backward   layer 3 │ layer 2          │ layer 1          │        the same: when a layer begins, its tensors have
+    copies     2 back  │ 1 back           │                           arrived, and the next layer's copies begin
 
-Which layer comes next is known of each pass (a micro-batch through a chunk) by itself, so passes may follow in any
-order (1F1B, interleaved). A layer whose backward pass comes before its tensors were let go uses them where they are.
+Each pass (a micro-batch through a chunk) records the order of its own layers, so passes may follow in any order (1F1B,
+interleaved). A layer whose backward pass comes before its tensors were freed uses them where they are.
 """
 
 from __future__ import annotations
@@ -28,45 +28,49 @@ from torch.utils._pytree import tree_leaves
 from megavlm.backend.host_copies import HostCopies
 from megavlm.parallel.dtensor import local_part
 
-# Numbers below which a tensor stays: its transfer would cost a latency and save next to nothing.
+# A tensor with fewer elements stays on the device: its transfer would cost a latency and save next to nothing.
 _SMALLEST = 1024
-_PLAIN = (Tensor, FakeTensor)  # whose storage is their own; the latter stand in for a device
+_PLAIN = (Tensor, FakeTensor)  # types whose tensors have a storage of their own; fake ones stand for a device's
 
 
 class Offload:
-    """All chunks of a rank. `begin_pass`, then each layer of a chunk within `layer`; `expect_backward` at the end."""
+    """Offloads what the layers of a rank's chunks save.
+
+    A pass calls `begin_pass`, runs each layer within `layer`, and gives its output to `expect_backward`.
+    """
 
     def __init__(self, copies: HostCopies, *, smallest: int = _SMALLEST) -> None:
         self._copies = copies
         self._smallest = smallest
-        self._last: _Layer | None = None  # of this pass
-        self._leaving: _Layer | None = None  # of any: its tensors are on their way, and still here
+        self._last: _Layer | None = None  # the last layer of this pass
+        self._leaving: _Layer | None = None  # of any pass: the layer that is being copied and is not freed yet
 
     def begin_pass(self) -> None:
         self._last = None
 
     @contextmanager
     def layer(self, module: nn.Module, *stays: Any) -> Iterator[None]:
-        """While this is active, what autograd saves goes, but for the layer's own parameters, tensors in `stays`
-        (which other layers use as well), and small ones.
+        """Offload what autograd saves within this context, a layer's forward pass.
+
+        The layer's parameters, the tensors in `stays` (which other layers use as well) and small tensors stay.
         """
         layer = _Layer(self._copies, module, stays, before=self._last, smallest=self._smallest)
         with saved_tensors_hooks(layer.pack, _unpacked):
             yield
         if not layer.send():
-            return  # a frozen layer
+            return  # nothing was saved: the layer is frozen
         if self._leaving is not None:
             self._leaving.let_go()
         self._last = self._leaving = layer
 
     def expect_backward(self, output: Tensor) -> None:
-        """Fetch the last layer's tensors where the pass's backward begins, which is when `output` gets a gradient."""
+        """Fetch the last layer's tensors when the backward pass begins: when `output` gets a gradient."""
         if (last := self._last) is not None and output.requires_grad:
             output.register_hook(lambda gradient: last.fetch())
 
 
 class _Stored:
-    """Bytes that a layer saved: on the device, on the host, or both. Gone when autograd has let go of all views."""
+    """Bytes that a layer saved, on the device, on the host, or both. Autograd's last view of them frees them."""
 
     def __init__(self, copies: HostCopies, here: Tensor) -> None:
         self.copies = copies
@@ -75,13 +79,13 @@ class _Stored:
         self.arriving: Any = None  # ticket of the copy back
 
     def __del__(self) -> None:
-        if self.arriving is not None:  # fetched and never asked for: its memory must not be used before it arrived
+        if self.arriving is not None:  # the copy back was never used: it must end before its memory is used again
             self.copies.wait(self.arriving)
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """One saved tensor: a view of what is stored."""
+    """One saved tensor, as a view of stored bytes."""
 
     layer: _Layer
     stored: _Stored
@@ -92,7 +96,7 @@ class _Saved:
 
 
 class _Layer:
-    """What one layer saves in one pass. Autograd owns the tensors: those that it lets go are gone from here too."""
+    """What one layer saves in one pass. Autograd owns it: what autograd frees is forgotten here, too."""
 
     def __init__(
         self, copies: HostCopies, module: nn.Module, stays: tuple[Any, ...], *, before: _Layer | None, smallest: int
@@ -108,10 +112,10 @@ class _Layer:
         self._here = True
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps in place of a tensor."""
+        """Return what autograd keeps in place of a tensor: a `_Saved`, or the tensor itself if it stays."""
         if isinstance(tensor, nn.Parameter):
             return tensor
-        if self._module is not None:  # asked for now: parameters that ranks share are whole only while the layer runs
+        if self._module is not None:  # not earlier: sharded parameters are whole only while the layer runs
             self._stays |= {local_part(param).untyped_storage()._cdata for param in self._module.parameters()}
             self._module = None
         if not self._goes(tensor):
@@ -124,7 +128,10 @@ class _Layer:
         return plain and tensor.numel() >= self._smallest and tensor.untyped_storage()._cdata not in self._stays
 
     def _saved(self, tensor: Tensor) -> _Saved:
-        """Tensors of one storage share its copy. Of a storage that is mostly something else, only the part goes."""
+        """Return a tensor as a view of stored bytes: its whole storage, or less if it is under half of the storage.
+
+        Tensors of one storage share the copy of it.
+        """
         storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         whole = (storage._cdata,)
@@ -145,7 +152,7 @@ class _Layer:
         return [stored for reference in self._all if (stored := reference()) is not None]
 
     def send(self) -> bool:
-        """Begin to copy everything to the host: the layer's forward pass is queued. False where there is nothing."""
+        """Begin to copy everything to the host, once the forward pass is queued; return whether there is anything."""
         self._known.clear()
         alive = self._alive()
         if not alive:
@@ -173,7 +180,7 @@ class _Layer:
             stored.here, stored.arriving = tensor, ticket
 
     def arrive(self, stored: _Stored) -> Tensor:
-        """What is stored, on the device: its backward pass has begun. The layer before will be asked for next."""
+        """Return stored bytes on the device, for this layer's backward pass, and begin to fetch the layer before it."""
         self.fetch()
         if stored.arriving is not None:
             self._copies.wait(stored.arriving)

@@ -1,8 +1,8 @@
-"""ZeRO-2 and 3 (Rajbhandari et al. 2020): a chunk whose gradients, or weights too, data-parallel ranks share.
+"""Shard a chunk's gradients (ZeRO-2), or weights too (ZeRO-3), over data-parallel ranks (Rajbhandari et al. 2020).
 
-torch's `fully_shard` does it, layer by layer: each parameter's rows are dealt to the ranks in fp32 (master weights),
-gathered in the model's type before a layer runs, and its gradients are reduce-scattered in fp32 after each backward
-pass, into an fp32 sum. ZeRO-3 lets gathered parameters go after each pass, ZeRO-2 after the step.
+torch's `fully_shard` does it, layer by layer: each rank holds some rows of each parameter in fp32 (master weights).
+Rows are gathered in the model's type before a layer runs, and gradients are reduce-scattered after each backward pass
+and summed in fp32. ZeRO-3 frees gathered parameters after each pass, ZeRO-2 after the step.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from megavlm.optim.shards import ShardLayout, rows_of, shard_layout
 from megavlm.parallel.dtensor import local_part
 from megavlm.parallel.groups import Groups
 
-_REDUCED_AT_ONCE = 2**25  # numbers that HSDP's all-reduce takes together
+_REDUCED_AT_ONCE = 2**25  # elements that one all-reduce of HSDP sums
 
 
 class FullyShardedChunk(_BaseDataParallel):
-    """What `DistributedDataParallel` is to schedules, gradient finalisation and checkpoints.
+    """A sharded chunk in place of megatron-core's `DistributedDataParallel`, whose methods it offers.
 
-    After `finish_grad_sync` each trained parameter has `main_grad`, its gradient on this rank: the rows that this rank
-    holds, as a plain tensor, which whoever adds or scales gradients may change in place.
+    After `finish_grad_sync`, `main_grad` of each trained parameter is the fp32 gradient of the rows that this rank
+    holds, as a plain tensor; callers may add to it and scale it in place.
     """
 
     def __init__(self, chunk: VLMChunk, config: Config, groups: Groups) -> None:
         super().__init__(config=chunk.config, module=chunk)
-        self.ddp_config = DistributedDataParallelConfig()  # megatron-core asks it whether this is its own FSDP
+        self.ddp_config = DistributedDataParallelConfig()  # megatron-core reads from it whether this is its own FSDP
         self.dtype = DTYPES[config.precision.dtype]
         self.groups = groups
         self.layouts = _layouts(chunk, groups)
         attributes = {name: dict(vars(param)) for name, param in chunk.named_parameters()}
         self._shard(chunk, keeps_whole=config.parallel.data_parallel_sharding == "optimizer_gradients")
-        for name, param in chunk.named_parameters():  # those that fully_shard made know nothing of TP or tied copies
+        for name, param in chunk.named_parameters():  # fully_shard's new parameters lack the attributes for TP and ties
             vars(param).update(attributes[name])
         self.trained = {name: param for name, param in chunk.named_parameters() if param.requires_grad}
 
     def _shard(self, chunk: VLMChunk, *, keeps_whole: bool) -> None:
-        # It warns of operations in place on what a part returns as a view; nothing here does such a thing.
+        # fully_shard warns of in-place operations on a view that a module returns; no layer here has such operations.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view")
         device = next(chunk.parameters()).device.type
         mesh = DeviceMesh.from_group(self.groups.shard, device)
@@ -74,7 +74,7 @@ class FullyShardedChunk(_BaseDataParallel):
         return (module for module in self.module.modules() if isinstance(module, FSDPModule))
 
     def reshard(self) -> None:
-        """Free gathered parameters, so that the model's parameters are this rank's rows."""
+        """Free gathered parameters, so that the model's parameters are only the rows that this rank holds."""
         for module in self._sharded_modules():
             module.reshard()
 
@@ -84,7 +84,7 @@ class FullyShardedChunk(_BaseDataParallel):
             vars(param).pop("main_grad", None)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """End the step's backward passes; with HSDP, sum the gradients of the replicas."""
+        """Set `main_grad` after the step's last backward pass; with HSDP, sum it over the shard groups."""
         self.reshard()
         for param in self.trained.values():
             if param.grad is None:
@@ -103,7 +103,7 @@ class FullyShardedChunk(_BaseDataParallel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return this rank's rows under global names, in the model's type, in which whole parameters would be saved."""
+        """Return this rank's rows as parts of global tensors, in the model's type, as whole parameters are saved."""
         self.reshard()
         return {
             f"{prefix}{name}/{index}": part
@@ -113,7 +113,7 @@ class FullyShardedChunk(_BaseDataParallel):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Frozen parameters. Of trained ones the optimizer's state has the fp32 rows, which are the parameters here."""
+        """Load frozen parameters. The rows of trained ones are fp32 master weights: the optimizer's state has those."""
         self.reshard()
         frozen = ((name, param) for name, param in self.module.named_parameters() if name not in self.trained)
         for name, param in frozen:
@@ -123,7 +123,7 @@ class FullyShardedChunk(_BaseDataParallel):
 
 
 def _layouts(chunk: VLMChunk, groups: Groups) -> dict[str, ShardLayout]:
-    """Of each parameter of a chunk, while it is whole."""
+    """Return the part of each parameter, by name, that this rank will hold; `chunk` is not sharded yet."""
     entries = {id(entry.data): entry for entry in chunk.sharded_state_dict().values()}
     replica = groups.replicas.rank() if groups.replicas is not None else 0
     rank, ranks = groups.shard.rank(), groups.shard.size()
@@ -134,7 +134,7 @@ def _layouts(chunk: VLMChunk, groups: Groups) -> dict[str, ShardLayout]:
 
 
 def _units(chunk: VLMChunk) -> Iterator[nn.Module]:
-    """Parts whose parameters are gathered for them alone; those of others are while the chunk runs."""
+    """Yield the parts that are sharded one by one; parameters of the other parts stay gathered while the chunk runs."""
     tied_here = chunk.run_config.model.language.tie_embeddings and {EMBEDDING, OUTPUT} <= chunk.parts.keys()
     for name, part in chunk.parts.items():
         if is_transformer(name) or (name in (EMBEDDING, OUTPUT) and not tied_here):
@@ -142,7 +142,7 @@ def _units(chunk: VLMChunk) -> Iterator[nn.Module]:
 
 
 def _portions(tensors: list[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Tensors in order, in groups of about `size` numbers."""
+    """Yield the tensors in order, in groups that end once they have at least `size` elements."""
     group: list[Tensor] = []
     for tensor in tensors:
         group.append(tensor)

@@ -1,9 +1,9 @@
-"""Who waits for parameters that are gathered while the forward pass already runs (`--overlap-param-gather`).
+"""Wait for updated parameters that are gathered while the forward pass already runs (`--overlap-param-gather`).
 
-After an optimizer step a rank has new numbers for its share of each bucket alone. megatron-core lets a module wait for
-the bucket of each parameter that it owns, in a hook before its forward. That is not enough for a module that reads
-parameters of modules below it which it never calls: such a class says `reads_below = True`, and waits for those, too.
-Whoever reads parameters outside a forward pass calls `gather_parameters` first.
+After an optimizer step a rank has new values for its shard of each bucket alone. megatron-core lets a module wait, in
+a hook before its forward, for the buckets of the parameters that it owns itself. That is not enough for a module that
+reads parameters of submodules which it never calls: such a class says `reads_below = True`, and waits for those, too.
+Code that reads parameters outside a forward pass calls `gather_parameters` first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megavlm.resilience.phases import COMMUNICATION, Phases
 
 
 def wait_before_reading(wrapped: DistributedDataParallel) -> None:
-    """Let modules of a wrapped chunk wait for what they read, and watch its first pass (`_Watch`)."""
+    """Let modules with `reads_below` wait for the parameters of their submodules, and check it once (`_Watch`)."""
     for module in wrapped.module.modules():
         if _reads_below(module):
             module.register_forward_pre_hook(partial(_wait, wrapped))
@@ -28,9 +28,9 @@ def wait_before_reading(wrapped: DistributedDataParallel) -> None:
 
 
 def gather_parameters(chunks: Sequence[Any]) -> None:
-    """Give every data-parallel rank the parameters of the last step, now; every rank calls it.
+    """Gather the updated parameters on every data-parallel rank and wait for them; every rank calls it.
 
-    Only megatron-core's wrapper gathers later than at the end of a step.
+    It does nothing for chunks whose parameters are gathered by the end of a step.
     """
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
@@ -68,7 +68,7 @@ def _wait(wrapped: DistributedDataParallel, module: nn.Module, *_: Any) -> None:
 
 
 class _Watch:
-    """Looks on during a chunk's first training pass, and ends the run where nothing waited for a trained parameter."""
+    """Checks in a chunk's first training pass that some module waits for each trained parameter; else ends the run."""
 
     def __init__(self, wrapped: DistributedDataParallel) -> None:
         self.unread = {param: name for name, param in wrapped.module.named_parameters() if param.requires_grad}
@@ -82,7 +82,7 @@ class _Watch:
 
     def _end(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
-            return  # what is not trained now may not be computed now
+            return  # an evaluation need not use every part of the model
         for hook in self.hooks:
             hook.remove()
         assert not self.unread, (

@@ -1,9 +1,9 @@
-"""Which part of which named tensors a data-parallel rank holds, where ranks share a parameter.
+"""Describe the part of a sharded parameter that a data-parallel rank holds as boxes of the global tensors.
 
 A parameter of one tensor-parallel rank is one or more slices of tensors under global names, as the model's
-`sharded_state_dict` says; the first layer of a gated MLP is two. Ranks that share it hold a run of its numbers each:
-whole rows (ZeRO-2 and 3), or wherever a bucket was cut (ZeRO-1). A run is a few boxes of the tensor, and where these
-lie in the global tensor is all that a checkpoint needs: nothing is gathered for it.
+`sharded_state_dict` says; the first layer of a gated MLP is two. Each data-parallel rank holds consecutive elements of
+it: whole rows (ZeRO-2 and 3), or whatever a cut bucket leaves (ZeRO-1). These are a few boxes of the tensor. A
+checkpoint needs only their offsets in the global tensor, so that nothing is gathered for a save.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor: where it begins and how long it is, along each axis."""
+    """A rectangular part of a tensor: its first index and its length along each axis."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
-    """Cut the numbers `start` … `end − 1` of a tensor, counted along its rows, into boxes, in this order.
+    """Yield boxes that hold the elements `start` … `end − 1` (in row-major order) of a tensor, in this order.
 
-    There are at most 2·d − 1 for d axes: the end of a row, whole rows, and the beginning of a row, and again in both.
+    There are at most 2·d − 1 boxes for d axes: the end of a row, whole rows, and the beginning of a row, where the end
+    and the beginning are cut in the same way.
     """
     if start >= end:
         return
@@ -55,7 +56,7 @@ def _in_row(number: int, inner: tuple[int, ...], start: int, end: int) -> Iterat
 
 @dataclass(frozen=True)
 class Slice:
-    """The numbers of a parameter from number `first` on, and the part of a global tensor that they are."""
+    """The elements of a parameter from element `first` on, and the part of a global tensor that they are."""
 
     first: int
     part: ShardedTensor  # without data
@@ -63,15 +64,18 @@ class Slice:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """One parameter: its slices, and the numbers `start` … `end − 1` that this rank holds."""
+    """The slices of a parameter, and the range `start` … `end − 1` of its elements that this rank holds."""
 
     slices: tuple[Slice, ...]
     start: int
     end: int
-    replica: int  # which of the ranks that hold the same numbers this is: the first writes them
+    replica: int  # this rank's index among those that hold the same elements; index 0 saves them
 
     def parts(self, held: Tensor, *, prefix: str = "") -> Iterator[ShardedTensor]:
-        """What this rank holds as parts of global tensors, whose names get a prefix; their data are views of `held`."""
+        """Yield what this rank holds as parts of global tensors; their data are views of `held`.
+
+        `prefix` is put before the tensors' names.
+        """
         numbers = held.detach().view(-1)
         for each in self.slices:
             shape, part = each.part.local_shape, each.part
@@ -94,7 +98,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class ParamShard:
-    """What this rank holds of a trained parameter: where it lies, and fp32 weights (`param`) and moments themselves."""
+    """A trained parameter, the part of it that this rank holds, and that part's fp32 weights and moments (`state`)."""
 
     param: Tensor
     layout: ShardLayout
@@ -102,12 +106,12 @@ class ParamShard:
 
 
 def shard_layout(entry: ShardedTensor | ShardedTensorFactory, start: int, end: int, *, replica: int) -> ShardLayout:
-    """Where the numbers `start` … `end − 1` of a parameter lie, by the parameter's entry in a sharded state dict."""
+    """Return the layout of elements `start` … `end − 1` of a parameter, given its entry in a sharded state dict."""
     return ShardLayout(tuple(_slices(entry)), start, end, replica)
 
 
 def rows_of(shape: torch.Size, *, rank: int, ranks: int) -> tuple[int, int]:
-    """The run of numbers that a rank holds where torch shares rows: all take ⌈rows / ranks⌉, the last ones fewer."""
+    """Return the first element and the end of what `fully_shard` gives a rank: ⌈rows / ranks⌉ rows, the last fewer."""
     count, *others = shape
     each = -(-count // ranks)
     return min(rank * each, count) * prod(others), min((rank + 1) * each, count) * prod(others)
@@ -117,7 +121,7 @@ def _slices(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Slice]:
     if isinstance(entry, ShardedTensor):
         yield Slice(0, entry.without_data())
         return
-    # Whatever a factory does with a parameter, it does with the numbers of its rows.
+    # A factory cuts a tensor of row numbers as it cuts the parameter, so the result says which rows went where.
     count, *others = entry.data.shape
     numbers = torch.arange(count).view(-1, *(1 for _ in others)).expand(count, *others)
     for part in replace(entry, data=numbers).build():

@@ -1,4 +1,4 @@
-"""Parallel degrees and the coordinates of a rank: pure arithmetic, no torch.
+"""Compute which ranks and chunks belong together from the parallel degrees: pure arithmetic, no torch.
 
 Ranks are laid out as megatron-core does ("tp-cp-ep-dp-pp"): TP varies fastest, then DP, then PP, so the ranks of
 a tensor-parallel group are neighbours (one node) and pipeline neighbours are furthest apart.
@@ -13,7 +13,7 @@ from megavlm.errors import UserError
 
 @dataclass(frozen=True)
 class Dims:
-    """The degrees of a run. `world = tp · dp · pp`; `vpp` multiplies chunks, not ranks."""
+    """The parallel degrees of a run. It has tp · dp · pp ranks; `vpp` multiplies chunks, not ranks."""
 
     tp: int
     pp: int
@@ -63,7 +63,7 @@ class Coordinates:
 
 
 def dims_for(*, world: int, tp: int, pp: int, vpp: int) -> Dims:
-    """Return the degrees for a world size; data parallelism takes the ranks that remain."""
+    """Return the degrees for `world` ranks: DP is world / (TP · PP). Raises UserError if that is no whole number."""
     if world % (tp * pp):
         raise UserError(
             f"--tp {tp} × --pp {pp} needs a multiple of {tp * pp} processes, but there are {world}: "

@@ -1,4 +1,4 @@
-"""Tensors that `fully_shard` has distributed over ranks."""
+"""Read this rank's part of tensors that torch's `fully_shard` has distributed over ranks."""
 
 from __future__ import annotations
 

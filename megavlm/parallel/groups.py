@@ -1,4 +1,4 @@
-"""Process groups: the only file that touches megatron-core's `parallel_state`."""
+"""Make the process groups of a layout. This is the only file that touches megatron-core's `parallel_state`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megavlm.errors import UserError
 from megavlm.parallel.dims import Coordinates, Dims
 from megavlm.parallel.rendezvous import join
 
-ENCODER_RNG = "encoder-rng"  # the dropout generator of a colocated encoder, in megatron-core's tracker
+ENCODER_RNG = "encoder-rng"  # name of a colocated encoder's dropout generator in megatron-core's tracker
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of this rank. `collection` is what megatron-core's modules take."""
+    """The process groups that this rank belongs to. `collection` has them in the form that megatron-core takes."""
 
     dims: Dims
     coords: Coordinates
     collection: ProcessGroupCollection
-    tied: dist.ProcessGroup | None  # where tied embeddings lie on two stages: the two ranks that hold a copy
+    tied: dist.ProcessGroup | None  # the two ranks that hold a copy of tied embeddings, if two stages do
 
     @property
     def tp(self) -> dist.ProcessGroup:
@@ -42,29 +42,27 @@ class Groups:
 
     @property
     def dp(self) -> dist.ProcessGroup:
-        """The ranks at this rank's place of each model replica: they train on different samples."""
+        """Return the data-parallel ranks: those with this rank's TP and PP coordinates, one of each replica."""
         return self.collection.dp
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
-        """The ranks that hold the same parameters and add up their gradients: of each replica all that share a
-        sequence.
-        """
+        """Return the ranks that hold the same parameters and sum their gradients (DP × CP in megatron-core)."""
         return self.collection.dp_cp
 
     @property
     def shard(self) -> dist.ProcessGroup:
-        """The data-parallel ranks that share optimizer state (and more): all of them, or one replica's of HSDP."""
+        """Return the data-parallel ranks over which optimizer state (and more) is sharded; with HSDP, some of them."""
         return self.collection.intra_dp_cp
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """HSDP: the ranks at this rank's place in the other groups that share; they hold the same. Else None."""
+        """Return, with HSDP, the ranks of all shard groups that hold the same shard as this one; None without HSDP."""
         return self.collection.inter_dist_opt if self.shard.size() < self.dp_cp.size() else None
 
     @property
     def mp(self) -> dist.ProcessGroup:
-        """The ranks of one model replica, TP × PP: rank tp + TP·pp of it stands at (tp, pp)."""
+        """Return the TP × PP ranks of this rank's model replica; its rank tp + TP·pp has coordinates (tp, pp)."""
         return self.collection.mp
 
     @property
@@ -73,19 +71,20 @@ class Groups:
 
     @property
     def is_first_tp(self) -> bool:
-        """Whether this rank speaks for the tensor-parallel ranks of its stage, which know the same."""
+        """Return whether this is tensor-parallel rank 0, which writes and counts what all of them know alike."""
         return self.coords.tp == 0
 
     @property
     def is_reader(self) -> bool:
-        """Whether this rank reads its replica's samples, and writes down what was skipped."""
+        """Return whether this rank reads the samples of its replica and records the skipped ones."""
         return self.is_first_tp and self.coords.pp == 0
 
 
 def start(backend: Backend, *, timeout_minutes: float) -> None:
-    """Join torchrun's world, or be a world of one when started by plain python.
+    """Initialize torch.distributed: with torchrun's ranks, or with one rank if plain python started the process.
 
-    NCCL is told this process's device: a barrier would guess it from the rank, wrongly where machines differ in GPUs.
+    NCCL is told this process's device. A barrier would guess it from the rank, which is wrong if machines have
+    different numbers of GPUs.
     """
     if dist.is_initialized():
         return
@@ -101,7 +100,7 @@ def start(backend: Backend, *, timeout_minutes: float) -> None:
 
 
 def on_rank_0(action: Callable[[], None]) -> None:
-    """Do something on rank 0 while the others wait; a UserError there is raised on every rank, so none hangs."""
+    """Run an action on rank 0 while the others wait. A UserError there is raised on every rank, so that none hangs."""
     message: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -116,12 +115,12 @@ def on_rank_0(action: Callable[[], None]) -> None:
 def build_groups(
     dims: Dims, *, tied_owners: tuple[int, ...], seed: int, timeout_minutes: float, shard_size: int | None = None
 ) -> Groups:
-    """Make every group of a layout, and the dropout generators that go with it.
+    """Make every process group of a layout and seed the dropout generators; return this rank's groups.
 
     Args:
-        tied_owners: pipeline ranks that hold tied embeddings (first language stage and last stage); may be one.
+        tied_owners: pipeline ranks that hold tied embeddings (first language stage and last stage), maybe the same.
         timeout_minutes: collectives that take longer end the run.
-        shard_size: data-parallel ranks, neighbours, that share optimizer state; default: all of them.
+        shard_size: number of neighbouring data-parallel ranks that shard optimizer state; default: all of them.
         seed: dropout seed; pipeline stages and data-parallel ranks draw different numbers.
     """
     parallel_state.initialize_model_parallel(
@@ -129,7 +128,7 @@ def build_groups(
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
         distributed_timeout_minutes=timeout_minutes,
-        # Tied embeddings are ours to synchronise: megatron-core only knows copies on the first and last stage.
+        # `tied` synchronises tied embeddings: megatron-core only knows copies on the first and last stage.
         get_embedding_ranks=lambda ranks, split=None: ranks[:1],
         create_gloo_process_groups=False,
     )
@@ -143,22 +142,25 @@ def build_groups(
 
 
 def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, *, timeout: timedelta) -> None:
-    """HSDP: `size` neighbouring data-parallel ranks share, and ranks at the same place of such groups are replicas.
+    """Set the groups of HSDP in `collection`: each `size` neighbouring data-parallel ranks are a shard group.
 
-    megatron-core has the same groups (`num_distributed_optimizer_instances`), but makes them with einops, which it does
-    not require.
+    Ranks that hold the same shard are replicas of one another. megatron-core can make the same groups
+    (`num_distributed_optimizer_instances`), but needs einops for it, which it does not require.
     """
-    ranks = np.arange(dims.world).reshape(dims.pp, dims.dp // size, size, dims.tp)  # the last varies fastest
+    ranks = np.arange(dims.world).reshape(dims.pp, dims.dp // size, size, dims.tp)  # the last axis varies fastest
     shards = ranks.transpose(0, 1, 3, 2).reshape(-1, size)
     replicas = ranks.transpose(0, 2, 3, 1).reshape(-1, dims.dp // size)
-    instances = ranks.transpose(1, 0, 2, 3).reshape(dims.dp // size, -1)  # all that adds up to one model's state
+    instances = ranks.transpose(1, 0, 2, 3).reshape(dims.dp // size, -1)  # all ranks that shard one copy
     collection.intra_dp_cp = collection.intra_expt_dp = _group_among(shards.tolist(), timeout=timeout)
     collection.inter_dist_opt = _group_among(replicas.tolist(), timeout=timeout)
     collection.intra_dist_opt = _group_among(instances.tolist(), timeout=timeout)
 
 
 def _tied_group(dims: Dims, owners: list[int], *, timeout: timedelta) -> dist.ProcessGroup | None:
-    """This rank's group of tied copies, if they lie on two stages. Every rank makes every group, as torch wants it."""
+    """Return this rank's group of ranks with tied embeddings; None if it holds none, or if only one stage does.
+
+    Every rank makes every group, as torch requires.
+    """
     if len(owners) < 2:
         return None
     columns = [[column + owner * dims.tp * dims.dp for owner in owners] for column in range(dims.tp * dims.dp)]
@@ -167,9 +169,10 @@ def _tied_group(dims: Dims, owners: list[int], *, timeout: timedelta) -> dist.Pr
 
 
 def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, timeout_minutes: float) -> Groups:
-    """The layout of encoders that each `tp` neighbouring ranks of a model replica hold: all else is data-parallel.
+    """Return the groups of a colocated encoder: TP over `tp` neighbouring ranks of a replica, DP over all others.
 
-    Dropout differs on all ranks, or with `same_dropout` on all encoders. Every rank of the world calls it.
+    Dropout draws different numbers on each rank; with `same_dropout`, the ranks of one encoder draw the same ones.
+    Every rank of the world calls it.
     """
     alone = groups.collection.cp
     assert alone.size() == 1, "without context parallelism its groups are single ranks"
@@ -179,7 +182,7 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, ti
         timeout = timedelta(minutes=timeout_minutes)
         encoders = groups.dims.encoders(tp)
         together = _group_among(encoders, timeout=timeout)
-        apart = _group_among(list(zip(*encoders, strict=True)), timeout=timeout)  # ranks that hold the same part
+        apart = _group_among(list(zip(*encoders, strict=True)), timeout=timeout)  # ranks that hold the same shard
     collection = copy(groups.collection)
     for name in ("pp", "embd", "pos_embd", "ep", "expt_tp", "tp_ep", "tp_ep_pp"):
         setattr(collection, name, alone)
@@ -196,28 +199,29 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, ti
 
 
 def _group_among(candidates: Sequence[Sequence[int]], *, timeout: timedelta) -> dist.ProcessGroup:
-    """The group that this rank is in. Every rank makes every group, as torch wants it."""
+    """Return the group that this rank is in. Every rank makes every group, as torch requires."""
     made = [(ranks, parallel_state.create_group(sorted(ranks), timeout=timeout)) for ranks in candidates]
     return next(group for ranks, group in made if dist.get_rank() in ranks)
 
 
 def destroy_groups() -> None:
-    """Forget a layout, so that the same processes can build another one; every rank calls it.
+    """Close the groups of a layout, so that the same processes can build another one; every rank calls it.
 
-    megatron-core forgets its groups without closing them, and a gloo group keeps its threads and sockets until then.
+    megatron-core forgets its groups without closing them, and a gloo group keeps its threads and sockets until it is
+    closed.
     """
     if not parallel_state.is_initialized():
         return
     made = [group for group in parallel_state._global_process_group_list or () if group is not None]
     parallel_state.destroy_model_parallel()
-    dist.barrier()  # nobody still waits in one of them
+    dist.barrier()  # no rank may still wait in one of the groups
     for group in made:
         dist.destroy_process_group(group)
     gc.collect()
 
 
 def broadcast_from_last_stage(tensor: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Give every pipeline stage what the last one holds, in place."""
+    """Overwrite `tensor` on every pipeline stage with the last stage's values, and return it."""
     if groups.dims.pp > 1:
         dist.broadcast(tensor, src=dist.get_global_rank(groups.pp, groups.dims.pp - 1), group=groups.pp)
     return tensor

@@ -1,4 +1,4 @@
-"""How the processes that torchrun starts find one another, again after each restart.
+"""Let the processes that torchrun starts find one another, and again after each restart.
 
 torchrun keeps one store for all attempts, and what dead ranks wrote stays in it. It numbers restarts after a failure
 (TORCHELASTIC_RESTART_COUNT), each agent its own, but not those after an agent joined or left, so that no number in
@@ -19,7 +19,7 @@ _PAUSE = 0.02  # seconds between two looks at the store
 
 
 def join(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the store of this start, which no earlier start has written to, with this process's rank and the world."""
+    """Return the store of this start, to which no earlier start has written, this process's rank and the world size."""
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     return dist.PrefixStore(agree(store, rank, world, timeout=timeout), store), rank, world
 
@@ -38,7 +38,7 @@ def agree(store: dist.Store, rank: int, world: int, *, timeout: timedelta) -> st
     answered: dict[str, bytes] = {}
     deadline = time.monotonic() + timeout.total_seconds()
     while others and store.add(f"{word}/arrived", 0) < len(others):
-        words = dict(zip(others, store.multi_get(others), strict=True))  # waits for all
+        words = dict(zip(others, store.multi_get(others), strict=True))  # returns once all keys are set
         for key, heard in words.items():
             if answered.get(key) != heard:
                 store.set(key.replace("/word/", "/answer/"), f"{word} {heard.decode()}")

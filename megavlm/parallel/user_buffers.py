@@ -1,5 +1,7 @@
-"""`--tp-comm-overlap`: memory that tensor-parallel ranks share, through which Transformer Engine exchanges parts of the
-sequence while the products of language layers run on others ("user buffers"). Not run on a GPU so far.
+"""Allocate Transformer Engine's user buffers for `--tp-comm-overlap`. Not run on a GPU so far.
+
+Tensor-parallel ranks share this memory. Through it they exchange parts of the sequence while the matrix products of
+language layers run on other parts.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from megavlm.errors import UserError
 
 
 def start_user_buffers(config: Config, backend: Backend) -> None:
-    """Make the buffers; every rank calls it once, when the world has begun and before any layer runs.
+    """Make the buffers; every rank calls it once, after torch.distributed is initialized and before any layer runs.
 
-    Their size is a micro-batch's whole language states, [S·B, H]. Layers in FP8 have buffers of their own beside those
-    of the layers that stay in bf16. Raises UserError where they cannot be.
+    A buffer holds the language model's hidden states of a whole micro-batch, [S·B, H]. Layers in FP8 have buffers
+    beside those of the layers in bf16. Raises UserError if the devices do not allow such buffers.
     """
     if backend.is_cpu:
         raise UserError("--tp-comm-overlap needs CUDA devices, and there is none here: leave it out")

@@ -1,1 +1,1 @@
-"""What keeps a long run alive. Without torch, so that it works before and after everything else."""
+"""Keep a long run alive. No module here imports torch, so that they work before and after everything else."""

@@ -1,4 +1,4 @@
-"""Which steps must not change the weights: those whose numbers are not finite, and those whose gradient is a spike.
+"""Find the steps that must not change the weights: their numbers are not finite, or their gradient is a spike.
 
 A spike is a gradient norm beyond a factor times the median of the norms of the last `WINDOW` good steps. All of it is
 decided from numbers that every rank has, before the update, so all ranks decide alike; and the norms are part of a
@@ -68,7 +68,7 @@ class BadSteps:
         return {"norms": list(self.norms), "in_a_row": self.in_a_row, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; those of earlier versions say nothing."""
+        """Restore what a checkpoint keeps; for one of an earlier version, begin anew."""
         self.norms = deque(state.get("norms", ()), maxlen=WINDOW)
         self.in_a_row = int(state.get("in_a_row", 0))
         self.skipped = int(state.get("skipped", 0))

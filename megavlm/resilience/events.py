@@ -1,4 +1,4 @@
-"""The history of a run: RUN_DIR/events.jsonl has one JSON object for each start, stop, save, restart and mishap.
+"""Record the history of a run: RUN_DIR/events.jsonl has one JSON object per start, stop, save, restart and failure.
 
 Every rank of every attempt appends to the one file, and nothing is ever removed from it: a run that resumes from an
 older checkpoint drops metrics, and keeps its events. `metrics.jsonl` says how a model trained, this file says how the
@@ -45,8 +45,8 @@ def record(
 ) -> None:
     """Append an event of this rank to RUN_DIR/events.jsonl, with the time, the rank and the attempt.
 
-    `iteration` is the last one that is done. A value that is None is left out. A file that cannot be written costs a
-    line on stderr and nothing else: a record of mishaps must not become one.
+    `iteration` is the last one that is done. A value that is None is left out. If the file cannot be written, the
+    function prints a line on stderr and raises nothing.
     """
     assert kind in KINDS, f"describe the event {kind!r} in KINDS"
     given = {"iteration": iteration, "reason": reason, "seconds": seconds, **details}

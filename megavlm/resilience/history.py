@@ -1,4 +1,4 @@
-"""What became of a run's time, from its events and metrics. Pure functions, without torch."""
+"""Compute what a run's time went to, from its events and metrics. Pure functions, without torch."""
 
 from __future__ import annotations
 

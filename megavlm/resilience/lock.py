@@ -1,4 +1,4 @@
-"""One writer per run folder: RUN_DIR/lock names the host and process that write there.
+"""Let only one run write to a run folder: RUN_DIR/lock names the host and process that write there.
 
 On one machine, and where a shared file system supports it, the kernel holds the lock and frees it when the process
 ends. Between machines whose file system does not pass locks on, the owner touches the file every few seconds: a lock
@@ -60,7 +60,7 @@ class RunLock:
             record(self._run_dir, "takeover", reason=f"process {owner.get('pid')} on {owner.get('host')} is dead")
 
     def release(self) -> None:
-        """Give the folder free. A lock that was not acquired stays as it is."""
+        """Release the lock. A lock that was not acquired stays as it is."""
         self._released.set()
         if self._file is not None:
             os.ftruncate(self._file, 0)  # not deleted: another run may have opened it

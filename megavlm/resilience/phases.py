@@ -1,4 +1,4 @@
-"""What this rank does at the moment, and how its time divides into phases: a few assignments per micro-batch.
+"""Note what this rank is doing and how its time divides into phases; it costs a few assignments per micro-batch.
 
 The training thread writes; the watchdog's thread reads (`watchdog.py`). Reading needs no lock, because each change is
 one assignment.
@@ -23,7 +23,7 @@ END = "end"
 
 
 class Now(NamedTuple):
-    """Where the training thread is. `changes` grows with every change: an unchanged number means no progress."""
+    """What the training thread does. `changes` grows with every change: an unchanged number means no progress."""
 
     iteration: int
     phase: str

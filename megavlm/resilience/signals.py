@@ -1,4 +1,4 @@
-"""Requests to stop: by a signal, or because torchrun is gone. A thread hears them, whatever the main thread waits for.
+"""Receive requests to stop (a signal, or the end of torchrun) in a thread, whatever the main thread waits for.
 
 Python runs signal handlers between the instructions of the main thread, which may wait in a collective or compute for
 minutes. What the interpreter writes to a "wakeup" pipe arrives at once, and a thread reads it.

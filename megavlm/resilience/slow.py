@@ -1,4 +1,4 @@
-"""How each rank spends its steps, and which one holds the others up. Pure functions, without torch."""
+"""Find how each rank spends its steps, and which one slows the others down. Pure functions, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megavlm.resilience.progress import Report
 
 # A rank's own time in a step; in the other phases it waits for others, or all ranks do the same.
 OWN = (DATA, COMPUTE, OPTIMIZER, OTHER)
-NOTABLE = 0.1  # a rank this much slower than the median is worth a word
+NOTABLE = 0.1  # a rank that is slower than the median by this fraction is reported
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Ranks that the layout or the global batch cannot use: they wait for the end of the run, ready for its next start."""
+"""Let ranks that the layout or the global batch cannot use wait for the end of the run, ready for its next start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the threads of this process are: one line for the training thread, and all stacks in a file."""
+"""Say where the threads of this process are: one line for the training thread, and all stacks in a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def place_of(thread: int) -> tuple[str, bool]:
 
 
 def write_stacks(path: Path, header: str) -> None:
-    """Write the stacks of all threads of this process; beside it what torch's flight recorder holds.
+    """Write the stacks of all threads of this process, and into a file beside it what torch's flight recorder holds.
 
     The file names the training thread's identifier, since `faulthandler` prints identifiers alone.
     """

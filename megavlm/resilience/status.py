@@ -1,4 +1,4 @@
-"""How a run stands, for programs that start it again: RUN_DIR/status.json, replaced whole each time."""
+"""Write the state of a run for programs that start it again: RUN_DIR/status.json, replaced whole each time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ State = Literal["running", "finished", "stopped", "failed"]
 def write_status(
     run_dir: Path, state: State, *, iteration: int | None = None, reason: str | None = None, **details: Any
 ) -> None:
-    """Replace RUN_DIR/status.json. What is not given stays as it was, but the reason.
+    """Replace RUN_DIR/status.json. Fields that are not given stay as they were, except `reason`, which becomes null.
 
-    "running" is what a run leaves behind that was killed.
+    A run that was killed leaves the state "running" behind.
     """
     before = read_status(run_dir)
     given = {"iteration": iteration, **details}

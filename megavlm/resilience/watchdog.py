@@ -53,7 +53,7 @@ class Member:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads the reports of all ranks."""
+        """Return whether this rank reads the reports of all ranks."""
         return self.rank in (0, self.world - 1)
 
 
@@ -69,7 +69,7 @@ class Watchdog:
         timeout: float | None,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        """`store` is a connection that nobody else uses. `timeout`: --hang-timeout; None: its default, 0: never."""
+        """Begin to watch. `store` must be the watchdog's own connection; `timeout` is --hang-timeout (0: never)."""
         self.table: Mapping[int, Report] = {}  # the latest reports, on ranks that read; replaced whole
         self._phases = phases
         self._member = member

@@ -11,7 +11,7 @@ from typing import Any
 from megavlm.resilience import history, phases
 from megavlm.resilience.history import History
 
-_LEAST = 0.02  # shares below are not worth a line
+_LEAST = 0.02  # smaller shares of the time are not reported
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The composition root: config → dims → plan → groups → data → model chunks → schedule, optimizer → restore → sinks."""
+"""Build a run: config → dims → plan → groups → data → model chunks → schedule, optimizer → restore → sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where numbers of a step stopped being finite: the rank, the layer and the samples.
+"""Find where the numbers of a step stopped being finite: the rank, the layer and the samples.
 
 The step is computed once more, with the random numbers it had, while every layer's output and the gradient of it are
 looked at. That costs a step, and only after one that was not finite. What does not happen again was not caused by the
@@ -92,7 +92,7 @@ def _own_places(run: Run, batches: Sequence[MicroBatch], names: Sequence[str]) -
 
 @contextmanager
 def _watched(chunks: Sequence[Any], encoder: Any, look: Any) -> Iterator[None]:
-    """Within it, `look` sees the output of each layer that runs, and the gradient of it."""
+    """Call `look`, within this context, with the output of each layer that runs, and with the gradient of it."""
     watched = [(_bare(chunk), chunk is encoder) for chunk in chunks]
     for chunk, is_encoder in watched:
         chunk.__dict__["run_layer"] = _watching(chunk, look, numbered=not is_encoder)

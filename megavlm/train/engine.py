@@ -1,4 +1,4 @@
-"""The engine of a rank: its model chunks, their optimizer, and one training step."""
+"""Build a rank's model chunks and their optimizer, and run training steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop: batches → step → record → evaluation → checkpoint, to the last iteration or a stop signal."""
+"""Train: batches → step → record → evaluation → checkpoint, to the last iteration or a stop signal."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
 
 @dataclass
 class _Ahead:
-    """What a rank says at the end of a step: its counts, whether it was asked to stop, whether its next data failed."""
+    """What a rank reports at the end of a step: its counts, a request to stop, and a failure of its next data."""
 
     run: Run
     counts: Counts
@@ -162,7 +162,7 @@ class _Ahead:
 
 
 def _anywhere(value: bool, run: Run) -> bool:
-    """Return whether a value is true on any rank."""
+    """Return whether a value is true on any rank; every rank calls it."""
     found = torch.tensor(int(value), device=run.backend.device)
     dist.all_reduce(found)
     return bool(found.item())
@@ -176,7 +176,7 @@ def _note(run: Run, kind: str, state: State, *, iteration: int, reason: str | No
 
 
 def close(run: Run) -> None:
-    """Stop the data loader's workers, free the engine, close all files, and give the run folder free."""
+    """Stop the data loader's workers, free the engine, close all files, and release the lock on the run folder."""
     run.data_loader.close()
     run.skipped.close()
     if run.saver is not None:

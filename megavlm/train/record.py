@@ -1,4 +1,4 @@
-"""The record of a step in metrics.jsonl: each rank's counts, and the metrics computed from their sums."""
+"""Compute the record of a step in metrics.jsonl from the sums of all ranks' counts."""
 
 from __future__ import annotations
 

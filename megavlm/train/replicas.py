@@ -1,4 +1,4 @@
-"""Whether data-parallel replicas hold the same weights, by a checksum of each parameter."""
+"""Check that data-parallel replicas hold the same weights, by a checksum of each parameter."""
 
 from __future__ import annotations
 

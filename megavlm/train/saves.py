@@ -1,4 +1,4 @@
-"""The saves of a run: begun by its loop, written beside it, and reported when they have ended."""
+"""Begin the saves of a run, which are written while training goes on, and report how they ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Saves:
     """Begins saves, says on rank 0 how they ended, and measures for how long training stood still."""
 
     def __init__(self, run: Run, *, say: Callable[[str], None], took: Callable[[float], None]) -> None:
-        """`took` is called with the seconds of each save."""
+        """Prepare for saves; `took` will be called with the seconds of each."""
         self._run, self._say, self._took = run, say, took
         self._saver = run.saver
         self._asynchronous = run.config.checkpoint.async_save

@@ -1,4 +1,4 @@
-"""What a run does about steps whose numbers are bad (`--on-spike`), and about batches that it is told to leave out."""
+"""Skip or undo steps whose numbers are bad (`--on-spike`), and leave out the batches that the user names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StepGuard:
 
     @property
     def trusts_weights(self) -> bool:
-        """Whether the last step's numbers were good: weights that cause bad ones must not replace a good checkpoint."""
+        """Return whether the last step's numbers were good: weights that cause bad ones must not be saved."""
         return self._steps.in_a_row == 0
 
     @property
@@ -72,7 +72,7 @@ class StepGuard:
             self._steps.left_out()
 
     def act(self, iteration: int, step: StepData, result: StepResult) -> None:
-        """Report a bad step, and go back to a checkpoint if the run is to. Raises BadNumbers if it is to end."""
+        """Report a bad step; with --on-spike rewind, go back to a checkpoint. Raises BadNumbers to end the run."""
         complaint = _complaint(result, self._run.config.optimizer.min_loss_scale)
         if complaint is None:
             return

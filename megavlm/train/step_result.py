@@ -1,4 +1,4 @@
-"""The numbers of a step, summed over all ranks before the update."""
+"""Sum the numbers of a step (loss, tokens, counters) over all ranks before the update."""
 
 from __future__ import annotations
 

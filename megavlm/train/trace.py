@@ -1,4 +1,4 @@
-"""`--profile`: trace some iterations on some ranks, and list the most expensive kernels.
+"""Trace some iterations on some ranks, and list the most expensive kernels (`--profile`).
 
 RUN_DIR/profile/rank-N.json.gz opens in https://ui.perfetto.dev or chrome://tracing.
 """
@@ -35,7 +35,7 @@ class Tracer:
     def __init__(
         self, engine: Engine, options: LoggingConfig, *, rank: int, run_dir: Path, say: Callable[[str], None]
     ) -> None:
-        """`rank` is the global rank; `say` prints the table on the first rank of `--profile-ranks`."""
+        """Prepare a trace. `rank` is the global rank; `say` prints the table on the first rank of `--profile-ranks`."""
         self._engine = engine
         self._options = options
         self._traces = options.profile and rank in options.profile_ranks

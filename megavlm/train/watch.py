@@ -12,7 +12,7 @@ from megavlm.train.build import Run
 
 
 class Watch:
-    """The training loop tells it where steps begin and end. Every rank makes one, and closes it at the end."""
+    """Watches the steps that the training loop reports to it. Every rank makes one, and closes it at the end."""
 
     def __init__(self, run: Run) -> None:
         self.phases: Phases = run.engine.schedule.phases

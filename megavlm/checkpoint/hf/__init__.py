@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints, in and out: `table.py` says what a name table is, `families/` has one per architecture."""
+"""Import and export Hugging Face checkpoints. `families/` has a table of weight names for each architecture."""

@@ -1,7 +1,8 @@
-"""LoRA adapters in PEFT's format, and folded into the weights. The names come from the family's table.
+"""Write LoRA adapters in PEFT's format, or fold them into the weights. The names come from the family's table.
 
-Where theirs is one linear layer and ours three adapters (a fused query-key-value), PEFT's A is ours on top of each
-other and its B is block-diagonal: rank 3r with alpha 3α computes the same.
+megavlm trains one adapter each for query, key and value. Where the Hugging Face model has one fused linear layer for
+the three, PEFT's A is the three A on top of each other and its B is block-diagonal: rank 3r with alpha 3α computes the
+same.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ MLP_LINEARS = ("gate_proj", "up_proj")
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of one of our linear layers, in fp32: name → (A [r, K], B [M, r])."""
+    """The adapters of one linear layer of megavlm, in fp32: projection (such as "q_proj") → (A [r, K], B [M, r])."""
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
 
     def of_theirs(self, rule: Rule) -> dict[str, tuple[Tensor, Tensor]]:
-        """Their weight's name → its A and B."""
+        """Return A and B for each Hugging Face weight, by name, that holds rows of this layer (`rule` says which)."""
         if isinstance(rule, FusedQKV):
             present = [name for name in QKV_LINEARS if name in self.pairs]
             rows = next(iter(self.pairs.values()))[1].shape[0]
@@ -48,13 +49,13 @@ class Adapters:
 
 
 def read_adapters(records: CheckpointReader, model: ModelConfig) -> dict[str, Adapters]:
-    """All adapters of a checkpoint, by the name of the weight that they adapt."""
+    """Return all adapters of a checkpoint by the name of the megavlm weight that they adapt."""
     keys = filter(_is_model_adapter, records.stored)
     return grouped({key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}, model)
 
 
 def grouped(values: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Adapters]:
-    """Adapters by the name of the weight that they adapt, from their A and B by our names."""
+    """Return adapters by the name of the megavlm weight that they adapt; `values` has each A and B by global name."""
     found: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
     for key in values:
         if not key.endswith(".A"):
@@ -80,13 +81,13 @@ def _real(key: str, values: Mapping[str, Tensor], model: ModelConfig) -> Tensor:
 
 
 def folded(weights: Tensor, pair: tuple[Tensor, Tensor], rows: slice, lora: LoraConfig) -> Tensor:
-    """W + (α/r)·B·A for these rows of one of their weights, in its type."""
+    """Return W + (α/r)·B·A in the type of W; `weights` are these rows of W, a Hugging Face weight."""
     a, b = pair
     return (weights.float() + (lora.alpha / lora.rank) * (b[rows] @ a)).to(weights.dtype)
 
 
 def table_in_memory(family: Family, model: ModelConfig) -> Table:
-    """The names of modules in a loaded Transformers model, which is what PEFT's names are."""
+    """Return the table with the names that a model has once Transformers has loaded it: PEFT uses those."""
     for prefixes in family.name_prefixes:
         parts = (prefixes.vision, prefixes.language)
         if prefixes.head == "lm_head.weight" and all(part.startswith("model.") for part in parts if part):
@@ -97,7 +98,10 @@ def table_in_memory(family: Family, model: ModelConfig) -> Table:
 def export_adapters(
     adapters: Mapping[str, Adapters], table: Table, lora: LoraConfig, out: Path, *, base: str | None
 ) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors`. `base`: the folder that the adapters belong to."""
+    """Write `adapter_config.json` and `adapter_model.safetensors` into a new folder `out`.
+
+    `base` is the folder of the model that the adapters belong to. Raises UserError if `out` exists.
+    """
     if out.exists():
         raise UserError(f"{out} exists: choose another folder, or remove it")
     tensors: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint by rows, whatever layout wrote it, read from the places where their bytes lie.
+"""Read some rows of a checkpoint's tensors, whatever layout wrote it, without loading whole tensors.
 
-torch's own reader loads a record whole and copies it into a tensor that was there before: twice the largest tensor in
-memory, and each byte copied twice.
+torch's own reader loads a record whole and copies it into a tensor that was there before: that takes twice the memory
+of the largest tensor, and copies each byte twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megavlm.families.shared.table import Shape
 
 @dataclass(frozen=True)
 class Stored:
-    """One of our tensors as a checkpoint holds it."""
+    """Shape and type of a tensor in a checkpoint."""
 
     shape: Shape
     dtype: torch.dtype
@@ -41,10 +41,10 @@ class _Record:
 
 
 class CheckpointReader:
-    """Reads rows of tensors; safe to share between threads."""
+    """Reads rows of a checkpoint's tensors. Threads may share a reader."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Raises UserError where the checkpoint's metadata is none that is safe to read."""
+        """Read the checkpoint's metadata. Raises UserError if it is damaged, or could run code when it is read."""
         metadata = read_metadata(checkpoint)
         self.stored: dict[str, Stored] = {}
         self._records: dict[str, list[_Record]] = {}
@@ -59,7 +59,7 @@ class CheckpointReader:
                 self._records.setdefault(key, []).append(record)
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor, in the stored type."""
+        """Return rows [start, stop) of a tensor, in the stored type and with all of its other dimensions."""
         shape, dtype = self.stored[key].shape, self.stored[key].dtype
         out = torch.empty((stop - start, *shape[1:]), dtype=dtype)
         for record in self._records[key]:
@@ -85,7 +85,7 @@ def _read_rows(record: _Record, out: Tensor, first_row: int) -> None:
 
 @cache
 def _where(record: _Record) -> tuple[int, int]:
-    """Where in its file a record's values begin, and its rows' distance in elements."""
+    """Return the byte of the file at which a record's values begin, and the number of elements from row to row."""
     with record.file.open("rb") as file:
         view = cast("IO[bytes]", _create_file_view(file, record.offset, record.length))
         tensor = torch.load(view, map_location="meta", weights_only=True)  # reads the description only

@@ -1,4 +1,4 @@
-"""What an export needs of a model composed of a vision tower and a language model from two folders."""
+"""Write what the export of a model needs whose vision tower and language model come from two Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOWER_PARTS = ("embeddings.", "encoder.", "post_layernorm.", "head.")
 def composed_config(
     pretrained_list: Sequence[Pretrained], model: ModelConfig, *, image_token: int
 ) -> dict[str, Any] | None:
-    """Return the config.json of a Transformers model that computes what this model does; None where there is none."""
+    """Return the config.json of a Transformers model that computes what this model does; None if there is none."""
     parts = {part: pretrained for pretrained in pretrained_list for part in pretrained.parts}
     if parts.keys() != {"vision", "language"}:
         return None

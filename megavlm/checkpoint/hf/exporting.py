@@ -1,4 +1,7 @@
-"""A checkpoint of ours as a Hugging Face folder: the same files and names that it came from, streamed."""
+"""Export a megavlm checkpoint as a Hugging Face folder with the files and names that the model came from.
+
+Tensors are copied some rows at a time, so that the model need not fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,15 @@ from megavlm.model.weights import real_shape
 
 FILE_BYTES = 5 * 10**9
 
-Declared = dict[str, tuple[str, tuple[int, ...]]]  # tensor → (type, shape)
+Declared = dict[str, tuple[str, tuple[int, ...]]]  # Hugging Face name → (type in safetensors' spelling, shape)
 
 
 def export(
     checkpoint: Path, sidecar: Sidecar, model: ModelConfig, out: Path, *, merged: LoraConfig | None = None
 ) -> None:
-    """Write `out`, complete or not at all; with `merged`, adapters are folded into the weights that they adapt.
+    """Write the folder `out`, complete or not at all; with `merged`, fold adapters into the weights that they adapt.
 
-    Raises UserError when the checkpoint lacks tensors, or has adapters that would be left behind.
+    Raises UserError if the checkpoint lacks tensors, or has adapters and `merged` is None, or if `out` exists.
     """
     records = CheckpointReader(checkpoint)
     family = family_at(sidecar)
@@ -92,13 +95,13 @@ def _inverted(copies: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def family_at(sidecar: Sidecar) -> Family:
-    """The family that a kept config.json belongs to."""
+    """Return the family that a run's copy of config.json belongs to."""
     file = sidecar.files / "config.json"
     return family_of(Settings(read_json(file), str(file)))
 
 
 class _Run(NamedTuple):
-    """Rows of one of our tensors, moved at once."""
+    """Rows [start, stop) of the tensor `key`, which are copied in one piece."""
 
     key: str
     start: int
@@ -126,7 +129,7 @@ def _declared(table: Table, stored: Mapping[str, Stored], model: ModelConfig) ->
 
 
 def _files(declared: Declared, unused: HfFolder, sidecar: Sidecar) -> dict[str, Declared]:
-    """Each file's tensors, in the order that the original files have them; where there were none, cut by size."""
+    """Return the tensors of each file in the order of the original files; without original files, cut by size."""
     declared = {**declared, **{name: (info.dtype, info.shape) for name, info in unused.tensors.items()}}
     if sidecar.file_of and sidecar.file_of.keys() != declared.keys():
         differing = sorted(sidecar.file_of.keys() ^ declared.keys())
@@ -141,7 +144,7 @@ def _files(declared: Declared, unused: HfFolder, sidecar: Sidecar) -> dict[str, 
 
 
 def _cut(declared: Declared) -> dict[str, str]:
-    """Tensor → file, for files of at most FILE_BYTES named as Transformers names them."""
+    """Return the file of each tensor: files hold at most FILE_BYTES and are named as Transformers names them."""
     number_of, size, number = {}, 0, 1
     for name, tensor in declared.items():
         if size and size + _bytes(tensor) > FILE_BYTES:
@@ -159,7 +162,7 @@ def _bytes(tensor: tuple[str, tuple[int, ...]]) -> int:
 
 
 def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -> None:
-    """The other files as they were; what they say of types and sizes is corrected where training changed those."""
+    """Copy the files without weights, and correct the types and sizes in them where training changed those."""
     copy_kept(sidecar.files, folder)
     tensors = [tensor for held in files.values() for tensor in held.values()]
     size = sum(map(_bytes, tensors))

@@ -1,4 +1,4 @@
-"""A Hugging Face folder on disk: its config, which file holds which tensor, and slices of them. safetensors only."""
+"""Read a Hugging Face folder on disk: its config.json, and rows of the tensors in its safetensors files."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file says of a tensor, without its values."""
+    """What a file's header says of a tensor."""
 
     file: str
     shape: tuple[int, ...]
     dtype: str  # safetensors' spelling: F32, BF16, …
-    offset: int  # of its first byte in the file
+    offset: int  # bytes from the beginning of the file to its first byte
 
 
 class HfFolder:
-    """Reads names, shapes and rows; threads can share it.
+    """Reads names, shapes and rows of the tensors of a folder. Threads may share it.
 
-    The library checks the files and reads their headers. Values are read past it, from the places that the headers
-    name: it maps files into memory, page by page, and what was read stays resident as long as a file is open.
+    The safetensors library checks the files. Values are read without it, at the offsets that the headers name: the
+    library maps files into memory, and what was read stays there as long as a file is open.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError where there is no folder, no config.json, or nothing but pickles."""
+        """Find the files of weights. Raises UserError if there is no folder, or if it holds no safetensors files."""
         self.path = path
         if not path.is_dir():
             raise UserError(f"{path} is no folder: give a Hugging Face checkpoint that lies on this machine")
@@ -51,13 +51,13 @@ class HfFolder:
 
     @cached_property
     def settings(self) -> Settings:
-        """config.json."""
+        """Return the content of config.json."""
         file = self.path / "config.json"
         return Settings(read_json(file), str(file))
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor of the folder, in the order of the files."""
+        """Return every tensor of the folder by name, in the order of the files."""
         found: dict[str, TensorInfo] = {}
         for file in self.files:
             for name, info in _header(self.path, file).items():
@@ -67,7 +67,7 @@ class HfFolder:
         return found
 
     def read(self, name: str, rows: slice) -> Tensor:
-        """Rows of a tensor, in the file's type and trailing shape; of a scalar, itself."""
+        """Return rows of a tensor in the file's type, with all of its other dimensions; of a scalar, its value []."""
         info = self.tensors[name]
         height, *trailing = info.shape or (1,)
         start, stop, _ = rows.indices(height)
@@ -77,7 +77,7 @@ class HfFolder:
         return out if info.shape else out[0]
 
     def same(self, name: str, other: str) -> bool:
-        """Whether two tensors agree in type, shape and values, read some rows at a time."""
+        """Return whether two tensors agree in type, shape and values. They are read some rows at a time."""
         one, two = self.tensors[name], self.tensors[other]
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             return False
@@ -87,7 +87,7 @@ class HfFolder:
 
 
 def _header(folder: Path, file: str) -> dict[str, TensorInfo]:
-    """The tensors of a file, in its order."""
+    """Return the tensors of a file in the order of its header. Raises UserError for a damaged file."""
     path = folder / file
     try:
         inside(folder, file)

@@ -1,7 +1,8 @@
-"""A Hugging Face folder as a checkpoint of ours, without holding it in memory.
+"""Convert a Hugging Face folder into a megavlm checkpoint without holding the model in memory.
 
-torch's checkpoint writer asks its planner for each item's values when it writes them; this planner declares all items
-from the files' headers and reads a value when asked. The result is what a run would have saved, without optimizer.
+torch's checkpoint writer asks its planner for each item's values when it writes them. The planner here declares all
+items from the files' headers, and reads values when it is asked for them. The result is what a run would have saved,
+without optimizer state.
 """
 
 from __future__ import annotations
@@ -42,14 +43,17 @@ from megavlm.families.shared.table import Shape
 def import_checkpoint(
     pretrained: Pretrained, shapes: Mapping[str, Shape], config: Config, plan: Any, *, root: Path
 ) -> Path:
-    """Write `root`/iter_0000000 with the weights in the type of the files. `shapes`: ours, without padding."""
+    """Write the checkpoint `root`/iter_0000000 with weights in the type of the files; return its folder.
+
+    `shapes` has the shape of each parameter by global name, without the padding that tensor parallelism adds.
+    """
     temporary = folders.prepare(root, 0)
     stored = {key: Stored(shape, _dtype(pretrained, key)) for key, shape in shapes.items()}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process converts
         dcp.save(
             dict.fromkeys(stored),
-            storage_writer=_StreamingWriter(temporary, sync_files=False),  # committing it flushes it
+            storage_writer=_StreamingWriter(temporary, sync_files=False),  # `commit` flushes the files
             planner=_StreamingPlanner(pretrained, stored),
             no_dist=True,
         )
@@ -92,9 +96,9 @@ class _StreamingPlanner(DefaultSavePlanner):
 
 
 class _StreamingWriter(dcp.FileSystemWriter):
-    """A file per thread, each item gone from memory once it is written: torch's writer keeps all of a file's tensors.
+    """Writes one file per thread and frees each item once it is written; torch's writer keeps all tensors of a file.
 
-    The records have no checksum. It takes as long as reading them does, and no reader of torch's looks at it.
+    The records have no checksum: it would take as long as reading them does, and no reader of torch's looks at it.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -125,7 +129,7 @@ class _StreamingWriter(dcp.FileSystemWriter):
 
 
 def _items(key: str, tensor: Stored) -> Iterator[WriteItem]:
-    """A tensor in runs of rows of at most PIECE_BYTES."""
+    """Yield the items that make up a tensor: consecutive rows, at most PIECE_BYTES (at least one row) each."""
     row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
     rows = max(1, PIECE_BYTES // row)
     for number, start in enumerate(range(0, tensor.shape[0], rows)):

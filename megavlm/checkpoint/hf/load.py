@@ -1,4 +1,4 @@
-"""Fill a rank's chunks from Hugging Face folders: each rank reads the slices that it holds, and nothing else."""
+"""Load the weights of a rank's chunks from Hugging Face folders: each rank reads only the slices that it holds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megavlm.model.weights import index_of, initialize, named_shards, real_shape
 def load_weights(
     chunks: Sequence[VLMChunk], pretrained_list: Sequence[Pretrained], config: Config, *, vocab_size: int
 ) -> None:
-    """Read the weights that pretrained folders hold, and draw the rest (a new projector). Every rank calls it.
+    """Set the weights of `chunks` from pretrained folders, and draw the others (such as a new projector's) at random.
 
-    Raises UserError on all ranks, listing every missing, surplus or wrongly shaped tensor.
+    Every rank calls it. Raises UserError on all ranks, listing every missing, surplus or wrongly shaped tensor.
     """
     _check(chunks, pretrained_list, config, vocab_size=vocab_size)
     for chunk in chunks:

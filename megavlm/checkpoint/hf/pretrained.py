@@ -1,4 +1,4 @@
-"""Where weights come from: Hugging Face folders whose tables together name (part of) a model's tensors."""
+"""Find the weights of a model, or of parts of it, in Hugging Face folders, and check that names and shapes fit."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from megavlm.families.shared.table import Piece, Rule, Shape, Table, Transpose, 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A folder, and what it is a source of."""
+    """A Hugging Face folder, and the parts of the model whose weights are taken from it."""
 
     folder: HfFolder
     family: Family
-    model: ModelConfig  # what config.json describes; sections of parts that the folder lacks mean nothing
-    parts: tuple[str, ...]  # of the model, that are taken from here
+    model: ModelConfig  # the model of config.json; the sections of parts that the folder lacks mean nothing
+    parts: tuple[str, ...]  # the parts of the model that are taken from this folder
     variant: int  # index of the family's name_prefixes that the files use
-    table: Table  # of all parts that the folder has
+    table: Table  # the names of all parts that the folder has
 
     @property
     def tiling(self) -> Tiling | None:
-        """How the model divides an image into tiles; None where it has none."""
+        """Return how the model divides an image into tiles; None if it does not."""
         return self.family.tiling(self.folder.settings) if self.family.tiling else None
 
     @classmethod
     def of(cls, path: Path, *parts: str, feature_layer: int | None = None) -> Pretrained:
-        """A folder that must hold these parts, under the spelling that fits its files best.
+        """Open a folder as the source of these parts, with the name prefixes that fit its files best.
 
-        `feature_layer` takes features from another layer than the folder's own choice.
+        `feature_layer` takes features from another tower layer than config.json names. Raises UserError if the
+        folder's architecture lacks one of the parts.
         """
         folder = HfFolder(path)
         family = family_of(folder.settings)
@@ -60,22 +61,22 @@ class Pretrained:
         return cls(folder, family, model, parts, best, tables[best])
 
     def provides(self, key: str) -> bool:
-        """Whether one of our tensors comes from here."""
+        """Return whether the weight with this global name is taken from this folder."""
         return part_of(key) in self.parts and not is_adapter(key)
 
     @property
     def unused(self) -> list[str]:
-        """Weights in the folder that no tensor of ours holds."""
+        """Return the names of the folder's tensors that the model does not use."""
         names = _names(self.table) | self.copies.keys()
         return [name for name in self.folder.tensors if name not in names]
 
     @property
     def copies(self) -> dict[str, str]:
-        """Tensors that repeat another one: the output layer's weight where it is tied and in the files all the same."""
+        """Return each tensor that repeats another one, with that one: a tied output weight that the files hold too."""
         return copies(self.table, self.family.name_prefixes[self.variant].head, self.model, self.folder.tensors)
 
     def problems(self) -> list[str]:
-        """Missing and surplus names, and copies that are none."""
+        """Return a line for each missing and surplus tensor, and for each tied weight that differs from its twin."""
         found = self.folder.tensors
         missing = [f"missing {name}" for name in sorted(_names(self.table) - found.keys())]
         known = [re.compile(pattern) for pattern in self.family.unused]
@@ -88,7 +89,7 @@ class Pretrained:
         return missing + [f"surplus {name}" for name in surplus] + untied
 
     def wrong_shapes(self, ours: dict[str, Shape]) -> list[str]:
-        """Tensors whose shape contradicts ours, for those of ours that are given."""
+        """Return a line for each tensor of the folder whose shape is not the one that `ours` (by global name) needs."""
         found = self.folder.tensors
         return [
             f"{name} is {list(found[name].shape)} where {key} needs {list(shape)}"
@@ -98,7 +99,10 @@ class Pretrained:
         ]
 
     def read_slice(self, key: str, real: Shape, index: tuple[slice, ...]) -> Tensor:
-        """A slice of one of our tensors, in the files' type; what lies beyond its `real` shape pads it with zeros."""
+        """Return the slice `index` of a megavlm weight, in the files' type.
+
+        `real` is the weight's shape without padding; elements of the slice that lie beyond it are zeros.
+        """
         rows, rest = index[0], tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index[1:], real[1:], strict=True))
         shape = [s.stop - s.start for s in index]
         parts = [
@@ -113,7 +117,7 @@ class Pretrained:
         return out
 
     def _rows(self, rule: Rule, piece: Piece, real: Shape) -> Tensor:
-        """Rows of one of their tensors, with our trailing dimensions."""
+        """Return a piece's rows of a Hugging Face tensor, reshaped to the trailing dimensions of megavlm's weight."""
         name, rows = piece.name, piece.theirs
         if isinstance(rule, Transpose):
             return self.folder.read(name, slice(None)).T[rows].contiguous()
@@ -124,7 +128,7 @@ class Pretrained:
 
 
 def copies(table: Table, head: str, model: ModelConfig, names: Container[str]) -> dict[str, str]:
-    """The output layer's name → the embedding's, where they are tied and `names` has both."""
+    """Return {output weight: embedding} in Hugging Face names if they are tied and `names` has the first, else {}."""
     if not model.language.tie_embeddings or head not in names:
         return {}
     return {head: table[f"{EMBEDDING}.word_embeddings.weight"].names[0]}
@@ -135,7 +139,7 @@ def _names(table: Table) -> set[str]:
 
 
 def pretrained_of(config: Config) -> list[Pretrained]:
-    """The folders that a run's options name, as sources."""
+    """Return the folders that --init-from, --vision-from and --language-from name, with the parts taken from each."""
     options = config.checkpoint
     if options.init_from is not None:
         if options.vision_from is not None or options.language_from is not None:
@@ -152,9 +156,9 @@ def pretrained_of(config: Config) -> list[Pretrained]:
 
 
 def with_pretrained_model(config: Config) -> Config:
-    """The configuration with the model that its folders hold: nobody types layer counts.
+    """Return the configuration with the sizes of the model in its pretrained folders: nobody needs to type them.
 
-    Raises UserError where an option contradicts a folder. `--vision-feature-layer` may choose another layer of a tower.
+    Raises UserError if an option contradicts a folder. `--vision-feature-layer` may choose another layer of a tower.
     """
     model = config.model
     for pretrained in pretrained_of(config):
@@ -179,7 +183,7 @@ def _agree(part: str, given: Any, found: Any, pretrained: Pretrained) -> None:
 
 
 def refuse(problems: Iterable[str], what: str) -> None:
-    """One UserError that lists every problem."""
+    """Raise one UserError that lists the problems (the first 40 of them), if there are any."""
     listed = list(problems)
     if listed:
         shown = "\n  ".join(listed[:40])

@@ -1,4 +1,4 @@
-"""Bytes of tensors at places in files, read and written without a file position: threads can share a file."""
+"""Read and write the bytes of tensors at given offsets of files, without a file position, so threads can share one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-# What is read, and written, at once: small enough that the allocator reuses its memory instead of mapping it anew.
+# Tensors are read and written in pieces of this size: small enough that the allocator reuses their memory.
 PIECE_BYTES = 16 * 2**20
-# Readers that write what they have read: the disk is busy while one of them copies.
+# Each thread reads a piece and writes it. With several, the disk is busy while one of them copies in memory.
 THREADS = 3
 
 Task = TypeVar("Task")
 
 
 def read_into(descriptor: int, tensor: Tensor, offset: int) -> None:
-    """Fill a contiguous tensor with a file's bytes from `offset` on. Raises EOFError where the file ends before."""
+    """Fill a contiguous tensor with a file's bytes from `offset` on. Raises EOFError if the file ends too early."""
     view = _bytes(tensor)
     while view:
         count = os.preadv(descriptor, [view], offset)
@@ -37,7 +37,7 @@ def write_at(descriptor: int, tensor: Tensor, offset: int) -> None:
 
 
 def for_each(task: Callable[[Task], None], items: Iterable[Task]) -> None:
-    """Run `task` for all items on a few threads; the first error is raised, and what was not begun is left out."""
+    """Run `task` for all items on THREADS threads. Raises the first error; items that were not begun are left out."""
     with ThreadPoolExecutor(THREADS) as pool:
         futures = [pool.submit(task, item) for item in items]
         try:

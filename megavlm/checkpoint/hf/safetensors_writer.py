@@ -1,4 +1,4 @@
-"""A safetensors file written tensor by tensor: the library's own writer wants all of a file in memory at once.
+"""Write a safetensors file tensor by tensor; the library's own writer wants all of a file in memory at once.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, little-endian; the header, JSON
 of name → type, shape and byte range, padded with spaces to a multiple of 8; then the bytes.
@@ -33,10 +33,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StreamedFile:
-    """Declares all tensors first, then takes their values in any order and from any thread, in runs of rows."""
+    """A file whose tensors are declared first; their rows may then be written in any order and from any thread."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """`tensors`: name → (type in safetensors' spelling, shape)."""
+        """Write the header of a file; `tensors` has (type in safetensors' spelling, shape) of each tensor by name."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         self._tensors = tensors
@@ -55,7 +55,7 @@ class StreamedFile:
         self._file.truncate(self._first + offset)
 
     def write(self, name: str, values: Tensor, *, first_row: int = 0) -> None:
-        """Rows of a tensor from `first_row` on, in the declared type."""
+        """Write rows of a tensor, which must have the declared type, from row `first_row` on."""
         dtype, shape = self._tensors[name]
         assert values.dtype == DTYPES[dtype], f"{name} was declared as {dtype}"
         row = math.prod(shape[1:]) * values.element_size()

@@ -1,7 +1,7 @@
-"""What a Hugging Face folder holds besides the weights we train: kept beside them, so that an export gives it back.
+"""Keep what a Hugging Face folder holds besides the trained weights, so that an export gives it back.
 
-`hf/` in a run or checkpoint has config.json and the files of tokenizer and processor (`files/`), the tensors that we do
-not run (`unused.safetensors`), and which of their files each tensor was in (`tensors.json`).
+The folder `hf/` of a run or checkpoint has config.json and the files of tokenizer and processor (`files/`), the tensors
+that the model does not use (`unused.safetensors`), and the original file of each tensor (`tensors.json`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ KEPT = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # never *.py: an expo
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The kept part of a folder, read back."""
+    """The content of a folder `hf/`."""
 
     path: Path
-    files: Path  # copied as they were
+    files: Path  # the folder of files that were copied as they are
     variant: int  # index of the family's name_prefixes that its files use
     file_of: dict[str, str]  # tensor → file, in the order of the files
 
 
 def write_sidecar(pretrained: Pretrained, parent: Path) -> None:
-    """Copy what an export will need to `parent`/hf, streaming."""
+    """Copy what an export will need to `parent`/hf, one tensor at a time."""
     target = parent / NAME
     copy_kept(pretrained.folder.path, target / FILES)
     tensors = pretrained.folder.tensors
@@ -48,7 +48,7 @@ def write_sidecar(pretrained: Pretrained, parent: Path) -> None:
 
 
 def copy_kept(source: Path, target: Path) -> None:
-    """Copy what an export returns unchanged. Raises UserError for a link that leads out of `source`."""
+    """Copy the files that an export returns unchanged. Raises UserError for a link that leads out of `source`."""
     try:
         copy_files(source, target, suffixes=KEPT)
     except Escapes as error:
@@ -56,7 +56,7 @@ def copy_kept(source: Path, target: Path) -> None:
 
 
 def carry_sidecar(checkpoint: Path, run_dir: Path) -> None:
-    """Give a run that starts from a checkpoint what that one kept of Hugging Face, if it came from there."""
+    """Copy the folder `hf/` of a checkpoint, if it has one, to the run that starts from it."""
     sidecar = read_sidecar(checkpoint)
     if sidecar is not None and sidecar.path.parent != run_dir:
         target = run_dir / NAME
@@ -66,8 +66,10 @@ def carry_sidecar(checkpoint: Path, run_dir: Path) -> None:
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
-    """What was kept beside a checkpoint or in its run, if that came from Hugging Face. Raises UserError where it is
-    damaged, or names files elsewhere."""
+    """Return the content of `hf/` in a checkpoint or in its run; None if the model is not from Hugging Face.
+
+    Raises UserError if it is damaged or names files elsewhere.
+    """
     for parent in (checkpoint, checkpoint.parent.parent):
         path = parent / NAME
         if os.path.lexists(path / TENSORS):
