@@ -42,7 +42,7 @@ class FileSum:
 
 
 class SummingFile:
-    """A file that is open for writing and sums up what is written to it."""
+    """A file that is open for writing and computes the checksum of what is written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -71,7 +71,7 @@ class SummingFile:
 
 
 def sum_of(path: Path) -> FileSum:
-    """Return the size and checksum of a file, which is read in pieces."""
+    """Return the size and CRC-32 of a file. The file is read in pieces, so memory stays bounded."""
     size = crc = 0
     buffer = memoryview(bytearray(_PIECE))
     with open_regular(path, buffering=0) as file:

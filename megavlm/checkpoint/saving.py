@@ -56,7 +56,7 @@ class Saver:
         self._start()
 
     def begin(self, share: Share, summary: dict[str, Any]) -> None:
-        """Begin a save of this rank's share; returns once it is copied. Every rank calls it.
+        """Begin to save this rank's shard, and return as soon as it is copied. Every rank must call this.
 
         Raises BadNumbers, on all ranks, for state that is not finite.
         """
@@ -184,7 +184,7 @@ def _agree_to_save(files: Mapping[str, Sequence[Item]], iteration: int, root: Pa
 
 
 def non_finite(files: Mapping[str, Sequence[Item]]) -> str | None:
-    """Return the name of a tensor that has a NaN or an infinity, None if none has. The device is asked once."""
+    """Return the name of a tensor that has a NaN or an infinity, or None. The host waits for the device once."""
     found = [
         (index.fqn, torch.stack(torch.aminmax(data.detach())).float())
         for items in files.values()

@@ -88,7 +88,7 @@ class _Collector:
 
 
 def _without_copies(state: Any) -> Any:
-    """Return the state without the second copy of tied embeddings: a rank that has both would write both."""
+    """Return the state without the second copy of tied embeddings, which a rank that holds both would write twice."""
     if isinstance(state, dict):
         return {key: _without_copies(value) for key, value in state.items() if not _is_copy(value)}
     return [_without_copies(value) for value in state if not _is_copy(value)] if isinstance(state, list) else state

@@ -190,7 +190,7 @@ class EncodedRecord:
 
 
 class Picture(Protocol):
-    """An image in patches. Its size is known; its patches may be made on demand."""
+    """An image as patches. Its size is known at once; a subclass may compute the patches when they are asked for."""
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:

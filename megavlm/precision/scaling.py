@@ -92,7 +92,7 @@ class AmaxHistory:
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """Scales by a tensor's history: x is rounded by the scale of earlier passes, then its largest value is recorded."""
+    """Delayed scaling of a tensor: a pass rounds x with the scale of earlier passes, then records the largest |x|."""
 
     history: AmaxHistory
     tensor: int

@@ -96,7 +96,7 @@ def _me() -> dict[str, Any]:
 
 
 def _is_alive(path: Path, owner: dict[str, Any], *, kernel_holds: bool) -> bool:
-    """Return whether the owner that a lock names still runs, if the kernel did not say so."""
+    """Return whether the process that the lock file names is alive, where the kernel's lock does not tell."""
     if owner.get("machine") == _boot():
         return not kernel_holds and _started(owner.get("pid")) == owner.get("started")
     before = _touched(path)

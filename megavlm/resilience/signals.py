@@ -128,7 +128,7 @@ def torchrun_patience() -> float:
 
 
 def under_torchrun() -> bool:
-    """Return whether torchrun started this process; it is then its parent."""
+    """Return whether torchrun started this process, and so is its parent."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
