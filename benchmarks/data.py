@@ -21,36 +21,14 @@ import data_images
 import numpy as np
 from record import append, circumstances
 
-from megavlm.config.schema import DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.config.schema import DataConfig
 from megavlm.data.batch_sampler import PackedBatchSampler
 from megavlm.data.costs import CostModel
 from megavlm.data.packing import assign, imbalance, pack
 from megavlm.data.rank_loader import costs_of
 from megavlm.data.types import EncodedRecord, EncodedSample
+from megavlm.families import published_model
 
-QWEN2_5_VL_7B = ModelConfig(
-    vision=VisionConfig(
-        num_layers=32,
-        hidden_size=1280,
-        ffn_hidden_size=3420,
-        num_attention_heads=16,
-        patch_size=14,
-        temporal_patch_size=2,
-        position_embedding="rope2d",
-        activation="swiglu",
-        window_size=112,
-        full_attention_layers=(7, 15, 23, 31),
-    ),
-    projector=ProjectorConfig(hidden_size=5120, pixel_shuffle=2),
-    language=LanguageConfig(
-        num_layers=28,
-        hidden_size=3584,
-        ffn_hidden_size=18944,
-        num_attention_heads=28,
-        num_query_groups=4,
-        vocab_size=152064,
-    ),
-)
 MERGE = 2
 
 
@@ -89,7 +67,7 @@ def sample(item: int, *, seq_length: int) -> EncodedRecord:
     return EncodedRecord((EncodedSample(nothing, nothing.astype(bool), (), (), 0, cost),), sample_id=item)
 
 
-COSTS = CostModel.of(QWEN2_5_VL_7B)
+COSTS = CostModel.of(published_model("qwen2_5_vl_7b"))
 
 
 def packing(options: argparse.Namespace) -> dict[str, Any]:
