@@ -59,8 +59,9 @@ def main() -> None:
     if arguments.worker:
         return worker(arguments.steps, arguments.rounds)
     before = circumstances()
+    guesses = {name: predicted(flags, arguments.profile) for name, flags in CASES.items()}
     measured = run_workers(arguments)
-    rows = {name: (predicted(flags, arguments.profile), measured[name]) for name, flags in CASES.items()}
+    rows = {name: (guess, measured[name]) for name, guess in guesses.items()}
     print(f"{'case':<22}{'predicted s':>13}{'measured s':>13}{'error':>9}")
     for name, (guess, real) in rows.items():
         print(f"{name:<22}{guess:>13.3f}{real:>13.3f}{guess / real - 1:>+9.0%}")
@@ -95,8 +96,9 @@ def run_workers(arguments: argparse.Namespace) -> dict[str, float]:
 
 def config_of(flags: str) -> Any:
     from megavlm.config.cli import parse
+    from megavlm.config.resolve import resolve
 
-    return parse([*MODEL.split(), *flags.split()])
+    return resolve(parse([*MODEL.split(), *flags.split()]))
 
 
 def predicted(flags: str, profile_name: str) -> float:
