@@ -124,7 +124,7 @@ def our_engine(options: Config, backend: Backend) -> Any:
     from megavlm.config.resolve import resolve
     from megavlm.parallel.groups import build_groups, start
     from megavlm.planner.plan import dims_of, make_plan
-    from megavlm.train.engine import build_engine
+    from megavlm.train.build_engine import build_engine
 
     start(backend, timeout_minutes=5)
     options = resolve(options, vocab_size=VOCABULARY)

@@ -37,7 +37,7 @@ class Ours(Side):
         from megavlm.parallel.groups import build_groups, destroy_groups, start
         from megavlm.planner.plan import dims_of, make_plan
         from megavlm.precision.device import check_device, emulates_fp8
-        from megavlm.train.engine import build_engine
+        from megavlm.train.build_engine import build_engine
 
         flags = task["flags"]
         if task["files"]:

@@ -219,7 +219,7 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
     from megavlm.data.synthetic import SyntheticSource
     from megavlm.parallel.groups import build_groups, destroy_groups
     from megavlm.planner.plan import dims_of, make_plan
-    from megavlm.train.engine import build_engine
+    from megavlm.train.build_engine import build_engine
 
     config = parse([*argv, "--run-dir", tempfile.gettempdir()])
     check(config, world=dist.get_world_size())

@@ -44,7 +44,8 @@ from megavlm.resilience import events
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import Phases
 from megavlm.resilience.status import note_failure, write_status
-from megavlm.train.engine import Engine, WeightInit, build_engine
+from megavlm.train.build_engine import WeightInit, build_engine
+from megavlm.train.engine import Engine
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
 

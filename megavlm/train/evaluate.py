@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -11,6 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 from megavlm.data.collate import CollateSpec
 from megavlm.data.source import Source
 from megavlm.data.types import Sample
+from megavlm.metrics.sinks import Value
+from megavlm.resilience.phases import EVALUATION, OTHER
+from megavlm.train.build import Run
 from megavlm.train.engine import Engine
 from megavlm.train.generate import generate
 
@@ -100,3 +103,40 @@ def report(examination: Examination, run_dir: Path) -> str:
     (run_dir / "evaluation.txt").write_text(table + "\n")
     draw_examples(examination.questions, examination.predictions, run_dir / "examples.png")
     return table
+
+
+def interval_evaluation(run: Run, say: Callable[[str], None]) -> dict[str, Value]:
+    """Return the scores on a third of the final evaluation's questions; empty if the data have no questions."""
+    if not isinstance(run.source, Examiner):
+        return {}
+    questions = run.source.questions(max(1, run.config.evaluation.eval_samples // 3))
+    run.engine.schedule.phases.enter(EVALUATION)
+    predictions = answer_all(
+        run.engine,
+        run.source,
+        questions,
+        spec=CollateSpec.of(run.config, run.source),
+        micro_batch_size=run.config.train.micro_batch_size,
+    )
+    run.engine.schedule.phases.enter(OTHER)
+    scores = exact_match(questions, predictions)
+    say("held-out exact match: " + ", ".join(f"{kind} {score:.0%}" for kind, score in scores.items()))
+    return {f"eval_{kind.replace(' ', '_')}": score for kind, score in scores.items()}
+
+
+def final_evaluation(run: Run, say: Callable[[str], None]) -> None:
+    """Answer all held-out questions, if the data have any; rank 0 writes the scores and some examples to RUN_DIR."""
+    if not isinstance(run.source, Examiner):
+        return
+    run.engine.schedule.phases.enter(EVALUATION)
+    say("answering held-out questions …")
+    examination = examine(
+        run.engine,
+        run.source,
+        spec=CollateSpec.of(run.config, run.source),
+        per_kind=run.config.evaluation.eval_samples,
+        micro_batch_size=run.config.train.micro_batch_size,
+    )
+    if run.progress is not None:
+        say(report(examination, run.run_dir))
+        say(f"examples: {run.run_dir / 'examples.png'}")

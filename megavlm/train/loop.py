@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,24 +11,24 @@ import torch.distributed as dist
 
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint import state
-from megavlm.data.collate import CollateSpec
+from megavlm.data.types import StepData
 from megavlm.errors import Stopped, UserError
 from megavlm.metrics.sinks import Value
 from megavlm.planner.out_of_memory import explain
 from megavlm.resilience import events
-from megavlm.resilience.phases import EVALUATION, OTHER
-from megavlm.resilience.signals import StopRequest, patience_complaint, torchrun_patience, under_torchrun
+from megavlm.resilience.signals import StopRequest
 from megavlm.resilience.status import State, note_failure, write_status
-from megavlm.train import evaluate
 from megavlm.train.build import Run
-from megavlm.train.record import Counts, counts_of, record_of
+from megavlm.train.counts import Counts, Tally, counts_of
+from megavlm.train.data_ahead import DataAhead
+from megavlm.train.evaluate import final_evaluation, interval_evaluation
+from megavlm.train.patience import Patience
+from megavlm.train.record import record_of
 from megavlm.train.saves import Saves
 from megavlm.train.step_guard import StepGuard
+from megavlm.train.step_result import StepResult
 from megavlm.train.trace import Tracer
 from megavlm.train.watch import Watch
-
-# A run with at most this many skipped samples goes on, whatever their share.
-_LEAST_SKIPPED = 20
 
 
 def fit(run: Run, stop: StopRequest | None = None) -> None:
@@ -53,7 +52,7 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
         _note(run, "finish", "finished", iteration=iteration)
         _say(run, "finished")
         stop.saved()
-        _final_evaluation(run)
+        final_evaluation(run, partial(_say, run))
     except torch.OutOfMemoryError as error:
         told = _out_of_memory(run)
         note_failure(run.run_dir, told)
@@ -77,55 +76,38 @@ def _out_of_memory(run: Run) -> UserError:
 
 def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[int, BaseException | None]:
     """Train and save; return the last iteration, and why it is not the run's last, equal on all ranks."""
-    config, last = run.config, run.config.train.train_iters
+    config, last, say = run.config, run.config.train.train_iters, partial(_say, run)
     iteration = saved = run.position.iteration
-    tally = _Tally(run.position.samples_read, run.position.samples_skipped)
-    patience = Patience(run)
-    guard = StepGuard(run, say=partial(_say, run))
+    tally = Tally(run.position.samples_read, run.position.samples_skipped)
+    patience, guard = Patience(say), StepGuard(run, say)
+    saves = Saves(run, say=say, took=patience.save)
     overdue = False  # a checkpoint is due, but the last step was bad
-    saves = Saves(run, say=partial(_say, run), took=patience.save)
     end: BaseException | None = None
     while iteration < last and end is None:
         iteration += 1
         tracer.before(iteration)
         watch.begin_step(iteration)
-        before = time.perf_counter()
-        with profiler_range("data"):
-            step = run.data_loader.next_step()
-            encodes_ahead = config.placement.encode_ahead and iteration < last and not guard.leaves_out(iteration + 1)
-            upcoming = run.data_loader.peek().batches if encodes_ahead else None
-        ahead = _Ahead(run, counts_of(run, step), stop, needed=iteration < last)
-        fetched = time.perf_counter() - before
-        if guard.leaves_out(iteration):
-            result = run.engine.leave_out(ahead.counters)
-        else:
-            result = run.engine.train_step(
-                step.batches, ahead.counters, upcoming=upcoming, judge=guard.judge(iteration)
-            )
-        guard.note(result)
-        counts = Counts(*result.counters)
-        seconds = time.perf_counter() - before
+        step = _step(run, iteration, guard, stop)
         tracer.after(iteration)
-        record = record_of(run, iteration, step, result, counts, data_time=fetched + ahead.waited, seconds=seconds)
-        record |= watch.end_step(iteration, seconds)
-        record["skipped_steps"] = guard.skipped
-        run.skipped.write(iteration, step.skipped)
-        tally.add(counts)
+        guard.note(step.result)
+        tally.add(step.counts)
+        run.skipped.write(iteration, step.data.skipped)
+        record = step.record | watch.end_step(iteration, step.seconds) | {"skipped_steps": guard.skipped}
         if _due(iteration, config.evaluation.eval_interval) and iteration < last:
-            record |= _interval_evaluation(run)
+            record |= interval_evaluation(run, say)
         record |= saves.news()
         for sink in run.sinks:
             sink.log(record)
-        guard.act(iteration, step, result)
-        patience.step(seconds)
-        asked = counts.stop > 0
+        guard.act(iteration, step.data, step.result)
+        patience.step(step.seconds)
+        asked = step.counts.stop > 0
         overdue |= _due(iteration, config.checkpoint.save_interval)
         if overdue and guard.trusts_weights:
             saves.save(_position(run, iteration, tally, guard))
             saved, overdue = iteration, False
             asked = asked or _anywhere(stop.requested, run)  # during the save
         if iteration < last:
-            end = ahead.error(counts) or tally.too_many_skipped(config.data.max_bad_sample_rate)
+            end = step.next_data_error or tally.too_many_skipped(config.data.max_bad_sample_rate)
             end = end or (Stopped(stop.reason or "another rank was asked to stop") if asked else None)
     if saved != iteration:
         saves.save(_position(run, iteration, tally, guard))
@@ -133,32 +115,36 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
     return iteration, end
 
 
-@dataclass
-class _Ahead:
-    """What a rank reports at the end of a step: its counts, a request to stop, and a failure of its next data."""
+@dataclass(frozen=True)
+class _Step:
+    """A step that is done, or that was left out."""
 
-    run: Run
-    counts: Counts
-    stop: StopRequest
-    needed: bool  # whether there is a next step
-    waited: float = 0.0  # seconds for the next step's data
-    failure: BaseException | None = None
+    data: StepData
+    result: StepResult
+    counts: Counts  # sums over all ranks
+    record: dict[str, Value]
+    seconds: float
+    next_data_error: BaseException | None  # the next step's data cannot be read; equal on all ranks
 
-    def counters(self) -> Sequence[float]:
-        """Return the counters of the step: all replicas hear of failed data before one waits for the rest."""
-        before = time.perf_counter()
-        if self.needed:
-            self.failure = self.run.data_loader.failure_ahead(unless=lambda: self.stop.requested)
-        self.waited = time.perf_counter() - before
-        return replace(self.counts, stop=self.stop.requested, failed=self.failure is not None).values()
 
-    def error(self, counts: Counts) -> BaseException | None:
-        """Return the error of the next step's data, on all ranks; `counts` are the sums over them."""
-        if not counts.failed:
-            return None
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, None if self.failure is None else str(self.failure))
-        return self.failure or UserError(next(error for error in errors if error is not None))
+def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest) -> _Step:
+    """Train on the next batch, or leave it out."""
+    began = time.perf_counter()
+    last = iteration == run.config.train.train_iters
+    with profiler_range("data"):
+        data = run.data_loader.next_step()
+        encodes_ahead = run.config.placement.encode_ahead and not last and not guard.leaves_out(iteration + 1)
+        upcoming = run.data_loader.peek().batches if encodes_ahead else None
+    fetched = time.perf_counter() - began
+    ahead = DataAhead(run, counts_of(run, data), stop, needed=not last)
+    if guard.leaves_out(iteration):
+        result = run.engine.leave_out(ahead.counters)
+    else:
+        result = run.engine.train_step(data.batches, ahead.counters, upcoming=upcoming, judge=guard.judge(iteration))
+    counts = Counts(*result.counters)
+    seconds = time.perf_counter() - began
+    record = record_of(run, iteration, data, result, counts, data_time=fetched + ahead.waited, seconds=seconds)
+    return _Step(data, result, counts, record, seconds, ahead.error(counts))
 
 
 def _anywhere(value: bool, run: Run) -> bool:
@@ -187,58 +173,11 @@ def close(run: Run) -> None:
     run.lock.release()
 
 
-class Patience:
-    """Says once, on rank 0, that a step and a save take longer than torchrun waits before it kills."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._steps: list[float] = []
-        self._save = 0.0
-        self._silent = run.progress is None or not under_torchrun()
-        self._patience = torchrun_patience()
-
-    def step(self, seconds: float) -> None:
-        self._steps = [*self._steps[-2:], seconds]
-        self._look()
-
-    def save(self, seconds: float) -> None:
-        self._save = seconds
-        self._look()
-
-    def _look(self) -> None:
-        if self._silent or len(self._steps) < 3:
-            return
-        if line := patience_complaint(step=min(self._steps), save=self._save, patience=self._patience):
-            self._silent = True
-            _say(self._run, line)
-
-
-@dataclass
-class _Tally:
-    """The numbers of samples that the whole run has read and skipped."""
-
-    read: int
-    skipped: int
-
-    def add(self, counts: Counts) -> None:
-        self.read += int(counts.read)
-        self.skipped += int(counts.skipped)
-
-    def too_many_skipped(self, most: float) -> UserError | None:
-        """Return an error, equal on all ranks, if more than the share `most` of all samples was skipped."""
-        if self.skipped < _LEAST_SKIPPED or self.skipped <= most * self.read:
-            return None
-        return UserError(
-            f"{self.skipped} of {self.read} samples were skipped, more than --max-bad-sample-rate {most}: "
-            "RUN_DIR/skipped lists each with its reason; repair the data, or raise the rate to continue"
-        )
-
-
 def _due(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
 
 
-def _position(run: Run, iteration: int, tally: _Tally, guard: StepGuard) -> state.Position:
+def _position(run: Run, iteration: int, tally: Tally, guard: StepGuard) -> state.Position:
     return state.Position(
         iteration=iteration,
         loader=run.data_loader.state_dict(),
@@ -246,42 +185,6 @@ def _position(run: Run, iteration: int, tally: _Tally, guard: StepGuard) -> stat
         samples_skipped=tally.skipped,
         bad_steps=guard.state_dict(),
     )
-
-
-def _interval_evaluation(run: Run) -> dict[str, Value]:
-    """Return the scores on a third of the final evaluation's questions; empty if the data have no questions."""
-    if not isinstance(run.source, evaluate.Examiner):
-        return {}
-    questions = run.source.questions(max(1, run.config.evaluation.eval_samples // 3))
-    run.engine.schedule.phases.enter(EVALUATION)
-    predictions = evaluate.answer_all(
-        run.engine,
-        run.source,
-        questions,
-        spec=CollateSpec.of(run.config, run.source),
-        micro_batch_size=run.config.train.micro_batch_size,
-    )
-    run.engine.schedule.phases.enter(OTHER)
-    scores = evaluate.exact_match(questions, predictions)
-    _say(run, "held-out exact match: " + ", ".join(f"{kind} {score:.0%}" for kind, score in scores.items()))
-    return {f"eval_{kind.replace(' ', '_')}": score for kind, score in scores.items()}
-
-
-def _final_evaluation(run: Run) -> None:
-    if not isinstance(run.source, evaluate.Examiner):
-        return
-    run.engine.schedule.phases.enter(EVALUATION)
-    _say(run, "answering held-out questions …")
-    examination = evaluate.examine(
-        run.engine,
-        run.source,
-        spec=CollateSpec.of(run.config, run.source),
-        per_kind=run.config.evaluation.eval_samples,
-        micro_batch_size=run.config.train.micro_batch_size,
-    )
-    if run.progress is not None:
-        _say(run, evaluate.report(examination, run.run_dir))
-        _say(run, f"examples: {run.run_dir / 'examples.png'}")
 
 
 def _say(run: Run, text: str) -> None:

@@ -15,8 +15,9 @@ from megavlm.resilience import events
 from megavlm.resilience.bad_steps import BadSteps, iterations
 from megavlm.train.build import Run
 from megavlm.train.culprit import Culprit, find_culprit
-from megavlm.train.engine import Judge, StepResult
+from megavlm.train.engine import Judge
 from megavlm.train.replicas import differing_replicas
+from megavlm.train.step_result import StepResult
 
 
 class StepGuard:

@@ -50,7 +50,7 @@ def engine_of(config: Any, backend: Any) -> Any:
     """An engine with weights that depend on the seed and names alone."""
     from megavlm.parallel.groups import build_groups, destroy_groups
     from megavlm.planner.plan import dims_of, make_plan
-    from megavlm.train.engine import build_engine
+    from megavlm.train.build_engine import build_engine
 
     destroy_groups()
     plan = make_plan(config, dims_of(config, world=1))

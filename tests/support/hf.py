@@ -26,7 +26,8 @@ from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.images import Image
 from megavlm.data.types import Sample
 from megavlm.planner.plan import make_plan
-from megavlm.train.engine import Engine, build_engine
+from megavlm.train.build_engine import build_engine
+from megavlm.train.engine import Engine
 from megavlm.train.single_process import unpadded_shapes
 from tests.support.harness import Single, assert_same, random_image, randomize
 from tools import convert

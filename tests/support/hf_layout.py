@@ -59,7 +59,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     from megavlm.model.weights import index_of, named_shards, real_shape
     from megavlm.parallel.groups import build_groups, destroy_groups
     from megavlm.planner.plan import dims_of, make_plan
-    from megavlm.train.engine import build_engine
+    from megavlm.train.build_engine import build_engine
     from tests.support import hf
 
     argv = f"--init-from {reference.folder} --seq-length {hf.LENGTH} --mbs {len(reference.images[0])} --gbs 8 {layout}"

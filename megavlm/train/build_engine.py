@@ -1,0 +1,168 @@
+"""Build a rank's chunks, their optimizer and their schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megavlm.backend import Backend
+from megavlm.backend.host_copies import host_copies_of
+from megavlm.config.derived import sequence_multiple, sequence_parallel
+from megavlm.config.schema import Config
+from megavlm.model.offload import Offload
+from megavlm.model.vlm import VLMChunk
+from megavlm.model.weights import initialize
+from megavlm.optim.build import (
+    build_optimizer,
+    build_scheduler,
+    chain_optimizers,
+    with_whole_gradients,
+    wrap_chunks,
+)
+from megavlm.optim.chained import MeanGradientOptimizer
+from megavlm.optim.param_gather import count_waits
+from megavlm.parallel.groups import Groups, encoder_groups
+from megavlm.pipeline.colocated import ColocatedEncoder
+from megavlm.pipeline.encoder import EncoderRunner, encoder_config
+from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
+from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
+from megavlm.planner.plan import Plan
+from megavlm.precision.fp8_weights import plain_weights
+from megavlm.resilience.phases import Phases
+from megavlm.train.engine import Engine
+
+WeightInit = Callable[[Sequence[VLMChunk]], None]  # sets the weights of this rank's chunks; every rank calls it
+
+
+def build_engine(
+    config: Config,
+    plan: Plan,
+    groups: Groups,
+    *,
+    vocab_size: int,
+    backend: Backend,
+    weights: WeightInit | None = None,
+    num_sources: int = 0,
+    phases: Phases | None = None,
+) -> Engine:
+    """Build this rank's chunks, their optimizer and schedules; their weights come from `weights` or the seed.
+
+    `phases` are told what a step does.
+    """
+    pipeline = pipeline_config(config, plan.dims)
+    bare = [
+        VLMChunk(config, plan, index, vocab_size=vocab_size, groups=groups, pipeline=pipeline).to(backend.device)
+        for index in plan.dims.chunks_of(groups.coords.pp)
+    ]
+    encoder = _EncoderModel.of(config, plan, groups, vocab_size=vocab_size, backend=backend)
+    every = [*bare, *([encoder.chunk] if encoder else [])]
+    if "activations" in config.execution.offload:
+        offload = Offload(host_copies_of(backend.device))
+        for chunk in every:
+            chunk.offload = offload
+    with plain_weights(every):
+        if weights is not None:
+            weights(every)
+        else:
+            for chunk in every:
+                initialize(chunk, config, vocab_size=vocab_size)
+    chunks = wrap_chunks(bare, config, groups)
+    optimizer = build_optimizer(config, chunks, groups)
+    colocated = None
+    if encoder is not None:
+        colocated, optimizer = encoder.connect(config, groups, optimizer)
+    schedule = Schedule(
+        chunks,
+        config=pipeline,
+        groups=groups,
+        backend=backend,
+        num_sources=num_sources,
+        colocated=colocated,
+        phases=phases,
+    )
+    _connect(schedule, config, optimizer)
+    return Engine(
+        chunks=chunks,
+        schedule=schedule,
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+        groups=groups,
+        sequence_multiple=sequence_multiple("language", config, tp=groups.dims.tp),
+    )
+
+
+@dataclass(frozen=True)
+class _EncoderModel:
+    """The colocated encoder as a model of one chunk, with its own configuration and process groups."""
+
+    config: Config
+    groups: Groups
+    chunk: VLMChunk
+
+    @classmethod
+    def of(
+        cls, config: Config, plan: Plan, groups: Groups, *, vocab_size: int, backend: Backend
+    ) -> _EncoderModel | None:
+        if not plan.encoder:
+            return None
+        alone = with_whole_gradients(encoder_config(config))
+        spread = encoder_groups(
+            groups,
+            tp=plan.vision_tp,
+            same_dropout=not sequence_parallel(alone),
+            seed=config.train.seed,
+            timeout_minutes=config.parallel.distributed_timeout_minutes,
+        )
+        whole = Plan(dims=spread.dims, chunks=(plan.encoder,))
+        pipeline = pipeline_config(alone, spread.dims)
+        chunk = VLMChunk(alone, whole, 0, vocab_size=vocab_size, groups=spread, pipeline=pipeline)
+        return cls(alone, spread, chunk.to(backend.device))
+
+    def connect(self, config: Config, groups: Groups, optimizer: Any) -> tuple[ColocatedEncoder, Any]:
+        """Return the encoder's part of a step, and the optimizer joined with the encoder's if the encoder is trained.
+
+        A frozen encoder has no gradient buffers and no optimizer state.
+        """
+        encoder = EncoderRunner(self.chunk, config, self.groups, cache=_feature_cache(config, self.chunk, self.groups))
+        if encoder.trained:
+            wrapped = wrap_chunks([self.chunk], self.config, self.groups)
+            encoder = EncoderRunner(wrapped[0], config, self.groups)
+            optimizer = chain_optimizers(optimizer, build_optimizer(with_whole_gradients(config), wrapped, self.groups))
+        return ColocatedEncoder(encoder, config, groups), optimizer
+
+
+def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCache | None:
+    folder = config.placement.vision_cache
+    if folder is None:
+        return None
+    model = config.model
+    known = {"vision": model.vision, "projector": model.projector, "precision": config.precision.dtype}
+    weights = encoder_hash(chunk.named_parameters(), known)
+    if groups.dims.tp > 1:  # all shards' hashes: another TP rounds differently and needs other entries
+        hashes: list[Any] = [None] * groups.dims.tp
+        dist.all_gather_object(hashes, weights, group=groups.tp)
+        weights = b"".join(hashes)
+    return FeatureCache(Path(folder), size=int(config.placement.vision_cache_size * 2**30), encoder=weights)
+
+
+def _connect(schedule: Schedule, config: Config, optimizer: MeanGradientOptimizer) -> None:
+    """Set the callbacks by which megatron-core's schedule scales losses, reduces gradients and gathers parameters."""
+    pipeline, chunks = schedule.config, schedule.chunks
+    count_waits(chunks, schedule.phases)
+    pipeline.grad_scale_func = optimizer.scale_loss
+    pipeline.finalize_model_grads_func = partial(
+        finalize_gradients,
+        groups=schedule.groups,
+        colocated=schedule.colocated,
+        phases=schedule.phases,
+    )
+    if config.parallel.overlap_grad_reduce:
+        pipeline.no_sync_func = schedule.no_sync
+    # With one chunk, each bucket begins the next one's gather.
+    if config.parallel.overlap_param_gather and len(chunks) > 1:
+        pipeline.param_sync_func = [chunk.start_param_sync for chunk in chunks]

@@ -1,0 +1,86 @@
+"""Count what a step's data are, and what the whole run has read; sums over ranks travel with the step's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megavlm.arch.workload import image_workload, sliding_squares
+from megavlm.data.rank_loader import stats
+from megavlm.data.types import StepData
+from megavlm.errors import UserError
+from megavlm.train.build import Run
+
+# A run with at most this many skipped samples goes on, whatever their share.
+_LEAST_SKIPPED = 20
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of a global batch, which the all-reduce of the training step sums over ranks."""
+
+    tokens: float = 0
+    places: float = 0
+    image_tokens: float = 0
+    images: float = 0
+    patches: float = 0
+    patch_squares: float = 0
+    window_squares: float = 0
+    features: float = 0
+    token_squares: float = 0
+    sliding_squares: float = 0
+    read: float = 0  # samples read, including skipped ones
+    skipped: float = 0  # samples skipped
+    split: float = 0  # samples of which a part was skipped
+    stop: float = 0  # ranks that were asked to stop
+    failed: float = 0  # replicas whose next data cannot be read
+
+    def values(self) -> Sequence[float]:
+        return [float(getattr(self, field.name)) for field in fields(self)]
+
+
+def counts_of(run: Run, step: StepData) -> Counts:
+    """Return this rank's counts of a batch: one rank of each replica counts it."""
+    if not run.engine.groups.is_reader:
+        return Counts()
+    counted = stats(step.batches)
+    grids = [grid for batch in step.batches for grid in batch.image_sizes.grids]
+    images = image_workload(grids, run.config.model)
+    lengths = [length for batch in step.batches for length in batch.text.lengths]
+    return Counts(
+        tokens=counted.tokens,
+        places=counted.places,
+        image_tokens=counted.image_tokens,
+        images=counted.images,
+        patches=images.patches,
+        patch_squares=images.patch_squares,
+        window_squares=images.window_squares,
+        features=images.features,
+        token_squares=sum(length * length for length in lengths),
+        sliding_squares=sum(sliding_squares(length, run.config.model.language.window_size) for length in lengths),
+        read=step.read,
+        skipped=sum(not skip.partly for skip in step.skipped),
+        split=sum(skip.partly for skip in step.skipped),
+    )
+
+
+@dataclass
+class Tally:
+    """The numbers of samples that the whole run has read and skipped."""
+
+    read: int
+    skipped: int
+
+    def add(self, counts: Counts) -> None:
+        """Add those of a step."""
+        self.read += int(counts.read)
+        self.skipped += int(counts.skipped)
+
+    def too_many_skipped(self, most: float) -> UserError | None:
+        """Return an error, equal on all ranks, if more than the share `most` of all samples was skipped."""
+        if self.skipped < _LEAST_SKIPPED or self.skipped <= most * self.read:
+            return None
+        return UserError(
+            f"{self.skipped} of {self.read} samples were skipped, more than --max-bad-sample-rate {most}: "
+            "RUN_DIR/skipped lists each with its reason; repair the data, or raise the rate to continue"
+        )
