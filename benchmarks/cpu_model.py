@@ -74,25 +74,21 @@ class Times:
 
 
 class Stopwatch:
-    """megatron-core's `config.timers`: seconds spent between start and stop, by name."""
+    """The seconds of each phase of an engine's steps, by megatron-core's names of its timers."""
 
-    def __init__(self) -> None:
+    def __init__(self, timers: Any) -> None:
+        """`timers` is the schedule's `StepTimers`, which goes on with its own work."""
         self.seconds: dict[str, float] = {}
+        self._begin, self._end = timers.begin, timers.end
+        timers.begin, timers.end = self._started, self._stopped
 
-    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        return _Timer(self.seconds, name)
+    def _started(self, name: str) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) - time.perf_counter()
+        self._begin(name)
 
-
-@dataclass(frozen=True)
-class _Timer:
-    seconds: dict[str, float]
-    name: str
-
-    def start(self, barrier: bool = False) -> None:
-        self.seconds[self.name] = self.seconds.get(self.name, 0.0) - time.perf_counter()
-
-    def stop(self, barrier: bool = False) -> None:
-        self.seconds[self.name] += time.perf_counter()
+    def _stopped(self, name: str) -> None:
+        self._end(name)
+        self.seconds[name] += time.perf_counter()
 
 
 def micro_batch(options: Config, *, seed: int) -> MicroBatch:
@@ -135,10 +131,10 @@ def our_engine(options: Config, backend: Backend) -> Any:
 
 def our_step(engine: Any, batches: list[MicroBatch]) -> Callable[[], Times]:
     """Return a function that runs and times one megavlm step with megatron-core's timers."""
+    watch = Stopwatch(engine.schedule.timers)
 
     def step() -> Times:
-        watch = Stopwatch()
-        engine.schedule.config.timers = watch
+        watch.seconds.clear()
         cpu, start = time.process_time(), time.perf_counter()
         result = engine.train_step(batches)
         total, cpu = time.perf_counter() - start, time.process_time() - cpu
@@ -199,12 +195,13 @@ def their_batch(batch: MicroBatch, options: Config) -> dict[str, Tensor]:
 
 def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
     """Write Transformers' weights under megavlm's names and in its shapes."""
+    from megavlm.config.resolve import resolve
     from megavlm.families.llava import FAMILY as LLAVA
     from tests.support.mapping import to_ours
 
     theirs = {name: param.detach() for name, param in model.named_parameters()}
     prefixes = next(each for each in LLAVA.name_prefixes if f"{each.vision}embeddings.patch_embedding.weight" in theirs)
-    table = LLAVA.table(options.model, prefixes)
+    table = LLAVA.table(resolve(options, vocab_size=VOCABULARY).model, prefixes)
     flat = {name: param.flatten(1) if param.dim() > 1 else param for name, param in theirs.items()}
     shapes = {key: tuple(torch.cat([flat[name] for name in rule.names]).shape) for key, rule in table.items()}
     weights = to_ours(flat, table, shapes)

@@ -15,6 +15,8 @@ could hide at most.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import socket
 import statistics
@@ -140,12 +142,13 @@ def measure(arguments: argparse.Namespace, asked: Sequence[Question]) -> None:
 def predicted_gain(question: Question, side: Side, *, profile: str) -> float | None:
     """Return how many times faster than the baseline a side is by the planner, which does not model the cache."""
     from megavlm.config.cli import parse
+    from megavlm.config.resolve import resolve
     from megavlm.planner.auto import predict
     from megavlm.planner.hardware import profile as hardware_of
     from megavlm.planner.plan import dims_of
 
     def seconds(flags: str) -> float:
-        config = parse([*SHARED.split(), *question.model.split(), *flags.split()])
+        config = resolve(parse([*SHARED.split(), *question.model.split(), *flags.split()]))
         step = predict(config, dims_of(config, world=2), hardware_of(profile))
         return step.seconds - (step.overlappable if config.placement.encode_ahead else 0.0)
 
@@ -174,8 +177,9 @@ def vision_share(argv: Sequence[str]) -> float:
     from megavlm.arch.layers import encoder_names, layer_names
     from megavlm.arch.workload import typical_workload
     from megavlm.config.cli import parse
+    from megavlm.config.resolve import resolve
 
-    config = parse(list(argv))
+    config = resolve(parse(list(argv)))
     work = typical_workload(config)
     flops = {name: layer_cost(name, config.model, work).forward_flops for name in layer_names(config.model)}
     return sum(flops[name] for name in encoder_names(config.model)) / sum(flops.values())
@@ -213,26 +217,17 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
     import torch.distributed as dist
 
     from megavlm.config.cli import parse
-    from megavlm.config.resolve import resolve
-    from megavlm.config.rules import check
-    from megavlm.data.collate import CollateSpec, collate
-    from megavlm.data.synthetic import SyntheticSource
-    from megavlm.parallel.groups import build_groups, destroy_groups
-    from megavlm.planner.plan import dims_of, make_plan
-    from megavlm.train.build_engine import build_engine
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
 
-    config = parse([*argv, "--run-dir", tempfile.gettempdir()])
-    check(config, world=dist.get_world_size())
-    source = SyntheticSource(config)
-    config = resolve(config, vocab_size=source.vocab_size)
     destroy_groups()
-    plan = make_plan(config, dims_of(config, world=dist.get_world_size()))
-    groups = build_groups(plan.dims, tied_owners=(), seed=0, timeout_minutes=10)
-    engine = build_engine(config, plan, groups, vocab_size=source.vocab_size, backend=chosen)
-    share = range(groups.coords.dp, config.train.global_batch_size, plan.dims.dp)
-    batches = [collate([[source.sample(index)]], CollateSpec.of(config, source)) for index in share]
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = build(parse([*argv, "--run-dir", tempfile.gettempdir()]), chosen)
+    engine = run.engine
+    batches = run.data_loader.next_step().batches
     spent_on_vision = watched(engine)
-    upcoming = batches if config.placement.encode_ahead else None
+    upcoming = batches if run.config.placement.encode_ahead else None
     first = engine.train_step(batches, upcoming=upcoming)  # allocates the optimizer's state
     spent_on_vision.clear()
     dist.barrier()
@@ -244,13 +239,13 @@ def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
     clock = time.perf_counter() - began
     spent: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(spent, (processor, sum(spent_on_vision)))
-    engine.close()
+    close(run)
     busiest, vision = (max(values) / steps for values in zip(*spent, strict=True))
     return Timing(clock=clock / steps, busiest=busiest, loss=first.loss, vision=vision)
 
 
 def watched(engine: Any) -> list[float]:
-    """Return a list to which each call of a colocated frozen encoder in this thread adds its processor time."""
+    """Return a list to which each pass of a colocated frozen encoder in this thread adds its processor time."""
     calls: list[float] = []
     colocated = engine.schedule.colocated
     if colocated is None or colocated.encoder.trained:
@@ -258,11 +253,18 @@ def watched(engine: Any) -> list[float]:
     forward = colocated.encoder.forward
 
     def timed(*arguments: Any) -> Any:
-        began = time.thread_time()
-        features = forward(*arguments)
-        if threading.current_thread() is threading.main_thread():
-            calls.append(time.thread_time() - began)
-        return features
+        passes = forward(*arguments)
+        advance = passes.advance  # each pass is computed when it is asked for
+
+        def timed_pass() -> bool:
+            began = time.thread_time()
+            more: bool = advance()
+            if threading.current_thread() is threading.main_thread():
+                calls.append(time.thread_time() - began)
+            return more
+
+        passes.advance = timed_pass
+        return passes
 
     colocated.encoder.forward = timed
     return calls
