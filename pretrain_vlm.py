@@ -96,7 +96,7 @@ def dry_run(config: Config, *, world: int) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run the program; return the exit status: 0 finished, 75 stopped by request, 2 configuration or data are wrong,
-    3 losses or gradients are (both reported in one line). Any other error ends with 1.
+    3 losses or gradients are, 71 a device computes wrongly (all in one line). Any other error ends with 1.
     """
     try:
         main(argv)

@@ -16,6 +16,12 @@ class BadNumbers(UserError):
     status = 3
 
 
+class DeviceFault(BadNumbers):
+    """Numbers that must be equal are not: a device computes or stores wrongly. The exit status is 71."""
+
+    status = 71
+
+
 class Stopped(Exception):
     """A run that ended before its last iteration because it was asked to. The message says by what; the exit status is
     75, and the same command continues the run."""

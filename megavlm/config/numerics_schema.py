@@ -30,6 +30,13 @@ class NumericsConfig:
     )
     check_weight_hash_across_dp_replicas_interval: int = option(
         0,
-        "Steps between comparisons of the weights of data-parallel replicas, by checksum; a difference ends the run "
-        "with exit status 3 and names the rank. 0: no comparison.",
+        "Steps between comparisons, by checksum, of weights and Adam moments that ranks hold alike (data-parallel "
+        "replicas, and tensor-parallel ranks where nothing is cut); a difference ends the run with exit status 71 and "
+        "names the rank. 0: no comparison.",
+    )
+    verify_micro_batch_interval: int = option(
+        0,
+        "Steps between checks in which each rank computes one micro-batch twice, forward and backward, and compares "
+        "the results bit for bit; a difference ends the run with exit status 71 and names the rank and the module. "
+        "0: no check.",
     )

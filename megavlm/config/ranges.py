@@ -105,6 +105,7 @@ RANGES = (
             "logging.profile_step_start",
             "logging.profile_ranks",
             "numerics.check_weight_hash_across_dp_replicas_interval",
+            "numerics.verify_micro_batch_interval",
             "run.hang_timeout",
         ),
     ),

@@ -232,6 +232,13 @@ class VLMChunk(MegatronModule):
         return state
 
 
+def bare_chunk(chunk: Any) -> VLMChunk:
+    """Return the chunk inside what makes it data-parallel, if anything does."""
+    while not isinstance(chunk, VLMChunk):
+        chunk = chunk.module
+    return chunk
+
+
 def _shape_before(name: str, carried: int, context: MicroBatchContext) -> tuple[int, ...]:
     """Return the shape of the tensor received before layer `name`, with `carried` DeepStack features packed into it."""
     hidden = context.hidden_shape(name)

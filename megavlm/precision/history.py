@@ -31,7 +31,7 @@ def histories(chunk: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, module in _fp8_modules(chunk):
         for side, word in _SIDES.items():
-            for leaf in _TENSORS if side in module.fp8_meta else ():
+            for leaf in _TENSORS if hasattr(module.fp8_meta.get(side), "amax_history") else ():
                 found[f"{name}.fp8.{word}.{leaf}"] = getattr(module.fp8_meta[side], leaf)
     return found
 

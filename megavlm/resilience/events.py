@@ -26,7 +26,7 @@ KINDS = {
     "save_failed": "a checkpoint could not be written, and those before it stay; `reason` says why",
     "damage": "a checkpoint is not what was saved, or cannot be verified; `reason` says why",
     "skip": "the numbers of step `iteration` were bad, and its batch was left out; `reason` says what was found",
-    "mismatch": "replicas of the weights differ; `reason` names the rank and the parameter",
+    "mismatch": "a device computes or stores wrongly; `reason` names the rank, the tensor and the machine",
     "rewind": "after a bad step the run went back to the weights of a checkpoint",
     "worker": "a data worker died or hung, and another took its place; `reason` names the sample",
     "hang": "no rank made progress and the run ended; `reason` names the rank that stopped first, `stacks` the folder",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megavlm.data.batch import MicroBatch
 from megavlm.data.types import SampleId, StepData, StreamSample
-from megavlm.model.vlm import VLMChunk
+from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.train.build import Run
 from megavlm.train.state_before import StateBeforeStep
 
@@ -72,7 +72,7 @@ def find_culprit(run: Run, step: StepData) -> Culprit:
 def _own_places(run: Run, batches: Sequence[MicroBatch], names: Sequence[str]) -> list[Place]:
     """Return this rank's places, first to last. The step is computed again, and the update is left out again."""
     rank, replica = dist.get_rank(), run.engine.groups.coords.dp
-    before = StateBeforeStep.of(run.engine.optimizer)
+    before = StateBeforeStep.of(run.engine.model_chunks, run.engine.optimizer)
     seen: list[tuple[Place, Tensor]] = []
 
     def look(kind: int, name: str, micro_batch: int, value: Tensor) -> None:
@@ -93,7 +93,7 @@ def _own_places(run: Run, batches: Sequence[MicroBatch], names: Sequence[str]) -
 @contextmanager
 def _watched(chunks: Sequence[Any], encoder: Any, look: Any) -> Iterator[None]:
     """Call `look`, within this context, with the output of each layer that runs, and with the gradient of it."""
-    watched = [(_bare(chunk), chunk is encoder) for chunk in chunks]
+    watched = [(bare_chunk(chunk), chunk is encoder) for chunk in chunks]
     for chunk, is_encoder in watched:
         chunk.__dict__["run_layer"] = _watching(chunk, look, numbered=not is_encoder)
     try:
@@ -116,12 +116,6 @@ def _watching(chunk: VLMChunk, look: Any, *, numbered: bool) -> Any:
         return output
 
     return run_layer
-
-
-def _bare(chunk: Any) -> VLMChunk:
-    while not isinstance(chunk, VLMChunk):
-        chunk = chunk.module
-    return chunk
 
 
 def _samples(run: Run, step: StepData, place: Place) -> list[str]:

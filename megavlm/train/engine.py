@@ -54,7 +54,7 @@ class Engine:
         """
         if upcoming is not None and self.schedule.colocated is not None:
             self.schedule.colocated.prefetch(upcoming)
-        before = StateBeforeStep.of(self.optimizer)
+        before = StateBeforeStep.of(self.model_chunks, self.optimizer)
         self.optimizer.zero_grad()
         totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)

@@ -140,7 +140,8 @@ def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest) -> _Ste
     if guard.leaves_out(iteration):
         result = run.engine.leave_out(ahead.counters)
     else:
-        result = run.engine.train_step(data.batches, ahead.counters, upcoming=upcoming, judge=guard.judge(iteration))
+        with guard.checks(iteration) as judge:
+            result = run.engine.train_step(data.batches, ahead.counters, upcoming=upcoming, judge=judge)
     counts = Counts(*result.counters)
     seconds = time.perf_counter() - began
     record = record_of(run, iteration, data, result, counts, data_time=fetched + ahead.waited, seconds=seconds)

@@ -1,58 +1,104 @@
-"""Check that data-parallel replicas hold the same weights, by a checksum of each parameter."""
+"""Check that ranks hold equal copies of what they must hold alike, by a checksum of each tensor.
+
+| copies of | are held by |
+|---|---|
+| weights | data-parallel replicas; with ZeRO-2 and 3 the ranks of all shard groups that hold the same rows |
+| weights that tensor parallelism does not cut (norms, some biases, the patch embedding) | tensor-parallel ranks |
+| fp32 weights and moments | data-parallel replicas without sharding, else those of all shard groups; and as above |
+
+With ZeRO-1, 2 and 3 and without `--hybrid-shard-size` there is one shard group, so moments have no copies but between
+tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
-from megavlm.model.vlm import VLMChunk
+from megavlm.model.vlm import bare_chunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
+from megavlm.optim.held_state import held_state
 from megavlm.parallel.dtensor import local_part
 
+_WORDS = {"param": "fp32 weights", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-def differing_replicas(chunks: Sequence[Any]) -> str | None:
-    """Return which ranks differ in which parameter, in words and on all ranks alike; None if none do.
 
-    Every rank calls it while it has the weights that a step used. Each rank reads its weights once; 8 bytes of each
-    parameter travel. Ranks that share weights (ZeRO-2 and 3) are compared with their counterparts of HSDP.
+@dataclass(frozen=True)
+class Difference:
+    """What is not equal, and the ranks to blame: those in the minority, or all if there is no majority."""
+
+    ranks: tuple[int, ...]
+    what: str
+
+
+def differing_copies(chunks: Sequence[Any], optimizer: Any) -> Difference | None:
+    """Return the first difference between copies, equal on all ranks; None if there is none.
+
+    Every rank calls it while it has the weights that a step used. Each rank reads its weights and moments once; 8 bytes
+    of each tensor travel.
     """
-    found = [complaint for chunk in chunks if (complaint := _differing(chunk)) is not None]
-    every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    states = dict(held_state(optimizer))
+    found = [
+        difference
+        for chunk in chunks
+        for group, tensors in _copies(chunk, states)
+        if group is not None and group.size() > 1 and tensors
+        if (difference := _differing(group, tensors)) is not None
+    ]
+    every: list[list[Difference]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, found)
-    return next((each for complaints in every for each in complaints), None)
+    return next((each for differences in every for each in differences), None)
 
 
-def _differing(chunk: Any) -> str | None:
-    shared = isinstance(chunk, FullyShardedChunk)
-    bare = chunk
-    while not isinstance(bare, VLMChunk):
-        bare = bare.module
-    group = bare.groups.replicas if shared else bare.groups.dp_cp
-    if group is None or group.size() == 1:
-        return None
-    names, params = zip(*bare.named_parameters(), strict=True)
-    own = torch.stack([checksum(local_part(param)) for param in params])
+def _copies(
+    chunk: Any, states: Mapping[Tensor, Mapping[str, Tensor]]
+) -> Iterator[tuple[dist.ProcessGroup | None, dict[str, Tensor]]]:
+    """Yield the ranks that hold copies of some tensors of a chunk, with these tensors by what they are."""
+    bare = bare_chunk(chunk)
+    groups, params = bare.groups, dict(bare.named_parameters())
+    weights = {name: local_part(param) for name, param in params.items()}
+    held = {
+        name: {f"the {_WORDS[kind]} of {name}": state for kind, state in states.get(param, {}).items()}
+        for name, param in params.items()
+    }
+    uncut = [name for name, param in params.items() if not getattr(param, "tensor_model_parallel", False)]
+    unshared = bare.run_config.parallel.data_parallel_sharding == "none"
+    yield groups.replicas if isinstance(chunk, FullyShardedChunk) else groups.dp_cp, weights
+    yield groups.dp_cp if unshared else groups.replicas, _joined(held.values())
+    yield groups.tp, {name: weights[name] for name in uncut} | _joined(held[name] for name in uncut)
+    yield groups.tied, {name: weights[name] for name, param in params.items() if hasattr(param, "shared_embedding")}
+
+
+def _joined(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {what: tensor for part in parts for what, tensor in part.items()}
+
+
+def _differing(group: dist.ProcessGroup, tensors: Mapping[str, Tensor]) -> Difference | None:
+    """Return the first tensor whose copies differ; every rank of the group calls it with its own copies."""
+    device = next(iter(tensors.values())).device  # that of moments may be the host, which does not communicate
+    own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
     gathered = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(gathered, own, group=group)
     table = torch.stack(gathered).tolist()
-    for index, name in enumerate(names):
-        odd = minority([row[index] for row in table])
-        if odd:
-            ranks = " and ".join(str(dist.get_global_rank(group, each)) for each in odd)
-            return (
-                f"ranks {ranks} differ" if len(odd) > 1 else f"rank {ranks} differs from the others"
-            ) + f" in {name}"
+    for index, what in enumerate(tensors):
+        if odd := minority([row[index] for row in table]):
+            return Difference(tuple(dist.get_global_rank(group, each) for each in odd), what)
     return None
 
 
 def checksum(values: Tensor) -> Tensor:
-    """Return the sum of the bits of fp32 values, as integers modulo 2⁶⁴: any one number that changes, changes it."""
-    return values.float().reshape(-1).view(torch.int32).sum(dtype=torch.int64)
+    """Return the sum of the bits of each number, as integers modulo 2⁶⁴: any one number that changes, changes it."""
+    if type(values) not in (Tensor, Parameter):
+        values = values.float()  # FP8 weights
+    return values.detach().contiguous().view(_BITS[values.element_size()]).sum(dtype=torch.int64)
 
 
 def minority(values: Sequence[int]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -15,8 +16,8 @@ from megavlm.resilience import events
 from megavlm.resilience.bad_steps import BadSteps, iterations
 from megavlm.train.build import Run
 from megavlm.train.culprit import Culprit, find_culprit
+from megavlm.train.device_checks import DeviceChecks
 from megavlm.train.engine import Judge
-from megavlm.train.replicas import differing_replicas
 from megavlm.train.step_result import StepResult
 
 
@@ -31,27 +32,17 @@ class StepGuard:
         self._steps.load_state_dict(run.position.bad_steps)
         self._left_out = iterations(self._options.iterations_to_skip)
         self.state_dict = self._steps.state_dict
+        self._devices = DeviceChecks(run, self._report)
 
     def leaves_out(self, iteration: int) -> bool:
         """Return whether the batch of an iteration is not to be trained on."""
         return iteration in self._left_out
 
-    def judge(self, iteration: int) -> Judge:
-        """Return the judge of a step. Raises BadNumbers if it is the turn of the replicas and their weights differ."""
-        every = self._options.check_weight_hash_across_dp_replicas_interval
-        if not every or iteration % every:
-            return self._steps.reason
-
-        def judge(loss: float, norm: float | None) -> str | None:
-            if (complaint := differing_replicas(self._run.engine.model_chunks)) is not None:
-                self._report("mismatch", iteration, complaint)
-                raise BadNumbers(
-                    f"iteration {iteration}: {complaint}: a device computes or stores wrongly; go on without it, from "
-                    "a checkpoint"
-                )
-            return self._steps.reason(loss, norm)
-
-        return judge
+    def checks(self, iteration: int) -> AbstractContextManager[Judge]:
+        """Return the context in which a step runs, which gives its judge. Raises DeviceFault in the step if a check of
+        the devices is due and fails.
+        """
+        return self._devices.during(iteration, self._steps.reason)
 
     @property
     def trusts_weights(self) -> bool:

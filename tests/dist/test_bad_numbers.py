@@ -18,6 +18,8 @@ from tests.support.training import SMALL, metrics, train, without_wall_time
 
 FIVE = "--lr-warmup-iters 1 --train-iters 5".split()
 
+DELAYED = "--fp8 hybrid --fp8-recipe delayed --fp8-amax-history-len 3"
+
 CASES = [
     (4, "--tp 2", Fault("output", (3,), rank=3, name="language.layers.2")),
     (2, "--pp 2 --vpp 2", Fault("gradient", (3,), name="language.layers.0", value=inf)),
@@ -28,6 +30,7 @@ CASES = [
     (2, "--pp 2 --lora-rank 4 --freeze vision", Fault("output", (3,), name="projector")),
     (2, "--precision fp16", Fault("output", (3,), rank=1, name="language.norm")),
     (2, "--precision bf16 --offload optimizer", Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf)),
+    (2, f"--pp 2 --precision bf16 {DELAYED}", Fault("output", (3,), name="language.layers.1", value=inf)),
 ]
 
 

@@ -16,6 +16,7 @@ import torch
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.manifest import write_manifest
+from megavlm.resilience.status import read_status
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.training import SMALL, train
 
@@ -51,6 +52,21 @@ def test_one_line_and_status_2(tmp_path: Path, argv: list[str], named: str):
     (line,) = lines_of_ours(output)
     assert named in line
     assert "Traceback" not in output
+
+
+def test_bad_numbers_end_with_status_3(tmp_path: Path):
+    explodes = (
+        "--train-iters 30 --lr 1e30 --clip-grad 0 --lr-warmup-iters 0 --max-consecutive-skips 2 --no-save".split()
+    )
+    run_dir = tmp_path / "run"
+    status, output = program(*SMALL, *explodes, "--run-dir", str(run_dir), output=tmp_path / "output")
+    assert status == 3, output
+    (line,) = lines_of_ours(output)
+    assert "this is bad step 2 in a row (--max-consecutive-skips)" in line
+    assert "Traceback" not in output
+    told = read_status(run_dir)
+    assert told["state"] == "failed"
+    assert told["reason"] in line
 
 
 def test_every_rank_ends_with_status_2_and_one_speaks():
