@@ -152,7 +152,8 @@ class DataConfig:
     )
     worker_timeout: float = option(
         300.0,
-        "Files: seconds after which a worker process that is silent about a sample is replaced; 0: never.",
+        "Files: seconds that reading a sample may take. Then its worker process is replaced; without one (with "
+        "--num-workers 0, and of tars) the run saves and ends. 0: for ever.",
         flag="--data-worker-timeout",
     )
     max_bad_sample_rate: float = option(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from megavlm.errors import UserError
 
 # Consecutive windows without a usable sample after which a run ends.
 _EMPTY_WINDOWS = 4
+_CLOSE = 10.0  # seconds that a window has to be done
 
 
 class BatchSampler(Protocol):
@@ -125,8 +126,9 @@ class PackedBatchSampler:
                 window.exception()  # waits until a window that is being encoded is done
 
     def close(self) -> None:
-        """Stop encoding ahead."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Stop encoding ahead; a read that hangs is left to itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        wait([window for window in list(self._windows.values()) if not window.cancelled()], timeout=_CLOSE)
 
     def _check(self, state: LoaderState) -> None:
         for name, flag in (("window_size", "--packing-window"), ("seq_length", "--seq-length")):

@@ -10,9 +10,10 @@ from typing import Any, Protocol, TypeVar
 from megavlm.data.batch import ImageSizes, Mask, MicroBatch
 from megavlm.data.collate import CollateSpec, collate, collate_images
 from megavlm.data.files import FilesSource
+from megavlm.data.reads import Reads
 from megavlm.data.source import ComputedSource
 from megavlm.data.types import BadSample, EncodedRecord, Sample, SampleId, Segments, Skipped
-from megavlm.data.workers import WorkerPool
+from megavlm.data.workers import TellingSource, WorkerPool, name_of_told
 
 Result = TypeVar("Result")
 
@@ -83,9 +84,12 @@ class FileCollator:
     An image that cannot be decoded is only detected here: its sample is left out of its sequence, and reported.
     """
 
-    def __init__(self, source: FilesSource, spec: CollateSpec, *, pool: WorkerPool | None = None) -> None:
-        """Without `pool` the calling thread does the work; `close` closes it."""
+    def __init__(
+        self, source: FilesSource, spec: CollateSpec, *, pool: WorkerPool | None = None, reads: Reads | None = None
+    ) -> None:
+        """Without `pool` the calling thread does the work and tells `reads` of each sample. `close` closes the pool."""
         self._source = source
+        self._reads = reads or Reads(0)
         self._collate = partial(collate_segments, spec=spec)
         self._pool = pool
 
@@ -105,9 +109,14 @@ class FileCollator:
 
     def _map(self, function: Callable[[Any, Any], Result], tasks: Sequence[Any]) -> list[Result]:
         """Return `function(source, task)` of each task."""
-        if self._pool is None:
-            return [function(self._source, task) for task in tasks]
-        return self._pool.map(function, tasks)
+        if self._pool is not None:
+            return self._pool.map(function, tasks)
+        telling = TellingSource(self._source, self._tell)
+        with self._reads.reading(lambda: "data"):
+            return [function(telling, task) for task in tasks]
+
+    def _tell(self, sample: int | str) -> None:
+        self._reads.begin(lambda: f"sample {name_of_told(self._source, sample)}")
 
 
 def _encode_samples(source: FilesSource, samples: Sequence[SampleId]) -> list[EncodedRecord]:

@@ -25,6 +25,7 @@ from megavlm.data.collator import Collator, ComputedCollator, FileCollator
 from megavlm.data.files import FilesSource
 from megavlm.data.image_assignment import ImageAssignment
 from megavlm.data.rank_loader import RankLoader, Staging
+from megavlm.data.reads import Reads
 from megavlm.data.records import is_stream, open_records, prepare_stream
 from megavlm.data.source import ComputedSource
 from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamBatchSampler, StreamSource
@@ -160,11 +161,12 @@ def build_data_loader(
         if groups.coords.dp == 0:
             for warning in source.warnings():
                 print(f"warning: {warning}", flush=True)
-        files = FileCollator(source, spec, pool=_worker_pool(config, source))
+        reads = Reads(config.data.worker_timeout)
+        files = FileCollator(source, spec, pool=_worker_pool(config, source), reads=reads)
         if isinstance(source, StreamSource):
-            loader = _stream_loader(config, source, files, groups, staging)
+            loader = _stream_loader(config, source, files, groups, staging, reads)
         else:
-            loader = _loader(config, build_batch_sampler(config, files), files, groups, staging)
+            loader = _loader(config, build_batch_sampler(config, files), files, groups, staging, reads)
     return DataLoader(loader, broadcast=broadcast, replicas=groups.dp if streams else None)
 
 
@@ -208,12 +210,12 @@ def prepare_data(config: Config) -> None:
 
 
 def _stream_loader(
-    config: Config, source: StreamSource, collator: FileCollator, groups: Groups, staging: Staging
+    config: Config, source: StreamSource, collator: FileCollator, groups: Groups, staging: Staging, reads: Reads
 ) -> RankLoader:
     """Return the loader of a replica that reads its own part of the streams, and does not know those of the others."""
     at, dims, data, train = groups.coords, groups.dims, config.data, config.train
     sampler = StreamBatchSampler(
-        source.reader(rank=at.dp, ranks=dims.dp, run_dir=Path(config.run.run_dir)),
+        source.reader(rank=at.dp, ranks=dims.dp, run_dir=Path(config.run.run_dir), reads=reads),
         collator,
         count=train.global_batch_size // dims.dp,
         window=min(data.packing_window, MAX_STREAM_WINDOW),
@@ -230,10 +232,18 @@ def _stream_loader(
         balance=data.balance,
         alone=True,
         stage=staging,
+        reads=reads,
     )
 
 
-def _loader(config: Config, sampler: BatchSampler, collator: Collator, groups: Groups, staging: Staging) -> RankLoader:
+def _loader(
+    config: Config,
+    sampler: BatchSampler,
+    collator: Collator,
+    groups: Groups,
+    staging: Staging,
+    reads: Reads | None = None,
+) -> RankLoader:
     return RankLoader(
         sampler,
         collator,
@@ -243,4 +253,5 @@ def _loader(config: Config, sampler: BatchSampler, collator: Collator, groups: G
         global_batch_size=config.train.global_batch_size,
         balance=config.data.balance,
         stage=staging,
+        reads=reads,
     )

@@ -16,8 +16,12 @@ from megavlm.data.batch import MicroBatch
 from megavlm.data.batch_sampler import BatchSampler
 from megavlm.data.collator import Collator
 from megavlm.data.packing import assign, imbalance
+from megavlm.data.reads import Reads
 from megavlm.data.types import Imbalance, LoaderState, Segments, StepData
 from megavlm.errors import UserError
+
+_LOOK = 0.1  # seconds between two looks at data that are not ready
+_CLOSE = 10.0  # seconds that a thread has to end
 
 
 class RankLoader:
@@ -42,11 +46,12 @@ class RankLoader:
         balance: bool = False,
         alone: bool = False,
         stage: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
+        reads: Reads | None = None,
     ) -> None:
         """Prepare the loader; it begins to read at the first `next_step`.
 
         `alone`: this rank does not know the other ranks' data, so it reports no imbalance. `stage` prepares
-        micro-batches for the copy to the device, in the loader's thread.
+        micro-batches for the copy to the device, in the loader's thread. `reads` knows of reads that hang.
         """
         assert 0 <= dp_rank < dp_size
         assert global_batch_size % (micro_batch_size * dp_size) == 0, "the configuration rules refuse this"
@@ -59,13 +64,19 @@ class RankLoader:
         self._balance = balance
         self._alone = alone
         self._stage = stage
+        self._reads = reads or Reads(0)
         self._state = sampler.start
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._prefetched: Future[tuple[StepData, LoaderState]] | None = None
 
     def next_step(self) -> StepData:
-        """Return the data of the next optimizer step. Errors of the data are raised here."""
+        """Return the data of the next optimizer step. Errors of the data are raised here, UserError for a read that
+        hangs.
+        """
         pending = self._prefetched or self._thread.submit(self._make, self._state)
+        self._prefetched = pending  # `close` looks whether it is done
+        while not wait([pending], timeout=_LOOK).done:
+            self._reads.check()
         self._prefetched = None
         step, self._state = pending.result()
         self._prefetched = self._thread.submit(self._make, self._state)
@@ -74,8 +85,12 @@ class RankLoader:
     def failure_ahead(self, *, unless: Callable[[], bool]) -> BaseException | None:
         """Wait until the prefetched step is ready or `unless()` is true; return the error that it raised, if any."""
         while (pending := self._prefetched) is not None and not unless():
-            if wait([pending], timeout=0.1).done:
+            if wait([pending], timeout=_LOOK).done:
                 return pending.exception()
+            try:
+                self._reads.check()
+            except UserError as error:
+                return error
         return None
 
     def state_dict(self) -> LoaderState:
@@ -93,11 +108,16 @@ class RankLoader:
         self._state = dict(state)
 
     def close(self) -> None:
-        """Stop the workers and the thread; a step that is being prefetched is dropped."""
+        """Stop the workers and the thread; a step that is being prefetched is dropped, and a read that hangs is left
+        to itself.
+        """
+        pending = self._prefetched
         self._drop_prefetched()
         self._collator.close()  # first: the thread may wait for a worker that hangs
-        self._thread.shutdown(wait=True)
-        self._sampler.close()
+        self._sampler.close()  # next: it may wait for a window that will not come
+        self._thread.shutdown(wait=False)
+        if pending is not None and not pending.cancelled():
+            wait([pending], timeout=_CLOSE)
 
     def _drop_prefetched(self) -> None:
         if self._prefetched is not None:

@@ -11,6 +11,7 @@ from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import PackedBatchSampler
 from megavlm.data.collator import FileCollator
 from megavlm.data.files import FilesSource
+from megavlm.data.reads import Reads
 from megavlm.data.records import is_stream, open_stream
 from megavlm.data.types import (
     BadSample,
@@ -33,15 +34,15 @@ MAX_STREAM_WINDOW = 512
 class StreamSource(FilesSource):
     """Reads samples of `--datasets` of which at least one is a stream, as an iterable source."""
 
-    def reader(self, *, rank: int, ranks: int, run_dir: Path) -> StreamReader:
-        """Open the streams for data-parallel rank `rank` of `ranks`, from their beginning."""
+    def reader(self, *, rank: int, ranks: int, run_dir: Path, reads: Reads | None = None) -> StreamReader:
+        """Open the streams for data-parallel rank `rank` of `ranks`, from their beginning; tell `reads` of reads."""
         train, data = self._config.train, self._config.data
         streams = {
             index: open_stream(given, run_dir=run_dir, rank=rank, world=ranks, seed=train.seed, shuffle=data.shuffle)
             for index, given in enumerate(data.datasets)
             if is_stream(given)
         }
-        return StreamReader(self, streams, rank=rank, ranks=ranks)
+        return StreamReader(self, streams, rank=rank, ranks=ranks, reads=reads or Reads(0))
 
 
 def files_source(config: Config) -> FilesSource:
@@ -56,8 +57,11 @@ class StreamReader:
     next sample of this rank's part of the stream.
     """
 
-    def __init__(self, source: FilesSource, streams: dict[int, EnergonStream], *, rank: int, ranks: int) -> None:
+    def __init__(
+        self, source: FilesSource, streams: dict[int, EnergonStream], *, rank: int, ranks: int, reads: Reads
+    ) -> None:
         self._source = source
+        self._reads = reads
         self._streams = streams
         self._rank = rank
         self._ranks = ranks
@@ -88,7 +92,8 @@ class StreamReader:
         stream = self._streams[index]
         if index not in self._iterators:
             self._iterators[index] = iter(stream)
-        found = next(self._iterators[index])
+        with self._reads.reading(lambda: f"the sample of {stream.name} after {stream.label or 'its beginning'}"):
+            found = next(self._iterators[index])
         if isinstance(found, BadSample):
             return Skipped(stream.label, stream.name, found.reason, found.detail)
         return StreamSample(found, index, stream.label)

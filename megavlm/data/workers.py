@@ -30,7 +30,7 @@ from megavlm.resilience.signals import SIGNALS
 
 Result = TypeVar("Result")
 
-_ATTEMPTS = 3  # workers that may die or hang at one task before the run fails
+ATTEMPTS = 3  # workers that may die or hang at one task before the run fails
 _START = 300.0  # seconds that a worker may take for its imports, at least
 _LOOK = 1.0  # seconds between checks for workers that hang
 
@@ -74,7 +74,7 @@ class WorkerPool:
     def _call(self, function: Callable[[Any, Any], Result], task: Any) -> Result:
         worker = self._idle.get()
         try:
-            for attempt in range(1, _ATTEMPTS + 1):
+            for attempt in range(1, ATTEMPTS + 1):
                 if worker.lost:
                     worker.start()
                 try:
@@ -84,9 +84,9 @@ class WorkerPool:
                     if self._closed.is_set():
                         raise
                     line = f"a data worker {lost} {self._place(worker.sample)}"
-                    if attempt == _ATTEMPTS:
+                    if attempt == ATTEMPTS:
                         raise UserError(
-                            f"{line}, as {_ATTEMPTS - 1} before it: repair or remove that sample; if memory ran out, "
+                            f"{line}, as {ATTEMPTS - 1} before it: repair or remove that sample; if memory ran out, "
                             "lower --num-workers or --max-image-pixels; if it is only slow, raise "
                             "--data-worker-timeout"
                         ) from lost
@@ -98,7 +98,7 @@ class WorkerPool:
     def _place(self, sample: int | str | None) -> str:
         if sample is None:
             return "before it began a sample"
-        return f"at sample {self._source.label(sample)[1] if isinstance(sample, int) else sample}"
+        return f"at sample {name_of_told(self._source, sample)}"
 
     def _end_hanging(self) -> None:
         """Kill workers that sent nothing for too long; the thread that waits for one then finds its pipe closed."""
@@ -175,7 +175,7 @@ class _Worker:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
-class _Telling:
+class TellingSource:
     """Wraps a source: calls `tell` with the number or the name of each sample before it is read."""
 
     def __init__(self, source: FilesSource, tell: Callable[[int | str], None]) -> None:
@@ -197,12 +197,17 @@ class _Telling:
         self._tell(sample_id if isinstance(sample_id, int) else sample_id.label)
 
 
+def name_of_told(source: FilesSource, sample: int | str) -> str:
+    """Return the name in messages of what a `TellingSource` told."""
+    return source.label(sample)[1] if isinstance(sample, int) else sample
+
+
 def _work(source: FilesSource, pipe: Connection) -> None:
     for number in SIGNALS:  # the main process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    telling = _Telling(source, lambda sample: pipe.send(("sample", sample)))
+    telling = TellingSource(source, lambda sample: pipe.send(("sample", sample)))
     pipe.send(("ready", None))
     while True:
         try:
