@@ -15,9 +15,10 @@ from megavlm.config.resolve import resolve
 from megavlm.config.rules import check, usable_world
 from megavlm.config.schema import Config
 from megavlm.errors import Stopped, UserError
-from megavlm.resilience.signals import STOPPED, StopRequest, listen, torchrun_patience, under_torchrun
+from megavlm.resilience.retry import launch_time, refuse_retry
+from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
 from megavlm.resilience.spare import wait_as_spare
-from megavlm.resilience.status import read_status
+from megavlm.resilience.status import STOPPED, read_status
 
 
 def main(argv: Sequence[str]) -> None:
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> None:
     if config.run.dry_run:
         return dry_run(config, world=world)
     check(config, world=world)
+    if under_torchrun():
+        refuse_retry(Path(config.run.run_dir), world=world, launched=launch_time())
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost peer is an error of the connection, not the end of the run
     before = read_status(Path(config.run.run_dir))
     stop = StopRequest()
@@ -107,9 +110,7 @@ def run(argv: Sequence[str]) -> int:
         if _speaks():
             print(f"pretrain_vlm.py: {error}", file=sys.stderr, flush=True)
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # torchrun kills the other ranks as soon as one fails: wait until slower ranks get here, so that the rank
-            # that prints the message does so and each rank exits with its own status.
-            time.sleep(4)
+            time.sleep(error.wait)
         return error.status
     return 0
 

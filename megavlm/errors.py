@@ -8,6 +8,9 @@ class UserError(ValueError):
     status is 2."""
 
     status = 2
+    # Seconds that a rank of several waits before it ends. torchrun kills the others as soon as one ends: slower ranks
+    # get here meanwhile, so that the one that prints the line does so and each ends with its own status.
+    wait = 4.0
 
 
 class BadNumbers(UserError):

@@ -13,9 +13,10 @@ import threading
 import time
 from typing import Literal
 
+from megavlm.resilience.status import STOPPED
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGTERM may come after them
-STOPPED = 75  # exit status "stopped by request; the same command continues": EX_TEMPFAIL of sysexits.h
 
 # A signal that comes this soon after the first is the same request: schedulers send to torchrun and to all ranks at
 # once, and torchrun passes on what it gets.

@@ -13,14 +13,24 @@ from megavlm.resilience.events import attempt, record
 
 FILE = "status.json"
 State = Literal["running", "finished", "stopped", "failed"]
+STOPPED = 75  # exit status "stopped by request; the same command continues": EX_TEMPFAIL of sysexits.h
+HUNG = 70  # exit status of a run that hung (EX_SOFTWARE of sysexits.h): torchrun starts it again if it may
+_EXIT_STATUS = {"finished": 0, "stopped": STOPPED}
 
 
 def write_status(
-    run_dir: Path, state: State, *, iteration: int | None = None, reason: str | None = None, **details: Any
+    run_dir: Path,
+    state: State,
+    *,
+    iteration: int | None = None,
+    reason: str | None = None,
+    exit_status: int | None = None,
+    **details: Any,
 ) -> None:
-    """Replace RUN_DIR/status.json. Fields that are not given stay as they were, except `reason`, which becomes null.
+    """Replace RUN_DIR/status.json. Fields that are not given stay as they were, except `reason` and `exit_status`.
 
-    A run that was killed leaves the state "running" behind.
+    `exit_status` is that of a rank; that of a finished and of a stopped run is known. A run that was killed leaves the
+    state "running" behind.
     """
     before = read_status(run_dir)
     given = {"iteration": iteration, **details}
@@ -29,6 +39,7 @@ def write_status(
         **{name: value for name, value in given.items() if value is not None},
         "state": state,
         "reason": reason,
+        "exit_status": _EXIT_STATUS.get(state, exit_status),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "attempt": attempt(),
     }
@@ -46,7 +57,9 @@ def note_failure(run_dir: Path, error: BaseException) -> None:
     if before.get("state") == "failed" and before.get("attempt") == attempt():
         return
     reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    write_status(run_dir, "failed", reason=reason)
+    status = error.status if isinstance(error, UserError) else 1
+    # the number of ranks: `retry.py` refuses the same start only
+    write_status(run_dir, "failed", reason=reason, exit_status=status, world=int(os.environ.get("WORLD_SIZE", "1")))
     record(run_dir, "failure", reason=reason)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.resilience.events import events
-from megavlm.resilience.signals import STOPPED
-from megavlm.resilience.status import read_status
+from megavlm.resilience.status import STOPPED, read_status
 from tests.support.data_files import sources_of, write_all
 from tests.support.forked import start_program, status_of
 from tests.support.torchrun import TINY, Launched, last_iteration

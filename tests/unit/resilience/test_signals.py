@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megavlm.resilience import signals
-from megavlm.resilience.signals import SIGNALS, STOPPED, StopRequest, listen, patience_complaint, torchrun_patience
+from megavlm.resilience.signals import SIGNALS, StopRequest, listen, patience_complaint, torchrun_patience
+from megavlm.resilience.status import STOPPED
 
 CONTEXT = multiprocessing.get_context("fork")
 PATIENCE = 60
