@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from megavlm.backend import Backend
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Coordinates, Dims
-from megavlm.parallel.rendezvous import join
+from megavlm.parallel.rendezvous import Meeting, join
 
 ENCODER_RNG = "encoder-rng"  # name of a colocated encoder's dropout generator in megatron-core's tracker
 
@@ -80,23 +80,32 @@ class Groups:
         return self.is_first_tp and self.coords.pp == 0
 
 
-def start(backend: Backend, *, timeout_minutes: float) -> None:
-    """Initialize torch.distributed: with torchrun's ranks, or with one rank if plain python started the process.
+def meet(*, timeout_minutes: float) -> Meeting:
+    """Find torchrun's other ranks; plain python's only process meets itself."""
+    if dist.is_initialized():
+        return Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    if dist.is_torchelastic_launched():
+        return join(timedelta(minutes=timeout_minutes))
+    return Meeting(dist.HashStore(), 0, 1)
+
+
+def start(backend: Backend, *, timeout_minutes: float, meeting: Meeting | None = None) -> None:
+    """Initialize torch.distributed with the ranks of `meet`, unless it is initialized.
 
     NCCL is told this process's device. A barrier would guess it from the rank, which is wrong if machines have
     different numbers of GPUs.
     """
     if dist.is_initialized():
         return
-    timeout = timedelta(minutes=timeout_minutes)
-    if dist.is_torchelastic_launched():
-        device = backend.device if backend.communication == "nccl" else None
-        store, rank, world = join(timeout)
-        dist.init_process_group(
-            backend.communication, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
-        )
-    else:
-        dist.init_process_group(backend.communication, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+    met = meeting or meet(timeout_minutes=timeout_minutes)
+    dist.init_process_group(
+        backend.communication,
+        store=met.store,
+        rank=met.rank,
+        world_size=met.world,
+        timeout=timedelta(minutes=timeout_minutes),
+        device_id=backend.device if backend.communication == "nccl" and dist.is_torchelastic_launched() else None,
+    )
 
 
 def on_rank_0(action: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -11,6 +12,7 @@ from megavlm.resilience import phases
 
 # Seconds without progress that are no hang in phases that may take long, whatever --hang-timeout says.
 PATIENCE = {phases.START: 3600.0, phases.EVALUATION: 1800.0, phases.SAVE: 1800.0, phases.END: 600.0}
+DOOMED = 0.9  # fraction of --distributed-timeout-minutes: soon torch will end a rank that waits, and name nobody
 FIRST_STEP = 1800.0  # kernels are compiled and chosen, and buffers are made
 LEAST = 60.0  # seconds: the default of --hang-timeout is never below
 STEPS = 10  # the default of --hang-timeout in median steps
@@ -32,6 +34,7 @@ class Report:
     waits: bool  # that place waits for other ranks
     steps: int = 0  # done by this process
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase, since this process started
+    waited: float = 0.0  # seconds of the wait that it is in
     silent: float = 0.0  # seconds for which the reader has seen no new report
 
     def dumps(self) -> str:
@@ -42,31 +45,44 @@ class Report:
         return cls(*json.loads(text))
 
 
-def hang_timeout(given: float | None, step_seconds: Sequence[float]) -> float:
-    """Return the seconds without progress after which a run hangs: as given, else ten median steps, at least 60 s."""
-    if given is not None:
-        return given
-    return max(LEAST, STEPS * statistics.median(step_seconds)) if step_seconds else LEAST
+@dataclass(frozen=True)
+class Limits:
+    """Seconds after which a run hangs."""
+
+    hang: float | None = None  # --hang-timeout: without progress in a step; 0: never; None: ten median steps
+    data: float = 0.0  # in which the data name and replace what hangs by themselves
+    collective: float = math.inf  # --distributed-timeout-minutes
+
+    def timeout(self, step_seconds: Sequence[float]) -> float:
+        """Return the seconds without progress that are a hang: as given, else ten median steps, at least 60 s."""
+        if self.hang is not None:
+            return self.hang
+        return max(LEAST, STEPS * statistics.median(step_seconds)) if step_seconds else LEAST
 
 
-def patience(report: Report, timeout: float) -> float:
+def patience(report: Report, timeout: float, limits: Limits) -> float:
     """Return the seconds without progress that are no hang where this rank is."""
     longest = PATIENCE.get(report.phase, timeout)
+    if report.phase == phases.DATA and not report.waits:
+        longest = limits.data
     return max(timeout, longest, 0.0 if report.steps else FIRST_STEP)
 
 
-def culprit(table: Sequence[Report], *, timeout: float, interval: float) -> Report | None:
+def culprit(table: Sequence[Report], *, timeout: float, limits: Limits, interval: float) -> Report | None:
     """Return the report of the rank that stopped first if the run hangs; None while it does not.
 
-    A run hangs when one rank has made no progress for longer than any rank may take where it is. The others then wait
-    for one of them. In this order, it is:
+    A run hangs when one rank has made no progress for longer than any rank may take where it is, or has waited for
+    others for nearly as long as torch lets it. The others then wait for one of them. In this order, it is:
 
     1. a rank whose reports have stopped, while others report: its process is stopped or cut off;
     2. a rank that does something else than wait for other ranks;
     3. the rank with the fewest iterations done, then the one that has been idle for longest.
     """
-    idle = [report.idle + report.silent for report in table]
-    if not table or max(idle) <= max(patience(report, timeout) for report in table):
+    if not table:
+        return None
+    idle = max(report.idle + report.silent for report in table)
+    doomed = max(report.waited for report in table) > DOOMED * limits.collective
+    if not doomed and idle <= max(patience(report, timeout, limits) for report in table):
         return None
     return min(
         table,

@@ -22,11 +22,10 @@ from typing import Any, Protocol
 
 from megavlm.resilience import events
 from megavlm.resilience.phases import END, Phases
-from megavlm.resilience.progress import Report, culprit, hang_timeout, is_silent, sentence, with_silence
-from megavlm.resilience.stacks import place_of, write_stacks
-from megavlm.resilience.status import write_status
+from megavlm.resilience.progress import Limits, Report, culprit, is_silent, sentence, with_silence
+from megavlm.resilience.stacks import place_of, processor_time, write_stacks
+from megavlm.resilience.status import HUNG, write_status
 
-HUNG = 70  # exit status of a run that hung (EX_SOFTWARE of sysexits.h): torchrun starts it again if it may
 INTERVAL = 5.0  # seconds between reports
 _WRITE = 20.0  # seconds in which ranks write their stacks
 _STEPS = 50  # steps whose median time gives the default of --hang-timeout
@@ -66,21 +65,23 @@ class Watchdog:
         member: Member,
         store: Store,
         *,
-        timeout: float | None,
+        limits: Limits,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        """Begin to watch. `store` must be the watchdog's own connection; `timeout` is --hang-timeout (0: never)."""
+        """Prepare to watch. `store` must be the watchdog's own connection."""
+        self.owns_folder = False  # whether this run has locked its folder: status.json may be another run's before
         self.table: Mapping[int, Report] = {}  # the latest reports, on ranks that read; replaced whole
         self._phases = phases
         self._member = member
         self._store = store
-        self._given = timeout
+        self._limits = limits
         self._end = end
-        self._interval = min(INTERVAL, timeout / 10) if timeout else INTERVAL
+        self._interval = min(INTERVAL, limits.hang / 10) if limits.hang else INTERVAL
         self._trained = threading.get_ident()
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._beat = 0
-        self._idle = 0.0
+        self._idle = self._waited = 0.0
+        self._spent = 0
         self._changes = -1
         self._silent: dict[int, float] = {}
         self._closed = threading.Event()
@@ -129,6 +130,9 @@ class Watchdog:
         self._changes = now.changes
         self._beat += 1
         place, waits = place_of(self._trained) if self._idle > self._interval else ("", False)
+        spent = processor_time(self._trained) if waits else 0
+        self._waited = self._waited + passed if waits and spent == self._spent else 0.0  # one wait takes no time at all
+        self._spent = spent
         return Report(
             rank=self._member.rank,
             host=platform.node(),
@@ -140,6 +144,7 @@ class Watchdog:
             idle=self._idle,
             place=place,
             waits=waits,
+            waited=self._waited,
             steps=totals.steps,
             seconds=totals.seconds,
         )
@@ -156,11 +161,11 @@ class Watchdog:
         self.table = read
 
     def _judge(self) -> None:
-        if self._given == 0:
+        if self._limits.hang == 0:
             return
         table = with_silence(self.table, self._silent)
-        timeout = hang_timeout(self._given, list(self._steps))
-        found = culprit(table, timeout=timeout, interval=self._interval)
+        timeout = self._limits.timeout(list(self._steps))
+        found = culprit(table, timeout=timeout, limits=self._limits, interval=self._interval)
         if found is None:
             return
         verdict = {
@@ -197,6 +202,9 @@ class Watchdog:
         mute = ", ".join(str(each) for each in verdict["silent"])
         with contextlib.suppress(OSError):
             (folder / "README.txt").write_text(line + "\n" + (f"no stacks of rank {mute}: no answer\n" if mute else ""))
+        print(f"the run hangs: {line}; stacks of all ranks: {folder}", file=sys.stderr, flush=True)
+        if not self.owns_folder:
+            return
         events.record(
             self._member.run_dir,
             "hang",
@@ -207,8 +215,7 @@ class Watchdog:
             phase=verdict["phase"],
             stacks=folder.name,
         )
-        write_status(self._member.run_dir, "failed", reason=f"the run hangs: {line}")
-        print(f"the run hangs: {line}; stacks of all ranks: {folder}", file=sys.stderr, flush=True)
+        write_status(self._member.run_dir, "failed", reason=f"the run hangs: {line}", exit_status=HUNG)
 
 
 def _until(done: Callable[[], bool], seconds: float) -> None:

@@ -35,7 +35,7 @@ from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, SkippedLog, TensorBoardSink
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
-from megavlm.parallel.groups import Groups, build_groups, on_rank_0, start
+from megavlm.parallel.groups import Groups, build_groups, meet, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.planner.auto import offload_memory_error
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
@@ -48,6 +48,7 @@ from megavlm.train.build_engine import WeightInit, build_engine
 from megavlm.train.engine import Engine
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
+from megavlm.train.watch import Watch
 
 Found = TypeVar("Found")
 
@@ -70,6 +71,7 @@ class Run:
     saver: Saver | None  # None with --no-save
     data_identity: dict[str, Any]  # what a place in the data depends on
     lock: RunLock  # held by rank 0: nobody else writes to the run folder
+    watch: Watch
 
     @property
     def micro_batches(self) -> int:
@@ -85,23 +87,38 @@ def build(config: Config, backend: Backend) -> Run:
     because the plan depends on the size of the tokenizer.
     """
     saver = _saver(config)  # first: it forks, which threads and a joined world make unsafe
-    start(backend, timeout_minutes=config.parallel.distributed_timeout_minutes)
+    timeout = config.parallel.distributed_timeout_minutes
+    meeting = meet(timeout_minutes=timeout)
+    watch = Watch(config, Phases(clock_of(backend.device)), meeting)
+    try:
+        watch.starting("connections")
+        start(backend, timeout_minutes=timeout, meeting=meeting)
+        return _locked(config, backend, saver, watch)
+    except BaseException:
+        watch.close()
+        raise
+
+
+def _locked(config: Config, backend: Backend, saver: Saver | None, watch: Watch) -> Run:
+    """Build the run in a folder that rank 0 has locked."""
     check_device(config)
     run_dir = Path(config.run.run_dir)
     on_rank_0(partial(make_run_dir, run_dir))
     lock = RunLock(run_dir)
     on_rank_0(lock.acquire)
+    watch.owns_folder()
     try:
-        return _build(config, backend, lock, saver)
+        return _build(config, backend, lock, saver, watch)
     except Exception as error:
         note_failure(run_dir, error)
         lock.release()
         raise
 
 
-def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None) -> Run:
+def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None, watch: Watch) -> Run:
     timeout = config.parallel.distributed_timeout_minutes
     rank, run_dir = dist.get_rank(), Path(config.run.run_dir)
+    watch.starting("tokenizer and process groups")
     dims = dims_of(config, world=dist.get_world_size())
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
     given, config = config, resolve(config, vocab_size=source.vocab_size)
@@ -120,6 +137,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None)
     if rank == 0:
         print("\n".join([table(plan, config), *_hints(config, plan, backend)]), flush=True)
 
+    watch.starting("data")
     on_rank_0(partial(prepare_data, config))
     identity = _from_rank_0(partial(data_identity, config), dict[str, Any]())
     data_loader = build_data_loader(
@@ -131,6 +149,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None)
         vision_group=_vision_group(plan, groups),
         assignment=ImageAssignment(config.model, groups.mp.size(), plan.vision_tp) if plan.encoder else None,
     )
+    watch.starting("model")
     holds = Holds()
     choices = _choices(config, run_dir, holds)
     checkpoint = choices.folders[0] if choices.folders else None
@@ -143,8 +162,9 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None)
         backend=backend,
         weights=_initial_weights(config, choices, vocab_size=source.vocab_size),
         num_sources=len(source.names) if len(source.names) > 1 else 0,
-        phases=Phases(clock_of(backend.device)),
+        phases=watch.phases,
     )
+    watch.starting("checkpoint")
     position = _restore(engine, data_loader, config, plan, choices, identity)
     dist.barrier()  # others may still read what rank 0 holds for them
     holds.release()
@@ -166,6 +186,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None)
         saver=saver,
         data_identity=identity,
         lock=lock,
+        watch=watch,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.coords.dp:05d}.jsonl" if groups.is_reader else None),
     )
 

@@ -39,7 +39,7 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
     """
     stop = stop or StopRequest()
     tracer = Tracer(run.engine, run.config.logging, rank=dist.get_rank(), run_dir=run.run_dir, say=partial(_say, run))
-    watch = Watch(run)
+    watch = run.watch
     try:
         stop.training()
         iteration, end = _train(run, stop, tracer, watch)
@@ -62,7 +62,6 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
             note_failure(run.run_dir, error)
         raise
     finally:
-        watch.close()
         tracer.close()
         close(run)
 
@@ -163,7 +162,10 @@ def _note(run: Run, kind: str, state: State, *, iteration: int, reason: str | No
 
 
 def close(run: Run) -> None:
-    """Stop the data loader's workers, free the engine, close all files, and release the lock on the run folder."""
+    """Stop the data loader's workers, free the engine, close all files, release the lock on the run folder, and stop
+    watching.
+    """
+    run.watch.ending()
     run.data_loader.close()
     run.skipped.close()
     if run.saver is not None:
@@ -172,6 +174,7 @@ def close(run: Run) -> None:
     for sink in run.sinks:
         sink.close()
     run.lock.release()
+    run.watch.close()
 
 
 def _due(iteration: int, interval: int) -> bool:

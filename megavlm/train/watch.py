@@ -1,27 +1,41 @@
-"""Watch a run's steps: end it if it hangs, and say which rank is slow."""
+"""Watch a run: end it if it hangs, from the time when its ranks have met, and say which rank is slow."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch.distributed as dist
 
+from megavlm.config.resolve import data_kind
+from megavlm.config.schema import Config
+from megavlm.data.workers import ATTEMPTS
 from megavlm.metrics.sinks import Value
-from megavlm.resilience.phases import Phases
+from megavlm.parallel.rendezvous import Meeting
+from megavlm.resilience.phases import END, START, Phases
+from megavlm.resilience.progress import Limits
 from megavlm.resilience.slow import Spread, spread
 from megavlm.resilience.watchdog import Member, Watchdog
-from megavlm.train.build import Run
 
 
 class Watch:
-    """Watches the steps that the training loop reports to it. Every rank makes one, and closes it at the end."""
+    """Watches what `phases` are told, until `close`. Every rank makes one as soon as it has met the others."""
 
-    def __init__(self, run: Run) -> None:
-        self.phases: Phases = run.engine.schedule.phases
-        member = Member(rank=dist.get_rank(), world=dist.get_world_size(), run_dir=run.run_dir)
-        self._watchdog = Watchdog(self.phases, member, _own_store(), timeout=run.config.run.hang_timeout)
-        self._says = run.progress is not None
-        self._interval = run.config.logging.log_interval
+    def __init__(self, config: Config, phases: Phases, meeting: Meeting) -> None:
+        self.phases = phases
+        member = Member(rank=meeting.rank, world=meeting.world, run_dir=Path(config.run.run_dir))
+        self._watchdog = Watchdog(phases, member, _own_store(meeting), limits=_limits(config))
+        self._says = meeting.rank == 0
+        self._interval = config.logging.log_interval
         self._before = self._watchdog.table
         self._watchdog.start()
+
+    def starting(self, part: str) -> None:
+        """Begin a part of the start."""
+        self.phases.enter(START, part)
+
+    def owns_folder(self) -> None:
+        """Let a hang be written to the run folder, which is locked now."""
+        self._watchdog.owns_folder = True
 
     def begin_step(self, iteration: int) -> None:
         self.phases.begin_step(iteration)
@@ -38,8 +52,22 @@ class Watch:
             self._before = after
         return {} if found is None else _fields(found)
 
+    def ending(self) -> None:
+        """Begin the end of this rank."""
+        self.phases.enter(END)
+
     def close(self) -> None:
         self._watchdog.close()
+
+
+def _limits(config: Config) -> Limits:
+    files = data_kind(config) == "files"
+    return Limits(
+        hang=config.run.hang_timeout,
+        # A worker is replaced, or the sample is named: the run need not end meanwhile.
+        data=ATTEMPTS * config.data.worker_timeout + 60 if files else 0.0,
+        collective=60 * config.parallel.distributed_timeout_minutes,
+    )
 
 
 def _fields(found: Spread) -> dict[str, Value]:
@@ -55,8 +83,7 @@ def _fields(found: Spread) -> dict[str, Value]:
     return fields
 
 
-def _own_store() -> dist.Store:
+def _own_store(meeting: Meeting) -> dist.Store:
     """Return a connection to the run's store for one thread, with keys that no earlier run of these processes has."""
-    store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"watch/runs-of-rank-{dist.get_rank()}", 1)
-    return dist.PrefixStore(f"watch/{number}", store.clone())  # type: ignore[attr-defined]
+    number = meeting.store.add(f"watch/runs-of-rank-{meeting.rank}", 1)
+    return dist.PrefixStore(f"watch/{number}", meeting.store.clone())  # type: ignore[attr-defined]

@@ -45,6 +45,8 @@ def test_a_start_that_died_half_way_is_no_trap(port: int):
     soon = timedelta(seconds=0.3)
     with pytest.raises(Exception, match=r"."):
         start(port, 3, ranks=[1, 2], timeout=soon)
-    with pytest.raises(Exception, match=r"."):
+    with pytest.raises(TimeoutError, match=r"^rank 1, 2, 3 of 4 did not arrive"):
         start(port, 4, ranks=[0], timeout=soon)
+    with pytest.raises(TimeoutError, match=r"^rank 2 of 3 did not arrive"):
+        start(port, 3, ranks=[0, 1], timeout=timedelta(seconds=2))
     assert len(set(start(port, 3))) == 1

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.resilience.phases import COMPUTE, DATA, EVALUATION, SAVE
-from megavlm.resilience.progress import FIRST_STEP, Report, culprit, hang_timeout, sentence
+from megavlm.resilience.phases import COMPUTE, DATA, EVALUATION, SAVE, START
+from megavlm.resilience.progress import DOOMED, FIRST_STEP, Limits, Report, culprit, sentence
 
 
 def report(rank: int, **changed) -> Report:
@@ -27,8 +27,11 @@ def report(rank: int, **changed) -> Report:
     return replace(fixed, **changed)
 
 
+LIMITS = Limits(data=900.0, collective=600.0)
+
+
 def named(*table: Report, timeout: float = 60.0) -> int | None:
-    found = culprit(table, timeout=timeout, interval=5.0)
+    found = culprit(table, timeout=timeout, limits=LIMITS, interval=5.0)
     return None if found is None else found.rank
 
 
@@ -58,6 +61,11 @@ def test_where_all_wait_the_rank_that_is_behind_is_named_and_then_the_one_that_b
         ({"idle": 61.0, "steps": 0}, False),
         ({"idle": FIRST_STEP + 1, "steps": 0}, True),
         ({"idle": 1801.0, "phase": SAVE}, True),
+        ({"idle": 890.0, "phase": DATA}, False),  # a data worker that hangs is replaced meanwhile
+        ({"idle": 910.0, "phase": DATA}, True),
+        ({"idle": 61.0, "phase": DATA, "waits": True}, True),  # for another rank, not for data
+        ({"idle": 3590.0, "phase": START, "steps": 0}, False),
+        ({"idle": 3610.0, "phase": START, "steps": 0}, True),
     ],
 )
 def test_a_save_an_evaluation_and_a_first_step_may_take_longer(changed, hangs: bool):
@@ -68,11 +76,19 @@ def test_a_rank_that_waits_for_another_rank_s_save_does_not_hang():
     assert named(report(0, phase=SAVE, idle=200.0), report(1, phase=DATA, idle=200.0, waits=True)) is None
 
 
+def test_who_keeps_others_waiting_is_named_before_torch_ends_these_without_a_name():
+    """In phases in which a rank may take longer than a collective of another may wait for it."""
+    busy = report(0, phase=START, steps=0, idle=DOOMED * 600 + 9)
+    waiting = replace(busy, rank=1, waits=True)
+    assert named(busy, replace(waiting, waited=DOOMED * 600 - 1)) is None
+    assert named(busy, replace(waiting, waited=DOOMED * 600 + 1)) == 0
+
+
 def test_the_default_is_ten_median_steps_and_never_below_a_minute():
-    assert hang_timeout(None, [1.0, 2.0, 300.0]) == 60.0
-    assert hang_timeout(None, [20.0, 30.0, 3000.0]) == 300.0
-    assert hang_timeout(None, []) == 60.0
-    assert hang_timeout(7.0, [20.0]) == 7.0
+    assert Limits().timeout([1.0, 2.0, 300.0]) == 60.0
+    assert Limits().timeout([20.0, 30.0, 3000.0]) == 300.0
+    assert Limits().timeout([]) == 60.0
+    assert Limits(7.0).timeout([20.0]) == 7.0
 
 
 def test_the_line_names_rank_host_place_and_that_it_does_not_answer():

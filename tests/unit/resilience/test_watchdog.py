@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from megavlm.resilience.events import events
 from megavlm.resilience.phases import COMPUTE, SAVE, Phases
-from megavlm.resilience.watchdog import HUNG, Member, Watchdog
+from megavlm.resilience.progress import Limits
+from megavlm.resilience.status import HUNG
+from megavlm.resilience.watchdog import Member, Watchdog
 
 
 class Ranks:
@@ -33,7 +35,9 @@ class Ranks:
             self.dogs[rank]._closed.set()  # ends this thread, as os._exit the process
 
         member = Member(rank=rank, world=world, run_dir=run_dir)
-        return Watchdog(self.phases[rank], member, self.store.clone(), timeout=timeout, end=end)
+        dog = Watchdog(self.phases[rank], member, self.store.clone(), limits=Limits(timeout), end=end)
+        dog.owns_folder = True
+        return dog
 
     def start(self) -> None:
         for dog in self.dogs:
@@ -79,6 +83,17 @@ def test_a_rank_without_progress_ends_all_with_stacks_and_a_line(tmp_path: Path,
     assert "in iteration 2, compute (forward of chunk 0, micro-batch 5)" in line
     (event,) = events(tmp_path)
     assert (event["kind"], event["stopped_rank"], event["phase"]) == ("hang", 1, COMPUTE)
+
+
+def test_the_status_of_another_run_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """A run that hangs before it has locked the folder."""
+    ranks = Ranks(2, tmp_path, timeout=0.5)
+    for dog in ranks.dogs:
+        dog.owns_folder = False
+    ranks.start()
+    assert wait(lambda: len(ranks.ended) == 2)
+    assert "the run hangs: rank" in capfd.readouterr().err
+    assert [path.name[:5] for path in tmp_path.iterdir()] == ["hang-"]
 
 
 def test_progress_a_save_and_a_closed_watch_are_no_hang(tmp_path: Path):
