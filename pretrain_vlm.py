@@ -17,8 +17,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import Stopped, UserError
 from megavlm.resilience.retry import launch_time, refuse_retry
 from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
-from megavlm.resilience.spare import wait_as_spare
-from megavlm.resilience.status import STOPPED, read_status
+from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
 
 
 def main(argv: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from megavlm.errors import UserError
 from megavlm.parallel.dims import Coordinates, Dims
 from megavlm.parallel.rendezvous import Meeting, join
 
+Found = TypeVar("Found")
 ENCODER_RNG = "encoder-rng"  # name of a colocated encoder's dropout generator in megatron-core's tracker
 
 
@@ -119,6 +121,21 @@ def on_rank_0(action: Callable[[], None]) -> None:
     dist.broadcast_object_list(message, src=0)
     if message[0] is not None:
         raise UserError(message[0])
+
+
+def from_rank_0(action: Callable[[], Found], received: Found) -> Found:
+    """Return on all ranks what an action returns on rank 0; other ranks receive it in place of `received`.
+
+    A UserError there is raised on all.
+    """
+    found = [received]
+
+    def act() -> None:
+        found[0] = action()
+
+    on_rank_0(act)
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def build_groups(

@@ -1,17 +1,19 @@
-"""Write the state of a run for programs that start it again: RUN_DIR/status.json, replaced whole each time."""
+"""Write and read the state of a run for programs that start it again: RUN_DIR/status.json, replaced whole each time."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from megavlm.errors import UserError
+from megavlm.errors import Stopped, UserError
 from megavlm.resilience.events import attempt, record
 
 FILE = "status.json"
+_PAUSE = 1.0  # seconds between two looks of a rank that waits
 State = Literal["running", "finished", "stopped", "failed"]
 STOPPED = 75  # exit status "stopped by request; the same command continues": EX_TEMPFAIL of sysexits.h
 HUNG = 70  # exit status of a run that hung (EX_SOFTWARE of sysexits.h): torchrun starts it again if it may
@@ -70,3 +72,22 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return status if isinstance(status, dict) else {}
+
+
+def wait_as_spare(run_dir: Path, before: dict[str, Any]) -> None:
+    """Return when the run of the other ranks has finished. Raises Stopped if it was stopped, SystemExit if it failed.
+
+    `before` is the status when this process started, of an earlier run or attempt. A run that is killed says nothing:
+    torchrun then ends this process, too.
+    """
+    while True:
+        status = read_status(run_dir)
+        if status != before:
+            match status.get("state"):
+                case "finished":
+                    return
+                case "stopped":
+                    raise Stopped(str(status.get("reason")))
+                case "failed":
+                    raise SystemExit(1)
+        time.sleep(_PAUSE)

@@ -1,14 +1,14 @@
-"""Build a run: config → dims → plan → groups → data → model chunks → schedule, optimizer → restore → sinks."""
+"""Build a run: config → dims → plan → groups → data → model chunks → schedule, optimizer → initial state → sinks."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,9 @@ import torch.distributed as dist
 from megavlm.arch.layers import PATCH_EMBED
 from megavlm.backend import Backend
 from megavlm.backend.clock import clock_of
-from megavlm.checkpoint import folders, state
-from megavlm.checkpoint.hf.load import load_weights
-from megavlm.checkpoint.hf.pretrained import pretrained_of
-from megavlm.checkpoint.restoring import Choices, choices_in, choices_of, load_newest
 from megavlm.checkpoint.retention import Holds, Keep
 from megavlm.checkpoint.saving import Saver
+from megavlm.checkpoint.state import Position
 from megavlm.config.derived import overlapped
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
@@ -34,8 +31,7 @@ from megavlm.data.source import ComputedSource
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import JsonlSink, Sink, SkippedLog, TensorBoardSink
 from megavlm.model.specs import DTYPES
-from megavlm.model.vlm import VLMChunk
-from megavlm.parallel.groups import Groups, build_groups, meet, on_rank_0, start
+from megavlm.parallel.groups import Groups, build_groups, from_rank_0, meet, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.planner.auto import offload_memory_error
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
@@ -44,13 +40,12 @@ from megavlm.resilience import events
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import Phases
 from megavlm.resilience.status import note_failure, write_status
-from megavlm.train.build_engine import WeightInit, build_engine
+from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine
+from megavlm.train.initial_state import choose_checkpoints, initial_weights, restore
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
 from megavlm.train.watch import Watch
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class Run:
     source: ComputedSource | FilesSource
     data_loader: DataLoader
     engine: Engine
-    position: state.Position  # what is already done
+    position: Position  # what is already done
     run_dir: Path
     progress: ProgressLine | None  # on rank 0
     sinks: Sequence[Sink]  # on rank 0; empty elsewhere
@@ -139,7 +134,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
 
     watch.starting("data")
     on_rank_0(partial(prepare_data, config))
-    identity = _from_rank_0(partial(data_identity, config), dict[str, Any]())
+    identity = from_rank_0(partial(data_identity, config), dict[str, Any]())
     data_loader = build_data_loader(
         config,
         source,
@@ -151,7 +146,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     )
     watch.starting("model")
     holds = Holds()
-    choices = _choices(config, run_dir, holds)
+    choices = choose_checkpoints(config, run_dir, holds)
     checkpoint = choices.folders[0] if choices.folders else None
     on_rank_0(partial(write_sidecars, run_dir, config, checkpoint, image_token=source.image_token))
     engine = build_engine(
@@ -160,12 +155,12 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         groups,
         vocab_size=source.vocab_size,
         backend=backend,
-        weights=_initial_weights(config, choices, vocab_size=source.vocab_size),
+        weights=initial_weights(config, choices, vocab_size=source.vocab_size),
         num_sources=len(source.names) if len(source.names) > 1 else 0,
         phases=watch.phases,
     )
     watch.starting("checkpoint")
-    position = _restore(engine, data_loader, config, plan, choices, identity)
+    position = restore(engine, data_loader, config, plan, choices, identity)
     dist.barrier()  # others may still read what rank 0 holds for them
     holds.release()
     if rank == 0:
@@ -220,106 +215,6 @@ def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
     if plan.encoder:
         return groups.mp
     return groups.tp if plan.owner_of(PATCH_EMBED) == groups.coords.pp else None
-
-
-def _choices(config: Config, run_dir: Path, holds: Holds) -> Choices:
-    """Return the checkpoints to start from: those of the run, else those of `--load`, else none. All ranks agree.
-
-    Rank 0 holds them for all: no other run deletes them.
-    """
-
-    def choose() -> Choices:
-        options = config.checkpoint
-        choices = choices_in(run_dir / "checkpoints", holds, fallback=options.fallback)
-        if not choices.folders and options.load is not None:
-            choices = choices_of(Path(options.load), holds, fallback=options.fallback)
-        for remark in choices.remarks:
-            _warn_of_checkpoint(run_dir, remark)
-        return choices
-
-    return _from_rank_0(choose, Choices(()))
-
-
-def _from_rank_0(action: Callable[[], Found], received: Found) -> Found:
-    """Return on all ranks what an action returns on rank 0; other ranks receive it in place of `received`.
-
-    A UserError there is raised on all.
-    """
-    found = [received]
-
-    def act() -> None:
-        found[0] = action()
-
-    on_rank_0(act)
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
-
-
-def _initial_weights(config: Config, choices: Choices, *, vocab_size: int) -> WeightInit | None:
-    """Return the function that sets the initial weights; None if the seed or `_restore` sets them."""
-    if choices.folders:
-        if not state.is_weights_only(choices.folders[0]):
-            return None
-        return partial(_load_weights_of_checkpoint, config=config, choices=choices)
-    pretrained_list = pretrained_of(config)
-    if not pretrained_list:
-        return None
-    return partial(load_weights, pretrained_list=pretrained_list, config=config, vocab_size=vocab_size)
-
-
-def _restore(
-    engine: Engine,
-    data_loader: DataLoader,
-    config: Config,
-    plan: Plan,
-    choices: Choices,
-    identity: dict[str, Any],
-) -> state.Position:
-    """Restore model, optimizer and data loader from the newest whole checkpoint, if there is one; return its position.
-
-    Newer ones of this run, which are damaged, are renamed: they must not outlive the ones that this run will save.
-    """
-    if not choices.folders or state.is_weights_only(choices.folders[0]):
-        return state.Position(iteration=0, loader={})
-    run_dir = Path(config.run.run_dir)
-
-    def check(folder: Path) -> None:
-        summary = state.read_summary(folder)
-        state.check_fits(summary, config, folder)
-        if changed := state.check_data(summary, identity, folder, accept=config.checkpoint.accept_changed_data):
-            _warn_of_checkpoint(run_dir, changed)
-
-    checkpoint, position = load_newest(
-        choices,
-        check=check,
-        load=lambda folder: state.load(engine.trained(), folder, config=config, plan=plan),
-        say=partial(_warn_of_checkpoint, run_dir),
-    )
-    data_loader.load_state_dict(position.loader)
-    engine.scheduler.step(increment=position.iteration)
-    if dist.get_rank() == 0:
-        if checkpoint.parent == run_dir / "checkpoints":
-            for iteration, folder in folders.named(checkpoint.parent):
-                if iteration > position.iteration:
-                    print(f"{folder} is now {folders.set_aside(folder).name}", flush=True)
-        print(f"resumed from {checkpoint} at iteration {position.iteration}", flush=True)
-    return position
-
-
-def _load_weights_of_checkpoint(chunks: Sequence[VLMChunk], *, config: Config, choices: Choices) -> None:
-    load_newest(
-        choices,
-        check=lambda folder: state.check_model(state.read_summary(folder), config, folder),
-        load=lambda folder: state.load_weights(chunks, folder=folder, config=config),
-        say=partial(_warn_of_checkpoint, Path(config.run.run_dir)),
-    )
-
-
-def _warn_of_checkpoint(run_dir: Path, text: str) -> None:
-    """Say on rank 0 that a checkpoint is not what it should be, in the run's history too."""
-    if dist.get_rank() == 0:
-        print(f"warning: {text}", flush=True)
-        events.record(run_dir, "damage", reason=text)
 
 
 def _outputs(config: Config, run_dir: Path, first_iteration: int) -> tuple[ProgressLine, list[Sink]]:

@@ -10,9 +10,8 @@ import pytest
 from megavlm.config.cli import parse
 from megavlm.config.rules import usable_world
 from megavlm.errors import Stopped
-from megavlm.resilience import spare
-from megavlm.resilience.spare import wait_as_spare
-from megavlm.resilience.status import read_status, write_status
+from megavlm.resilience import status
+from megavlm.resilience.status import read_status, wait_as_spare, write_status
 from tests.support.training import SMALL
 
 
@@ -36,7 +35,7 @@ def test_as_many_ranks_train_as_can(flags: str, launched: int, used: int):
 def test_a_spare_rank_ends_with_the_run_and_not_with_an_earlier_one(
     state: str, raised: type[BaseException] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(spare, "_PAUSE", 0.01)
+    monkeypatch.setattr(status, "_PAUSE", 0.01)
     write_status(tmp_path, state, iteration=3)
     ended: list[BaseException | None] = []
 

@@ -1,0 +1,109 @@
+"""Choose and load what a run starts from: its newest checkpoint, that of `--load`, pretrained weights, or the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megavlm.checkpoint import folders, state
+from megavlm.checkpoint.hf.load import load_weights
+from megavlm.checkpoint.hf.pretrained import pretrained_of
+from megavlm.checkpoint.restoring import Choices, choices_in, choices_of, load_newest
+from megavlm.checkpoint.retention import Holds
+from megavlm.config.schema import Config
+from megavlm.data.data_loader import DataLoader
+from megavlm.model.vlm import VLMChunk
+from megavlm.parallel.groups import from_rank_0
+from megavlm.planner.plan import Plan
+from megavlm.resilience import events
+from megavlm.train.build_engine import WeightInit
+from megavlm.train.engine import Engine
+
+
+def choose_checkpoints(config: Config, run_dir: Path, holds: Holds) -> Choices:
+    """Return the checkpoints to start from: those of the run, else those of `--load`, else none. All ranks agree.
+
+    Rank 0 holds them for all: no other run deletes them.
+    """
+
+    def choose() -> Choices:
+        options = config.checkpoint
+        choices = choices_in(run_dir / "checkpoints", holds, fallback=options.fallback)
+        if not choices.folders and options.load is not None:
+            choices = choices_of(Path(options.load), holds, fallback=options.fallback)
+        for remark in choices.remarks:
+            _warn(run_dir, remark)
+        return choices
+
+    return from_rank_0(choose, Choices(()))
+
+
+def initial_weights(config: Config, choices: Choices, *, vocab_size: int) -> WeightInit | None:
+    """Return the function that sets the initial weights; None if the seed or `restore` sets them."""
+    if choices.folders:
+        if not state.is_weights_only(choices.folders[0]):
+            return None
+        return partial(_load_weights_of_checkpoint, config=config, choices=choices)
+    pretrained_list = pretrained_of(config)
+    if not pretrained_list:
+        return None
+    return partial(load_weights, pretrained_list=pretrained_list, config=config, vocab_size=vocab_size)
+
+
+def restore(
+    engine: Engine,
+    data_loader: DataLoader,
+    config: Config,
+    plan: Plan,
+    choices: Choices,
+    identity: dict[str, Any],
+) -> state.Position:
+    """Restore model, optimizer and data loader from the newest whole checkpoint, if there is one; return its position.
+
+    Newer ones of this run, which are damaged, are renamed: they must not outlive the ones that this run will save.
+    """
+    if not choices.folders or state.is_weights_only(choices.folders[0]):
+        return state.Position(iteration=0, loader={})
+    run_dir = Path(config.run.run_dir)
+
+    def check(folder: Path) -> None:
+        summary = state.read_summary(folder)
+        state.check_fits(summary, config, folder)
+        if changed := state.check_data(summary, identity, folder, accept=config.checkpoint.accept_changed_data):
+            _warn(run_dir, changed)
+
+    checkpoint, position = load_newest(
+        choices,
+        check=check,
+        load=lambda folder: state.load(engine.trained(), folder, config=config, plan=plan),
+        say=partial(_warn, run_dir),
+    )
+    data_loader.load_state_dict(position.loader)
+    engine.scheduler.step(increment=position.iteration)
+    if dist.get_rank() == 0:
+        if checkpoint.parent == run_dir / "checkpoints":
+            for iteration, folder in folders.named(checkpoint.parent):
+                if iteration > position.iteration:
+                    print(f"{folder} is now {folders.set_aside(folder).name}", flush=True)
+        print(f"resumed from {checkpoint} at iteration {position.iteration}", flush=True)
+    return position
+
+
+def _load_weights_of_checkpoint(chunks: Sequence[VLMChunk], *, config: Config, choices: Choices) -> None:
+    load_newest(
+        choices,
+        check=lambda folder: state.check_model(state.read_summary(folder), config, folder),
+        load=lambda folder: state.load_weights(chunks, folder=folder, config=config),
+        say=partial(_warn, Path(config.run.run_dir)),
+    )
+
+
+def _warn(run_dir: Path, text: str) -> None:
+    """Say on rank 0 that a checkpoint is not what it should be, in the run's history too."""
+    if dist.get_rank() == 0:
+        print(f"warning: {text}", flush=True)
+        events.record(run_dir, "damage", reason=text)
