@@ -69,7 +69,7 @@ class Ours(Side):
         def step() -> float:
             loss: float = self.engine.train_step([given]).loss
             self.tally.tokens += shape.seq_length
-            self.tally.places += shape.seq_length
+            self.tally.positions += shape.seq_length
             return loss
 
         return step
@@ -90,7 +90,7 @@ class Ours(Side):
             self.tally.waited.append(time.perf_counter() - began)
             counted = stats(read.batches)
             self.tally.tokens += int(counted.tokens)
-            self.tally.places += int(counted.places)
+            self.tally.positions += int(counted.positions)
             loss: float = self.engine.train_step(read.batches).loss
             return loss
 

@@ -58,12 +58,12 @@ class Tally:
     """Counts the tokens that steps trained on, and the time that each waited for data."""
 
     tokens: int = 0
-    places: int = 0  # that a sequence has, filled or not
+    positions: int = 0  # that a sequence has, filled or not
     waited: list[float] = field(default_factory=list)
 
     def clear(self) -> None:
         """Reset after the warm-up."""
-        self.tokens = self.places = 0
+        self.tokens = self.positions = 0
         self.waited.clear()
 
 

@@ -105,12 +105,12 @@ def _files(result: Mapping[str, Any]) -> Iterator[Row]:
     if not own:
         yield Row(f"{name}: {side}", f"not measured: {_error(result['answers'][side])}")
         return
-    useful, places = (rate(own, part) for part in ("tokens", "places"))
-    yield Row(f"{name}: {side}, useful tokens", f"{useful:,.0f} of {places:,.0f} places a second")
+    useful, positions = (rate(own, part) for part in ("tokens", "positions"))
+    yield Row(f"{name}: {side}, useful tokens", f"{useful:,.0f} of {positions:,.0f} positions a second")
     seconds = sum(sum(answer["step_seconds"]) for answer in own)
     yield Row(f"{name}: {side}, waits for data", f"{sum(sum(a['data_seconds']) for a in own) / seconds:.1%} of a step")
     if made:
-        yield Row(f"{name}: {side}, places over those of {OURS.name}", f"{places / rate(made, 'places'):.2f}")
+        yield Row(f"{name}: {side}, positions over those of {OURS.name}", f"{positions / rate(made, 'positions'):.2f}")
 
 
 def good(answers: Sequence[Answer]) -> list[Answer]:

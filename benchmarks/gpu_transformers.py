@@ -59,7 +59,7 @@ class Theirs(Side):
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.tally.tokens += shape.seq_length
-            self.tally.places += shape.seq_length
+            self.tally.positions += shape.seq_length
             return float(loss)
 
         return step

@@ -83,13 +83,13 @@ def run(side: Side, task: dict[str, Any]) -> dict[str, Any]:
         settle()
         seconds.append(time.perf_counter() - start)
         watch.note()
-    tokens, places, waited = side.tally.tokens, side.tally.places, [*side.tally.waited]
+    tokens, positions, waited = side.tally.tokens, side.tally.positions, [*side.tally.waited]
     return {
         "step_seconds": seconds,
         "language_seconds": watch.seconds,
         "data_seconds": waited,
         "tokens": tokens,
-        "places": places,
+        "positions": positions,
         "losses": losses,
         "peak_bytes": side.peak_bytes(step),
         "parameters": side.parameters(),

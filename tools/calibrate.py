@@ -31,7 +31,7 @@ from megavlm.config.schema import (
     VisionConfig,
 )
 from megavlm.errors import UserError
-from megavlm.planner.fit import Sample, fit, predicted
+from megavlm.planner.fit import TimedLayer, fit, predicted
 from megavlm.planner.hardware import PROFILES, Hardware, profile, to_json
 
 # (width, head count, tokens of text, image side in patches, vocabulary): small, long and wide
@@ -116,22 +116,22 @@ def calibrate(options: argparse.Namespace) -> None:
     backend = backends.activate()
     import torch.distributed as dist
 
-    from megavlm.train.measure import layer_samples, link
+    from megavlm.train.calibration import measure_link, timed_layers
 
-    rounds: list[tuple[list[Sample], list[Sample]]] = []
+    rounds: list[tuple[list[TimedLayer], list[TimedLayer]]] = []
     rates: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(options.rounds):
-            forward: list[Sample] = []
-            backward: list[Sample] = []
+            forward: list[TimedLayer] = []
+            backward: list[TimedLayer] = []
             for size in SIZES:
                 config = config_of(size, options.precision, folder, processes=world())
                 check(config, world=world())
-                ahead, back, rate = layer_samples(config, backend, repeats=options.repeats)
+                ahead, back, rate = timed_layers(config, backend, repeats=options.repeats)
                 forward, backward, rates = [*forward, *ahead], [*backward, *back], [*rates, rate]
             rounds.append((forward, backward))
     forward, backward = (medians([each[side] for each in rounds]) for side in (0, 1))
-    between = link(backend)
+    between = measure_link(backend)
     if dist.get_rank() == 0:
         base = PROFILES["cpu"] if backend.is_cpu else _similar(backend.name)
         hardware = replace(
@@ -151,7 +151,7 @@ def calibrate(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def medians(rounds: Sequence[Sequence[Sample]]) -> list[Sample]:
+def medians(rounds: Sequence[Sequence[TimedLayer]]) -> list[TimedLayer]:
     """Return each layer's median time over the rounds, which list the same layers."""
     return [replace(same[0], seconds=statistics.median(s.seconds for s in same)) for same in zip(*rounds, strict=True)]
 
@@ -173,7 +173,7 @@ def _memory(*, on_cpu: bool) -> float:
     return float(torch.cuda.mem_get_info()[1]) * 0.9
 
 
-def _summary(hardware: Hardware, forward: Sequence[Sample], backward: Sequence[Sample]) -> str:
+def _summary(hardware: Hardware, forward: Sequence[TimedLayer], backward: Sequence[TimedLayer]) -> str:
     lines = [f"{hardware.name}: {hardware.source}"]
     for side, rates, samples in (("forward", hardware.forward, forward), ("backward", hardware.backward, backward)):
         errors = [abs(predicted(sample, rates) / sample.seconds - 1) for sample in samples]

@@ -14,10 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # works without an installed package, too
 
-from megavlm.doctor import report  # noqa: E402
 from megavlm.doctor.collect import collect  # noqa: E402
-from megavlm.doctor.findings import findings  # noqa: E402
+from megavlm.doctor.formatting import as_json, as_text  # noqa: E402
 from megavlm.doctor.needs import needs_of  # noqa: E402
+from megavlm.doctor.problems import problems  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,10 +25,10 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     needs = needs_of(ROOT / "pyproject.toml")
     facts = collect(needs, folder=Path.cwd(), timeout=options.timeout, measure=not options.no_measure)
-    found = findings(facts, needs)
+    found = problems(facts, needs)
     if options.json not in (None, "-"):
-        Path(options.json).write_text(report.as_json(facts, found), encoding="utf-8")
-    print(report.as_json(facts, found) if options.json == "-" else report.text(facts, found))
+        Path(options.json).write_text(as_json(facts, found), encoding="utf-8")
+    print(as_json(facts, found) if options.json == "-" else as_text(facts, found))
     return int(any(each.level == "error" for each in found))
 
 
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="Print facts and findings as JSON instead of text, or write them to FILE in addition to the text.",
+        help="Print facts and problems as JSON instead of text, or write them to FILE in addition to the text.",
     )
     parser.add_argument("--no-measure", action="store_true", help="Do not measure the device's rates.")
     parser.add_argument(

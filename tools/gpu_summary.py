@@ -63,7 +63,7 @@ def _findings(folder: Path) -> Iterator[Row]:
         return
     names = Counter(device["name"] for device in found["facts"]["devices"])
     yield Row("device", "", ", ".join(f"{count} × {name}" for name, count in names.items()) or "none")
-    for each in found["findings"]:
+    for each in found["problems"]:
         yield Row(f"doctor: {each['what']}", each["level"], "", each["remedy"])
 
 

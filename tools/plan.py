@@ -19,8 +19,8 @@ from megavlm.planner.candidates import Space
 from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile
 from megavlm.planner.plan import make_plan
-from megavlm.planner.report import report
-from megavlm.planner.search import Outcome, search, timeline_of
+from megavlm.planner.search import SearchResult, search, timeline_of
+from megavlm.planner.search_report import report
 
 
 def main(argv: Sequence[str]) -> int:
@@ -141,7 +141,7 @@ def _images(text: str, multiple: int) -> tuple[int, int]:
     return int(count), int(side) // multiple * multiple
 
 
-def draw(outcome: Outcome, config: Config, *, hardware_name: str, path: Path) -> None:
+def draw(outcome: SearchResult, config: Config, *, hardware_name: str, path: Path) -> None:
     """Draw the timeline of the best layout as HTML or PNG, according to the file's suffix."""
     candidate = outcome.best[0].candidate
     timeline = timeline_of(outcome.best[0], config, profile(hardware_name))

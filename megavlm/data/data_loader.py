@@ -24,7 +24,7 @@ from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator, ComputedCollator, FileCollator
 from megavlm.data.files import FilesSource
 from megavlm.data.image_assignment import ImageAssignment
-from megavlm.data.rank_loader import RankLoader, Staging
+from megavlm.data.rank_loader import HostStaging, RankLoader
 from megavlm.data.reads import Reads
 from megavlm.data.records import is_stream, open_records, prepare_stream
 from megavlm.data.source import ComputedSource
@@ -142,7 +142,7 @@ def build_data_loader(
     encodes all images, or those that `assignment` gives it. Patches have the type `dtype`.
     """
     spec = CollateSpec.of(config, source)
-    staging = Staging(dtype, device)
+    staging = HostStaging(dtype, device)
     if isinstance(source, ComputedSource):
         sampler = SequentialBatchSampler(count=config.train.global_batch_size)
         own_images = None if assignment is None else partial(assignment.own, rank=groups.mp_rank)
@@ -210,7 +210,7 @@ def prepare_data(config: Config) -> None:
 
 
 def _stream_loader(
-    config: Config, source: StreamSource, collator: FileCollator, groups: Groups, staging: Staging, reads: Reads
+    config: Config, source: StreamSource, collator: FileCollator, groups: Groups, staging: HostStaging, reads: Reads
 ) -> RankLoader:
     """Return the loader of a replica that reads its own part of the streams, and does not know those of the others."""
     at, dims, data, train = groups.coords, groups.dims, config.data, config.train
@@ -241,7 +241,7 @@ def _loader(
     sampler: BatchSampler,
     collator: Collator,
     groups: Groups,
-    staging: Staging,
+    staging: HostStaging,
     reads: Reads | None = None,
 ) -> RankLoader:
     return RankLoader(

@@ -180,7 +180,7 @@ class BatchStats:
     """Holds counts of a rank's micro-batches; their sums over data-parallel ranks are those of the global batch."""
 
     tokens: int  # positions with a text or image token
-    places: int  # all positions, including padding
+    positions: int  # including padding
     image_tokens: int
     images: int
     patches: int
@@ -190,7 +190,7 @@ def stats(batches: Sequence[MicroBatch]) -> BatchStats:
     """Return the counts of micro-batches, from shapes alone: nothing is copied back from a device."""
     return BatchStats(
         tokens=sum(batch.text.num_tokens for batch in batches),
-        places=sum(batch.text.tokens.numel() for batch in batches),
+        positions=sum(batch.text.tokens.numel() for batch in batches),
         image_tokens=sum(batch.text.feature_positions.numel() for batch in batches),
         images=sum(batch.image_sizes.num_images for batch in batches),
         patches=sum(batch.image_sizes.num_patches for batch in batches),
@@ -198,7 +198,7 @@ def stats(batches: Sequence[MicroBatch]) -> BatchStats:
 
 
 @dataclass(frozen=True)
-class Staging:
+class HostStaging:
     """Casts patches to the model's type and, for a GPU, copies all tensors to pinned memory, so that the copy to the
     device overlaps with computation.
 

@@ -7,7 +7,7 @@ Segment        an encoded sample in a sequence  StepData      the micro-batches 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -119,14 +119,6 @@ class Records(Protocol):
     def label(self, index: int) -> str:
         """Return the name of record `index` in messages, as in `train.jsonl:18` (counted from 1, as editors do)."""
         ...
-
-
-class Stream(Protocol):
-    """An iterable data set: each rank iterates over a part of its own."""
-
-    name: str
-
-    def __iter__(self) -> Iterator[Conversation | BadSample]: ...
 
 
 @dataclass(frozen=True, eq=False)

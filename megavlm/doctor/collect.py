@@ -15,8 +15,8 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megavlm.doctor.facts import Device, Facts, Package
-from megavlm.doctor.measure import rates_of
+from megavlm.doctor.device_rates import rates_of
+from megavlm.doctor.facts import GPU, Facts, Package
 
 # Optional packages that are not in pyproject.toml.
 OTHERS = ("apex", "flash-attn", "triton")
@@ -117,7 +117,7 @@ def _with_torch(facts: Facts, *, measure: bool, timeout: float) -> Facts:
     for index in range(torch.cuda.device_count() if there else 0):
         free, total = torch.cuda.mem_get_info(index)
         device = torch.cuda.get_device_properties(index)
-        found.append(Device(device.name, device.total_memory, total - free, (device.major, device.minor)))
+        found.append(GPU(device.name, device.total_memory, total - free, (device.major, device.minor)))
     backends = ("nccl", "gloo") if there else ("gloo",)
     with ThreadPoolExecutor() as threads:
         communication = dict(zip(backends, threads.map(partial(_loopback, timeout=timeout), backends), strict=True))

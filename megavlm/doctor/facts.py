@@ -15,7 +15,7 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Device:
+class GPU:
     """A GPU that torch sees; memory in bytes."""
 
     name: str
@@ -48,7 +48,7 @@ class Facts:
     driver_devices: int = 0  # GPUs that the driver lists
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
     max_connections: str | None = None  # CUDA_DEVICE_MAX_CONNECTIONS
-    devices: tuple[Device, ...] = ()
+    devices: tuple[GPU, ...] = ()
     apex_is_nvidias: bool = True
     apex_adds_gradients: bool = True  # it was built with its CUDA extensions
     disk_free: int | None = None  # bytes where runs are written

@@ -15,7 +15,7 @@ _SOURCE_BUILT = "gpu"  # this extra compiles against the torch that is installed
 
 
 @dataclass(frozen=True)
-class Need:
+class RequiredPackage:
     """A required package."""
 
     requirement: Requirement
@@ -39,13 +39,13 @@ class Need:
         return f"pip install {isolation}'{self.requirement}'"
 
 
-def needs_of(pyproject: Path) -> Mapping[str, Need]:
+def needs_of(pyproject: Path) -> Mapping[str, RequiredPackage]:
     """Return the requirements by package name, without those of `dev`; the first extra that names a package counts."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-    found: dict[str, Need] = {}
+    found: dict[str, RequiredPackage] = {}
     extras = {extra: texts for extra, texts in project["optional-dependencies"].items() if extra != "dev"}
     for extra, texts in ({None: project["dependencies"]} | extras).items():
         for text in texts:
             requirement = Requirement(text)
-            found.setdefault(canonicalize_name(requirement.name), Need(requirement, extra))
+            found.setdefault(canonicalize_name(requirement.name), RequiredPackage(requirement, extra))
     return found

@@ -157,26 +157,26 @@ class MicroBatchContext:
         return rows, 1, model.language.hidden_size
 
     @cached_property
-    def places(self) -> Tensor:
+    def feature_rows(self) -> Tensor:
         """Return [F'] int64: the row of each feature of a colocated encoder in this rank's flattened hidden states.
 
         Those are [S·B] rows, or [S/TP·B] with sequence parallelism.
         """
         assert self.batch.features is not None
         samples, length = self.batch.text.tokens.shape
-        places = self.batch.features.positions
+        positions = self.batch.features.positions
         first = self.groups.coords.tp * (length // self.groups.dims.tp) if sequence_parallel(self.config) else 0
-        return (places % length - first) * samples + places // length
+        return (positions % length - first) * samples + positions // length
 
     def with_features_merged(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Return the hidden states [S(/TP), B, H] with a colocated encoder's features [F', H] at the image tokens."""
-        merged = hidden.flatten(0, 1).index_copy(0, self.places, features.to(hidden.dtype))
+        merged = hidden.flatten(0, 1).index_copy(0, self.feature_rows, features.to(hidden.dtype))
         return merged.view_as(hidden)
 
     def with_features(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Return the hidden states [S(/TP), B, H] with DeepStack features added at the image tokens."""
         if self.batch.features is not None:
-            added = hidden.flatten(0, 1).index_add(0, self.places, features[:, 0].to(hidden.dtype))
+            added = hidden.flatten(0, 1).index_add(0, self.feature_rows, features[:, 0].to(hidden.dtype))
             return added.view_as(hidden)
         return add_features(
             hidden,
@@ -194,6 +194,6 @@ def _usual_length(vision: VisionConfig) -> int:
     return (vision.image_size // vision.patch_size) ** 2 + vision.class_token
 
 
-def shard_of(places: Tensor, *, length: int, shards: int) -> Tensor:
+def shard_of(positions: Tensor, *, length: int, shards: int) -> Tensor:
     """Return [F] int64: in which of `shards` equal parts of its row of `length` tokens each flat index [F] lies."""
-    return places % length // (length // shards)
+    return positions % length // (length // shards)

@@ -39,19 +39,19 @@ def unpack(
 
 
 def add_features(
-    hidden: Tensor, features: Tensor, places: Tensor, *, length: int, sequence_group: dist.ProcessGroup | None
+    hidden: Tensor, features: Tensor, positions: Tensor, *, length: int, sequence_group: dist.ProcessGroup | None
 ) -> Tensor:
     """Add features to the hidden states of their tokens: [S(/TP), B, H], [F, 1, H] → [S(/TP), B, H].
 
     Args:
-        places: [F] index into the flattened [B·S] tokens; empty for a blank image's feature, which is added nowhere but
-            stays in the graph, so that its merger gets a gradient of zero.
+        positions: [F] index into the flattened [B·S] tokens; empty for a blank image's feature, which is added nowhere
+            but stays in the graph, so that its merger gets a gradient of zero.
         length: S.
         sequence_group: ranks over which S is sharded, each of which adds what falls into its part. Backward sums the
             features' gradients over them, as every rank holds all features.
     """
-    features = features[: places.numel()]
-    sample, position = places // length, places % length
+    features = features[: positions.numel()]
+    sample, position = positions // length, positions % length
     if sequence_group is not None:
         features = copy_to_tensor_model_parallel_region(features, group=sequence_group)
         position = position - sequence_group.rank() * hidden.shape[0]

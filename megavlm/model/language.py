@@ -29,9 +29,9 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
 
 
 class Embedding(MegatronModule):
-    """Token embeddings with image features in their places: tokens [B, S], features [F, 1, H] → [S(/TP), B, H].
+    """Token embeddings, with features at image tokens: tokens [B, S], features [F, 1, H] → [S(/TP), B, H].
 
-    Without features the places of images hold the embedding of the image token.
+    Without features, these positions hold the embedding of the image token.
     """
 
     def __init__(self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups, scale: float = 1.0) -> None:
@@ -55,9 +55,9 @@ class Embedding(MegatronModule):
         if features is not None:
             # With no image in the batch this copies nothing, yet keeps the features in the graph: the vision part of
             # the pipeline gets its (zero) gradient like on any other micro-batch.
-            places = text.feature_positions
-            found = features[: places.numel(), 0].to(embedded.dtype)
-            embedded = embedded.flatten(0, 1).index_copy(0, places, found).view_as(embedded)
+            positions = text.feature_positions
+            found = features[: positions.numel(), 0].to(embedded.dtype)
+            embedded = embedded.flatten(0, 1).index_copy(0, positions, found).view_as(embedded)
         hidden = embedded.transpose(0, 1).contiguous()
         if self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)

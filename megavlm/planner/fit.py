@@ -12,7 +12,7 @@ from megavlm.planner.hardware import Rates
 
 
 @dataclass(frozen=True)
-class Sample:
+class TimedLayer:
     """One pass of a layer: FLOPs of products and of attention, bytes touched, calls, and the seconds that it took."""
 
     products: float
@@ -22,7 +22,7 @@ class Sample:
     seconds: float
 
 
-def fit(samples: Sequence[Sample]) -> Rates:
+def fit(samples: Sequence[TimedLayer]) -> Rates:
     """The rates, none negative, with the least squared error over the samples, each error² divided by the time.
 
     Relative errors alone would let a norm count as much as the layers that a step consists of, absolute ones only the
@@ -53,7 +53,7 @@ def fit(samples: Sequence[Sample]) -> Rates:
     return Rates(products, attention, traffic, call)
 
 
-def predicted(sample: Sample, rates: Rates) -> float:
+def predicted(sample: TimedLayer, rates: Rates) -> float:
     """Seconds of a pass by these rates."""
     memory_traffic = sample.traffic / rates.bandwidth + sample.calls * rates.overhead
     return sample.products / rates.matmul + sample.attention / rates.attention + memory_traffic

@@ -20,7 +20,7 @@ from megavlm.planner.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchResult:
     """Fastest first. `simulated` of the runnable candidates were played through; the others' bounds are worse."""
 
     best: tuple[Estimate, ...]
@@ -36,7 +36,9 @@ class Outcome:
         return first.candidate.applied(config, first.partition.cuts)
 
 
-def search(config: Config, world: int, hardware: Hardware, *, space: Space | None = None, top: int = 10) -> Outcome:
+def search(
+    config: Config, world: int, hardware: Hardware, *, space: Space | None = None, top: int = 10
+) -> SearchResult:
     """The `top` fastest layouts of a configuration on `world` devices, and why others cannot run."""
     space = space or Space()
     judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype))
@@ -89,7 +91,7 @@ def search(config: Config, world: int, hardware: Hardware, *, space: Space | Non
     found.sort(key=lambda each: each.step.seconds)
     best = sorted((judge.refined(each) for each in found[:top]), key=lambda each: each.step.seconds)
     offloaded = judge.offloaded(best[0], space) if best and offloads else ()
-    return Outcome(tuple(best), tuple(rejected), simulated, tried, judge.hardware, offloaded)
+    return SearchResult(tuple(best), tuple(rejected), simulated, tried, judge.hardware, offloaded)
 
 
 def timeline_of(estimate: Estimate, config: Config, hardware: Hardware) -> Timeline:

@@ -18,10 +18,10 @@ from megavlm.data.records import is_stream, prepare_stream
 from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamSource, encode_all, files_source
 from megavlm.data.types import BadSample, EncodedRecord, Picture, Sample, Segment, Skipped
 from megavlm.errors import UserError
-from megavlm.preview.findings import Findings, PackedSegment, Shown, SourceShare, stretches_of
+from megavlm.preview.content import PackedSegment, PreviewContent, Shown, SourceShare, stretches_of
 
 
-def look(config: Config, *, shown: int, title: str) -> Findings:
+def look(config: Config, *, shown: int, title: str) -> PreviewContent:
     """Return what the run reads first: one packing window, of which `shown` samples have their text and images.
 
     Raises UserError if the run has no `--datasets` or they cannot be opened.
@@ -33,7 +33,7 @@ def look(config: Config, *, shown: int, title: str) -> Findings:
     usable = [record for record in records if record.samples]
     skipped = [skip for record in records for skip in record.skipped]
     samples, undecodable = _shown(source, usable, shown)
-    return Findings(
+    return PreviewContent(
         title=title,
         facts=_facts(config, source),
         seq_length=config.train.seq_length,

@@ -1,4 +1,4 @@
-"""Write findings as one HTML page that needs no script, font, other file or network."""
+"""Write what a preview found as one HTML page that needs no script, font, other file or network."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from megavlm.preview.charts import histogram
-from megavlm.preview.findings import Findings, PackedSegment, Shown, Stretch
+from megavlm.preview.content import PackedSegment, PreviewContent, Shown, Stretch
 from megavlm.preview.style import COLOURS, STYLE
 
 _FIRST_BARS, _MOST_BARS = 24, 512  # sequences that are drawn at first, and after a click on "more"
 _MOST_SKIPPED = 5  # examples that are listed for each reason
 
 
-def page(findings: Findings) -> str:
+def page(content: PreviewContent) -> str:
     """Return the HTML of the page, in which text from the data is escaped."""
     body = [
-        f"<header><h1>{escape(findings.title)}</h1>{_facts(findings)}</header>",
-        *(f'<p class="warning">{escape(text)}</p>' for text in findings.warnings),
+        f"<header><h1>{escape(content.title)}</h1>{_facts(content)}</header>",
+        *(f'<p class="warning">{escape(text)}</p>' for text in content.warnings),
         '<div class="columns">',
-        _section("Sources", _sources(findings)),
-        _section("Skipped", _skipped(findings)),
-        _section("Lengths", histogram([s.length for s in findings.segments], what="tokens", of="samples")),
-        _section("Images", histogram([s.images for s in findings.segments], what="images", of="samples")),
+        _section("Sources", _sources(content)),
+        _section("Skipped", _skipped(content)),
+        _section("Lengths", histogram([s.length for s in content.segments], what="tokens", of="samples")),
+        _section("Images", histogram([s.images for s in content.segments], what="images", of="samples")),
         "</div>",
-        _section("Sequences", _sequences(findings)),
-        _section("Samples", _legend() + "".join(_sample(shown, findings) for shown in findings.shown)),
+        _section("Sequences", _sequences(content)),
+        _section("Samples", _legend() + "".join(_sample(shown, content) for shown in content.shown)),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(findings.title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
+        f"<title>{escape(content.title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
         + "\n".join(body)
         + "\n</main></body></html>\n"
     )
@@ -46,15 +46,13 @@ def _section(title: str, inner: str) -> str:
     return f"<section><h2>{title}</h2>{inner}</section>"
 
 
-def _facts(findings: Findings) -> str:
+def _facts(content: PreviewContent) -> str:
     counted = (
-        ("samples looked at", f"{findings.read:,}"),
-        ("sequences", f"{len(findings.sequences):,} of {findings.seq_length:,} tokens"),
-        ("positions filled", f"{findings.efficiency:.2%}"),
+        ("samples looked at", f"{content.read:,}"),
+        ("sequences", f"{len(content.sequences):,} of {content.seq_length:,} tokens"),
+        ("positions filled", f"{content.efficiency:.2%}"),
     )
-    rows = (
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in (*counted, *findings.facts)
-    )
+    rows = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in (*counted, *content.facts))
     return f"<dl>{''.join(rows)}</dl>"
 
 
@@ -62,11 +60,11 @@ def _colour(source: int) -> str:
     return f"var(--source-{source % COLOURS})"
 
 
-def _sources(findings: Findings) -> str:
-    total = sum(source.drawn for source in findings.sources) or 1
-    weights = sum(source.weight for source in findings.sources) or 1
+def _sources(content: PreviewContent) -> str:
+    total = sum(source.drawn for source in content.sources) or 1
+    weights = sum(source.weight for source in content.sources) or 1
     rows = []
-    for number, source in enumerate(findings.sources):
+    for number, source in enumerate(content.sources):
         share = source.drawn / total
         records = "stream" if source.records is None else f"{source.records:,}"
         rows.append(
@@ -79,14 +77,14 @@ def _sources(findings: Findings) -> str:
     return f'<table>{head}<th class="number">drawn</th><th></th></tr>{"".join(rows)}</table>'
 
 
-def _skipped(findings: Findings) -> str:
-    if not findings.skipped:
-        return f'<p class="quiet">Nothing: all {findings.read:,} samples can be used.</p>'
-    whole = sum(not skip.partly for skip in findings.skipped)
-    parts = [f"<p>{whole:,} of {findings.read:,} samples ({whole / max(findings.read, 1):.1%}).</p>"]
-    counts = Counter((str(skip.reason), skip.partly) for skip in findings.skipped)
+def _skipped(content: PreviewContent) -> str:
+    if not content.skipped:
+        return f'<p class="quiet">Nothing: all {content.read:,} samples can be used.</p>'
+    whole = sum(not skip.partly for skip in content.skipped)
+    parts = [f"<p>{whole:,} of {content.read:,} samples ({whole / max(content.read, 1):.1%}).</p>"]
+    counts = Counter((str(skip.reason), skip.partly) for skip in content.skipped)
     for (reason, partly), count in counts.most_common():
-        examples = [skip for skip in findings.skipped if (str(skip.reason), skip.partly) == (reason, partly)]
+        examples = [skip for skip in content.skipped if (str(skip.reason), skip.partly) == (reason, partly)]
         listed = "".join(
             f"<li><b>{escape(skip.label)}</b> {escape(skip.detail)}</li>" for skip in examples[:_MOST_SKIPPED]
         )
@@ -95,23 +93,23 @@ def _skipped(findings: Findings) -> str:
     return "".join(parts)
 
 
-def _sequences(findings: Findings) -> str:
+def _sequences(content: PreviewContent) -> str:
     def segment(found: PackedSegment) -> str:
         tip = escape(f"{found.label}: {found.length} tokens, {found.images} images", quote=True)
-        width = found.length / findings.seq_length
+        width = found.length / content.seq_length
         return f'<i style="width:{width:.4%};background:{_colour(found.source)}" title="{tip}"></i>'
 
     rows = [
         f'<li><span class="number">{number}</span><div class="sequence">{"".join(map(segment, sequence))}</div></li>'
-        for number, sequence in enumerate(findings.sequences[:_MOST_BARS])
+        for number, sequence in enumerate(content.sequences[:_MOST_BARS])
     ]
     about = (
         '<p class="quiet">Each bar is a sequence. Its parts are samples in the colour of their source; samples do not '
         "attend to each other. Hatched parts are padding.</p>"
     )
     listed = f'{about}<ol class="sequences">{"".join(rows[:_FIRST_BARS])}</ol>'
-    if (more := len(findings.sequences) - _FIRST_BARS) > 0:
-        kept = f"{len(rows) - _FIRST_BARS:,} of " if len(rows) < len(findings.sequences) else ""
+    if (more := len(content.sequences) - _FIRST_BARS) > 0:
+        kept = f"{len(rows) - _FIRST_BARS:,} of " if len(rows) < len(content.sequences) else ""
         rest = f'<ol class="sequences">{"".join(rows[_FIRST_BARS:])}</ol>'
         listed += f"<details><summary>{kept}{more:,} more</summary>{rest}</details>"
     return listed
@@ -124,8 +122,8 @@ def _legend() -> str:
     )
 
 
-def _sample(shown: Shown, findings: Findings) -> str:
-    name = findings.sources[shown.source].name if shown.source < len(findings.sources) else ""
+def _sample(shown: Shown, content: PreviewContent) -> str:
+    name = content.sources[shown.source].name if shown.source < len(content.sources) else ""
     trained = sum(len(stretch.text) for stretch in shown.stretches if stretch.trained)
     images = "".join(f'<div class="tiles">{"".join(map(_picture, tiles))}</div>' for tiles in shown.images)
     text = "".join(map(_stretch, shown.stretches))

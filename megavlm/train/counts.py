@@ -20,7 +20,7 @@ class Counts:
     """Counts of a global batch, which the all-reduce of the training step sums over ranks."""
 
     tokens: float = 0
-    places: float = 0
+    positions: float = 0
     image_tokens: float = 0
     images: float = 0
     patches: float = 0
@@ -49,7 +49,7 @@ def counts_of(run: Run, step: StepData) -> Counts:
     lengths = [length for batch in step.batches for length in batch.text.lengths]
     return Counts(
         tokens=counted.tokens,
-        places=counted.places,
+        positions=counted.positions,
         image_tokens=counted.image_tokens,
         images=counted.images,
         patches=images.patches,

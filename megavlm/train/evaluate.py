@@ -18,7 +18,7 @@ from megavlm.train.engine import Engine
 from megavlm.train.generate import generate
 
 
-class Question(Protocol):
+class ExamQuestion(Protocol):
     """A held-out question: `sample` is the prompt, `answer` the expected text, `kind` the group of its score."""
 
     @property
@@ -68,7 +68,7 @@ def answer_all(
     return [source.decode_answer(ids) for ids in tokens]
 
 
-def exact_match(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, float]:
+def exact_match(questions: Sequence[ExamQuestion], predictions: Sequence[str]) -> dict[str, float]:
     """Return the fraction of exactly right answers for each kind of question."""
     hits: dict[str, list[bool]] = defaultdict(list)
     for question, prediction in zip(questions, predictions, strict=True):
@@ -92,7 +92,7 @@ def examine(
 
 def report(examination: Examination, run_dir: Path) -> str:
     """Write RUN_DIR/evaluation.txt and RUN_DIR/examples.png; return the table of scores."""
-    from megavlm.demo.report import draw_examples, exact_match_table
+    from megavlm.demo.results import draw_examples, exact_match_table
 
     table = exact_match_table(
         examination.questions,

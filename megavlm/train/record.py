@@ -40,7 +40,7 @@ def record_of(
         "images": int(counts.images),
         "skipped_samples": int(counts.skipped),
         "split_samples": int(counts.split),
-        "packing_efficiency": counts.tokens / max(counts.places, 1),
+        "packing_efficiency": counts.tokens / max(counts.positions, 1),
         "updated": result.updated,
         "step_time_s": seconds,
         "data_time_s": data_time,

@@ -193,7 +193,7 @@ def answer(seconds: float, gigabytes: float) -> dict[str, Any]:
         "layers": "sdpa",
         "attention": ["flash"],
         "tokens": 9000,
-        "places": 10000,
+        "positions": 10000,
         "data_seconds": [0.1 * seconds] * 3,
     }
 
@@ -229,9 +229,9 @@ def test_the_table_compares_with_targets(benchmark: Any) -> None:
     assert figure("bf16, peak memory over that of transformers bf16") == ("1.33", None)
     assert figure("bf16, predicted peak memory") == ("+5.0%", True)
     assert figure("fp8") == ("not measured: no FP8 here", None)
-    assert figure("bf16 of JPEG files, useful tokens") == ("3,000 of 3,333 places a second", None)
+    assert figure("bf16 of JPEG files, useful tokens") == ("3,000 of 3,333 positions a second", None)
     assert figure("bf16 of JPEG files, waits for data") == ("10.0% of a step", None)
-    assert figure("bf16 of JPEG files, places over those of megavlm bf16") == ("0.50", None)
+    assert figure("bf16 of JPEG files, positions over those of megavlm bf16") == ("0.50", None)
     assert figure("bf16, attention") == ("sdpa, flash", None)
     whole = 240 / 0.49
     assert figure("bf16, MFU of the whole step") == (f"{whole / 989:.1%}", None)

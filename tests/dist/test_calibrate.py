@@ -15,11 +15,11 @@ def measured(run_dir: str) -> Any:
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.train.measure import layer_samples, link
+    from megavlm.train.calibration import measure_link, timed_layers
 
     chosen = backend.activate()
     config = config_of(SIZES[0], "fp32", run_dir, processes=dist.get_world_size())
-    return (*layer_samples(config, chosen, repeats=1), link(chosen, repeats=3))
+    return (*timed_layers(config, chosen, repeats=1), measure_link(chosen, repeats=3))
 
 
 def test_layers_are_timed_and_fitted(pools: Pools, tmp_path: Path) -> None:

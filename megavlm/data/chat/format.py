@@ -11,7 +11,7 @@ import numpy as np
 from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
 from megavlm.data.chat.expand import expand
 from megavlm.data.chat.probe import image_style, openings_of, source_of
-from megavlm.data.chat.spans import Kind, Skeleton, Spans, by_prefixes, skeleton
+from megavlm.data.chat.spans import Kind, Skeleton, TurnSpans, by_prefixes, skeleton
 from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.text import TextTokenizer
@@ -106,7 +106,7 @@ class ChatFormat:
             cuts=(spans.opening, *spans.cuts),
         )
 
-    def _render(self, template: ChatTemplate, conversation: Conversation) -> tuple[str, Spans]:
+    def _render(self, template: ChatTemplate, conversation: Conversation) -> tuple[str, TurnSpans]:
         contents = [
             _parts(turn) if self.in_parts else (_joined(turn, self.placeholder),) for turn in conversation.turns
         ]

@@ -19,14 +19,14 @@ from typing import Any
 from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
 
 Kind = tuple[str, tuple[str, ...] | None]  # role; its parts (text, image), or None where content is one string
-Place = tuple[int, int]  # number of a gap, offset in it
+GapOffset = tuple[int, int]  # number of a gap, offset in it
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
 _BEGUN = re.compile(r"[<\[{#|/]+\w*$")  # a common beginning of two different marks, like the "<" of <|user|> and </s>
 
 
 @dataclass(frozen=True)
-class Spans:
+class TurnSpans:
     """Offsets in a rendered conversation.
 
     answers[k] = [start, end) is the assistant's turn k, from the end of the generation prompt to the end of the mark
@@ -45,11 +45,11 @@ class Skeleton:
 
     gaps: tuple[str, ...]
     order: tuple[int, ...]  # number of the text after each gap but the last
-    answers: tuple[tuple[Place, Place], ...]
-    cuts: tuple[Place, ...]
-    opening: Place = (0, 0)
+    answers: tuple[tuple[GapOffset, GapOffset], ...]
+    cuts: tuple[GapOffset, ...]
+    opening: GapOffset = (0, 0)
 
-    def spans(self, rendered: str, texts: Sequence[str]) -> Spans | None:
+    def spans(self, rendered: str, texts: Sequence[str]) -> TurnSpans | None:
         """Return the offsets for real texts, some of which the template may strip; None if the text does not match."""
         if not rendered.startswith(self.gaps[0]):
             return None
@@ -67,11 +67,11 @@ class Skeleton:
         if at != len(rendered):
             return None
 
-        def place(where: Place) -> int:
+        def place(where: GapOffset) -> int:
             return starts[where[0]] + where[1]
 
         answers = tuple((place(start), place(end)) for start, end in self.answers)
-        return Spans(place(self.opening), answers, tuple(map(place, self.cuts)))
+        return TurnSpans(place(self.opening), answers, tuple(map(place, self.cuts)))
 
 
 def marked(shape: Sequence[Kind]) -> tuple[list[Message], list[int]]:
@@ -108,7 +108,7 @@ def skeleton(template: ChatTemplate, shape: Sequence[Kind]) -> Skeleton:
     starts = [*(match.start() for match in found), len(rendered)]
     gaps = tuple(rendered[end:start] for end, start in zip(ends, starts, strict=True))
 
-    def place(at: int) -> Place:
+    def place(at: int) -> GapOffset:
         gap = bisect_left(starts, at)
         return gap, at - ends[gap]
 
@@ -159,7 +159,7 @@ def _end_mark(tail: str) -> str:
     return tail[: tail.index("\n") + 1] if "\n" in tail else ""
 
 
-def by_prefixes(template: ChatTemplate, messages: Sequence[Message], rendered: str, *, only_last: bool) -> Spans:
+def by_prefixes(template: ChatTemplate, messages: Sequence[Message], rendered: str, *, only_last: bool) -> TurnSpans:
     """Return the spans of a conversation whose texts the template rewrites, from renderings of its prefixes.
 
     Raises TemplateError if what the template writes for an earlier turn depends on later ones.
@@ -173,4 +173,4 @@ def by_prefixes(template: ChatTemplate, messages: Sequence[Message], rendered: s
             raise TemplateError("what it writes for an answer is not what follows the prompt for it")
         answers.append((len(prompt), max(len(prompt), len(whole.rstrip()))))
         cuts.append(len(whole))
-    return Spans(0, tuple(answers), tuple(cuts))
+    return TurnSpans(0, tuple(answers), tuple(cuts))

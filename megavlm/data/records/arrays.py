@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megavlm.data.records.spans import BOM, Spans
+from megavlm.data.records.spans import BOM, RecordSpans
 
 _CHUNK = 2**24
 _LONGEST = 2**28  # most characters of one element
@@ -19,7 +19,7 @@ class NotAnArray(ValueError):
     """Raised for a file that is not a JSON array; the message says at which byte it stops being one."""
 
 
-def array_spans(path: Path) -> Spans:
+def array_spans(path: Path) -> RecordSpans:
     """Return the byte range of each element of the JSON array that fills the file `path`, at about 100 MB/s.
 
     Raises NotAnArray for a file with other content.
@@ -38,7 +38,7 @@ def array_spans(path: Path) -> Spans:
         except (ValueError, RecursionError) as error:
             raise NotAnArray(f"at byte {window.position}, element {len(bounds)}: {error}") from error
     starts, ends = np.array(bounds, np.int64).reshape(-1, 2).T
-    return Spans(np.ascontiguousarray(starts), np.ascontiguousarray(ends))
+    return RecordSpans(np.ascontiguousarray(starts), np.ascontiguousarray(ends))
 
 
 class _Window:

@@ -1,4 +1,4 @@
-"""Read WebDataset tars as a `Stream`, through megatron-energon.
+"""Read WebDataset tars in order, as an iterable data set, through megatron-energon.
 
 energon chooses the order of samples, splits them over data-parallel ranks and keeps the position. This module turns a
 sample into a conversation, or into a BadSample if it cannot be read. It needs energon: import it through `open_stream`.

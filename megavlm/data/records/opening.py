@@ -41,7 +41,7 @@ def is_remote(path: str) -> bool:
 
 
 def is_stream(source: DatasetConfig) -> bool:
-    """Return whether a data set is WebDataset tars, which are read in order (`Stream`), not by number (`Records`)."""
+    """Return whether a data set is WebDataset tars, which are read in order, not by number (`Records`)."""
     if source.kind != "auto":
         return source.kind == "webdataset"
     path = Path(source.path)

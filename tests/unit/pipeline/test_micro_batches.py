@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megavlm.data.batch import MicroBatch
-from megavlm.data.rank_loader import Staging
+from megavlm.data.rank_loader import HostStaging
 from megavlm.pipeline.micro_batches import DevicePrefetcher
 from tests.support.host_copies import LateCopies
 from tests.support.micro_batch import PATCHES, PIXELS, TOKENS, micro_batch
@@ -99,7 +99,7 @@ def test_patches_travel_in_the_models_type_and_page_locked(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "device", Here)
     monkeypatch.setattr(torch, "empty", allocate)
     plain = micro_batch(1)
-    staged = Staging(torch.bfloat16, torch.device("cuda", 3))(plain)
+    staged = HostStaging(torch.bfloat16, torch.device("cuda", 3))(plain)
     assert devices == [torch.device("cuda", 3)], "not the first device, where a context would be opened"
     travels = staged.host_tensors()
     assert {id(value) for value in pinned} == {id(value) for value in travels.values()}
@@ -109,7 +109,7 @@ def test_patches_travel_in_the_models_type_and_page_locked(monkeypatch: pytest.M
     assert staged.images.patches.equal(plain.images.patches.bfloat16()), "what the first layer would have cast it to"
     assert staged.text.positions.shape == (1, TOKENS)
     assert size(staged) == size(plain) - PATCHES * PIXELS * 2, "pixels take half"
-    on_cpu = Staging(torch.bfloat16, torch.device("cpu"))(plain)
+    on_cpu = HostStaging(torch.bfloat16, torch.device("cpu"))(plain)
     assert on_cpu.images is not None
     assert on_cpu.images.patches.equal(staged.images.patches)
     assert on_cpu.text.tokens is plain.text.tokens

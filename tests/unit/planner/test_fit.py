@@ -1,20 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from megavlm.planner.fit import Sample, fit, predicted
+from megavlm.planner.fit import TimedLayer, fit, predicted
 from megavlm.planner.hardware import Rates
 
 
-def drawn(rates: Rates, *, noise: float) -> list[Sample]:
+def drawn(rates: Rates, *, noise: float) -> list[TimedLayer]:
     random = np.random.default_rng(1)
     samples = []
     for products, attention, traffic, calls in random.uniform((1e8, 0, 1e6, 1), (1e10, 2e9, 5e8, 20), (30, 4)):
-        sample = Sample(products, attention, traffic, calls, 1.0)
-        samples.append(
-            Sample(products, attention, traffic, calls, predicted(sample, rates) * random.uniform(1 - noise, 1 + noise))
-        )
+        layer = TimedLayer(products, attention, traffic, calls, 1.0)
+        samples.append(replace(layer, seconds=predicted(layer, rates) * random.uniform(1 - noise, 1 + noise)))
     return samples
 
 

@@ -18,8 +18,8 @@ from megavlm.planner.hardware import PROFILES, Hardware, from_json, to_json
 from megavlm.planner.host_memory import HOST_PIECE, host_memory, node_memory_error
 from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
 from megavlm.planner.peaks import peak_tflops
-from megavlm.planner.report import report
 from megavlm.planner.search import search
+from megavlm.planner.search_report import report
 from tests.support.small_run import SMALL
 
 H100 = PROFILES["h100"]

@@ -25,8 +25,8 @@ from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile, to_json
 from megavlm.planner.memory import Memory
 from megavlm.planner.plan import dims_of, make_plan
-from megavlm.planner.report import report
 from megavlm.planner.search import search, timeline_of
+from megavlm.planner.search_report import report
 from megavlm.planner.step import EncoderEstimate, overlappable
 from megavlm.planner.timeline import Timeline
 from tests.support.small_run import SMALL

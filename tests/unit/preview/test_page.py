@@ -18,7 +18,7 @@ from megavlm.data.images import patchify
 from megavlm.data.types import Reason, Skipped
 from megavlm.preview.charts import bins_of, histogram
 from megavlm.preview.collect import look, unpatchified
-from megavlm.preview.findings import Findings, PackedSegment, Shown, SourceShare, Stretch, stretches_of
+from megavlm.preview.content import PackedSegment, PreviewContent, Shown, SourceShare, Stretch, stretches_of
 from megavlm.preview.page import page
 from tests.support.data_files import record, sources_of, write_all
 from tools.prepare_data import main as prepare
@@ -67,7 +67,7 @@ class Read(HTMLParser):
             self.marked[-1] += data
 
 
-def findings(**changes: object) -> Findings:
+def content(**changes: object) -> PreviewContent:
     picture = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
     whole = {
         "title": "Data of a, b",
@@ -94,11 +94,11 @@ def findings(**changes: object) -> Findings:
         ),
         **changes,
     }
-    return Findings(**whole)  # type: ignore[arg-type]
+    return PreviewContent(**whole)  # type: ignore[arg-type]
 
 
 def test_what_it_says() -> None:
-    found = findings()
+    found = content()
     assert found.efficiency == 0.95
     read = Read(page(found))
     for said in ("95.00%", "x.jpg is not a file", "missing_file", "too_long", "1 of 5 samples", "image × 4", "stream"):
@@ -109,13 +109,13 @@ def test_what_it_says() -> None:
 
 
 def test_it_needs_nothing_else() -> None:
-    text = page(findings())
+    text = page(content())
     assert not {"script", "link", "iframe", "object"} & set(Read(text).tags)
     assert not re.search(r"https?:|url\(|@import", text)
 
 
 def test_data_cannot_break_out() -> None:
-    evil = findings(
+    evil = content(
         title=EVIL,
         facts=((EVIL, EVIL),),
         sources=(SourceShare(EVIL, 1, 1.0, 1),),
@@ -130,7 +130,7 @@ def test_data_cannot_break_out() -> None:
 
 
 def test_nothing_to_show() -> None:
-    empty = findings(sequences=(), shown=(), skipped=(), read=0, sources=())
+    empty = content(sequences=(), shown=(), skipped=(), read=0, sources=())
     assert "No values." in Read(page(empty)).text
 
 

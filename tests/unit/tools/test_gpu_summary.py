@@ -21,7 +21,7 @@ def write(folder: Path, *, steps: str) -> None:
     facts = {"devices": [{"name": "NVIDIA H200"}]}
     finding = {"level": "warning", "what": "slow", "remedy": "fix"}
     (folder / "steps.tsv").write_text(steps)
-    (folder / "doctor.json").write_text(json.dumps({"facts": facts, "findings": [finding]}))
+    (folder / "doctor.json").write_text(json.dumps({"facts": facts, "problems": [finding]}))
     (folder / "tests.log").write_text("tests/gpu/test_x.py::test_b FAILED")
     (folder / "tests.xml").write_text(JUNIT)
     rows = [

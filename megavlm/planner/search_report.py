@@ -10,7 +10,7 @@ from megavlm.planner.evaluator import GIB, Estimate, Rejected
 from megavlm.planner.host_memory import line as host_line
 from megavlm.planner.host_memory import node_bytes, node_memory_error
 from megavlm.planner.memory import table as memory_table
-from megavlm.planner.search import Outcome
+from megavlm.planner.search import SearchResult
 
 _HEADER = (
     "layout",
@@ -27,7 +27,7 @@ _HEADER = (
 )
 
 
-def report(outcome: Outcome) -> str:
+def report(outcome: SearchResult) -> str:
     """The whole answer of a search, as text."""
     if not outcome.best:
         return "\n".join(["no layout can run", *reasons(outcome.rejected)])
@@ -53,7 +53,7 @@ def report(outcome: Outcome) -> str:
     )
 
 
-def _offloads(outcome: Outcome) -> list[str]:
+def _offloads(outcome: SearchResult) -> list[str]:
     """What the best layout has on its host, and what more `--offload` would bring it."""
     best, hardware = outcome.best[0], outcome.hardware
     world, lines = best.candidate.dims.world, []

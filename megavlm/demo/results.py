@@ -6,29 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-
-class Question(Protocol):
-    """The attributes of a held-out question that the report uses."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def answer(self) -> str: ...
-
-    @property
-    def canvas(self) -> NDArray[np.uint8]:
-        """Pixels [height, width, channels]."""
-        ...
+from megavlm.demo.digits import Question
 
 
 def exact_match_table(

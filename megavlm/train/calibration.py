@@ -21,13 +21,13 @@ from megavlm.config.schema import Config
 from megavlm.model.context import MicroBatchContext
 from megavlm.parallel.groups import destroy_groups
 from megavlm.planner.cost import features_of, update_bytes
-from megavlm.planner.fit import Sample
+from megavlm.planner.fit import TimedLayer
 from megavlm.planner.hardware import Link
 from megavlm.train.build import Run, build
 from megavlm.train.loop import close
 
 
-def layer_samples(config: Config, backend: Backend, *, repeats: int) -> tuple[list[Sample], list[Sample], float]:
+def timed_layers(config: Config, backend: Backend, *, repeats: int) -> tuple[list[TimedLayer], list[TimedLayer], float]:
     """Return (forward samples, backward samples, bytes/s of an optimizer step) of a configuration at TP 1, PP 1."""
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -40,22 +40,22 @@ def layer_samples(config: Config, backend: Backend, *, repeats: int) -> tuple[li
         forward, backward = [], []
         for name in times[0]:
             took = [statistics.median(each[name][side] for each in times) for side in (0, 1)]
-            forward.append(_sample(name, case, took[0], passes=1))
+            forward.append(_timed_layer(name, case, took[0], passes=1))
             if case.trains(name) and name != EMBEDDING:
                 reached = case.gradient_reaches[case.names.index(name)]
-                backward.append(_sample(name, case, took[1], passes=1 + reached))
+                backward.append(_timed_layer(name, case, took[1], passes=1 + reached))
         return forward, backward, _optimizer_rate(run, case, repeats)
     finally:
         close(run)
 
 
-def _sample(name: str, case: Scenario, seconds: float, *, passes: int) -> Sample:
+def _timed_layer(name: str, case: Scenario, seconds: float, *, passes: int) -> TimedLayer:
     """Return a layer's work and time as a sample for the fit; `passes` counts the matrix products of a forward pass.
 
     A backward pass has the products of a forward pass once per gradient (`cost.layer_seconds`).
     """
     products, attention, traffic, calls = features_of(name, case)
-    return Sample(products * passes, attention * passes, traffic * passes, calls, max(seconds, 1e-7))
+    return TimedLayer(products * passes, attention * passes, traffic * passes, calls, max(seconds, 1e-7))
 
 
 def _layer_times(run: Run, batch: Any, backend: Backend) -> dict[str, tuple[float, float]]:
@@ -100,7 +100,7 @@ def _optimizer_rate(run: Run, case: Scenario, repeats: int) -> float:
     return sum(update_bytes(trained, case)) / statistics.median(times[1:])
 
 
-def link(backend: Backend, *, sizes: Sequence[int] = (1 << 12, 1 << 22), repeats: int = 20) -> Link | None:
+def measure_link(backend: Backend, *, sizes: Sequence[int] = (1 << 12, 1 << 22), repeats: int = 20) -> Link | None:
     """Return latency and bandwidth between this run's processes, from ring all-gathers; None for a single process."""
     world = dist.get_world_size()
     if world == 1:

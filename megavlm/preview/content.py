@@ -55,7 +55,7 @@ class SourceShare:
 
 
 @dataclass(frozen=True)
-class Findings:
+class PreviewContent:
     """Describes one packing window: how its samples are packed, which are skipped, and some of them in full."""
 
     title: str
@@ -75,8 +75,8 @@ class Findings:
     @property
     def efficiency(self) -> float:
         """Return the share of the sequences' positions that hold a token."""
-        places = self.seq_length * len(self.sequences)
-        return sum(segment.length for segment in self.segments) / places if places else 0.0
+        positions = self.seq_length * len(self.sequences)
+        return sum(segment.length for segment in self.segments) / positions if positions else 0.0
 
 
 def stretches_of(

@@ -1,4 +1,4 @@
-"""Write facts and findings as text and as JSON."""
+"""Write facts and problems as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import asdict
 from typing import Any
 
 from megavlm.doctor.facts import Facts
-from megavlm.doctor.findings import Finding
+from megavlm.doctor.problems import Problem
 from megavlm.planner.peaks import peaks_of
 
 _GIB = 2**30
 _SIGNS = {"error": "✗", "warning": "!", "note": "·"}
 
 
-def text(facts: Facts, found: Sequence[Finding]) -> str:
-    """Return a table of facts, then each finding with its remedy on the next line."""
+def as_text(facts: Facts, found: Sequence[Problem]) -> str:
+    """Return a table of facts, then each problem with its remedy on the next line."""
     rows = list(_rows(facts))
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    lines += ["", "nothing is missing" if not found else "findings"]
+    lines += ["", "nothing is missing" if not found else "problems"]
     for each in found:
         lines += [f"{_SIGNS[each.level]} {each.level}: {each.what}", f"    {each.remedy}"]
     return "\n".join(lines)
 
 
-def as_json(facts: Facts, found: Sequence[Finding]) -> str:
-    return json.dumps({"facts": asdict(facts), "findings": [asdict(each) for each in found]}, indent=2)
+def as_json(facts: Facts, found: Sequence[Problem]) -> str:
+    return json.dumps({"facts": asdict(facts), "problems": [asdict(each) for each in found]}, indent=2)
 
 
 def _rows(facts: Facts) -> Iterator[tuple[str, str]]:

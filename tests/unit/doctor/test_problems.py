@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from megavlm.doctor import report
-from megavlm.doctor.facts import Device, Facts, Package, Rate
-from megavlm.doctor.findings import Finding, findings
+from megavlm.doctor.facts import GPU, Facts, Package, Rate
+from megavlm.doctor.formatting import as_json, as_text
 from megavlm.doctor.needs import needs_of
+from megavlm.doctor.problems import Problem, problems
 
 ROOT = Path(__file__).parents[3]
 NEEDS = needs_of(ROOT / "pyproject.toml")
 GIB = 2**30
-H200 = Device("NVIDIA H200", 140 * GIB, 0, (9, 0))
-A100 = Device("NVIDIA A100-SXM4-80GB", 80 * GIB, 0, (8, 0))
+H200 = GPU("NVIDIA H200", 140 * GIB, 0, (9, 0))
+A100 = GPU("NVIDIA A100-SXM4-80GB", 80 * GIB, 0, (8, 0))
 VERSIONS = {"torch": "2.11.0+cu130", "megatron-core": "0.16.1", "transformer-engine": "2.11.0", "jinja2": "3.1.6"}
 INSTALLED = {name: Package(VERSIONS.get(name, "99.0")) for name in NEEDS} | {"megatron-energon": Package("7.4.1")}
 INSTALLED |= {"sentencepiece": Package("0.2.2")}
@@ -52,8 +52,8 @@ def with_version(name: str, version: str, error: str | None = None) -> dict[str,
 
 
 def test_a_sound_machine_has_no_findings() -> None:
-    assert findings(SOUND, NEEDS) == []
-    assert "nothing is missing" in report.text(SOUND, [])
+    assert problems(SOUND, NEEDS) == []
+    assert "nothing is missing" in as_text(SOUND, [])
 
 
 CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
@@ -158,17 +158,17 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
 def test_what_is_wrong_is_said_once_with_its_remedy(name: str) -> None:
     changes, level, words, remedy = CASES[name]
     facts = replace(SOUND, **changes)
-    found = [finding for finding in findings(facts, NEEDS) if words in finding.what]
-    assert len(found) == 1, findings(facts, NEEDS)
+    found = [problem for problem in problems(facts, NEEDS) if words in problem.what]
+    assert len(found) == 1, problems(facts, NEEDS)
     assert found[0].level == level
     assert remedy in found[0].remedy
-    assert remedy in report.text(facts, found)
+    assert remedy in as_text(facts, found)
 
 
 def test_a_cpu_machine_needs_neither_gpu_nor_transformer_engine() -> None:
     packages = {**without("transformer-engine"), "torch": Package("2.11.0+cpu")}
     facts = Facts(python=(3, 11, 7), packages=packages, communication={"gloo": None}, disk_free=99 * GIB)
-    assert findings(facts, NEEDS) == []
+    assert problems(facts, NEEDS) == []
 
 
 def test_a_transformer_engine_that_a_cpu_run_never_imports_is_no_error() -> None:
@@ -176,21 +176,21 @@ def test_a_transformer_engine_that_a_cpu_run_never_imports_is_no_error() -> None
         SOUND, torch_cuda=None, devices=(), driver=None, driver_devices=0, rates=(),
         packages=with_version("transformer-engine", "2.11.0", "RuntimeError: no CUDA"),
     )  # fmt: skip
-    assert findings(facts, NEEDS) == []
+    assert problems(facts, NEEDS) == []
 
 
 def test_errors_come_first() -> None:
     facts = replace(SOUND, shared_memory=1, packages=without("torch", "pyarrow"), devices=())
-    levels = [finding.level for finding in findings(facts, NEEDS)]
+    levels = [problem.level for problem in problems(facts, NEEDS)]
     assert levels == sorted(levels, key=["error", "warning", "note"].index)
     assert levels[0] == "error"
     assert levels[-1] == "note"
 
 
 def test_json_has_facts_and_findings() -> None:
-    data = json.loads(report.as_json(SOUND, [Finding("note", "what", "remedy")]))
+    data = json.loads(as_json(SOUND, [Problem("note", "what", "remedy")]))
     assert data["facts"]["devices"][0]["name"] == "NVIDIA H200"
-    assert data["findings"] == [{"level": "note", "what": "what", "remedy": "remedy"}]
+    assert data["problems"] == [{"level": "note", "what": "what", "remedy": "remedy"}]
 
 
 def test_the_program_reports_the_machine_at_hand(tmp_path: Path) -> None:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from PIL import Image
 
-from megavlm.demo.report import draw_examples, exact_match_table
+from megavlm.data.types import Sample
+from megavlm.demo.digits import Question
+from megavlm.demo.results import draw_examples, exact_match_table
 
+NO_PROMPT = Sample(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_))
 GREEN, RED = (22, 131, 74), (198, 47, 59)
 
 
-@dataclass(frozen=True, eq=False)
-class Asked:
-    kind: str
-    text: str
-    answer: str
-    canvas: NDArray[np.uint8]
-
-
-def asked(kind: str, answer: str, *, channels: int = 1) -> Asked:
+def asked(kind: str, answer: str, *, channels: int = 1) -> Question:
     canvas = np.full((40, 40, channels), 128, dtype=np.uint8)
-    return Asked(kind=kind, text="Which digits are there, from left to right?", answer=answer, canvas=canvas)
+    text = "Which digits are there, from left to right?"
+    return Question(kind=kind, text=text, answer=answer, sample=NO_PROMPT, canvas=canvas)
 
 
 def test_the_table_counts_per_kind() -> None:
