@@ -203,7 +203,7 @@ def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
     prefixes = next(each for each in LLAVA.name_prefixes if f"{each.vision}embeddings.patch_embedding.weight" in theirs)
     table = LLAVA.table(resolve(options, vocab_size=VOCABULARY).model, prefixes)
     flat = {name: param.flatten(1) if param.dim() > 1 else param for name, param in theirs.items()}
-    shapes = {key: tuple(torch.cat([flat[name] for name in rule.names]).shape) for key, rule in table.items()}
+    shapes = {key: tuple(torch.cat([flat[name] for name in rule.hf_names]).shape) for key, rule in table.items()}
     weights = to_ours(flat, table, shapes)
     torch.save({name: weight.clone() for name, weight in weights.items()}, path)
 

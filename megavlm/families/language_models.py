@@ -46,7 +46,7 @@ _LLAMA3_70B = {
     "vocab_size": 128256,
 }
 # 7.1e9 parameters for the check against Megatron-LM's scaling table: 32 × 4096 and its vocabulary of 131,072. GPT's MLP
-# has two matrices of 4·H; ours has three: 8/3·H is as much work and as many weights.
+# has two matrices of 4·H; here there are three: 8/3·H is as much work and as many weights.
 _GPT_7_1B = {"intermediate_size": 10912, "vocab_size": 131072, "tie_word_embeddings": True}
 
 LLAMA = _family("llama", None, {"llama3_70b": _LLAMA3_70B, "gpt_7_1b": _GPT_7_1B})

@@ -78,14 +78,14 @@ def vision_table(vision: VisionConfig, prefix: str) -> Table:
     table: Table = {"patch_embed.proj.weight": Rename(f"{prefix}patch_conv.weight", view=kernel(vision))}
     table |= linear("patch_embed.norm", f"{prefix}ln_pre", bias=False)
     for number in range(vision_layers_run(vision)):
-        ours, theirs = f"{VISION_LAYER}{number}.", f"{prefix}transformer.layers.{number}."
-        table |= qkv(f"{ours}self_attention.linear_qkv", f"{theirs}attention.{{}}_proj", vision, bias=False)
-        table |= linear(f"{ours}self_attention.linear_proj", f"{theirs}attention.o_proj", bias=False)
-        table |= linear(f"{ours}input_layernorm", f"{theirs}attention_norm", bias=False)
-        table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}ffn_norm", bias=False)
-        gate_and_up = (f"{theirs}feed_forward.gate_proj.weight", f"{theirs}feed_forward.up_proj.weight")
-        table[f"{ours}mlp.linear_fc1.weight"] = Concat(gate_and_up)
-        table |= linear(f"{ours}mlp.linear_fc2", f"{theirs}feed_forward.down_proj", bias=False)
+        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}transformer.layers.{number}."
+        table |= qkv(f"{layer}self_attention.linear_qkv", f"{hf_layer}attention.{{}}_proj", vision, bias=False)
+        table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}attention.o_proj", bias=False)
+        table |= linear(f"{layer}input_layernorm", f"{hf_layer}attention_norm", bias=False)
+        table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}ffn_norm", bias=False)
+        gate_and_up = (f"{hf_layer}feed_forward.gate_proj.weight", f"{hf_layer}feed_forward.up_proj.weight")
+        table[f"{layer}mlp.linear_fc1.weight"] = Concat(gate_and_up)
+        table |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}feed_forward.down_proj", bias=False)
     return table
 
 

@@ -1,6 +1,6 @@
 """Qwen2.5-VL: a ViT with windowed attention and 2-D rotary positions, 2×2 merger, and Qwen2.5 with M-RoPE.
 
-The merger's norm is over single patches, before they are merged: ours is `vision.norm`, and is trained with the tower.
+The merger's norm is over single patches, before they are merged: here it is `vision.norm`, trained with the tower.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     vision, visual = model.vision, prefixes.vision
     names = patch_embed_table(vision, visual)
     for number in range(vision.num_layers):
-        ours, theirs = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
-        names |= attention_table(vision, ours, theirs, norm_bias=False)
+        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
+        names |= attention_table(vision, layer, hf_layer, norm_bias=False)
         for leaf in ("weight", "bias"):
-            gate_and_up = (f"{theirs}mlp.gate_proj.{leaf}", f"{theirs}mlp.up_proj.{leaf}")
-            names[f"{ours}mlp.linear_fc1.{leaf}"] = Concat(gate_and_up)
-        names |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.down_proj", bias=True)
+            gate_and_up = (f"{hf_layer}mlp.gate_proj.{leaf}", f"{hf_layer}mlp.up_proj.{leaf}")
+            names[f"{layer}mlp.linear_fc1.{leaf}"] = Concat(gate_and_up)
+        names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=True)
     return {
         **names,
         **linear(VISION_NORM, f"{visual}merger.ln_q", bias=False),

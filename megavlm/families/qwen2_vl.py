@@ -1,6 +1,6 @@
 """Qwen2-VL: a ViT of LayerNorms and quick GELU with 2-D rotary positions, 2×2 merger, and Qwen2 with M-RoPE.
 
-The merger's norm is over single patches, before they are merged: ours is `vision.norm`, and is trained with the tower.
+The merger's norm is over single patches, before they are merged: here it is `vision.norm`, trained with the tower.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TEXT: dict[str, Any] = {
 }
 _VISION: dict[str, Any] = {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16}
 # What their tower's section calls the width of features is elsewhere `out_hidden_size`, and its own width `embed_dim`.
-_UNGATED = {name: ours for name, ours in ACTIVATIONS.items() if ours != "swiglu"}
+_UNGATED = {hf_name: name for hf_name, name in ACTIVATIONS.items() if name != "swiglu"}
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -86,10 +86,10 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     vision, visual = model.vision, prefixes.vision
     names = patch_embed_table(vision, visual)
     for number in range(vision.num_layers):
-        ours, theirs = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
-        names |= attention_table(vision, ours, theirs, norm_bias=True)
-        names |= linear(f"{ours}mlp.linear_fc1", f"{theirs}mlp.fc1", bias=True)
-        names |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.fc2", bias=True)
+        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
+        names |= attention_table(vision, layer, hf_layer, norm_bias=True)
+        names |= linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.fc1", bias=True)
+        names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.fc2", bias=True)
     return {
         **names,
         **linear(VISION_NORM, f"{visual}merger.ln_q", bias=True),

@@ -1,7 +1,7 @@
 """Qwen3-VL: a ViT with learned and rotary positions, 2×2 mergers, DeepStack, and Qwen3 with interleaved M-RoPE.
 
-The merger's norm is over single patches, before they are merged: ours is `vision.norm`, and is trained with the tower.
-The mergers of DeepStack have theirs after merging: they are whole layers of ours, trained with the projector.
+The merger's norm is over single patches, before they are merged: here it is `vision.norm`, trained with the tower.
+The mergers of DeepStack have it after merging: they are layers `deepstack.*` here, trained with the projector.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _VISION: dict[str, Any] = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-_UNGATED = {name: ours for name, ours in ACTIVATIONS.items() if ours != "swiglu"}
+_UNGATED = {hf_name: name for hf_name, name in ACTIVATIONS.items() if name != "swiglu"}
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -89,17 +89,17 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     names = patch_embed_table(vision, visual)
     names["patch_embed.position"] = Rename(f"{visual}pos_embed.weight")
     for number in range(vision.num_layers):
-        ours, theirs = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
-        names |= attention_table(vision, ours, theirs, norm_bias=True)
-        names |= linear(f"{ours}mlp.linear_fc1", f"{theirs}mlp.linear_fc1", bias=True)
-        names |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.linear_fc2", bias=True)
+        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
+        names |= attention_table(vision, layer, hf_layer, norm_bias=True)
+        names |= linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.linear_fc1", bias=True)
+        names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.linear_fc2", bias=True)
     mergers = {PROJECTOR: f"{visual}merger."}
     for number in range(len(vision.deepstack_layers)):
-        mergers[f"{DEEPSTACK}{number}"] = theirs = f"{visual}deepstack_merger_list.{number}."
-        names |= linear(f"{DEEPSTACK}{number}.norm", f"{theirs}norm", bias=True)
-    for ours, theirs in mergers.items():
-        names |= linear(f"{ours}.linear_fc1", f"{theirs}linear_fc1", bias=True)
-        names |= linear(f"{ours}.linear_fc2", f"{theirs}linear_fc2", bias=True)
+        mergers[f"{DEEPSTACK}{number}"] = hf_layer = f"{visual}deepstack_merger_list.{number}."
+        names |= linear(f"{DEEPSTACK}{number}.norm", f"{hf_layer}norm", bias=True)
+    for layer, hf_layer in mergers.items():
+        names |= linear(f"{layer}.linear_fc1", f"{hf_layer}linear_fc1", bias=True)
+        names |= linear(f"{layer}.linear_fc2", f"{hf_layer}linear_fc2", bias=True)
     names |= linear(VISION_NORM, f"{visual}merger.norm", bias=True)
     return names | language_table(model.language, prefixes.language, head=prefixes.head)
 

@@ -37,15 +37,15 @@ class Adapters:
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
 
-    def of_theirs(self, rule: Rule) -> dict[str, tuple[Tensor, Tensor]]:
+    def by_hf_name(self, rule: Rule) -> dict[str, tuple[Tensor, Tensor]]:
         """Return A and B for each Hugging Face weight, by name, that holds rows of this layer (`rule` says which)."""
         if isinstance(rule, FusedQKV):
             present = [name for name in QKV_LINEARS if name in self.pairs]
             rows = next(iter(self.pairs.values()))[1].shape[0]
             blocks = [self.pairs[name][1] if name in present else torch.zeros(rows, 0) for name in QKV_LINEARS]
-            return {rule.name: (torch.cat([self.pairs[name][0] for name in present]), torch.block_diag(*blocks))}
-        order = QKV_LINEARS if len(rule.names) == 3 else MLP_LINEARS if len(rule.names) == 2 else tuple(self.pairs)
-        return {theirs: self.pairs[ours] for ours, theirs in zip(order, rule.names, strict=True) if ours in self.pairs}
+            return {rule.hf_name: (torch.cat([self.pairs[name][0] for name in present]), torch.block_diag(*blocks))}
+        order = {3: QKV_LINEARS, 2: MLP_LINEARS}.get(len(rule.hf_names), tuple(self.pairs))
+        return {name: self.pairs[part] for part, name in zip(order, rule.hf_names, strict=True) if part in self.pairs}
 
 
 def read_adapters(records: CheckpointReader, model: ModelConfig) -> dict[str, Adapters]:
@@ -107,7 +107,7 @@ def export_adapters(
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for key, held in adapters.items():
-        for weight, (a, b) in held.of_theirs(table[key]).items():
+        for weight, (a, b) in held.by_hf_name(table[key]).items():
             module = weight.removesuffix(".weight")
             tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
             tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()

@@ -58,7 +58,7 @@ def _write_unused(vision: Pretrained, path: Path) -> None:
         for name in vision.unused
         if name.startswith(prefix) and name.removeprefix(prefix).startswith(_TOWER_PARTS)
     }
-    declared = {theirs: (folder.tensors[name].dtype, folder.tensors[name].shape) for theirs, name in kept.items()}
+    declared = {new: (folder.tensors[name].dtype, folder.tensors[name].shape) for new, name in kept.items()}
     with StreamedFile(path, declared) as out:
-        for theirs, name in kept.items():
-            out.write(theirs, folder.read(name, slice(None)))
+        for new, name in kept.items():
+            out.write(new, folder.read(name, slice(None)))

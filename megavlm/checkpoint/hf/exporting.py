@@ -26,7 +26,7 @@ from megavlm.errors import UserError
 from megavlm.families import family_of
 from megavlm.families.shared.family import Family
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import Rule, Table, Transpose, pieces
+from megavlm.families.shared.table import Rule, Table, Transpose, row_pairs
 from megavlm.json_files import read_json
 from megavlm.model.weights import real_shape
 
@@ -66,19 +66,19 @@ def export(
         writers = {file: stack.enter_context(StreamedFile(temporary / file, held)) for file, held in files.items()}
         writer_of = {name: writers[file] for file, held in files.items() for name in held}
         real = {key: _real(key, stored[key], model) for key in table}
-        pairs = {name: pair for key, held in adapters.items() for name, pair in held.of_theirs(table[key]).items()}
+        adapted = {name: pair for key, held in adapters.items() for name, pair in held.by_hf_name(table[key]).items()}
 
         def move(run: _Run) -> None:
             shape = real[run.key]
             values = records.read(run.key, run.start, run.stop)[(slice(None), *map(slice, shape[1:]))]
-            for piece in pieces(table[run.key].spans(shape), run.start, run.stop):
-                rows = values[piece.ours]
+            for pair in row_pairs(table[run.key].hf_rows(shape), run.start, run.stop):
+                rows = values[pair.rows]
                 if isinstance(table[run.key], Transpose):
                     rows = rows.T.contiguous()
-                if merged is not None and piece.name in pairs:
-                    rows = folded(rows, pairs[piece.name], piece.theirs, merged)
-                for name in (piece.name, *copies_of.get(piece.name, ())):
-                    writer_of[name].write(name, rows, first_row=piece.theirs.start)
+                if merged is not None and pair.hf_name in adapted:
+                    rows = folded(rows, adapted[pair.hf_name], pair.hf_rows, merged)
+                for name in (pair.hf_name, *copies_of.get(pair.hf_name, ())):
+                    writer_of[name].write(name, rows, first_row=pair.hf_rows.start)
 
         for_each(move, (run for key, shape in real.items() for run in _runs(key, shape, stored[key], table[key])))
         for name in unused.tensors:
@@ -124,7 +124,7 @@ def _declared(table: Table, stored: Mapping[str, Stored], model: ModelConfig) ->
     return {
         name: (DTYPE_NAMES[stored[key].dtype], shape)
         for key, rule in table.items()
-        for name, shape in rule.their_shapes(_real(key, stored[key], model)).items()
+        for name, shape in rule.hf_shapes(_real(key, stored[key], model)).items()
     }
 
 

@@ -74,7 +74,7 @@ def import_checkpoint(
 
 
 def _dtype(pretrained: Pretrained, key: str) -> torch.dtype:
-    return DTYPES[pretrained.folder.tensors[pretrained.table[key].names[0]].dtype]
+    return DTYPES[pretrained.folder.tensors[pretrained.table[key].hf_names[0]].dtype]
 
 
 class _StreamingPlanner(DefaultSavePlanner):

@@ -19,7 +19,7 @@ from megavlm.config.schema import Config, ModelConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import family_of
 from megavlm.families.shared.family import ALL_PARTS, Family
-from megavlm.families.shared.table import Piece, Rule, Shape, Table, Transpose, fits, pieces
+from megavlm.families.shared.table import RowPair, Rule, Shape, Table, Transpose, fits, row_pairs
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class Pretrained:
         ]
         return missing + [f"surplus {name}" for name in surplus] + untied
 
-    def wrong_shapes(self, ours: dict[str, Shape]) -> list[str]:
-        """Return a line for each tensor of the folder whose shape is not the one that `ours` (by global name) needs."""
+    def wrong_shapes(self, needed: dict[str, Shape]) -> list[str]:
+        """Return a line for each tensor of the folder whose shape is not `needed` (by global name)."""
         found = self.folder.tensors
         return [
             f"{name} is {list(found[name].shape)} where {key} needs {list(shape)}"
-            for key in ours.keys() & self.table.keys()
-            for name, shape in self.table[key].their_shapes(ours[key]).items()
+            for key in needed.keys() & self.table.keys()
+            for name, shape in self.table[key].hf_shapes(needed[key]).items()
             if name in found and not fits(found[name].shape, shape)
         ]
 
@@ -106,23 +106,23 @@ class Pretrained:
         rows, rest = index[0], tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index[1:], real[1:], strict=True))
         shape = [s.stop - s.start for s in index]
         parts = [
-            (piece.ours, self._rows(self.table[key], piece, real)[(slice(None), *rest)])
-            for piece in pieces(self.table[key].spans(real), rows.start, rows.stop)
+            (pair.rows, self._rows(self.table[key], pair, real)[(slice(None), *rest)])
+            for pair in row_pairs(self.table[key].hf_rows(real), rows.start, rows.stop)
         ]
         if len(parts) == 1 and list(parts[0][1].shape) == shape:
             return parts[0][1]
         out = torch.zeros(shape, dtype=parts[0][1].dtype if parts else torch.float32)
-        for ours, part in parts:
-            out[(ours, *(slice(size) for size in part.shape[1:]))] = part
+        for own, part in parts:
+            out[(own, *(slice(size) for size in part.shape[1:]))] = part
         return out
 
-    def _rows(self, rule: Rule, piece: Piece, real: Shape) -> Tensor:
-        """Return a piece's rows of a Hugging Face tensor, reshaped to the trailing dimensions of megavlm's weight."""
-        name, rows = piece.name, piece.theirs
+    def _rows(self, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
+        """Return a pair's rows of the Hugging Face tensor, reshaped to the trailing dimensions of megavlm's weight."""
+        name, rows = pair.hf_name, pair.hf_rows
         if isinstance(rule, Transpose):
             return self.folder.read(name, slice(None)).T[rows].contiguous()
         shape = self.folder.tensors[name].shape
-        if len(shape) > len(real) and shape[0] == 1:  # [1, N, H] for our [N, H]: small, and read whole
+        if len(shape) > len(real) and shape[0] == 1:  # [1, N, H] for [N, H]: small, and read whole
             return self.folder.read(name, slice(None)).reshape(-1, *real[1:])[rows]
         return self.folder.read(name, rows).reshape(-1, *real[1:])
 
@@ -131,11 +131,11 @@ def copies(table: Table, head: str, model: ModelConfig, names: Container[str]) -
     """Return {output weight: embedding} in Hugging Face names if they are tied and `names` has the first, else {}."""
     if not model.language.tie_embeddings or head not in names:
         return {}
-    return {head: table[f"{EMBEDDING}.word_embeddings.weight"].names[0]}
+    return {head: table[f"{EMBEDDING}.word_embeddings.weight"].hf_names[0]}
 
 
 def _names(table: Table) -> set[str]:
-    return {name for rule in table.values() for name in rule.names}
+    return {name for rule in table.values() for name in rule.hf_names}
 
 
 def pretrained_of(config: Config) -> list[Pretrained]:

@@ -41,7 +41,7 @@ class Family:
         model_types: values of `model_type` in config.json that belong to the family; "llava/pixtral" is one of the
             outer configuration and of its vision_config.
         config: config.json → `ModelConfig`. Raises UserError for a setting that we cannot express exactly.
-        table: `ModelConfig` and prefixes → where each of our tensors is in their files.
+        table: `ModelConfig` and prefixes → where each megatron-core tensor is in the files.
         name_prefixes: newest first; the first set under which a folder has the weights is used.
         parts: which parts of a VLM its checkpoints hold: "vision", "projector", "language".
         unused: patterns (regular expressions, full match) of weights that the features do not depend on. They are not

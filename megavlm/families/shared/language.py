@@ -81,7 +81,11 @@ def _rope(settings: Settings, kind: str) -> dict[str, Any]:
     rope = {**settings.get("rope_scaling", {}), **settings.get("rope_parameters", {})}
     found: dict[str, Any] = {"rotary_base": float(rope.get("rope_theta", settings.get("rope_theta", 10000.0)))}
     scaling = rope.get("rope_type", rope.get("type", "default"))
-    if scaling in ("default", "dynamic", "mrope"):  # dynamic: plain up to max_position_embeddings, which is our limit
+    if scaling in (
+        "default",
+        "dynamic",
+        "mrope",
+    ):  # dynamic: plain up to max_position_embeddings, the limit here
         return found
     needed = {"linear": ("factor",), "llama3": _LLAMA3_ROPE}.get(scaling, ())
     if missing := [name for name in needed if rope.get(name) is None]:
@@ -104,22 +108,23 @@ def language_table(language: LanguageConfig, prefix: str, *, head: str) -> Table
     table: Table = {f"{EMBEDDING}.word_embeddings.weight": Rename(f"{prefix}embed_tokens.weight")}
     groups, width = language.num_query_groups, language.kv_channels
     for number in range(language.num_layers):
-        ours, theirs = f"{LANGUAGE_LAYER}{number}.", f"{prefix}layers.{number}."
-        table |= linear(f"{ours}input_layernorm", f"{theirs}input_layernorm", bias=False)
+        layer, hf_layer = f"{LANGUAGE_LAYER}{number}.", f"{prefix}layers.{number}."
+        table |= linear(f"{layer}input_layernorm", f"{hf_layer}input_layernorm", bias=False)
         for leaf in ("weight", "bias") if language.add_qkv_bias else ("weight",):
-            pattern = f"{theirs}self_attn.{{}}_proj.{leaf}"
-            table[f"{ours}self_attention.linear_qkv.{leaf}"] = QKV(pattern, groups=groups, head_width=width)
+            pattern = f"{hf_layer}self_attn.{{}}_proj.{leaf}"
+            table[f"{layer}self_attention.linear_qkv.{leaf}"] = QKV(pattern, groups=groups, head_width=width)
         if language.qk_norm:
-            table |= linear(f"{ours}self_attention.q_layernorm", f"{theirs}self_attn.q_norm", bias=False)
-            table |= linear(f"{ours}self_attention.k_layernorm", f"{theirs}self_attn.k_norm", bias=False)
-        table |= linear(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.o_proj", bias=False)
+            table |= linear(f"{layer}self_attention.q_layernorm", f"{hf_layer}self_attn.q_norm", bias=False)
+            table |= linear(f"{layer}self_attention.k_layernorm", f"{hf_layer}self_attn.k_norm", bias=False)
+        table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}self_attn.o_proj", bias=False)
         before_mlp = "pre_feedforward_layernorm" if language.post_norms else "post_attention_layernorm"
-        table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}{before_mlp}", bias=False)
+        table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}{before_mlp}", bias=False)
         if language.post_norms:
-            table |= linear(f"{ours}self_attn_bda.norm", f"{theirs}post_attention_layernorm", bias=False)
-            table |= linear(f"{ours}mlp_bda.norm", f"{theirs}post_feedforward_layernorm", bias=False)
-        table[f"{ours}mlp.linear_fc1.weight"] = Concat((f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"))
-        table |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.down_proj", bias=False)
+            table |= linear(f"{layer}self_attn_bda.norm", f"{hf_layer}post_attention_layernorm", bias=False)
+            table |= linear(f"{layer}mlp_bda.norm", f"{hf_layer}post_feedforward_layernorm", bias=False)
+        gate_and_up = (f"{hf_layer}mlp.gate_proj.weight", f"{hf_layer}mlp.up_proj.weight")
+        table[f"{layer}mlp.linear_fc1.weight"] = Concat(gate_and_up)
+        table |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=False)
     table |= linear(LANGUAGE_NORM, f"{prefix}norm", bias=False)
     if not language.tie_embeddings:
         table[f"{OUTPUT}.linear.weight"] = Rename(head)

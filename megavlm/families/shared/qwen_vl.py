@@ -73,7 +73,7 @@ def merger(tower: Settings, text: LanguageConfig) -> ProjectorConfig:
 
 
 def patch_embed_table(vision: VisionConfig, prefix: str) -> Table:
-    """The convolution over time, height and width; ours is the same weight, flattened."""
+    """Return the table of the convolution over time, height and width: the same weight, flattened."""
     side = vision.patch_size
     view = (vision.hidden_size, vision.in_channels, vision.temporal_patch_size, side, side)
     return {
@@ -82,17 +82,17 @@ def patch_embed_table(vision: VisionConfig, prefix: str) -> Table:
     }
 
 
-def attention_table(vision: VisionConfig, ours: str, theirs: str, *, norm_bias: bool) -> Table:
+def attention_table(vision: VisionConfig, layer: str, hf_layer: str, *, norm_bias: bool) -> Table:
     """Norms and attention of one vision layer; the MLPs differ."""
     table: Table = {
-        f"{ours}self_attention.linear_qkv.{leaf}": FusedQKV(
-            f"{theirs}attn.qkv.{leaf}", heads=vision.num_attention_heads
+        f"{layer}self_attention.linear_qkv.{leaf}": FusedQKV(
+            f"{hf_layer}attn.qkv.{leaf}", heads=vision.num_attention_heads
         )
         for leaf in ("weight", "bias")
     }
-    table |= linear(f"{ours}self_attention.linear_proj", f"{theirs}attn.proj", bias=True)
-    table |= linear(f"{ours}input_layernorm", f"{theirs}norm1", bias=norm_bias)
-    table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}norm2", bias=norm_bias)
+    table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}attn.proj", bias=True)
+    table |= linear(f"{layer}input_layernorm", f"{hf_layer}norm1", bias=norm_bias)
+    table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}norm2", bias=norm_bias)
     return table
 
 

@@ -49,7 +49,7 @@ class Settings:
         return int(sides.pop())
 
     def choice(self, name: str, choices: Mapping[str, str], default: str) -> str:
-        """A setting translated to our word for it."""
+        """Return a setting translated to the value of `ModelConfig` for it."""
         value = self.get(name, default)
         if value not in choices:
             refuse(self, name, f"known are {', '.join(choices)}")

@@ -1,10 +1,11 @@
-"""Which rows of which Hugging Face tensors make up each of ours: one declaration, read in both directions. No torch.
+"""Declare which rows of which Hugging Face tensors make up each megatron-core tensor. Reading and writing, LoRA's
+names and the list of missing tensors follow from this one declaration. No torch.
 
-Every difference between the two sides is an order of rows: megatron-core fuses query, key and value per key/value
-head, and gate over up; the trailing dimensions agree once a convolution's are flattened. (`Transpose` is the one
-exception.) So a `Rule` names their
-tensors and gives, for our tensor of some shape, the spans of their rows that it consists of, first row first. Reading
-a slice of ours means reading parts of spans; writing theirs means cutting ours at the same places.
+The two sides differ in names and in the order of rows: megatron-core fuses query, key and value per key/value head,
+and gate over up. The trailing dimensions agree once a convolution's are flattened. (`Transpose` is the one exception.)
+So a `Rule` names the Hugging Face tensors and gives, for a megatron-core tensor of some shape, the ranges of their rows
+that it consists of, first row first. A slice of the megatron-core tensor is read from parts of these ranges, and a
+Hugging Face tensor is written from the same parts.
 """
 
 from __future__ import annotations
@@ -19,172 +20,173 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Span:
-    """`rows` consecutive rows of the tensor `name`, from row `start` on."""
+class HFRows:
+    """`count` consecutive rows of the Hugging Face tensor `name`, from row `start` on."""
 
     name: str
     start: int
-    rows: int
+    count: int
 
 
 class Rule(Protocol):
-    """How one of our tensors consists of theirs."""
+    """Says how one megatron-core tensor consists of Hugging Face tensors."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Their tensors; each belongs to one rule, which uses all of it."""
+    def hf_names(self) -> tuple[str, ...]:
+        """Return the Hugging Face tensors; each belongs to one rule, which uses all of it."""
         ...
 
-    def spans(self, shape: Shape) -> list[Span]:
-        """Their rows, in the order of ours. `shape` is ours, without padding for TP."""
+    def hf_rows(self, shape: Shape) -> list[HFRows]:
+        """Return the Hugging Face rows that a megatron-core tensor of this shape, without padding, consists of."""
         ...
 
-    def their_shapes(self, shape: Shape) -> dict[str, Shape]:
-        """What their tensors look like in a file."""
+    def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
+        """Return the shapes of the Hugging Face tensors of a megatron-core tensor of this shape, by name."""
         ...
 
 
-Table = dict[str, Rule]  # by our global name
+Table = dict[str, Rule]  # by megatron-core name
 
 
 @dataclass(frozen=True)
 class Rename:
-    """The same rows under another name; `view` is their shape where it differs from ours (conv weights, [1, 1, H])."""
+    """The same rows under another name; `view` is their shape in the file if it differs (conv weights, [1, 1, H])."""
 
-    name: str
+    hf_name: str
     view: Shape | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
+    def hf_names(self) -> tuple[str, ...]:
+        return (self.hf_name,)
 
-    def spans(self, shape: Shape) -> list[Span]:
-        return [Span(self.name, 0, shape[0])]
+    def hf_rows(self, shape: Shape) -> list[HFRows]:
+        return [HFRows(self.hf_name, 0, shape[0])]
 
-    def their_shapes(self, shape: Shape) -> dict[str, Shape]:
-        return {self.name: self.view or shape}
+    def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
+        return {self.hf_name: self.view or shape}
 
 
 @dataclass(frozen=True)
 class Transpose:
-    """A matrix of theirs whose columns are our rows (Gemma's projector). It is read and written in one piece."""
+    """A matrix that the file holds transposed (Gemma's projector). It is read and written in one piece."""
 
-    name: str
+    hf_name: str
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
+    def hf_names(self) -> tuple[str, ...]:
+        return (self.hf_name,)
 
-    def spans(self, shape: Shape) -> list[Span]:
-        """Rows of the transposed matrix."""
-        return [Span(self.name, 0, shape[0])]
+    def hf_rows(self, shape: Shape) -> list[HFRows]:
+        """Return rows of the transposed matrix."""
+        return [HFRows(self.hf_name, 0, shape[0])]
 
-    def their_shapes(self, shape: Shape) -> dict[str, Shape]:
-        return {self.name: (shape[1], shape[0])}
+    def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
+        return {self.hf_name: (shape[1], shape[0])}
 
 
 @dataclass(frozen=True)
 class Concat:
     """Tensors of equal height on top of each other: gate, then up."""
 
-    names: tuple[str, ...]
+    hf_names: tuple[str, ...]
 
-    def spans(self, shape: Shape) -> list[Span]:
-        return [Span(name, 0, shape[0] // len(self.names)) for name in self.names]
+    def hf_rows(self, shape: Shape) -> list[HFRows]:
+        return [HFRows(name, 0, shape[0] // len(self.hf_names)) for name in self.hf_names]
 
-    def their_shapes(self, shape: Shape) -> dict[str, Shape]:
-        return {span.name: (span.rows, *shape[1:]) for span in self.spans(shape)}
+    def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
+        return {rows.name: (rows.count, *shape[1:]) for rows in self.hf_rows(shape)}
 
 
 @dataclass(frozen=True)
 class QKV:
-    """Query, key and value apart; ours holds for each of `groups` key/value heads its queries, its key, its value.
+    """Three Hugging Face tensors; megatron-core's has for each of `groups` key/value heads its queries, key, value.
 
     With N query heads of width D in G groups: G · (N/G·D + D + D) rows.
     """
 
-    pattern: str  # their names, with {} for q, k and v
+    hf_pattern: str  # names with {} for q, k and v
     groups: int
     head_width: int
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.pattern.format(part) for part in "qkv")
+    def hf_names(self) -> tuple[str, ...]:
+        return tuple(self.hf_pattern.format(part) for part in "qkv")
 
-    def spans(self, shape: Shape) -> list[Span]:
+    def hf_rows(self, shape: Shape) -> list[HFRows]:
         width = self.head_width
-        query, key, value = self.names
+        query, key, value = self.hf_names
         queries = shape[0] // self.groups - 2 * width  # rows of one group's query heads
         groups = (
             (
-                Span(query, group * queries, queries),
-                Span(key, group * width, width),
-                Span(value, group * width, width),
+                HFRows(query, group * queries, queries),
+                HFRows(key, group * width, width),
+                HFRows(value, group * width, width),
             )
             for group in range(self.groups)
         )
         return list(chain.from_iterable(groups))
 
-    def their_shapes(self, shape: Shape) -> dict[str, Shape]:
-        return _heights(self.spans(shape), shape)
+    def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
+        heights: dict[str, int] = {}
+        for rows in self.hf_rows(shape):
+            heights[rows.name] = heights.get(rows.name, 0) + rows.count
+        return {name: (height, *shape[1:]) for name, height in heights.items()}
 
 
 @dataclass(frozen=True)
 class FusedQKV:
-    """Theirs is [all queries; all keys; all values] of equally many heads in one tensor."""
+    """One Hugging Face tensor of [all queries; all keys; all values], with equally many heads of each."""
 
-    name: str
+    hf_name: str
     heads: int
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
+    def hf_names(self) -> tuple[str, ...]:
+        return (self.hf_name,)
 
-    def spans(self, shape: Shape) -> list[Span]:
+    def hf_rows(self, shape: Shape) -> list[HFRows]:
         third, width = shape[0] // 3, shape[0] // (3 * self.heads)
-        return [Span(self.name, part * third + head * width, width) for head in range(self.heads) for part in range(3)]
+        return [
+            HFRows(self.hf_name, part * third + head * width, width) for head in range(self.heads) for part in range(3)
+        ]
 
-    def their_shapes(self, shape: Shape) -> dict[str, Shape]:
-        return {self.name: shape}
-
-
-def _heights(spans: list[Span], shape: Shape) -> dict[str, Shape]:
-    rows: dict[str, int] = {}
-    for span in spans:
-        rows[span.name] = rows.get(span.name, 0) + span.rows
-    return {name: (height, *shape[1:]) for name, height in rows.items()}
+    def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
+        return {self.hf_name: shape}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Where a run of our rows comes from: rows `ours` of a slice are rows `theirs` of the tensor `name`."""
+class RowPair:
+    """Rows that are equal on both sides: `rows` of a slice of a megatron-core tensor, `hf_rows` of `hf_name`."""
 
-    name: str
-    ours: slice
-    theirs: slice
+    hf_name: str
+    rows: slice
+    hf_rows: slice
 
 
-def pieces(spans: list[Span], start: int, stop: int) -> Iterator[Piece]:
-    """Cut spans to our rows [start, stop); `ours` counts from `start`. Rows past the spans (padding) have no piece."""
+def row_pairs(hf_rows: list[HFRows], start: int, stop: int) -> Iterator[RowPair]:
+    """Yield the pairs of rows of a slice [start, stop) of a megatron-core tensor that consists of `hf_rows`.
+
+    The slice's rows are counted from `start`; those past `hf_rows` are padding and are in no pair.
+    """
     first = 0
-    for span in spans:
-        low, high = max(start, first), min(stop, first + span.rows)
+    for each in hf_rows:
+        low, high = max(start, first), min(stop, first + each.count)
         if low < high:
-            shift = span.start - first
-            yield Piece(span.name, slice(low - start, high - start), slice(low + shift, high + shift))
-        first += span.rows
+            shift = each.start - first
+            yield RowPair(each.name, slice(low - start, high - start), slice(low + shift, high + shift))
+        first += each.count
 
 
 def fits(found: Shape, expected: Shape) -> bool:
-    """Whether a file's shape is the expected one, but for dimensions of size one."""
+    """Return whether a file's shape is the expected one, but for dimensions of size one."""
     return [n for n in found if n != 1] == [n for n in expected if n != 1] and math.prod(found) == math.prod(expected)
 
 
-def module(ours: str, theirs: str, *leaves: str) -> Table:
-    """A module under two names, with these of its parameters."""
-    return {f"{ours}.{leaf}": Rename(f"{theirs}.{leaf}") for leaf in leaves}
+def module(name: str, hf_name: str, *leaves: str) -> Table:
+    """Return the table of a module with these parameters."""
+    return {f"{name}.{leaf}": Rename(f"{hf_name}.{leaf}") for leaf in leaves}
 
 
-def linear(ours: str, theirs: str, *, bias: bool) -> Table:
-    """A linear layer or LayerNorm."""
-    return module(ours, theirs, *(("weight", "bias") if bias else ("weight",)))
+def linear(name: str, hf_name: str, *, bias: bool) -> Table:
+    """Return the table of a linear layer or a LayerNorm."""
+    return module(name, hf_name, *(("weight", "bias") if bias else ("weight",)))

@@ -131,21 +131,21 @@ def kernel(vision: VisionConfig) -> tuple[int, ...]:
 def _clip_layers(vision: VisionConfig, prefix: str) -> Table:
     table: Table = {}
     for number in range(vision_layers_run(vision)):
-        ours, theirs = f"{VISION_LAYER}{number}.", f"{prefix}encoder.layers.{number}."
-        table |= qkv(f"{ours}self_attention.linear_qkv", f"{theirs}self_attn.{{}}_proj", vision, bias=True)
-        table |= linear(f"{ours}self_attention.linear_proj", f"{theirs}self_attn.out_proj", bias=True)
-        table |= linear(f"{ours}input_layernorm", f"{theirs}layer_norm1", bias=True)
-        table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}layer_norm2", bias=True)
-        table |= linear(f"{ours}mlp.linear_fc1", f"{theirs}mlp.fc1", bias=True)
-        table |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.fc2", bias=True)
+        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}encoder.layers.{number}."
+        table |= qkv(f"{layer}self_attention.linear_qkv", f"{hf_layer}self_attn.{{}}_proj", vision, bias=True)
+        table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}self_attn.out_proj", bias=True)
+        table |= linear(f"{layer}input_layernorm", f"{hf_layer}layer_norm1", bias=True)
+        table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}layer_norm2", bias=True)
+        table |= linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.fc1", bias=True)
+        table |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.fc2", bias=True)
     return table
 
 
-def qkv(ours: str, theirs: str, vision: VisionConfig, *, bias: bool) -> Table:
-    """Query, key and value of a vision layer; `theirs` has {} where q, k and v differ."""
+def qkv(name: str, hf_pattern: str, vision: VisionConfig, *, bias: bool) -> Table:
+    """Return the table of query, key and value of a vision layer; `hf_pattern` has {} where q, k and v differ."""
     heads, width = vision.num_attention_heads, vision.hidden_size // vision.num_attention_heads
     return {
-        f"{ours}.{leaf}": QKV(f"{theirs}.{leaf}", groups=heads, head_width=width)
+        f"{name}.{leaf}": QKV(f"{hf_pattern}.{leaf}", groups=heads, head_width=width)
         for leaf in (("weight", "bias") if bias else ("weight",))
     }
 
@@ -162,19 +162,19 @@ def intern_table(vision: VisionConfig, prefix: str) -> Table:
     }
     norm_bias = vision.normalization == "LayerNorm"
     for number in range(vision_layers_run(vision)):
-        ours, theirs = f"{VISION_LAYER}{number}.", f"{prefix}encoder.layer.{number}."
-        attention = f"{theirs}attention."
-        table |= qkv(f"{ours}self_attention.linear_qkv", f"{attention}{{}}_proj", vision, bias=vision.add_qkv_bias)
-        table |= linear(f"{ours}self_attention.linear_proj", f"{attention}projection_layer", bias=True)
+        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}encoder.layer.{number}."
+        attention = f"{hf_layer}attention."
+        table |= qkv(f"{layer}self_attention.linear_qkv", f"{attention}{{}}_proj", vision, bias=vision.add_qkv_bias)
+        table |= linear(f"{layer}self_attention.linear_proj", f"{attention}projection_layer", bias=True)
         if vision.qk_norm != "none":
-            table |= linear(f"{ours}self_attention.q_layernorm", f"{attention}q_norm", bias=False)
-            table |= linear(f"{ours}self_attention.k_layernorm", f"{attention}k_norm", bias=False)
-        table |= linear(f"{ours}input_layernorm", f"{theirs}layernorm_before", bias=norm_bias)
-        table |= linear(f"{ours}pre_mlp_layernorm", f"{theirs}layernorm_after", bias=norm_bias)
-        table |= linear(f"{ours}mlp.linear_fc1", f"{theirs}mlp.fc1", bias=True)
-        table |= linear(f"{ours}mlp.linear_fc2", f"{theirs}mlp.fc2", bias=True)
-        table[f"{ours}self_attn_bda.scale"] = Rename(f"{theirs}lambda_1")
-        table[f"{ours}mlp_bda.scale"] = Rename(f"{theirs}lambda_2")
+            table |= linear(f"{layer}self_attention.q_layernorm", f"{attention}q_norm", bias=False)
+            table |= linear(f"{layer}self_attention.k_layernorm", f"{attention}k_norm", bias=False)
+        table |= linear(f"{layer}input_layernorm", f"{hf_layer}layernorm_before", bias=norm_bias)
+        table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}layernorm_after", bias=norm_bias)
+        table |= linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.fc1", bias=True)
+        table |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.fc2", bias=True)
+        table[f"{layer}self_attn_bda.scale"] = Rename(f"{hf_layer}lambda_1")
+        table[f"{layer}mlp_bda.scale"] = Rename(f"{hf_layer}lambda_2")
     if vision.post_norm:
         table |= linear(VISION_NORM, f"{prefix}layernorm", bias=True)
     return table

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megavlm.families.shared.table import QKV, Concat, FusedQKV, Rename, Rule, fits, pieces
+from megavlm.families.shared.table import QKV, Concat, FusedQKV, Rename, Rule, fits, row_pairs
 
 GROUPS, HEADS, WIDTH, COLUMNS = 3, 6, 4, 5
 
@@ -25,7 +25,7 @@ RULES: list[tuple[Rule, tuple[int, ...]]] = [
 def their_tensors(rule: Rule, shape: tuple[int, ...]) -> dict[str, Tensor]:
     """Tensors in which every value tells where it was."""
     tensors, first = {}, 0
-    for name, size in rule.their_shapes(shape).items():
+    for name, size in rule.hf_shapes(shape).items():
         count = torch.Size(size).numel()
         tensors[name] = torch.arange(first, first + count).view(size)
         first += count
@@ -35,8 +35,8 @@ def their_tensors(rule: Rule, shape: tuple[int, ...]) -> dict[str, Tensor]:
 def assemble(rule: Rule, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
     tensors = their_tensors(rule, shape)
     out = torch.full((stop - start, *shape[1:]), -1)
-    for piece in pieces(rule.spans(shape), start, stop):
-        out[piece.ours] = tensors[piece.name][piece.theirs]
+    for pair in row_pairs(rule.hf_rows(shape), start, stop):
+        out[pair.rows] = tensors[pair.hf_name][pair.hf_rows]
     return out
 
 
@@ -44,7 +44,7 @@ def assemble(rule: Rule, shape: tuple[int, ...], start: int, stop: int) -> Tenso
 def test_every_value_of_theirs_is_in_ours_once(rule: Rule, shape: tuple[int, ...]) -> None:
     values = torch.cat([tensor.flatten() for tensor in their_tensors(rule, shape).values()])
     assert torch.equal(assemble(rule, shape, 0, shape[0]).flatten().sort().values, values)
-    assert set(rule.names) == set(rule.their_shapes(shape))
+    assert set(rule.hf_names) == set(rule.hf_shapes(shape))
 
 
 @given(st.sampled_from(RULES), st.data())
@@ -60,7 +60,7 @@ def test_a_slice_is_a_slice_of_the_whole(case: tuple[Rule, tuple[int, ...]], dat
 
 def test_query_key_value_are_grouped_as_megatron_core_wants_them() -> None:
     rule = QKV("{}", groups=2, head_width=1)
-    assert [(span.name, span.start) for span in rule.spans((8, 1))] == [
+    assert [(rows.name, rows.start) for rows in rule.hf_rows((8, 1))] == [
         ("q", 0),
         ("k", 0),
         ("v", 0),
