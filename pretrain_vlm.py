@@ -22,6 +22,7 @@ from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
 
 def main(argv: Sequence[str]) -> None:
     """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly."""
+    began = time.time()
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     config = with_model(parse(argv))
     world = usable_world(config, launched)
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     from megavlm.train.build import build
     from megavlm.train.loop import fit
 
-    fit(build(config, chosen), stop)
+    fit(build(config, chosen, began=began), stop)
 
 
 def with_model(config: Config) -> Config:

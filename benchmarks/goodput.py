@@ -1,6 +1,7 @@
-"""Goodput under failures, by simulation with published failure rates, and the save interval that it recommends.
+"""Goodput under failures: by simulation with published failure rates, and of a real job with faults.
 
     python benchmarks/goodput.py simulate --gpus 1024 --stall 2 --restart 300 --detection 90
+    python benchmarks/goodput.py run --minutes 20 --every 120
 
 Failures of a job are a Poisson process: each GPU (with its share of host, network and storage) fails at a constant
 rate. Llama 3 (Dubey et al. 2024, section 3.3.4) had 466 interruptions in 54 days on 16,384 GPUs.
@@ -9,11 +10,14 @@ rate. Llama 3 (Dubey et al. 2024, section 3.3.4) had 466 interruptions in 54 day
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import record
 
@@ -70,7 +74,7 @@ def simulated(job: Job, interval: float, *, failures: int, seed: int) -> float:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("what", choices=("simulate",), help="What to do.")
+    parser.add_argument("what", choices=("simulate", "run"), help="simulate: in seconds. run: for --minutes, on CPUs.")
     parser.add_argument("--gpus", type=int, default=1024, help="GPUs of the job; default: 1024.")
     parser.add_argument("--rate", type=float, default=LLAMA3_PER_GPU_HOUR, help="Interruptions per GPU and hour.")
     parser.add_argument("--stall", type=float, default=2.0, help="Seconds for which a save stops training; default: 2.")
@@ -79,8 +83,38 @@ def main(argv: Sequence[str]) -> int:
         "--detection", type=float, default=90.0, help="Seconds until a failure ends a run; default: 90."
     )
     parser.add_argument("--failures", type=int, default=200_000, help="Failures to simulate; default: 200,000.")
+    parser.add_argument("--minutes", type=float, default=20.0, help="run: minutes with faults; default: 20.")
+    parser.add_argument("--every", type=float, default=120.0, help="run: seconds between faults; default: 120.")
+    parser.add_argument("--hang-timeout", type=float, default=10.0, help="run: --hang-timeout of the job; default: 10.")
+    parser.add_argument("--seed", type=int, default=1, help="run: of the moments and kinds of faults; default: 1.")
+    parser.add_argument("--folder", type=Path, help="run: keep the files of the runs here.")
     parser.add_argument("--write", action="store_true", help="Add the result to benchmarks/records/goodput.jsonl.")
     given = parser.parse_args(argv)
+    if given.what == "run":
+        return _run(given)
+    return _simulate(given)
+
+
+def _run(given: argparse.Namespace) -> int:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from goodput_run import compared
+
+    circumstances = record.circumstances()
+    with tempfile.TemporaryDirectory() as temporary:
+        found = compared(
+            given.minutes,
+            every=given.every,
+            seed=given.seed,
+            hang_timeout=given.hang_timeout,
+            folder=given.folder or Path(temporary),
+        )
+    print(json.dumps(found, indent=2))
+    if given.write:
+        record.append("goodput", {**circumstances, "run": found})
+    return 0
+
+
+def _simulate(given: argparse.Namespace) -> int:
     job = Job(given.gpus, given.rate, given.stall, given.restart, given.detection)
     best = job.best_interval
     print(f"{job.gpus} GPUs: {job.between_failures / 3600:.1f} h between failures; save every {best:.0f} s of training")

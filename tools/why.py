@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without an installed package, too
+
+from megavlm.resilience.account import records_of
 from megavlm.resilience.events import events
 from megavlm.resilience.history import history_of
 from megavlm.resilience.why import findings
@@ -26,27 +27,10 @@ def main(argv: Sequence[str]) -> int:
     happened = events(run_dir)
     past = history_of(happened, steps)
     if past is not None:
-        print(f"{past.goodput:.1%} of {past.wall:,.0f} s went into steps that count ({len(steps)} iterations)")
+        print(f"{past.goodput:.1%} of {past.wall:,.0f} s went into training ({len(steps)} iterations)")
     found = findings(steps, past, happened)
     print("\n".join(str(each) for each in found) if found else "nothing takes as much as 2 % of the time")
     return 0
-
-
-def records_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl; lines that cannot be read are left out."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from megavlm.data.types import Skipped
 
@@ -69,13 +69,30 @@ def kept_lines(content: bytes, *, resume_iteration: int) -> bytes:
     return content[:end]
 
 
+def lost_steps(path: Path, *, resume_iteration: int) -> dict[str, Any]:
+    """Return for the event `start` how many steps of `path` a run that resumes drops, and when the last of them ended.
+
+    Call it before `JsonlSink` opens the file.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    dropped = content[len(kept_lines(content, resume_iteration=resume_iteration)) :].splitlines()
+    found = [record for line in dropped if (record := _record_in(line)) is not None]
+    last = found[-1].get("time") if found else None
+    return {"lost_steps": len(found) or None, "last_lost": last if isinstance(last, str) else None}
+
+
 def _iteration_of(line: bytes) -> int | None:
+    record = _record_in(line)
+    return None if record is None else record["iteration"]
+
+
+def _record_in(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line of metrics.jsonl; None without one that has an iteration."""
     try:
         record = json.loads(line)
-    except ValueError:  # not JSON, or not even UTF-8
+    except (ValueError, RecursionError):  # not JSON, or not even UTF-8
         return None
-    iteration = record.get("iteration") if isinstance(record, dict) else None
-    return iteration if isinstance(iteration, int) else None
+    return record if isinstance(record, dict) and isinstance(record.get("iteration"), int) else None
 
 
 class TensorBoardSink:

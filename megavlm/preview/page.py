@@ -13,7 +13,8 @@ from PIL import Image
 
 from megavlm.preview.charts import histogram
 from megavlm.preview.content import PackedSegment, PreviewContent, Shown, Stretch
-from megavlm.preview.style import COLOURS, STYLE
+from megavlm.preview.html import document, facts, section
+from megavlm.preview.style import COLOURS
 
 _FIRST_BARS, _MOST_BARS = 24, 512  # sequences that are drawn at first, and after a click on "more"
 _MOST_SKIPPED = 5  # examples that are listed for each reason
@@ -25,25 +26,15 @@ def page(content: PreviewContent) -> str:
         f"<header><h1>{escape(content.title)}</h1>{_facts(content)}</header>",
         *(f'<p class="warning">{escape(text)}</p>' for text in content.warnings),
         '<div class="columns">',
-        _section("Sources", _sources(content)),
-        _section("Skipped", _skipped(content)),
-        _section("Lengths", histogram([s.length for s in content.segments], what="tokens", of="samples")),
-        _section("Images", histogram([s.images for s in content.segments], what="images", of="samples")),
+        section("Sources", _sources(content)),
+        section("Skipped", _skipped(content)),
+        section("Lengths", histogram([s.length for s in content.segments], what="tokens", of="samples")),
+        section("Images", histogram([s.images for s in content.segments], what="images", of="samples")),
         "</div>",
-        _section("Sequences", _sequences(content)),
-        _section("Samples", _legend() + "".join(_sample(shown, content) for shown in content.shown)),
+        section("Sequences", _sequences(content)),
+        section("Samples", _legend() + "".join(_sample(shown, content) for shown in content.shown)),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(content.title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
-        + "\n".join(body)
-        + "\n</main></body></html>\n"
-    )
-
-
-def _section(title: str, inner: str) -> str:
-    return f"<section><h2>{title}</h2>{inner}</section>"
+    return document(content.title, body)
 
 
 def _facts(content: PreviewContent) -> str:
@@ -52,8 +43,7 @@ def _facts(content: PreviewContent) -> str:
         ("sequences", f"{len(content.sequences):,} of {content.seq_length:,} tokens"),
         ("positions filled", f"{content.efficiency:.2%}"),
     )
-    rows = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in (*counted, *content.facts))
-    return f"<dl>{''.join(rows)}</dl>"
+    return facts((*counted, *content.facts))
 
 
 def _colour(source: int) -> str:

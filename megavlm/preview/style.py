@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 # The colours also differ in lightness, for readers who see fewer hues.
-_LIGHT = ("#2f6fb3", "#d9822b", "#3f8f5f", "#a64d79", "#7a6bb8", "#8c7a3d", "#4c9aa8", "#b5483a")
-_DARK = ("#6ea8e0", "#f0a860", "#7cc79a", "#dc8fb5", "#b3a6ea", "#cdb975", "#86ccd8", "#e88a7d")
+_LIGHT = (
+    *("#2f6fb3", "#d9822b", "#3f8f5f", "#a64d79", "#7a6bb8", "#8c7a3d"),
+    *("#4c9aa8", "#b5483a", "#c7a21c", "#8a5a44", "#56606e", "#d58fbe"),
+)
+_DARK = (
+    *("#6ea8e0", "#f0a860", "#7cc79a", "#dc8fb5", "#b3a6ea", "#cdb975"),
+    *("#86ccd8", "#e88a7d", "#e6cf5a", "#c79a80", "#a3aebc", "#f0bfdf"),
+)
 COLOURS = len(_LIGHT)
 
 
@@ -57,6 +63,19 @@ svg .bar{fill:var(--source-0)}
 svg .grid{stroke:var(--line)}
 svg .axis{stroke:var(--quiet)}
 svg .tick{fill:var(--quiet);font-size:11px;font-variant-numeric:tabular-nums}
+svg .line{fill:none;stroke:var(--source-0);stroke-width:2}
+svg .point{fill:var(--source-0)}
+svg .low{fill:var(--warn)}
+svg .limit{stroke:var(--warn);stroke-dasharray:6 4}
+svg.whole{height:26px;border-radius:5px;margin:0 0 12px}
+svg.time{height:150px;background:var(--paper)}
+svg.attempts{height:8px;margin-top:3px}
+.cell svg.whole{height:10px;margin:0;min-width:120px}
+.scroll{overflow-x:auto}
+.marks,.ticks{position:relative;height:20px;font-size:12px;color:var(--quiet);font-variant-numeric:tabular-nums}
+.marks b,.ticks span{position:absolute;transform:translateX(-50%);white-space:nowrap;cursor:default}
+.marks b{color:var(--ink)}
+.ticks span:first-child{transform:none}
 .sequences{list-style:none;margin:0;padding:0}
 .sequences li{display:flex;gap:10px;align-items:center;margin:3px 0}
 .sequences .number{width:3ch;color:var(--quiet);font-size:12px}

@@ -18,7 +18,8 @@ FILE = "events.jsonl"
 
 # Every kind of event and what it means; docs/long-runs.md has the same table.
 KINDS = {
-    "start": "a run, or an attempt of it, begins or goes on after `iteration`",
+    "start": "a run, or an attempt of it, begins or goes on after `iteration`; `seconds` since its processes began, "
+    "`load_seconds` of which the checkpoint was read; `lost_steps` are to be done again, the last ended at `last_lost`",
     "stop": "the run ends before its last iteration; `reason` is the signal or the request",
     "finish": "the run has done its last iteration",
     "failure": "the run ends by an error; `reason` is its line",
@@ -27,8 +28,9 @@ KINDS = {
     "damage": "a checkpoint is not what was saved, or cannot be verified; `reason` says why",
     "skip": "the numbers of step `iteration` were bad, and its batch was left out; `reason` says what was found",
     "mismatch": "a device computes or stores wrongly; `reason` names the rank, the tensor and the machine",
-    "rewind": "after a bad step the run went back to the weights of a checkpoint",
+    "rewind": "after a bad step the run went back to the weights of a checkpoint, that of iteration `back_to`",
     "worker": "a data worker died or hung, and another took its place; `reason` names the sample",
+    "slow": "a rank stays slower than the median: `slow_rank`, `phase`, `excess` (0.5: by half), `seconds` per step",
     "hang": "no rank made progress and the run ended; `reason` names the rank that stopped first, `stacks` the folder",
     "takeover": "the run took its folder over from a run that is dead",
 }

@@ -1,127 +1,275 @@
-"""Compute what a run's time went to, from its events and metrics. Pure functions, without torch."""
+"""Compute what a run's time went to, from its events and metrics. Pure functions, without torch.
+
+An attempt is the life of one set of processes. It begins with its processes, ends with them, and the next one goes on
+from a checkpoint: steps after that checkpoint were lost. metrics.jsonl has each iteration once, with the time at which
+its step ended; the event `start` says how many records of lost steps the attempt found there, and when the last ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from megavlm.resilience.ledger import Ledger
 
 TRAINING = "training"
-SAVES = "saves"
+DATA = "data"
 SLOW = "slow rank"
+SAVES = "saves"
+EVALUATION = "evaluation"
 SKIPPED = "skipped steps"
-LOST = "steps lost"  # done after the last checkpoint, and done again
+REWOUND = "rewind"
+LOST = "lost steps"
 HUNG = "hang"
-RESTART = "restart"
-KILLED = "steps lost and restart"  # the run was killed and could not say when
-OTHER = "evaluation and other"
-CAUSES = (SAVES, SLOW, SKIPPED, LOST, HUNG, RESTART, KILLED, OTHER)
-_ENDS = ("stop", "failure", "hang")
-_NOTABLE = 0.1
+DOWNTIME = "downtime"
+START = "start"
+LOAD = "load"
+OTHER = "other"
+
+# What a run's time goes to; docs/long-runs.md has the same table.
+CAUSES = {
+    TRAINING: "steps that count, without their waits for data and for a slow rank",
+    DATA: "waits for data within steps that count",
+    SLOW: "waits for a rank that is more than 10 % slower than the median, within steps that count",
+    SAVES: "training stood still for a save",
+    EVALUATION: "held-out questions were answered between steps",
+    SKIPPED: "steps that did not change the weights, and the search for what made their numbers bad",
+    REWOUND: "steps that a rewind undid, and the return to the checkpoint",
+    LOST: "steps after the checkpoint from which the next attempt went on, and the step under way at the end",
+    HUNG: "no rank made progress, until the run ended itself",
+    DOWNTIME: "nothing trained: from the end of an attempt until the processes of the next began",
+    START: "imports, process groups, model and data, until the first step",
+    LOAD: "the checkpoint was read",
+    OTHER: "what is left between steps",
+}
+_ENDS = ("hang", "failure", "stop", "finish")
+ASKED = ("stop", "finish")  # ends before which the run saved
+_NOTES = {"skip": SKIPPED, "rewind": REWOUND}  # events at the end of what they cost between steps
+_NOTABLE = 0.1  # a rank that is slower than the median by this fraction is slow
+
+
+Moment = tuple[int, Mapping[str, Any]]  # an event and its time, in microseconds since 1970
+
+
+class Step(NamedTuple):
+    """A step that metrics.jsonl has; times and durations in microseconds."""
+
+    iteration: int
+    begin: int
+    end: int
+    updated: bool
+    data: int  # its wait for data
+    slow: int  # its wait for a slow rank
+    stall: int  # for which a save stood in its way
+    evaluation: int  # after it
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt of a run, in microseconds since 1970; `until` is the beginning of the next, or the end of the run."""
+
+    began: int  # the processes
+    started: int  # training
+    until: int
+    start: Mapping[str, Any]  # its event
+    events: Sequence[Moment]
+    steps: Sequence[Step]  # those that count or were skipped or undone, not those lost
+    alive: int  # the end of its last step, lost ones included; `started` without any
+
+    @property
+    def end(self) -> Moment | None:
+        """Return its end; None if it was killed, or runs. Later processes may have failed before they trained."""
+        number = self.start.get("attempt")
+        own = ((time, event) for time, event in self.events if time >= self.started and event.get("attempt") == number)
+        return next((moment for moment in own if moment[1].get("kind") in _ENDS), None)
 
 
 @dataclass(frozen=True)
 class History:
-    """Seconds of a run by what they went to; they add up to `wall`, from the first event to the last."""
+    """What the time of a run went to, from the beginning of its first process to its last event or step."""
 
-    wall: float
-    seconds: Mapping[str, float]  # TRAINING, and of CAUSES those that took time
-    restarts: int
-    recoveries: tuple[float, ...]  # seconds from each end of an attempt that is known to the next start
+    begin: int  # microseconds since 1970
+    bins: tuple[Mapping[str, int], ...]  # microseconds by cause of equal parts of the time
+    attempts: tuple[Attempt, ...]
+
+    @cached_property
+    def microseconds(self) -> Mapping[str, int]:
+        """Return the microseconds of each cause that took time, in the order of CAUSES; they add up to the whole."""
+        totals = {cause: sum(part.get(cause, 0) for part in self.bins) for cause in CAUSES}
+        return {cause: value for cause, value in totals.items() if value}
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return {cause: value / 1e6 for cause, value in self.microseconds.items()}
+
+    @property
+    def wall(self) -> float:
+        """Return the seconds of the whole."""
+        return sum(self.microseconds.values()) / 1e6
+
+    @property
+    def restarts(self) -> int:
+        return len(self.attempts) - 1
 
     @property
     def goodput(self) -> float:
-        """Return the fraction of the time that went into steps that count."""
-        return self.seconds.get(TRAINING, 0.0) / self.wall if self.wall > 0 else 0.0
+        """Return the fraction of the time that went into training."""
+        return self.seconds.get(TRAINING, 0.0) / self.wall
+
+    @property
+    def kept(self) -> float:
+        """Return the fraction of the time that went into steps that count, with what they waited for."""
+        return sum(self.seconds.get(cause, 0.0) for cause in (TRAINING, DATA, SLOW)) / self.wall
 
 
 def history_of(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> History | None:
-    """Return what a run's time went to; None if it has no two events, so that its length is not known.
+    """Return what a run's time went to; None if its events have no start, or no time has passed since.
 
-    `records` are the lines of metrics.jsonl, which has each iteration that counts once. What an attempt did after the
-    checkpoint from which the next one goes on is lost: everything between the time of that checkpoint and the start.
+    `records` are the lines of metrics.jsonl. Those without a time are not counted.
     """
-    timed = [(_time(event), event) for event in events if _time(event) is not None]
-    moments = [(time, event) for time, event in timed if time is not None]
-    if len(moments) < 2 or moments[-1][0] <= moments[0][0]:
+    dated = [(_time(event), event) for event in events]
+    moments = sorted(((time, event) for time, event in dated if time is not None), key=lambda moment: moment[0])
+    steps = _steps(records)
+    attempts = _attempts(moments, steps)
+    if not attempts or attempts[-1].until <= attempts[0].began:
         return None
-    wall = moments[-1][0] - moments[0][0]
-    seconds = dict.fromkeys((TRAINING, *CAUSES), 0.0)
-    seconds |= _of_steps(records)
-    lost, recoveries = _of_restarts(moments)
-    for cause, value in lost.items():
-        seconds[cause] += value
-    for _, event in moments:
-        if event.get("kind") == "save":
-            seconds[SAVES] += _number(event.get("seconds"))
-    known = sum(seconds.values())
-    if known > wall:  # the last step may end after the last event
-        seconds[TRAINING] = max(0.0, seconds[TRAINING] - (known - wall))
-    seconds[OTHER] += max(0.0, wall - known)
-    starts = sum(event.get("kind") == "start" for _, event in moments)
-    found = {name: value for name, value in seconds.items() if value > 0}
-    return History(wall, found, max(0, starts - 1), tuple(recoveries))
+    ledger = Ledger(attempts[0].began, attempts[-1].until)
+    undone = _undone(steps, moments)
+    for attempt in attempts:
+        _fill(ledger, attempt, undone)
+    return History(attempts[0].began, ledger.close(OTHER), tuple(attempts))
 
 
-def _of_steps(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the seconds of steps: useful, skipped, and what a slow rank added to those since the report before."""
-    seconds = {TRAINING: 0.0, SKIPPED: 0.0, SLOW: 0.0}
-    since = 0.0
-    for record in records:
-        step = _number(record.get("step_time_s"))
-        if record.get("updated") is False:
-            seconds[SKIPPED] += step
+def _attempts(moments: Sequence[Moment], steps: Sequence[Step]) -> list[Attempt]:
+    starts = [(time, event) for time, event in moments if event.get("kind") == "start"]
+    if not starts:
+        return []
+    before = [0, *(time for time, _ in starts)]  # an attempt begins after training in the one before began
+    began = [
+        max(early, time - _micro(event.get("seconds"))) for (time, event), early in zip(starts, before, strict=False)
+    ]
+    last = max(moments[-1][0], steps[-1].end if steps else 0)
+    signs = [time for _, event in starts if (time := _time(event, "last_lost")) is not None]
+    ends, times = [step.end for step in steps], [time for time, _ in moments]
+    found = []
+    for (started, start), own, until in zip(starts, began, [*began[1:], last], strict=True):
+        held = steps[bisect_right(ends, started) : bisect_right(ends, until)]
+        within = moments[bisect_left(times, own) : (bisect_right if until == last else bisect_left)(times, until)]
+        shown = [step.end for step in held] + [sign for sign in signs if started < sign <= until]
+        found.append(Attempt(own, started, until, start, within, held, max(shown, default=started)))
+    return found
+
+
+def _fill(ledger: Ledger, attempt: Attempt, undone: set[int]) -> None:
+    """Account for an attempt and for the time before it, from where the cursor is."""
+    ledger.fill(attempt.began, DOWNTIME)
+    ledger.fill(attempt.started - _micro(attempt.start.get("load_seconds")), START)
+    ledger.fill(attempt.started, LOAD)
+    notes = deque((time, _NOTES[kind]) for time, event in attempt.events if (kind := str(event.get("kind"))) in _NOTES)
+    evaluation, rest = 0, START
+    for step in attempt.steps:
+        ledger.spend(evaluation, EVALUATION, until=step.begin)
+        while notes and notes[0][0] <= step.begin:
+            ledger.fill(*notes.popleft())
+        ledger.spend(step.stall, SAVES, until=step.begin)
+        ledger.fill(step.begin, rest)
+        if not step.updated or step.end in undone:
+            ledger.fill(step.end, REWOUND if step.updated else SKIPPED)
+        else:
+            ledger.fill(step.begin + step.data, DATA)
+            ledger.fill(step.end - step.slow, TRAINING)
+            ledger.fill(step.end, SLOW)
+        evaluation, rest = step.evaluation, OTHER
+    ledger.spend(evaluation, EVALUATION, until=attempt.until)
+    ledger.fill(attempt.alive, LOST)
+    for note in notes:
+        ledger.fill(*note)
+    _fill_end(ledger, attempt)
+
+
+def _fill_end(ledger: Ledger, attempt: Attempt) -> None:
+    """Account for what an attempt did after its last step."""
+    if attempt.end is None:
+        return
+    time, event = attempt.end
+    saved = max((at for at, each in attempt.events if each.get("kind") == "save" and at <= time), default=0)
+    ledger.fill(time if event.get("kind") in ASKED else saved, SAVES)
+    ledger.fill(time, HUNG if event.get("kind") == "hang" else LOST)
+
+
+def _undone(steps: Sequence[Step], moments: Iterable[Moment]) -> set[int]:
+    """Return the ends of the steps that a later rewind undid."""
+    found: set[int] = set()
+    ends = [step.end for step in steps]
+    for time, event in moments:
+        back_to = event.get("back_to")
+        if event.get("kind") != "rewind" or not isinstance(back_to, int):
             continue
-        seconds[TRAINING] += step
-        since += step
-        if "slowest_rank_excess" in record:
-            excess, own = _number(record["slowest_rank_excess"]), _number(record.get("slowest_rank_s"))
-            if excess > _NOTABLE and step > 0:
-                # Of its own time per step, this part is above the median rank's.
-                share = min(1.0, own * excess / (1 + excess) / step)
-                seconds[SLOW] += since * share
-                seconds[TRAINING] -= since * share
-            since = 0.0
-    return seconds
+        for step in reversed(steps[: bisect_right(ends, time)]):
+            if step.iteration <= back_to:
+                break
+            found.add(step.end)
+    return found
 
 
-def _of_restarts(moments: Sequence[tuple[float, Mapping[str, Any]]]) -> tuple[dict[str, float], list[float]]:
-    """Return the seconds lost to restarts, by cause, and how long each recovery took whose begin is known."""
-    lost = {LOST: 0.0, HUNG: 0.0, RESTART: 0.0, KILLED: 0.0}
-    recoveries: list[float] = []
-    for place, (start, event) in enumerate(moments):
-        earlier = moments[:place]
-        if event.get("kind") != "start" or not earlier:
-            continue
-        anchor = next(
-            (
-                time
-                for time, before in reversed(earlier)
-                if before.get("kind") in ("save", "start") and before.get("iteration") == event.get("iteration")
-            ),
-            earlier[-1][0],
+def _steps(records: Sequence[Mapping[str, Any]]) -> list[Step]:
+    """Return the steps that say when they ended, in the order of time."""
+    timed = [(end, record) for record in records if (end := _time(record)) is not None]
+    found = []
+    for (end, record), slow in zip(timed, _slow([record for _, record in timed]), strict=True):
+        iteration, seconds = record.get("iteration"), _micro(record.get("step_time_s"))
+        data = min(seconds, _micro(record.get("data_time_s")))
+        found.append(
+            Step(
+                iteration=iteration if isinstance(iteration, int) else 0,
+                begin=end - seconds,
+                end=end,
+                updated=record.get("updated") is not False,
+                data=data,
+                slow=min(slow, seconds - data),
+                stall=_micro(record.get("save_stall_s")),
+                evaluation=_micro(record.get("eval_time_s")),
+            )
         )
-        last_start = max((time for time, before in earlier if before.get("kind") == "start"), default=anchor)
-        anchor = max(anchor, last_start)
-        end = next(((t, e) for t, e in earlier if t >= anchor and e.get("kind") in _ENDS), None)
-        if end is None:
-            lost[KILLED] += start - anchor
+    return sorted(found, key=lambda step: step.end)
+
+
+def _slow(records: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return for each step the microseconds that the slowest rank added: a report speaks for the steps before it, too.
+
+    Where that rank waits for its data, what the record says of waits for data has been counted already.
+    """
+    found: list[int] = []
+    for place, record in enumerate(records):
+        if "slowest_rank_excess" not in record:
             continue
-        hung = min(_number(end[1].get("seconds")), end[0] - anchor) if end[1].get("kind") == "hang" else 0.0
-        lost[HUNG] += hung
-        lost[LOST] += end[0] - anchor - hung
-        lost[RESTART] += start - end[0]
-        recoveries.append(start - end[0] + hung)
-    return lost, recoveries
+        excess, own = _number(record["slowest_rank_excess"]), _micro(record.get("slowest_rank_s"))
+        extra = int(own * excess / (1 + excess)) if excess > _NOTABLE else 0
+        in_data = record.get("slowest_rank_phase") == "data"
+        for step in records[len(found) : place + 1]:
+            found.append(max(0, extra - (_micro(step.get("data_time_s")) if in_data else 0)))
+    return found + [0] * (len(records) - len(found))
 
 
-def _time(event: Mapping[str, Any]) -> float | None:
+def _time(event: Mapping[str, Any], name: str = "time") -> int | None:
+    """Return a time that an event or a record states, in microseconds since 1970."""
     try:
-        return datetime.fromisoformat(str(event.get("time"))).timestamp()
-    except ValueError:
+        return round(datetime.fromisoformat(str(event.get(name))).timestamp() * 1e6)
+    except (ValueError, OverflowError, OSError):
         return None
+
+
+def _micro(seconds: Any) -> int:
+    """Return seconds as microseconds; 0 for what is no duration."""
+    return round(_number(seconds) * 1e6)
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and value == value else 0.0
+    """Return a positive number, at most 1e9; 0 for all else."""
+    return float(min(value, 1e9)) if isinstance(value, int | float) and 0 < value < math.inf else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from megavlm.resilience.progress import Report
 # A rank's own time in a step; in the other phases it waits for others, or all ranks do the same.
 OWN = (DATA, COMPUTE, OPTIMIZER, OTHER)
 NOTABLE = 0.1  # a rank that is slower than the median by this fraction is reported
+_REPEATS = 3  # reports in a row that must agree on a slow rank and its phase before it is an event
+_PAUSE = 600.0  # seconds between two events
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,34 @@ class Spread:
         return self.excess > NOTABLE
 
     @property
+    def longer(self) -> float:
+        """Return how many seconds per step the slowest rank takes more than the median rank."""
+        return self.own - self.own / (1 + self.excess)
+
+    @property
     def words(self) -> str:
         """Return what the progress line says of the slowest rank."""
-        longer = self.own - self.own / (1 + self.excess)
-        return f"rank {self.slowest} ({self.host}) takes {longer:.2f} s per step more than the median, in {self.phase}"
+        who = f"rank {self.slowest} ({self.host})"
+        return f"{who} takes {self.longer:.2f} s per step more than the median, in {self.phase}"
+
+
+class SlowEvents:
+    """Chooses the reports of a slow rank that become events; every one of them would fill the file."""
+
+    def __init__(self) -> None:
+        self._named: tuple[int, str] | None = None  # by the last report
+        self._repeats = 0
+        self._last = -math.inf
+
+    def wants(self, found: Spread, now: float) -> bool:
+        """Return whether a report at `now` (seconds of any clock) is to be an event; call it with each report."""
+        named = (found.slowest, found.phase) if found.notable else None
+        self._repeats = self._repeats + 1 if named == self._named else 1
+        self._named = named
+        if named is None or self._repeats < _REPEATS or now - self._last < _PAUSE:
+            return False
+        self._last = now
+        return True
 
 
 def spread(before: Mapping[int, Report], after: Mapping[int, Report]) -> Spread | None:

@@ -93,26 +93,37 @@ def _slow_rank(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def _between_steps(past: History, events: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return what takes time between steps: saves, restarts, hangs."""
+    """Return what takes time between steps: saves, restarts, hangs, rewinds, evaluation."""
     share = {name: value / past.wall for name, value in past.seconds.items()}
     times = f"{past.restarts} restart{'s'[: past.restarts != 1]}"
-    lost = share.get(history.LOST, 0.0) + share.get(history.KILLED, 0.0)
+    # The first start is no restart.
+    starting = (share.get(history.START, 0.0) + share.get(history.LOAD, 0.0)) * past.restarts / (past.restarts + 1)
     hangs = [str(event.get("reason")) for event in events if event.get("kind") == "hang"]
     return [
         Finding(share.get(history.SAVES, 0.0), "the run stands still while it saves", "raise --save-interval"),
-        Finding(lost, f"steps after the last checkpoint were lost ({times})", "lower --save-interval"),
         Finding(
-            share.get(history.RESTART, 0.0), f"starting again ({times})", "see RUN_DIR/events.jsonl for the reasons"
+            share.get(history.LOST, 0.0),
+            f"steps after the last checkpoint were lost ({times})",
+            "lower --save-interval",
+        ),
+        Finding(
+            share.get(history.DOWNTIME, 0.0) + starting,
+            f"starting again ({times})",
+            "see RUN_DIR/events.jsonl for the reasons",
+        ),
+        Finding(
+            share.get(history.REWOUND, 0.0),
+            "rewinds undo steps",
+            "use --on-spike skip, raise --spike-factor, or lower --save-interval",
         ),
         Finding(
             share.get(history.HUNG, 0.0),
             f"hangs, the last: {hangs[-1] if hangs else ''}",
             "look at RUN_DIR/hang-*, exclude the node that is named, or lower --hang-timeout",
         ),
+        Finding(share.get(history.EVALUATION, 0.0), "evaluation", "raise --eval-interval, or lower --eval-samples"),
         Finding(
-            share.get(history.OTHER, 0.0),
-            "evaluation, opening data and all else between steps",
-            "raise --eval-interval",
+            share.get(history.OTHER, 0.0), "logging and all else between steps", "look at the file system of RUN_DIR"
         ),
     ]
 

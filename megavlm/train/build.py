@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,20 +29,20 @@ from megavlm.data.image_assignment import ImageAssignment
 from megavlm.data.records import data_identity
 from megavlm.data.source import ComputedSource
 from megavlm.metrics.progress import ProgressLine
-from megavlm.metrics.sinks import JsonlSink, Sink, SkippedLog, TensorBoardSink
+from megavlm.metrics.sinks import Sink, SkippedLog
 from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups, build_groups, from_rank_0, meet, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.planner.auto import offload_memory_error
 from megavlm.planner.plan import Plan, dims_of, make_plan, table
 from megavlm.precision.device import check_device, device_at_hand
-from megavlm.resilience import events
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import Phases
-from megavlm.resilience.status import note_failure, write_status
+from megavlm.resilience.status import note_failure
 from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine
 from megavlm.train.initial_state import choose_checkpoints, initial_weights, restore
+from megavlm.train.outputs import note_start, outputs
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
 from megavlm.train.watch import Watch
@@ -75,12 +75,13 @@ class Run:
         return train.global_batch_size // (train.micro_batch_size * self.plan.dims.dp)
 
 
-def build(config: Config, backend: Backend) -> Run:
+def build(config: Config, backend: Backend, *, began: float | None = None) -> Run:
     """Return a run that is ready for its next iteration; every rank calls this.
 
-    Raises UserError for a configuration that cannot run. By then RUN_DIR and the demo's tokenizer may be written,
-    because the plan depends on the size of the tokenizer.
+    `began` is when the program began, in seconds since 1970 (default: now). Raises UserError for a configuration that
+    cannot run. By then RUN_DIR and the demo's tokenizer may be written, because the plan depends on its size.
     """
+    began = began or time.time()
     saver = _saver(config)  # first: it forks, which threads and a joined world make unsafe
     timeout = config.parallel.distributed_timeout_minutes
     meeting = meet(timeout_minutes=timeout)
@@ -88,13 +89,13 @@ def build(config: Config, backend: Backend) -> Run:
     try:
         watch.starting("connections")
         start(backend, timeout_minutes=timeout, meeting=meeting)
-        return _locked(config, backend, saver, watch)
+        return _locked(config, backend, saver, watch, began)
     except BaseException:
         watch.close()
         raise
 
 
-def _locked(config: Config, backend: Backend, saver: Saver | None, watch: Watch) -> Run:
+def _locked(config: Config, backend: Backend, saver: Saver | None, watch: Watch, began: float) -> Run:
     """Build the run in a folder that rank 0 has locked."""
     check_device(config)
     run_dir = Path(config.run.run_dir)
@@ -103,14 +104,14 @@ def _locked(config: Config, backend: Backend, saver: Saver | None, watch: Watch)
     on_rank_0(lock.acquire)
     watch.owns_folder()
     try:
-        return _build(config, backend, lock, saver, watch)
+        return _build(config, backend, lock, saver, watch, began)
     except Exception as error:
         note_failure(run_dir, error)
         lock.release()
         raise
 
 
-def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None, watch: Watch) -> Run:
+def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None, watch: Watch, began: float) -> Run:
     timeout = config.parallel.distributed_timeout_minutes
     rank, run_dir = dist.get_rank(), Path(config.run.run_dir)
     watch.starting("tokenizer and process groups")
@@ -160,13 +161,15 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         phases=watch.phases,
     )
     watch.starting("checkpoint")
+    built = time.time()
     position = restore(engine, data_loader, config, plan, choices, identity)
     dist.barrier()  # others may still read what rank 0 holds for them
     holds.release()
+    written: tuple[ProgressLine | None, list[Sink]] = (None, [])
     if rank == 0:
-        events.record(run_dir, "start", iteration=position.iteration, world=dims.world)
-        write_status(run_dir, "running", iteration=position.iteration, train_iters=config.train.train_iters)
-    progress, sinks = _outputs(config, run_dir, position.iteration) if rank == 0 else (None, [])
+        spent = {"seconds": time.time() - began, "load_seconds": time.time() - built}
+        note_start(config, run_dir, position.iteration, world=dims.world, **spent)
+        written = outputs(config, run_dir, position.iteration)
     return Run(
         config=config,
         plan=plan,
@@ -176,8 +179,8 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         engine=engine,
         position=position,
         run_dir=run_dir,
-        progress=progress,
-        sinks=sinks,
+        progress=written[0],
+        sinks=written[1],
         saver=saver,
         data_identity=identity,
         lock=lock,
@@ -215,14 +218,3 @@ def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
     if plan.encoder:
         return groups.mp
     return groups.tp if plan.owner_of(PATCH_EMBED) == groups.coords.pp else None
-
-
-def _outputs(config: Config, run_dir: Path, first_iteration: int) -> tuple[ProgressLine, list[Sink]]:
-    """Return the progress line and all sinks of metrics, which continue after `first_iteration`."""
-    progress = ProgressLine(config.train.train_iters, sys.stderr, log_interval=config.logging.log_interval)
-    sinks: list[Sink] = [progress, JsonlSink(run_dir / "metrics.jsonl", resume_iteration=first_iteration)]
-    if config.logging.tensorboard:
-        sinks.append(
-            TensorBoardSink(run_dir / "tensorboard", purge_step=first_iteration + 1 if first_iteration else None)
-        )
-    return progress, sinks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,11 +107,12 @@ def report(examination: Examination, run_dir: Path) -> str:
 
 
 def interval_evaluation(run: Run, say: Callable[[str], None]) -> dict[str, Value]:
-    """Return the scores on a third of the final evaluation's questions; empty if the data have no questions."""
+    """Return the scores on a third of the final evaluation's questions, and its time; empty if there are none."""
     if not isinstance(run.source, Examiner):
         return {}
     questions = run.source.questions(max(1, run.config.evaluation.eval_samples // 3))
     run.engine.schedule.phases.enter(EVALUATION)
+    began = time.perf_counter()
     predictions = answer_all(
         run.engine,
         run.source,
@@ -121,7 +123,8 @@ def interval_evaluation(run: Run, say: Callable[[str], None]) -> dict[str, Value
     run.engine.schedule.phases.enter(OTHER)
     scores = exact_match(questions, predictions)
     say("held-out exact match: " + ", ".join(f"{kind} {score:.0%}" for kind, score in scores.items()))
-    return {f"eval_{kind.replace(' ', '_')}": score for kind, score in scores.items()}
+    named = {f"eval_{kind.replace(' ', '_')}": score for kind, score in scores.items()}
+    return {**named, "eval_time_s": time.perf_counter() - began}
 
 
 def final_evaluation(run: Run, say: Callable[[str], None]) -> None:

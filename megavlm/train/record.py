@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 
 from megavlm.arch.flops import step_flops
 from megavlm.arch.workload import Workload
@@ -31,6 +32,7 @@ def record_of(
     peak = throughput.peak_of_run(run.backend.name, run.config)
     record: dict[str, Value] = {
         "iteration": iteration,
+        "time": datetime.now(UTC).isoformat(timespec="microseconds"),  # at which the step ended
         "loss": None if math.isnan(result.loss) and not result.trained_tokens else result.loss,  # left out
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,

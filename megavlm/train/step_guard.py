@@ -101,7 +101,7 @@ class StepGuard:
         run = self._run
         position = state.load(run.engine.trained(), folder, config=run.config, plan=run.plan)
         self._steps.go_back(position.bad_steps, left_out=iteration - position.iteration)
-        self._report("rewind", iteration, f"went back to the weights of {folder}")
+        self._report("rewind", iteration, f"went back to the weights of {folder}", back_to=position.iteration)
 
     def _report(self, kind: str, iteration: int, reason: str, **details: Any) -> None:
         if self._run.progress is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,9 +12,10 @@ from megavlm.config.schema import Config
 from megavlm.data.workers import ATTEMPTS
 from megavlm.metrics.sinks import Value
 from megavlm.parallel.rendezvous import Meeting
+from megavlm.resilience import events
 from megavlm.resilience.phases import END, START, Phases
 from megavlm.resilience.progress import Limits
-from megavlm.resilience.slow import Spread, spread
+from megavlm.resilience.slow import SlowEvents, Spread, spread
 from megavlm.resilience.watchdog import Member, Watchdog
 
 
@@ -27,6 +29,8 @@ class Watch:
         self._says = meeting.rank == 0
         self._interval = config.logging.log_interval
         self._before = self._watchdog.table
+        self._slow = SlowEvents()
+        self._run_dir = member.run_dir
         self._watchdog.start()
 
     def starting(self, part: str) -> None:
@@ -50,7 +54,11 @@ class Watch:
         found = spread(self._before, after)
         if found is not None or not self._before or not all(report.steps for report in self._before.values()):
             self._before = after
-        return {} if found is None else _fields(found)
+        if found is None:
+            return {}
+        if self._slow.wants(found, time.monotonic()):
+            _record(self._run_dir, iteration, found)
+        return _fields(found)
 
     def ending(self) -> None:
         """Begin the end of this rank."""
@@ -67,6 +75,19 @@ def _limits(config: Config) -> Limits:
         # A worker is replaced, or the sample is named: the run need not end meanwhile.
         data=ATTEMPTS * config.data.worker_timeout + 60 if files else 0.0,
         collective=60 * config.parallel.distributed_timeout_minutes,
+    )
+
+
+def _record(run_dir: Path, iteration: int, found: Spread) -> None:
+    events.record(
+        run_dir,
+        "slow",
+        iteration=iteration,
+        seconds=round(found.longer, 3),
+        reason=found.words,
+        slow_rank=found.slowest,
+        phase=found.phase,
+        excess=round(found.excess, 3),
     )
 
 

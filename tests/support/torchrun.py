@@ -25,12 +25,19 @@ class Launched:
     leaves no process behind."""
 
     def __init__(
-        self, argv: Sequence[str], run_dir: Path, *, launcher: Sequence[str] | None, env: dict[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        run_dir: Path,
+        *,
+        launcher: Sequence[str] | None,
+        env: dict[str, str] | None = None,
+        program: str = "pretrain_vlm.py",
     ) -> None:
         self.run_dir = run_dir
+        self._program = program
         run_dir.mkdir(parents=True, exist_ok=True)
         torchrun = [] if launcher is None else ["-m", "torch.distributed.run", *launcher]
-        command = [sys.executable, *torchrun, "pretrain_vlm.py", *argv, "--run-dir", str(run_dir)]
+        command = [sys.executable, *torchrun, program, *argv, "--run-dir", str(run_dir)]
         self._seen: dict[int, psutil.Process] = {}
         with (run_dir / "output").open("ab") as output:
             self.process = subprocess.Popen(
@@ -55,7 +62,7 @@ class Launched:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks, in order."""
-        found = [each for each in self._children() if "pretrain_vlm.py" in " ".join(_command(each))]
+        found = [each for each in self._children() if self._program in " ".join(_command(each))]
         own = [each for each in found if _command(each)[1:2] != ["-c"] and each.ppid() == self.process.pid]
         return sorted(own, key=lambda each: int(each.environ()["RANK"]))
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megavlm.metrics.sinks import JsonlSink, TensorBoardSink, kept_lines
+from megavlm.metrics.sinks import JsonlSink, TensorBoardSink, kept_lines, lost_steps
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -126,3 +126,15 @@ def test_tensorboard_charts_numbers_and_purges_on_resume(tmp_path: Path) -> None
     charts = EventAccumulator(str(tmp_path)).Reload()
     assert sorted(charts.Tags()["scalars"]) == ["loss", "tokens"]
     assert [(point.step, point.value) for point in charts.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+
+def test_a_run_that_resumes_learns_which_steps_were_lost(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert lost_steps(path, resume_iteration=3) == {"lost_steps": None, "last_lost": None}
+    path.write_text(
+        "".join(json.dumps({"iteration": i, "time": f"T{i}"}) + "\n" for i in range(1, 8)) + '{"iteration": 8, "ti'
+    )
+    assert lost_steps(path, resume_iteration=3) == {"lost_steps": 4, "last_lost": "T7"}
+    assert lost_steps(path, resume_iteration=7) == {"lost_steps": None, "last_lost": None}
+    JsonlSink(path, resume_iteration=3).close()
+    assert len(records(path)) == 3

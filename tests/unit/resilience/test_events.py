@@ -63,4 +63,5 @@ def test_an_event_nobody_described_is_refused(tmp_path: Path):
 
 def test_the_page_lists_every_kind():
     page = (ROOT / "docs/long-runs.md").read_text()
-    assert dict(re.findall(r"^\| `([a-z_]+)` \| (.+) \|$", page.split("## Events")[1], re.MULTILINE)) == KINDS
+    section = page.split("## Events")[1].split("\n## ")[0]
+    assert dict(re.findall(r"^\| `([a-z_]+)` \| (.+) \|$", section, re.MULTILINE)) == KINDS

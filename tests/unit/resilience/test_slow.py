@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, SAVE
 from megavlm.resilience.progress import Report
-from megavlm.resilience.slow import spread
+from megavlm.resilience.slow import SlowEvents, Spread, spread
 
 
 def report(rank: int, steps: int, process: int = 1, **seconds: float) -> Report:
@@ -43,3 +43,21 @@ def test_nothing_is_said_before_each_rank_has_done_a_step_nor_over_a_restart():
     assert spread(late, late) is None
     assert spread({0: report(0, 1), 1: report(1, 1, process=7)}, late) is None
     assert spread({}, late) is None
+
+
+def slow(rank: int, excess: float = 0.5, phase: str = COMPUTE) -> Spread:
+    return Spread(steps=1, seconds={}, slowest=rank, host="node", own=1.5, excess=excess, phase=phase)
+
+
+def test_a_rank_that_stays_slow_is_an_event_now_and_then():
+    wanted = SlowEvents()
+    said = [second for second in range(0, 2_000, 5) if wanted.wants(slow(1), float(second))]
+    assert said == [10, 610, 1210, 1810]
+
+
+def test_reports_that_name_one_rank_after_another_are_no_event():
+    """Noise: somebody is always the slowest."""
+    wanted = SlowEvents()
+    reports = [slow(1), slow(2), slow(1), slow(1, phase=DATA), slow(1), slow(1, excess=0.05), slow(1), slow(1)]
+    assert not any(wanted.wants(found, float(second)) for second, found in enumerate(reports))
+    assert wanted.wants(slow(1), 100.0)

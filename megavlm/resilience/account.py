@@ -1,0 +1,118 @@
+"""Gather what tools say of runs' time: the account of a run, and how throughput grows with devices. Without torch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megavlm.resilience.history import History
+from megavlm.resilience.recovery import Recovery, recoveries_of, typical
+
+_WARM_UP = 2  # first steps of a run, which are slower
+
+
+def records_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of metrics.jsonl; lines that cannot be read are left out."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
+@dataclass(frozen=True)
+class Account:
+    """What the time of a run went to, and what it took to recover."""
+
+    name: str
+    history: History
+
+    @cached_property
+    def recoveries(self) -> list[Recovery]:
+        return recoveries_of(self.history)
+
+    @property
+    def typical_recovery(self) -> float | None:
+        """Return the median seconds from the end of an attempt to the next step that counts."""
+        return typical([each.to_step for each in self.recoveries if each.kind != "finish"])
+
+    @property
+    def iterations(self) -> int:
+        """Return the number of steps that stay in metrics.jsonl."""
+        return sum(len(attempt.steps) for attempt in self.history.attempts)
+
+    @property
+    def devices(self) -> int:
+        """Return the number of ranks of the last attempt; 0 if it does not say."""
+        return devices_of([attempt.start for attempt in self.history.attempts])
+
+    def as_json(self) -> dict[str, Any]:
+        past = self.history
+        return {
+            "run": self.name,
+            "wall_s": past.wall,
+            "goodput": past.goodput,
+            "kept": past.kept,
+            "seconds": past.seconds,
+            "iterations": self.iterations,
+            "devices": self.devices,
+            "restarts": past.restarts,
+            "typical_recovery_s": self.typical_recovery,
+            "recoveries": [vars(each) for each in self.recoveries],
+        }
+
+
+@dataclass(frozen=True)
+class Point:
+    """The throughput of a run."""
+
+    name: str
+    devices: int
+    tokens_per_second: float  # median over its steps
+
+    @property
+    def per_device(self) -> float:
+        return self.tokens_per_second / self.devices
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Runs of several sizes, the smallest first."""
+
+    points: Sequence[Point]
+
+    @property
+    def shares(self) -> list[float]:
+        """Return the throughput per device of each run against that of the smallest."""
+        return [point.per_device / self.points[0].per_device for point in self.points]
+
+
+def scaling_of(points: Sequence[Point]) -> Scaling:
+    return Scaling(sorted(points, key=lambda point: (point.devices, point.name)))
+
+
+def point_of(name: str, events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> Point | None:
+    """Return the throughput of a run; None if it does not tell its devices, or has no step that counts."""
+    devices = devices_of([event for event in events if event.get("kind") == "start"])
+    rates = [record.get("tokens_per_second") for record in records[_WARM_UP:] if record.get("updated") is not False]
+    known = [float(rate) for rate in rates if isinstance(rate, int | float) and 0 < rate < 1e15]
+    return Point(name, devices, statistics.median(known)) if devices and known else None
+
+
+def devices_of(starts: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of ranks that the last start tells; 0 if none does."""
+    worlds = [world for start in starts if isinstance(world := start.get("world"), int) and world > 0]
+    return worlds[-1] if worlds else 0
