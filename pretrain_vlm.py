@@ -14,7 +14,8 @@ from megavlm.config.derived import launches_in_order
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check, usable_world
 from megavlm.config.schema import Config
-from megavlm.errors import Stopped, UserError
+from megavlm.errors import RankError, Stopped, UserError
+from megavlm.parallel.world import World, world_of
 from megavlm.resilience.retry import launch_time, refuse_retry
 from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
 from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
@@ -23,8 +24,9 @@ from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
 def main(argv: Sequence[str]) -> None:
     """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly."""
     began = time.time()
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    config = with_model(parse(argv))
+    config = parse(argv)
+    launched = enter_world()
+    config = with_model(config)
     world = usable_world(config, launched)
     config = with_plan(config, world=world)
     if config.run.dry_run:
@@ -52,6 +54,14 @@ def main(argv: Sequence[str]) -> None:
     from megavlm.train.loop import fit
 
     fit(build(config, chosen, began=began), stop)
+
+
+def enter_world() -> int:
+    """Return how many processes were started with this one, and set the variables that torchrun would have set."""
+    world = world_of(os.environ)
+    if world.world_size > 1:
+        os.environ.update(world.environment())
+    return world.world_size
 
 
 def with_model(config: Config) -> Config:
@@ -107,9 +117,9 @@ def run(argv: Sequence[str]) -> int:
         return STOPPED
     except UserError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if _speaks():
+        if isinstance(error, RankError) or _speaks():
             print(f"pretrain_vlm.py: {error}", file=sys.stderr, flush=True)
-        if os.environ.get("WORLD_SIZE", "1") != "1":
+        if _world_or_alone().world_size > 1:
             time.sleep(error.wait)
         return error.status
     return 0
@@ -123,7 +133,16 @@ def _speaks() -> bool:
         if dist.is_available() and dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
             return store.add("megavlm/user_error", 1) == 1
-    return os.environ.get("RANK", "0") == "0"
+    return _world_or_alone().rank == 0
+
+
+def _world_or_alone() -> World:
+    """Return this process's place; a world of one, of the rank that RANK says, where the environment is the mistake."""
+    try:
+        return world_of(os.environ)
+    except UserError:
+        rank = os.environ.get("RANK", "0")
+        return World(int(rank) if rank.isdecimal() else 0)
 
 
 if __name__ == "__main__":

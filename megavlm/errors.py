@@ -13,6 +13,10 @@ class UserError(ValueError):
     wait = 4.0
 
 
+class RankError(UserError):
+    """A mistake that one rank finds alone, so that it is reported whatever the number of the rank."""
+
+
 class BadNumbers(UserError):
     """Losses or gradients that are not finite, or spikes, ended the run. The exit status is 3."""
 

@@ -30,18 +30,21 @@ def activate(*, launches_in_order: bool = False) -> Backend:
 
     `launches_in_order` lets a GPU begin kernels of all streams in the order of their launch, unless the environment
     says how (`CUDA_DEVICE_MAX_CONNECTIONS`): before Blackwell, tensor-parallel communication overlaps only so.
-    Raises UserError, on each process of a machine alike, where it has fewer devices than processes.
+    A process that sees one device takes it. Raises UserError where processes see several, and too few.
     """
     if launches_in_order:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # CUDA reads it once, when it starts
     if torch.cuda.is_available():
-        processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-        if processes > devices:
+        devices, number = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+        processes = max(number + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if devices == 1:
+            number = 0  # each process may see its own; `start` refuses processes that share one
+        elif processes > devices:
             raise UserError(
-                f"{processes} processes on this machine see {devices} CUDA device{'s'[: devices != 1]}: start as many "
+                f"{processes} processes on this machine see {devices} CUDA devices: start as many "
                 f"processes as it has devices (torchrun --nproc-per-node {devices}), and let each see all of them"
             )
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", number)
         torch.cuda.set_device(device)
         from megavlm.backend import mcore_patches, transformer_engine
 

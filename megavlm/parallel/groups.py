@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from megavlm.backend import Backend
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Coordinates, Dims
-from megavlm.parallel.rendezvous import Meeting, join
+from megavlm.parallel.rendezvous import Meeting, join, refuse_shared_devices
 
 Found = TypeVar("Found")
 ENCODER_RNG = "encoder-rng"  # name of a colocated encoder's dropout generator in megatron-core's tracker
@@ -83,10 +84,10 @@ class Groups:
 
 
 def meet(*, timeout_minutes: float) -> Meeting:
-    """Find torchrun's other ranks; plain python's only process meets itself."""
+    """Find the other ranks that the environment names (`world_of`); the only process of a world meets itself."""
     if dist.is_initialized():
         return Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-    if dist.is_torchelastic_launched():
+    if dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return join(timedelta(minutes=timeout_minutes))
     return Meeting(dist.HashStore(), 0, 1)
 
@@ -100,13 +101,16 @@ def start(backend: Backend, *, timeout_minutes: float, meeting: Meeting | None =
     if dist.is_initialized():
         return
     met = meeting or meet(timeout_minutes=timeout_minutes)
+    told = backend.communication == "nccl" and (met.world > 1 or dist.is_torchelastic_launched())
+    if told:
+        refuse_shared_devices(met, device=str(torch.cuda.get_device_properties(backend.device).uuid))
     dist.init_process_group(
         backend.communication,
         store=met.store,
         rank=met.rank,
         world_size=met.world,
         timeout=timedelta(minutes=timeout_minutes),
-        device_id=backend.device if backend.communication == "nccl" and dist.is_torchelastic_launched() else None,
+        device_id=backend.device if told else None,
     )
 
 

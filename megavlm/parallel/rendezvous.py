@@ -1,4 +1,4 @@
-"""Let the processes that torchrun starts find one another, and again after each restart.
+"""Let the processes of a run find one another, and again after each restart by torchrun.
 
 torchrun keeps one store for all attempts, and what dead ranks wrote stays in it. It numbers restarts after a failure
 (TORCHELASTIC_RESTART_COUNT), each agent its own, but not those after an agent joined or left, so that no number in
@@ -8,12 +8,17 @@ they write.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from megavlm.errors import RankError, UserError
 
 _PLACE = "megavlm/rendezvous"
 _PAUSE = 0.02  # seconds between two looks at the store
@@ -29,8 +34,19 @@ class Meeting:
 
 
 def join(timeout: timedelta) -> Meeting:
-    """Meet the ranks that torchrun starts together. Raises TimeoutError, on rank 0 with the ranks that are missing."""
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    """Meet the ranks that are started together. Raises TimeoutError, on rank 0 with the ranks that are missing, and
+    UserError if there is no connection to rank 0 at MASTER_ADDR and MASTER_PORT.
+    """
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        socket.getaddrinfo(address, port)
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    except socket.gaierror as error:
+        line = f"MASTER_ADDR {address} is not known here: set it to the address of rank 0's machine"
+        raise RankError(line) from error
+    except dist.DistNetworkError as error:
+        told = str(error).splitlines()[0]
+        raise RankError(f"no connection at MASTER_ADDR {address}, MASTER_PORT {port}: {told}") from error
     return Meeting(dist.PrefixStore(agree(store, rank, world, timeout=timeout), store), rank, world)
 
 
@@ -62,6 +78,29 @@ def agree(store: dist.Store, rank: int, world: int, *, timeout: timedelta) -> st
             "(--distributed-timeout-minutes): its process hangs in imports or is stopped, or its host is cut off"
         ) from error
     return word
+
+
+def refuse_shared_devices(met: Meeting, *, device: str) -> None:
+    """Raise UserError, on all ranks of the world alike, if two of them gave the same name of a device."""
+    met.store.set(f"{_PLACE}/device/{met.rank}", device)
+    if met.rank == 0:
+        devices = met.store.multi_get([f"{_PLACE}/device/{rank}" for rank in range(met.world)])
+        met.store.set(f"{_PLACE}/devices", shared_device([name.decode() for name in devices]) or "")
+    if complaint := met.store.get(f"{_PLACE}/devices").decode():
+        raise UserError(complaint)
+
+
+def shared_device(devices: Sequence[str]) -> str | None:
+    """Return a line on the first two ranks that have one device, given the devices by rank; None if there are none."""
+    first: dict[str, int] = {}
+    for rank, device in enumerate(devices):
+        if device in first:
+            return (
+                f"ranks {first[device]} and {rank} have the same GPU ({device}): start as many processes on a machine "
+                "as it has GPUs, and let each see all of them, or only its own"
+            )
+        first[device] = rank
+    return None
 
 
 def _answer(store: dist.Store, rank: int, word: str, *, deadline: float) -> str:

@@ -29,6 +29,7 @@ def pretend() -> None:
         [(fake_pg.FakeStore(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))]
     )
     rendezvous.agree = lambda *_, **__: "alone"
+    rendezvous.refuse_shared_devices = lambda *_, **__: None
     dist.is_torchelastic_launched = lambda: True
     dist.get_backend = lambda group=None: "nccl"
     dist.broadcast_object_list = lambda object_list, src=None, group=None, **_: None
@@ -52,3 +53,4 @@ def enter(rank: int, size: int) -> None:
         importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
         dist.destroy_process_group()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", TORCHELASTIC_RUN_ID="none")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # nobody connects

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,9 +23,9 @@ def context() -> ForkServerContext:
     return forking
 
 
-def start_program(argv: Sequence[str], output: Path) -> BaseProcess:
+def start_program(argv: Sequence[str], output: Path, env: Mapping[str, str] | None = None) -> BaseProcess:
     """Start `pretrain_vlm.py argv` as the leader of its own session; what it prints goes to the file `output`."""
-    process = context().Process(target=run_program, args=(list(argv), str(output)))
+    process = context().Process(target=run_program, args=(list(argv), str(output), dict(env or {})))
     process.start()
     return process
 
@@ -36,7 +36,8 @@ def status_of(process: BaseProcess) -> int | None:
     return process.exitcode
 
 
-def run_program(argv: list[str], output: str) -> None:
+def run_program(argv: list[str], output: str, env: dict[str, str]) -> None:
+    os.environ.update(env)
     os.setsid()
     os.chdir(ROOT)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

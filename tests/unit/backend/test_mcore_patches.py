@@ -41,6 +41,20 @@ def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch
         backend.activate()
 
 
+@pytest.mark.parametrize(("visible", "index"), [(1, 0), (4, 3)])
+def test_a_process_takes_the_one_device_that_it_sees(visible: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    for name, answer in (("is_available", True), ("device_count", visible), ("get_device_name", "a device")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(transformer_engine, "loading_error", lambda: "")
+    monkeypatch.setattr(backend.mcore_patches, "install", lambda: None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert backend.activate().device == torch.device("cuda", index)
+    assert taken == [torch.device("cuda", index)]
+
+
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """Transformer Engine as before anybody asked for it; the CPU backend's answer comes back afterwards."""

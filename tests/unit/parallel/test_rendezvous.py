@@ -9,7 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megavlm.parallel.rendezvous import agree
+from megavlm.errors import RankError, UserError
+from megavlm.parallel.rendezvous import Meeting, agree, join, refuse_shared_devices
 
 SOON = timedelta(seconds=60)
 
@@ -50,3 +51,30 @@ def test_a_start_that_died_half_way_is_no_trap(port: int):
     with pytest.raises(TimeoutError, match=r"^rank 2 of 3 did not arrive"):
         start(port, 3, ranks=[0, 1], timeout=timedelta(seconds=2))
     assert len(set(start(port, 3))) == 1
+
+
+def test_an_address_that_nobody_can_use_is_one_line(port: int, monkeypatch: pytest.MonkeyPatch):
+    for address, number, line in (("no-such-host.invalid", "1", "is not known here"), ("127.0.0.1", str(port), "")):
+        world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": number}
+        for name, value in world.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RankError, match=f"MASTER_ADDR {address}.*{line}") as raised:
+            join(timedelta(seconds=1))
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "line"), [("abc", None), ("aba", "ranks 0 and 2 have the same GPU"), ("aab", "0 and 1")]
+)
+def test_all_ranks_refuse_a_device_that_two_of_them_have(port: int, devices: str, line: str | None):
+    def one(rank: int) -> str | None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=SOON)
+        try:
+            refuse_shared_devices(Meeting(store, rank, len(devices)), device=devices[rank])
+        except UserError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(len(devices)) as threads:
+        (told,) = set(threads.map(one, range(len(devices))))
+    assert (told is None) if line is None else line in str(told)

@@ -1,0 +1,182 @@
+"""Find in the environment which of how many processes this is, whatever started them. No torch.
+
+torchrun and clusters that follow its names say it in RANK, WORLD_SIZE and LOCAL_RANK, SLURM's srun and MPI's launchers
+in variables of their own. A process that did not look would train alone, as rank 0 of one, beside all the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megavlm.errors import UserError
+
+_HERE = "127.0.0.1"
+_PORT = 29500  # torchrun's default
+_SLURM_PORTS = range(15_000, 30_000)  # below those that Linux gives to outgoing connections
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of a run. Rank 0 listens at `address` and `port` for the others."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int | None = 1  # processes on this machine; None if nothing says how many
+    address: str = _HERE
+    port: int = _PORT
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables in which torchrun would say the same."""
+        local = {} if self.local_world_size is None else {"LOCAL_WORLD_SIZE": str(self.local_world_size)}
+        return local | {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The names under which a launcher tells a process its place."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+    def is_complete(self, environment: Mapping[str, str]) -> bool:
+        return all(name in environment for name in (self.rank, self.world_size, self.local_rank))
+
+
+_TORCHRUN = _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SRUN = _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+# In this order: torchrun runs under all others, and mpirun and mpiexec start one process of their own per node by srun.
+# A batch script and an interactive shell of SLURM have SLURM_PROCID, but are no tasks of a step: they start others.
+_LAUNCHERS = (
+    _TORCHRUN,
+    _Launcher(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),  # Open MPI
+    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    _SRUN,
+)
+
+
+def world_of(environment: Mapping[str, str]) -> World:
+    """Return this process's place in the world that its environment describes; a world of one where it says nothing.
+
+    Raises UserError, in one line, if a variable is missing, is no number, or contradicts another.
+    """
+    launcher = next((each for each in _LAUNCHERS if each.is_complete(environment)), None)
+    if launcher is None:
+        return _alone(environment)
+    rank, size, local_rank = (
+        _number(environment, name) for name in (launcher.rank, launcher.world_size, launcher.local_rank)
+    )
+    local_size = _local_size(environment, launcher)
+    if size < 1 or rank >= size:
+        raise UserError(f"{launcher.rank}={rank} must be below {launcher.world_size}={size}: {_REMEDY}")
+    if local_rank > rank or local_rank >= (local_size or size):
+        bound = launcher.rank if local_rank > rank else launcher.local_world_size
+        raise UserError(
+            f"{launcher.local_rank}={local_rank} does not fit {bound}={environment[bound]}: it numbers the processes "
+            "of one machine from 0"
+        )
+    _refuse_contradictions(environment, launcher)
+    address = _address(environment, launcher, one_machine=size in (1, local_size))
+    return World(rank, size, local_rank, local_size, address, _port(environment, launcher))
+
+
+_REMEDY = "start the program by torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR for each process"
+
+
+def _alone(environment: Mapping[str, str]) -> World:
+    """Return a world of one. Raises UserError where something says that there are others."""
+    for each in _LAUNCHERS:
+        if each is _SRUN or environment.get(each.world_size) == "1":
+            continue
+        names = (each.rank, each.world_size, each.local_rank)
+        if given := ", ".join(name for name in names if name in environment):
+            missing = ", ".join(name for name in names if name not in environment)
+            raise UserError(f"the environment has {given} and no {missing}: {_REMEDY}")
+    return World()
+
+
+def _refuse_contradictions(environment: Mapping[str, str], launcher: _Launcher) -> None:
+    """Raise UserError if RANK, WORLD_SIZE or LOCAL_RANK deny what another launcher says."""
+    if launcher is not _TORCHRUN:
+        its_names = (launcher.rank, launcher.world_size, launcher.local_rank)
+        for ours, its in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), its_names, strict=True):
+            if ours in environment and _number(environment, ours) != _number(environment, its):
+                raise UserError(f"{ours}={environment[ours]} contradicts {its}={environment[its]}: unset {ours}")
+        return
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return  # an elastic job may have lost nodes
+    size = _number(environment, "WORLD_SIZE")
+    for other in _LAUNCHERS[1:]:
+        # More processes than tasks are usual: a task may start several. Fewer leave tasks that train on their own.
+        if other.is_complete(environment) and size < _number(environment, other.world_size):
+            raise UserError(
+                f"WORLD_SIZE={size} contradicts {other.world_size}={environment[other.world_size]}: unset RANK, "
+                "WORLD_SIZE and LOCAL_RANK"
+            )
+
+
+def _local_size(environment: Mapping[str, str], launcher: _Launcher) -> int | None:
+    if launcher.local_world_size not in environment:
+        return None
+    if launcher is not _SRUN:
+        return _number(environment, launcher.local_world_size)
+    if "SLURM_NODEID" not in environment:
+        return None
+    counts = _tasks_per_node(environment[launcher.local_world_size])
+    node = _number(environment, "SLURM_NODEID")
+    return counts[node] if node < len(counts) else None
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Return the counts in SLURM's notation: [8, 8, 4] of "8(x2),4"; empty if it is another notation."""
+    found = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))] if all(found) else []
+
+
+def _address(environment: Mapping[str, str], launcher: _Launcher, *, one_machine: bool) -> str:
+    if given := environment.get("MASTER_ADDR"):
+        return given
+    if one_machine:
+        return _HERE
+    if launcher is _SRUN:
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+        if found := _first_host(nodes) if nodes else environment.get("SLURM_LAUNCH_NODE_IPADDR"):
+            return found
+    raise UserError("MASTER_ADDR is not set: set it to the address of rank 0's machine for all processes")
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first name of a host list of SLURM, on whose node task 0 runs: "gpu007" of "gpu[007-009,12],big1"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
+
+
+def _port(environment: Mapping[str, str], launcher: _Launcher) -> int:
+    """Return MASTER_PORT; without it a port of this step's own under srun, and torchrun's default elsewhere."""
+    if environment.get("MASTER_PORT"):
+        port = _number(environment, "MASTER_PORT")
+        if not 0 < port < 65_536:
+            raise UserError(f"MASTER_PORT={port} must be from 1 to 65535")
+        return port
+    if launcher is _SRUN and "SLURM_JOB_ID" in environment:
+        # Neighbouring jobs share nodes; steps of one job may run side by side.
+        step = _number(environment, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environment else 0
+        return _SLURM_PORTS[(_number(environment, "SLURM_JOB_ID") + 1009 * step) % len(_SLURM_PORTS)]
+    return _PORT
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not text.isdecimal():
+        raise UserError(f"{name}={text!r} must be a whole number")
+    return int(text)

@@ -1,0 +1,95 @@
+"""Whatever starts the processes, each finds its place in one world; or says in one line what contradicts what."""
+
+from __future__ import annotations
+
+import pytest
+
+from megavlm.errors import UserError
+from megavlm.parallel.world import World, world_of
+
+TORCHRUN = {
+    **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+    **{"MASTER_ADDR": "gpu1", "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "none"},
+}
+SET_BY_HAND = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+OPEN_MPI = {
+    **{"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
+    **{"OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    **{"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "16"},
+    **{"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_NODELIST": "gpu[007-008]"},
+    **{"SLURM_JOB_NODELIST": "gpu[001-008]", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2"},
+    **{"SLURM_LAUNCH_NODE_IPADDR": "10.9.9.9"},
+}
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_NODELIST": "gpu[007-008]"}
+SRUN_PORT = 15_000 + 77 + 2 * 1009
+
+
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("environment", "world"),
+    [
+        ({}, World()),
+        ({"MASTER_ADDR": "gpu1", "WORLD_SIZE": "1"}, World()),
+        (TORCHRUN, World(5, 8, 1, 4, "gpu1", 29511)),
+        (SET_BY_HAND, World(3, 4, 1, None, "10.0.0.1", 29500)),
+        (OPEN_MPI, World(2, 4, 2, 4, "127.0.0.1", 29500)),
+        (OPEN_MPI | {"MASTER_ADDR": "gpu1", "MASTER_PORT": "1234"}, World(2, 4, 2, 4, "gpu1", 1234)),
+        (MPICH, World(1, 2, 1, 2, "127.0.0.1", 29500)),
+        (SRUN, World(9, 16, 1, 8, "gpu007", SRUN_PORT)),
+        (SRUN | {"WORLD_SIZE": "16", "MASTER_ADDR": "gpu9"}, World(9, 16, 1, 8, "gpu9", SRUN_PORT)),
+        (SRUN | {"SLURM_STEP_NODELIST": "a-1,b[2-3]"}, World(9, 16, 1, 8, "a-1", SRUN_PORT)),
+        (SRUN | {"SLURM_STEP_NODELIST": "r[1,3]n[04-05]-ib"}, World(9, 16, 1, 8, "r1n04-ib", SRUN_PORT)),
+        (without(SRUN, "SLURM_STEP_NODELIST"), World(9, 16, 1, 8, "gpu001", SRUN_PORT)),
+        (without(SRUN, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), World(9, 16, 1, 8, "10.9.9.9", SRUN_PORT)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_NODEID": "0"}, World(9, 16, 1, 16, "127.0.0.1", SRUN_PORT)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4,12"}, World(9, 16, 1, 12, "gpu007", SRUN_PORT)),
+        (SRUN | {"PMI_RANK": "9", "PMI_SIZE": "16"}, World(9, 16, 1, 8, "gpu007", SRUN_PORT)),  # srun --mpi=pmi2
+        (BATCH_SCRIPT, World()),  # it is no task of a step
+        # A launcher within another: one process of torchrun or of MPI's daemons per node is a task of srun.
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN, World(5, 8, 1, 4, "gpu1", 29511)),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "2"} | OPEN_MPI, World(2, 4, 2, 4, "127.0.0.1", 29500)),
+        (SRUN | TORCHRUN, World(5, 8, 1, 4, "gpu1", 29511)),  # an elastic job that lost nodes
+    ],
+)
+def test_every_launcher_describes_one_world(environment: dict[str, str], world: World):
+    assert world_of(environment) == world
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        ({"RANK": "0"}, "has RANK and no WORLD_SIZE, LOCAL_RANK"),
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "has WORLD_SIZE and no RANK, LOCAL_RANK"),
+        (without(SET_BY_HAND, "LOCAL_RANK"), "has RANK, WORLD_SIZE and no LOCAL_RANK"),
+        (without(SET_BY_HAND, "MASTER_ADDR"), "MASTER_ADDR is not set"),
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), "no OMPI_COMM_WORLD_LOCAL_RANK"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "8"}, "MASTER_ADDR is not set"),
+        (SET_BY_HAND | {"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
+        (SET_BY_HAND | {"RANK": "-1"}, "RANK='-1' must be a whole number"),
+        (SET_BY_HAND | {"WORLD_SIZE": "0"}, "must be below WORLD_SIZE=0"),
+        (SET_BY_HAND | {"RANK": "0"}, "LOCAL_RANK=1 does not fit RANK=0"),
+        (SET_BY_HAND | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 does not fit LOCAL_WORLD_SIZE=2"),
+        (SET_BY_HAND | {"MASTER_PORT": "http"}, "MASTER_PORT='http' must be a whole number"),
+        (SET_BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be from 1 to 65535"),
+        (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 contradicts SLURM_STEP_NUM_TASKS=16: unset WORLD_SIZE"),
+        (SRUN | {"RANK": "0"}, "RANK=0 contradicts SLURM_PROCID=9: unset RANK"),
+        (SRUN | SET_BY_HAND, "WORLD_SIZE=4 contradicts SLURM_STEP_NUM_TASKS=16"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8,1"}, "SLURM_LOCALID=1 does not fit"),
+    ],
+)
+def test_an_environment_that_contradicts_itself_is_one_line(environment: dict[str, str], line: str):
+    with pytest.raises(UserError, match=line) as raised:
+        world_of(environment)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_a_launcher_said_reads_as_if_torchrun_had_said_it():
+    for environment in (SET_BY_HAND, OPEN_MPI, MPICH, SRUN, TORCHRUN):
+        world = world_of(environment)
+        assert world_of(world.environment()) == world
