@@ -58,6 +58,8 @@ def language(text: Settings, *, tied: bool) -> LanguageConfig:
     text.require("attn_logit_softcapping", None, why="Gemma 3 has no soft caps")
     text.require("final_logit_softcapping", None, why="Gemma 3 has no soft caps")
     text.require("use_bidirectional_attention", False, why="text that attends to later text is not known here")
+    if text.values.get("sliding_window", 4096) is None:  # null is not the default: Transformers fails on it
+        refuse(text, "sliding_window", "Gemma 3 needs a number of tokens, also if all layers are full_attention")
     layers, width = text.get("num_hidden_layers", 26), text.get("hidden_size", 2304)
     every = text.get("sliding_window_pattern", text.get("_sliding_window_pattern", 6))
     pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]

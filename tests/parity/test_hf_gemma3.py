@@ -101,6 +101,22 @@ def test_what_would_be_computed_differently_is_refused(text: dict[str, Any], nam
         family_of(settings).config(settings)
 
 
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def test_a_window_of_null_is_refused_because_transformers_cannot_run_it(kind: str) -> None:
+    """With types of tokens it makes the mask of a window, whether or not a layer uses it. Without the setting, both
+    take 4096."""
+    theirs = gemma3(sliding_window=None, layer_types=[kind] * 3)
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises((TypeError, ValueError)):
+        theirs(input_ids=tokens, token_type_ids=torch.zeros_like(tokens))
+    settings = Settings(theirs.config.to_dict(), "config.json")
+    assert settings.values["text_config"]["sliding_window"] is None
+    with pytest.raises(UserError, match="sliding_window = None is not supported"):
+        family_of(settings).config(settings)
+    absent = settings_of({})
+    assert family_of(absent).config(absent).language.window_size == transformers.Gemma3TextConfig().sliding_window
+
+
 def test_pooling_that_does_not_divide_an_image_is_refused() -> None:
     settings = Settings({**small().to_dict(), "mm_tokens_per_image": 9}, "config.json")
     with pytest.raises(UserError, match="mm_tokens_per_image"):
