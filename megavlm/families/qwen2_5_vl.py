@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megavlm.arch.layers import VISION_LAYER, VISION_NORM
+from megavlm.arch.layers import VISION_LAYER
 from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
@@ -15,28 +15,19 @@ from megavlm.families.shared.language import language_table
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
     PROCESSOR,
+    QWEN2_PREFIXES,
     attention_table,
     inputs,
-    merger,
+    model_config,
     patch_embed_table,
-    text_model,
-    vision_sizes,
+    qwen2_merger_table,
+    qwen2_text,
+    qwen2_vision,
     with_defaults,
 )
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Concat, Table, linear
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-}
 _VISION: dict[str, Any] = {
     "depth": 32,
     "hidden_size": 3584,
@@ -49,30 +40,17 @@ _VISION: dict[str, Any] = {
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Qwen2_5_VLConfig. Published checkpoints keep the language model's settings at the top."""
-    nested = "text_config" in settings.values
-    text = with_defaults(settings.section("text_config") if nested else settings, _TEXT)
+    """Qwen2_5_VLConfig."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
-    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
-    model = text_model(text, kind="qwen2", tied=tied, section=(16, 24, 24), interleaved=False)
-    return ModelConfig(
-        vision=_vision(tower),
-        projector=merger(tower, model),
-        language=model,
-        image_token=settings.get("image_token_id", 151655),
-    )
+    return model_config(settings, tower=tower, vision=_vision(tower), text=qwen2_text(settings))
 
 
 def _vision(tower: Settings) -> VisionConfig:
     tower.require("hidden_act", "silu", why="only SwiGLU is known here")
-    sizes = vision_sizes(tower)
-    return VisionConfig(
-        **sizes,
-        image_size=32 * sizes["patch_size"],  # any size will do: there is no table of positions
-        position_embedding="rope2d",
+    return qwen2_vision(
+        tower,
         normalization="RMSNorm",
         activation="swiglu",
-        patch_bias=False,
         window_size=tower.need("window_size"),
         full_attention_layers=tuple(tower.need("fullatt_block_indexes")),
     )
@@ -90,9 +68,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=True)
     return {
         **names,
-        **linear(VISION_NORM, f"{visual}merger.ln_q", bias=False),
-        **linear("projector.linear_fc1", f"{visual}merger.mlp.0", bias=True),
-        **linear("projector.linear_fc2", f"{visual}merger.mlp.2", bias=True),
+        **qwen2_merger_table(visual, norm_bias=False),
         **language_table(model.language, prefixes.language, head=prefixes.head),
     }
 
@@ -129,8 +105,5 @@ FAMILY = Family(
     image_text=IMAGE,
     chat_template=CHATML,
     published=PUBLISHED,
-    name_prefixes=(
-        NamePrefixes(vision="visual.", language="model."),
-        NamePrefixes(vision="model.visual.", language="model.language_model."),
-    ),
+    name_prefixes=QWEN2_PREFIXES,
 )

@@ -17,9 +17,10 @@ from megavlm.families.shared.language import language_table
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
     PROCESSOR,
+    UNGATED,
     attention_table,
     inputs,
-    merger,
+    model_config,
     patch_embed_table,
     text_model,
     vision_sizes,
@@ -27,7 +28,6 @@ from megavlm.families.shared.qwen_vl import (
 )
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
-from megavlm.families.shared.vision import ACTIVATIONS
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 151936,
@@ -51,7 +51,6 @@ _VISION: dict[str, Any] = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-_UNGATED = {hf_name: name for hf_name, name in ACTIVATIONS.items() if name != "swiglu"}
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -60,12 +59,7 @@ def config(settings: Settings) -> ModelConfig:
     tower = with_defaults(settings.section("vision_config"), _VISION)
     tied = settings.get("tie_word_embeddings", False)
     model = text_model(text, kind="qwen3", tied=tied, section=(24, 20, 20), interleaved=True)
-    return ModelConfig(
-        vision=_vision(tower),
-        projector=merger(tower, model),
-        language=model,
-        image_token=settings.get("image_token_id", 151655),
-    )
+    return model_config(settings, tower=tower, vision=_vision(tower), text=model)
 
 
 def _vision(tower: Settings) -> VisionConfig:
@@ -73,7 +67,7 @@ def _vision(tower: Settings) -> VisionConfig:
     if isqrt(positions) ** 2 != positions:
         refuse(tower, "num_position_embeddings", "the table of positions must be square")
     sizes = vision_sizes(tower)
-    activation: Any = tower.choice("hidden_act", _UNGATED, "gelu_pytorch_tanh")
+    activation: Any = tower.choice("hidden_act", UNGATED, "gelu_pytorch_tanh")
     return VisionConfig(
         **sizes,
         image_size=isqrt(positions) * sizes["patch_size"],

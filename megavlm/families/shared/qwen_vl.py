@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.image_tokens import tokens_per_grid
+from megavlm.arch.layers import VISION_NORM
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout, Prompt
@@ -15,10 +16,12 @@ from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, h
 from megavlm.data.processors.resize import Pixels
 from megavlm.data.processors.sizes import Size
 from megavlm.errors import UserError
+from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.inputs import in_blocks
 from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import FusedQKV, Rename, Table, linear
+from megavlm.families.shared.vision import ACTIVATIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,18 +29,65 @@ if TYPE_CHECKING:
     from megavlm.data.batch import MicroBatch
 
 IMAGE = "<|image_pad|>"
+UNGATED = {hf_name: name for hf_name, name in ACTIVATIONS.items() if name != "swiglu"}
+# Of Qwen2-VL and Qwen2.5-VL: the names under which both have been saved, and what their text configurations fill in.
+QWEN2_PREFIXES = (
+    NamePrefixes(vision="visual.", language="model."),
+    NamePrefixes(vision="model.visual.", language="model.language_model."),
+)
+_QWEN2_TEXT: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
 
 
 def with_defaults(settings: Settings, defaults: Mapping[str, Any]) -> Settings:
-    """A section with what its configuration class fills in where config.json is silent."""
+    """Return a section with what its configuration class fills in where config.json is silent."""
     given = {name: value for name, value in settings.values.items() if value is not None}
     return Settings({**defaults, **given}, settings.where)
+
+
+def model_config(settings: Settings, *, tower: Settings, vision: VisionConfig, text: LanguageConfig) -> ModelConfig:
+    """Return a model of this vision tower and language model; `tower` is the section of the tower."""
+    return ModelConfig(
+        vision=vision,
+        projector=merger(tower, text),
+        language=text,
+        image_token=settings.get("image_token_id", 151655),
+    )
+
+
+def qwen2_text(settings: Settings) -> LanguageConfig:
+    """Return the language model of Qwen2-VL and Qwen2.5-VL. Published checkpoints keep its settings at the top."""
+    nested = "text_config" in settings.values
+    text = with_defaults(settings.section("text_config") if nested else settings, _QWEN2_TEXT)
+    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
+    return text_model(text, kind="qwen2", tied=tied, section=(16, 24, 24), interleaved=False)
+
+
+def qwen2_vision(tower: Settings, **options: Any) -> VisionConfig:
+    """Return the tower of Qwen2-VL and Qwen2.5-VL, which differ in `options`."""
+    sizes = vision_sizes(tower)
+    return VisionConfig(
+        **sizes,
+        image_size=32 * sizes["patch_size"],  # any size will do: there is no table of positions
+        position_embedding="rope2d",
+        patch_bias=False,
+        **options,
+    )
 
 
 def text_model(
     settings: Settings, *, kind: str, tied: bool, section: tuple[int, ...], interleaved: bool
 ) -> LanguageConfig:
-    """A language model of the family `kind`, whose pairs of channels turn with time, height or width.
+    """Return a language model of the family `kind`, whose pairs of channels turn with time, height or width.
 
     `section` is what the architecture takes where config.json gives no sections.
     """
@@ -50,7 +100,7 @@ def text_model(
 
 
 def vision_sizes(tower: Settings) -> dict[str, Any]:
-    """The sizes that both towers spell alike."""
+    """Return the sizes that the towers spell alike."""
     return {
         "num_layers": tower.need("depth"),
         "hidden_size": tower.need("hidden_size"),
@@ -82,8 +132,17 @@ def patch_embed_table(vision: VisionConfig, prefix: str) -> Table:
     }
 
 
+def qwen2_merger_table(prefix: str, *, norm_bias: bool) -> Table:
+    """Return the table of the merger of Qwen2-VL and Qwen2.5-VL."""
+    return {
+        **linear(VISION_NORM, f"{prefix}merger.ln_q", bias=norm_bias),
+        **linear("projector.linear_fc1", f"{prefix}merger.mlp.0", bias=True),
+        **linear("projector.linear_fc2", f"{prefix}merger.mlp.2", bias=True),
+    }
+
+
 def attention_table(vision: VisionConfig, layer: str, hf_layer: str, *, norm_bias: bool) -> Table:
-    """Norms and attention of one vision layer; the MLPs differ."""
+    """Return the table of norms and attention of one vision layer; the MLPs differ."""
     table: Table = {
         f"{layer}self_attention.linear_qkv.{leaf}": FusedQKV(
             f"{hf_layer}attn.qkv.{leaf}", heads=vision.num_attention_heads

@@ -49,15 +49,19 @@ Table = dict[str, Rule]  # by megatron-core name
 
 
 @dataclass(frozen=True)
-class Rename:
-    """The same rows under another name; `view` is their shape in the file if it differs (conv weights, [1, 1, H])."""
-
+class _OneTensor:
     hf_name: str
-    view: Shape | None = None
 
     @property
     def hf_names(self) -> tuple[str, ...]:
         return (self.hf_name,)
+
+
+@dataclass(frozen=True)
+class Rename(_OneTensor):
+    """The same rows under another name; `view` is their shape in the file if it differs (conv weights, [1, 1, H])."""
+
+    view: Shape | None = None
 
     def hf_rows(self, shape: Shape) -> list[HFRows]:
         return [HFRows(self.hf_name, 0, shape[0])]
@@ -67,14 +71,8 @@ class Rename:
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(_OneTensor):
     """A matrix that the file holds transposed (Gemma's projector). It is read and written in one piece."""
-
-    hf_name: str
-
-    @property
-    def hf_names(self) -> tuple[str, ...]:
-        return (self.hf_name,)
 
     def hf_rows(self, shape: Shape) -> list[HFRows]:
         """Return rows of the transposed matrix."""
@@ -134,15 +132,10 @@ class QKV:
 
 
 @dataclass(frozen=True)
-class FusedQKV:
+class FusedQKV(_OneTensor):
     """One Hugging Face tensor of [all queries; all keys; all values], with equally many heads of each."""
 
-    hf_name: str
     heads: int
-
-    @property
-    def hf_names(self) -> tuple[str, ...]:
-        return (self.hf_name,)
 
     def hf_rows(self, shape: Shape) -> list[HFRows]:
         third, width = shape[0] // 3, shape[0] // (3 * self.heads)
