@@ -70,7 +70,7 @@ def test_gradients_are_pefts(dropout: float, single: Single, tmp_path: Path, mon
     gradients = grouped({name: param.main_grad / tokens for name, param in trained(engine).items()}, config.model)
     expected = {name: param.grad for name, param in theirs.named_parameters() if param.requires_grad}
     for key, adapters in gradients.items():
-        for weight, pair in adapters.of_theirs(table[key]).items():
+        for weight, pair in adapters.by_hf_name(table[key]).items():
             for letter, ours in zip("AB", pair, strict=True):
                 name = f"{PREFIX}{weight.removesuffix('.weight')}.lora_{letter}.default.weight"
                 wanted = expected.pop(name)
