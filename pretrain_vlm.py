@@ -86,9 +86,10 @@ def with_plan(config: Config, *, world: int) -> Config:
 
 def dry_run(config: Config, *, world: int) -> None:
     """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
+    from megavlm.parallel.dims import dims_of
     from megavlm.planner.auto import memory_of, offload_line
     from megavlm.planner.memory import table as memory_table
-    from megavlm.planner.plan import dims_of, make_plan, table
+    from megavlm.planner.plan import make_plan, table
     from megavlm.train.source import vocab_size_of
 
     parallel = config.parallel

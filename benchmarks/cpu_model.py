@@ -118,8 +118,9 @@ def our_engine(options: Config, backend: Backend) -> Any:
     import torch.distributed as dist
 
     from megavlm.config.resolve import resolve
+    from megavlm.parallel.dims import dims_of
     from megavlm.parallel.groups import build_groups, start
-    from megavlm.planner.plan import dims_of, make_plan
+    from megavlm.planner.plan import make_plan
     from megavlm.train.build_engine import build_engine
 
     start(backend, timeout_minutes=5)

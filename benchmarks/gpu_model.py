@@ -216,7 +216,7 @@ def language_flops(shape: Shape) -> float:
 def predicted_memory(shape: Shape, *, precision: str, on_gpu: bool, flags: str = "") -> Memory:
     """Return the planner's peak memory of a step."""
     config = run_config(shape, precision="fp32" if precision == "fp32" else "bf16", flags=flags)
-    case = replace(scenario_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=on_gpu), work=workload(shape))
+    case = replace(scenario_of(config, Dims(), on_gpu=on_gpu), work=workload(shape))
     return rank_memory(case, (0, len(case.names)), 0, recompute=(config.execution.recompute_granularity,))
 
 

@@ -143,9 +143,9 @@ def predicted_gain(question: Question, side: Side, *, profile: str) -> float | N
     """Return how many times faster than the baseline a side is by the planner, which does not model the cache."""
     from megavlm.config.cli import parse
     from megavlm.config.resolve import resolve
+    from megavlm.parallel.dims import dims_of
     from megavlm.planner.auto import predict
     from megavlm.planner.hardware import profile as hardware_of
-    from megavlm.planner.plan import dims_of
 
     def seconds(flags: str) -> float:
         config = resolve(parse([*SHARED.split(), *question.model.split(), *flags.split()]))

@@ -19,9 +19,9 @@ from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.arch.layers import EMBEDDING, layer_names
 from megavlm.config.schema import Config, DataConfig, ModelConfig, PlacementConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
+from megavlm.parallel.dims import dims_of
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, Hardware
-from megavlm.planner.plan import dims_of
 
 GPUS = ("a100", "h100", "h200", "b200")
 IMAGES = ((4, 448), (2, 896), (2, 1344))  # of a sample: how many, and their side in pixels

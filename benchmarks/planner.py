@@ -102,9 +102,9 @@ def config_of(flags: str) -> Any:
 
 
 def predicted(flags: str, profile_name: str) -> float:
+    from megavlm.parallel.dims import dims_of
     from megavlm.planner.auto import predict
     from megavlm.planner.hardware import profile
-    from megavlm.planner.plan import dims_of
 
     config = config_of(flags)
     return predict(config, dims_of(config, world=2), profile(profile_name)).seconds

@@ -85,7 +85,7 @@ def predicted(shape: gpu_model.Shape, gpu: str) -> Predicted:
 
 def case(shape: gpu_model.Shape, precision: str = "bf16") -> Scenario:
     config = gpu_model.run_config(shape, precision=precision)
-    return replace(scenario_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=True), work=gpu_model.workload(shape))
+    return replace(scenario_of(config, Dims(), on_gpu=True), work=gpu_model.workload(shape))
 
 
 def transformers(shape: gpu_model.Shape, hardware: Hardware) -> Explained:

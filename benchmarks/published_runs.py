@@ -17,9 +17,9 @@ from megavlm.arch.flops import step_flops
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.schema import Config, DataConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
+from megavlm.parallel.dims import dims_of
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, profile
-from megavlm.planner.plan import dims_of
 
 MEGATRON = {"name": "gpt_7_1b", "world": 96, "batch": 576, "seq_length": 4096}  # layout and batch are not published
 LLAMA = {"name": "llama3_70b", "world": 64, "batch": 128, "seq_length": 8192}

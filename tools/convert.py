@@ -21,7 +21,8 @@ from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, TrainConfig
 from megavlm.errors import UserError
-from megavlm.planner.plan import dims_of, make_plan
+from megavlm.parallel.dims import dims_of
+from megavlm.planner.plan import make_plan
 
 
 def main(argv: Sequence[str]) -> int:

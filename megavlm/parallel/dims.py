@@ -6,8 +6,9 @@ a tensor-parallel group are neighbours (one node) and pipeline neighbours are fu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megavlm.config.schema import Config
 from megavlm.errors import UserError
 
 
@@ -15,10 +16,15 @@ from megavlm.errors import UserError
 class Dims:
     """The parallel degrees of a run. It has tp · dp · pp ranks; `vpp` multiplies chunks, not ranks."""
 
-    tp: int
-    pp: int
-    vpp: int
-    dp: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Return the degrees by the names that tables show."""
+        return {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "DP": self.dp}
 
     @property
     def world(self) -> int:
@@ -62,11 +68,27 @@ class Coordinates:
     pp: int
 
 
-def dims_for(*, world: int, tp: int, pp: int, vpp: int) -> Dims:
-    """Return the degrees for `world` ranks: DP is world / (TP · PP). Raises UserError if that is no whole number."""
+def dims_of(config: Config, *, world: int) -> Dims:
+    """Return the degrees of a layout on `world` ranks: DP is world / (TP · PP).
+
+    Raises UserError if that is no whole number.
+    """
+    parallel = config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if world % (tp * pp):
         raise UserError(
             f"--tp {tp} × --pp {pp} needs a multiple of {tp * pp} processes, but there are {world}: "
             f"change --tp/--pp or start torchrun with --nproc-per-node {tp * pp}"
         )
-    return Dims(tp=tp, pp=pp, vpp=vpp, dp=world // (tp * pp))
+    return Dims(tp=tp, pp=pp, vpp=parallel.virtual_pipeline_model_parallel_size, dp=world // (tp * pp))
+
+
+def with_dims(config: Config, dims: Dims) -> Config:
+    """Return the configuration with the degrees of a layout."""
+    parallel = replace(
+        config.parallel,
+        tensor_model_parallel_size=dims.tp,
+        pipeline_model_parallel_size=dims.pp,
+        virtual_pipeline_model_parallel_size=dims.vpp,
+    )
+    return replace(config, parallel=parallel)

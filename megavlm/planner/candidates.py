@@ -8,7 +8,7 @@ from typing import Literal
 
 from megavlm.arch.scenario import Offloaded, Recompute, Sharding
 from megavlm.config.schema import Config
-from megavlm.parallel.dims import Dims
+from megavlm.parallel.dims import Dims, with_dims
 
 _STAGES: tuple[Sharding, ...] = ("none", "optimizer", "optimizer_gradients", "full")  # of ZeRO
 
@@ -40,21 +40,19 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        d = self.dims
+        degrees = " ".join(f"{name}{degree}" for name, degree in self.dims.degrees.items())
         placement = self.placement if self.vision_tp == 1 else f"{self.placement} (vision TP{self.vision_tp})"
         return (
-            f"TP{d.tp} PP{d.pp} VPP{d.vpp} DP{d.dp} mbs {self.micro_batch} recompute {self.recompute} "
+            f"{degrees} mbs {self.micro_batch} recompute {self.recompute} "
             f"{placement} ZeRO-{_STAGES.index(self.sharding)}"
             + (f" offload {'+'.join(self.offload)}" if self.offload else "")
         )
 
     def applied(self, config: Config, cuts: tuple[int, ...] | None = None) -> Config:
         """The configuration with this layout."""
+        config = with_dims(config, self.dims)
         parallel = replace(
             config.parallel,
-            tensor_model_parallel_size=self.dims.tp,
-            pipeline_model_parallel_size=self.dims.pp,
-            virtual_pipeline_model_parallel_size=self.dims.vpp,
             data_parallel_sharding=self.sharding,
             vision_tensor_model_parallel_size=self.vision_tp,
         )

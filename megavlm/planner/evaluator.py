@@ -203,7 +203,7 @@ class LayoutEvaluator:
 
     def _count_parameters(self, tp: int, first: int) -> tuple[float, float]:
         """Return the trained and all parameters that a tensor-parallel rank holds of the layers from `first` on."""
-        scenario = self.scenario(Candidate(Dims(tp, 1, 1, 1), 1, "none", "stages", "none"))
+        scenario = self.scenario(Candidate(Dims(tp=tp), 1, "none", "stages", "none"))
         end = len(scenario.names)
         return trained_parameters(scenario, first, end), held_parameters(scenario, first, end)
 

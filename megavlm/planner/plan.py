@@ -14,7 +14,7 @@ from megavlm.arch.layers import EMBEDDING, OUTPUT, encoder_names, kind_of, layer
 from megavlm.arch.workload import typical_workload
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.parallel.dims import Dims, dims_for
+from megavlm.parallel.dims import Dims
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,6 @@ class Plan:
 
     def dumps(self) -> str:
         return json.dumps(self.to_json(), indent=2) + "\n"
-
-
-def dims_of(config: Config, *, world: int) -> Dims:
-    """The layout's degrees on `world` processes."""
-    parallel = config.parallel
-    return dims_for(
-        world=world,
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        vpp=parallel.virtual_pipeline_model_parallel_size,
-    )
 
 
 def make_plan(config: Config, dims: Dims) -> Plan:
@@ -160,7 +149,7 @@ def table(plan: Plan, config: Config) -> str:
         "  ".join(align.format(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True))
         for row in rows
     ]
-    degrees = f"TP {plan.dims.tp} × PP {plan.dims.pp} × VPP {plan.dims.vpp} × DP {plan.dims.dp}"
+    degrees = " × ".join(f"{name} {degree}" for name, degree in plan.dims.degrees.items())
     return "\n".join([f"plan: {degrees} = {plan.dims.world} processes", *lines])
 
 

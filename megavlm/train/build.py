@@ -31,10 +31,11 @@ from megavlm.data.source import ComputedSource
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import Sink, SkippedLog
 from megavlm.model.specs import DTYPES
+from megavlm.parallel.dims import dims_of
 from megavlm.parallel.groups import Groups, build_groups, from_rank_0, meet, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.planner.auto import offload_memory_error
-from megavlm.planner.plan import Plan, dims_of, make_plan, table
+from megavlm.planner.plan import Plan, make_plan, table
 from megavlm.precision.device import check_device, device_at_hand
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import Phases

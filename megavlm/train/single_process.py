@@ -13,7 +13,7 @@ from megavlm.parallel.groups import Groups, build_groups, destroy_groups, start
 from megavlm.pipeline.schedule import pipeline_config
 from megavlm.planner.plan import make_plan
 
-ONE = Dims(tp=1, pp=1, vpp=1, dp=1)
+ONE = Dims()
 
 
 def single_process_groups(backend: Backend, *, seed: int = 0) -> Groups:

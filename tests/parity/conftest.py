@@ -22,6 +22,6 @@ def single() -> Iterator[Any]:
 
     start(BACKEND, timeout_minutes=1)
     destroy_groups()  # of a conversion that a test ran before
-    yield Single(BACKEND, build_groups(Dims(tp=1, pp=1, vpp=1, dp=1), tied_owners=(0, 0), seed=1, timeout_minutes=1))
+    yield Single(BACKEND, build_groups(Dims(), tied_owners=(0, 0), seed=1, timeout_minutes=1))
     destroy_groups()
     dist.destroy_process_group()

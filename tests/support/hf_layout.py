@@ -57,8 +57,9 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     from megavlm.config.resolve import resolve
     from megavlm.config.rules import check
     from megavlm.model.weights import index_of, named_shards, real_shape
+    from megavlm.parallel.dims import dims_of
     from megavlm.parallel.groups import build_groups, destroy_groups
-    from megavlm.planner.plan import dims_of, make_plan
+    from megavlm.planner.plan import make_plan
     from megavlm.train.build_engine import build_engine
     from tests.support import hf
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megavlm.parallel.dims import dims_of
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES
-from megavlm.planner.plan import dims_of
 from tests.support.flags import resolved
 
 # 32 images of 1,024 patches in a step: passes of 4 images on a CPU, of 16 on a GPU.

@@ -25,7 +25,7 @@ def case(model: str = "llava", **precision: object) -> Scenario:
         precision=PrecisionConfig("bf16", **precision),  # type: ignore[arg-type]
         train=TrainConfig(seq_length=4096, micro_batch_size=1, global_batch_size=1),
     )
-    return scenario_of(config, Dims(tp=1, pp=1, vpp=1, dp=1), on_gpu=True)
+    return scenario_of(config, Dims(), on_gpu=True)
 
 
 def step(device: tuple[float, float], host: tuple[float, float], *, waits: bool = False) -> Explained:

@@ -22,7 +22,7 @@ WIDE = (
     "--seq-length 4096 --language-vocab-size 256"
 )
 FIRST_LAST = f"{WIDE} --fp8 hybrid --first-last-layers-bf16"
-ONE = Dims(tp=1, pp=1, vpp=1, dp=1)
+ONE = Dims()
 
 
 def test_only_products_of_fp8_layers_are_faster_and_their_inputs_are_cast() -> None:

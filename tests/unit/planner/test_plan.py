@@ -11,10 +11,11 @@ from megavlm.arch.flops import layer_flops, step_flops
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import layer_names, part_of, trained_below, trained_layers, trains_weights
 from megavlm.arch.workload import Workload, image_workload, typical_workload, window_patches, window_squares
+from megavlm.config.cli import parse
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, PlacementConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
-from megavlm.parallel.dims import Dims, dims_for
+from megavlm.parallel.dims import Dims, dims_of
 from megavlm.planner.plan import even_cuts, make_plan, table
 from tests.support.flags import resolved
 
@@ -74,7 +75,7 @@ def test_a_shared_encoder_is_part_of_the_plan():
 
 def test_world_that_does_not_fit_names_the_options():
     with pytest.raises(UserError, match=r"--tp 2 × --pp 2 .* 4 processes"):
-        dims_for(world=6, tp=2, pp=2, vpp=1)
+        dims_of(parse(["--tp", "2", "--pp", "2"]), world=6)
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])

@@ -17,14 +17,14 @@ from megavlm.config.rules import check
 from megavlm.config.schema import VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
-from megavlm.parallel.dims import Dims
+from megavlm.parallel.dims import Dims, dims_of
 from megavlm.planner.auto import planned, predict
 from megavlm.planner.candidates import Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator
 from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile, to_json
 from megavlm.planner.memory import Memory
-from megavlm.planner.plan import dims_of, make_plan
+from megavlm.planner.plan import make_plan
 from megavlm.planner.search import search, timeline_of
 from megavlm.planner.search_report import report
 from megavlm.planner.step import EncoderEstimate, overlappable
