@@ -63,8 +63,8 @@ class ParallelConfig:
     )
     spare_ranks: bool = option(
         False,
-        "Leave ranks idle that the layout or the global batch cannot use, for jobs whose number of nodes changes; off: "
-        "refuse such a number of ranks.",
+        "Let ranks that the layout or the global batch cannot use wait idle, for jobs whose number of nodes changes; "
+        "off: refuse to start with such a number of ranks.",
     )
 
 

@@ -14,19 +14,19 @@ class NumericsConfig:
 
     on_spike: Literal["skip", "rewind", "stop"] = option(
         "skip",
-        "Step whose loss or gradient norm is not finite or a spike (--spike-factor): leave its batch out, go back to "
-        "the newest checkpoint's weights and leave out all batches since, or end the run.",
+        "What to do after a step whose loss or gradient norm is not finite, or whose norm is a spike (--spike-factor): "
+        "skip its batch; rewind, that is load the newest checkpoint's weights and skip all batches since; or stop.",
     )
     spike_factor: float = option(
         1000.0,
-        "A spike is a gradient norm above this factor times the median of the last 128 used steps; 0: none is. The "
-        "default finds damage to numbers; to find unusual data, use 5 to 20.",
+        "A gradient norm above this factor times the median of the last 128 steps that were not skipped is a spike; "
+        "0: no norm is. The default finds corrupted numbers; 5 to 20 also finds unusual data.",
     )
     max_consecutive_skips: int = option(
-        10, "Number of steps in a row with bad numbers that ends the run, with exit status 3 and without a checkpoint."
+        10, "Number of skipped steps in a row at which the run ends, with exit status 3 and without a checkpoint."
     )
     iterations_to_skip: tuple[str, ...] = option(
-        (), "Iterations whose batches are left out, as numbers and ranges: 12 40-45. Default: no iteration."
+        (), "Iterations whose batches are skipped, as numbers and ranges: 12 40-45. Default: no iteration."
     )
     check_weight_hash_across_dp_replicas_interval: int = option(
         0,

@@ -152,8 +152,8 @@ class DataConfig:
     )
     worker_timeout: float = option(
         300.0,
-        "Files: seconds that reading a sample may take. Then its worker process is replaced; without one (with "
-        "--num-workers 0, and of tars) the run saves and ends. 0: for ever.",
+        "Files: time limit in seconds for reading a sample. A worker process that exceeds it is replaced; where the "
+        "training process reads by itself (--num-workers 0, and tars), the run saves and ends. 0: no limit.",
         flag="--data-worker-timeout",
     )
     max_bad_sample_rate: float = option(
@@ -178,19 +178,21 @@ class CheckpointConfig:
     keep_checkpoints: int = option(2, "Number of latest checkpoints to keep; 0: keep all.")
     keep_every: int = option(0, "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.")
     save: bool = option(True, "Write checkpoints; --save-interval sets how often.")
-    async_save: bool = option(True, "Write checkpoints beside training; off: training waits until they are written.")
+    async_save: bool = option(
+        True, "Write checkpoints while training goes on; off: training waits until they are written."
+    )
     load: str | None = option(
         None,
-        "Run or checkpoint that a new run starts from; default: none.",
+        "Run folder or checkpoint to continue from if --run-dir has no checkpoint; default: none.",
         common=FILES,
     )
     fallback: bool = option(
         True,
-        "Go on from the newest checkpoint that is whole if newer ones are damaged; off: end with a message instead.",
+        "Load an older checkpoint if the newest one is damaged; off: end with an error instead.",
     )
     accept_changed_data: bool = option(
         False,
-        "Resume although seed, files, shuffling or packing changed: the place in the data then means other samples.",
+        "Resume although seed, files, shuffling or packing changed: the position in the data then means other samples.",
     )
     init_from: str | None = option(
         None,
@@ -211,7 +213,7 @@ class RunConfig:
 
     run_dir: str = option(
         "runs/latest",
-        "Output folder; its latest checkpoint resumes.",
+        "Output folder; if it has checkpoints, the run resumes from the latest one.",
         common=FILES,
     )
     dry_run: bool = option(
@@ -221,8 +223,8 @@ class RunConfig:
     )
     hang_timeout: float | None = option(
         None,
-        "Seconds without progress after which a run ends, with the stacks of all ranks in RUN_DIR; 0: never. Default: "
-        "ten median steps, at least 60.",
+        "Seconds without progress of any rank after which the run ends, and all ranks write their stacks to RUN_DIR; "
+        "0: never. Default: ten times the median step, at least 60.",
     )
 
 
