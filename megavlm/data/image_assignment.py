@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import encoder_names
 from megavlm.arch.workload import image_workload
-from megavlm.config.schema import ModelConfig
+from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.batch import ImageSizes, Mask
 
 
@@ -24,6 +24,11 @@ class ImageAssignment:
     model: ModelConfig
     ranks: int  # of a model replica
     width: int = 1  # consecutive ranks that hold one encoder (`--vision-tp`)
+
+    @classmethod
+    def of(cls, config: Config, *, ranks: int) -> ImageAssignment:
+        """Return the assignment of a run whose model replicas have `ranks` ranks each."""
+        return cls(config.model, ranks, config.parallel.vision_tensor_model_parallel_size)
 
     def encoders(self, sizes: Sequence[ImageSizes]) -> list[NDArray[np.int64]]:
         """Return, for each micro-batch of a step, the encoder [N] of each of its images."""

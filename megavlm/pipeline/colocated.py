@@ -50,8 +50,7 @@ class ColocatedEncoder:
         self.encoder = encoder
         self._config = config
         self._groups = groups
-        width = config.parallel.vision_tensor_model_parallel_size
-        self._assignment = ImageAssignment(config.model, groups.mp.size(), width)
+        self._assignment = ImageAssignment.of(config, ranks=groups.mp.size())
         self._encoded: _Encoded | None = None
         self._upcoming: Sequence[MicroBatch] | None = None
         self._ahead: _Ahead | None = None

@@ -144,7 +144,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         device=backend.device,
         dtype=DTYPES[config.precision.dtype],
         vision_group=_vision_group(plan, groups),
-        assignment=ImageAssignment(config.model, groups.mp.size(), plan.vision_tp) if plan.encoder else None,
+        assignment=ImageAssignment.of(config, ranks=groups.mp.size()) if plan.encoder else None,
     )
     watch.starting("model")
     holds = Holds()
