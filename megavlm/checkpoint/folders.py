@@ -27,7 +27,7 @@ def temporary_for(root: Path, iteration: int) -> Path:
     return root / f"tmp-iter_{iteration:07d}"
 
 
-def named(root: Path) -> list[tuple[int, Path]]:
+def checkpoints(root: Path) -> list[tuple[int, Path]]:
     """Return the folders named like checkpoints as (iteration, folder), oldest first."""
     if not root.is_dir():
         return []
@@ -37,7 +37,7 @@ def named(root: Path) -> list[tuple[int, Path]]:
 
 def complete(root: Path) -> list[tuple[int, Path]]:
     """Return the complete checkpoints as (iteration, folder), oldest first."""
-    return [(iteration, path) for iteration, path in named(root) if is_complete(path)]
+    return [(iteration, path) for iteration, path in checkpoints(root) if is_complete(path)]
 
 
 def newest(root: Path) -> Path | None:
@@ -46,7 +46,7 @@ def newest(root: Path) -> Path | None:
     return folders[-1][1] if folders else None
 
 
-def is_named(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is named like a checkpoint."""
     return bool(_COMPLETE.fullmatch(path.name)) and path.is_dir()
 
@@ -56,7 +56,7 @@ def resolve(path: Path) -> Path:
 
     Raises UserError if there is none.
     """
-    if is_named(path):
+    if is_checkpoint(path):
         return path
     found = newest(path / "checkpoints") or newest(path)
     if found is None:

@@ -34,19 +34,19 @@ class Entry:
 def root_of(path: Path) -> Path:
     """Return the folder of checkpoints of a path: a run or that folder itself. Raises UserError if it has none."""
     for root in (path / "checkpoints", path):
-        if folders.named(root):
+        if folders.checkpoints(root):
             return root
     raise UserError(f"{path} holds no checkpoints: give a run folder or its checkpoints folder")
 
 
 def checkpoints_of(path: Path) -> list[Path]:
     """Return the checkpoints that a path names: itself, or all of a run, oldest first."""
-    return [path] if folders.is_named(path) else [folder for _, folder in folders.named(root_of(path))]
+    return [path] if folders.is_checkpoint(path) else [folder for _, folder in folders.checkpoints(root_of(path))]
 
 
 def entries(path: Path) -> Iterator[Entry]:
     """Yield the checkpoints of a run, oldest first."""
-    for iteration, folder in folders.named(root_of(path)):
+    for iteration, folder in folders.checkpoints(root_of(path)):
         problem = manifest.first_look(folder)
         state = problem or ("whole" if manifest.is_verifiable(folder) else "unverifiable: of an earlier version")
         sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]

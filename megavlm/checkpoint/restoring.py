@@ -43,7 +43,7 @@ def choices_in(root: Path, holds: Holds, *, fallback: bool = True) -> Choices:
     """
     for _ in range(_LOOKS):
         whole, remarks, moved = [], [], False
-        for _, folder in reversed(folders.named(root)):
+        for _, folder in reversed(folders.checkpoints(root)):
             if not holds.add(folder):
                 moved = True
                 continue
@@ -64,7 +64,7 @@ def choices_in(root: Path, holds: Holds, *, fallback: bool = True) -> Choices:
 
 def choices_of(path: Path, holds: Holds, *, fallback: bool = True) -> Choices:
     """Return the checkpoints that `--load PATH` names, held: one, or all of a run. Raises UserError."""
-    if folders.is_named(path):
+    if folders.is_checkpoint(path):
         holds.add(path)
         if problem := first_look(path):
             raise UserError(f"--load {path} is damaged: {problem}. Give another checkpoint, or its run")

@@ -86,7 +86,7 @@ def restore(
     engine.scheduler.step(increment=position.iteration)
     if dist.get_rank() == 0:
         if checkpoint.parent == run_dir / "checkpoints":
-            for iteration, folder in folders.named(checkpoint.parent):
+            for iteration, folder in folders.checkpoints(checkpoint.parent):
                 if iteration > position.iteration:
                     print(f"{folder} is now {folders.set_aside(folder).name}", flush=True)
         print(f"resumed from {checkpoint} at iteration {position.iteration}", flush=True)
