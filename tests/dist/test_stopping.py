@@ -13,6 +13,7 @@ import pytest
 from megavlm.checkpoint import folders
 from megavlm.resilience.events import events
 from megavlm.resilience.status import STOPPED, read_status
+from tests.support.data_files import sources_of, write_all
 from tests.support.forked import start_program, status_of
 from tests.support.torchrun import TINY, Launched, last_iteration
 
@@ -60,7 +61,7 @@ def test_a_signal_during_imports(tmp_path: Path):
         assert run.status() == STOPPED, run.output()
     assert "there is nothing to save" in run.output()
     assert not (tmp_path / "checkpoints").exists()
-    with Launched([*TINY, "--train-iters", "2"], tmp_path, launcher=None) as run:
+    with Launched([*TINY, "--train-iters", "4"], tmp_path, launcher=None) as run:
         assert run.status() == 0, run.output()
 
 
@@ -114,15 +115,21 @@ def test_ranks_workers_and_writers_of_a_torchrun_that_was_killed_save_and_end(tm
     assert saved(tmp_path) == [status["iteration"]]
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_that_was_killed_is_taken_over(tmp_path: Path):
+    """Its data workers and the process that writes checkpoints end with it."""
     run_dir, output = tmp_path / "run", tmp_path / "output"
-    argv = [*ENDLESS, *"--save-interval 2 --run-dir".split(), str(run_dir)]
+    files = [*sources_of(write_all(tmp_path / "data")), *"--seq-length 96 --packing-window 16".split()]
+    argv = [*ENDLESS, *files, *"--image-sizes --images-per-sample 1 --save-interval 2 --run-dir".split(), str(run_dir)]
     killed = start_program(argv, output)
     while not saved(run_dir):
         time.sleep(0.02)
         assert killed.is_alive(), output.read_text()
+    children = psutil.Process(killed.pid).children(recursive=True)
+    assert len(children) >= 3, "two data workers and a writer"
     killed.kill()
     killed.join()
+    assert not psutil.wait_procs(children, timeout=120)[1]
     assert read_status(run_dir)["state"] == "running"
     newest = saved(run_dir)[-1]
     assert status_of(start_program([*argv, "--train-iters", str(newest + 2)], output)) == 0, output.read_text()
