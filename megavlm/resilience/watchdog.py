@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -18,28 +19,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megavlm.resilience import events
 from megavlm.resilience.phases import END, Phases
 from megavlm.resilience.progress import Limits, Report, culprit, is_silent, sentence, with_silence
 from megavlm.resilience.stacks import place_of, processor_time, write_stacks
 from megavlm.resilience.status import HUNG, write_status
+from megavlm.resilience.store import Store
 
 INTERVAL = 5.0  # seconds between reports
+_HURRY = 0.2  # seconds between rounds in which ranks wait for one another's answers
 _WRITE = 20.0  # seconds in which ranks write their stacks
 _STEPS = 50  # steps whose median time gives the default of --hang-timeout
-
-
-class Store(Protocol):
-    """What the watchdog asks of torch's store."""
-
-    def set(self, key: str, value: str, /) -> Any: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -85,10 +77,15 @@ class Watchdog:
         self._changes = -1
         self._silent: dict[int, float] = {}
         self._closed = threading.Event()
+        self._look: Callable[[Store], bool] | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def also(self, look: Callable[[Store], bool]) -> None:
+        """Call `look` in every round, and soon again as long as it returns true."""
+        self._look = look
 
     def step_done(self, seconds: float) -> None:
         """Note the duration of a step."""
@@ -102,12 +99,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         before = time.monotonic()
-        while not self._closed.wait(self._interval):
+        hurry = False
+        while not self._closed.wait(_HURRY if hurry else self._interval):
             now = time.monotonic()
-            # A process that was suspended and goes on has not been idle for that long, nor have the others.
-            passed, before = min(now - before, 2 * self._interval), now
             try:
-                self._round(passed)
+                if not hurry or now - before > self._interval:
+                    # A process that was suspended and goes on has not been idle for that long, nor have the others.
+                    passed, before = min(now - before, 2 * self._interval), now
+                    self._round(passed)
+                hurry = self._look is not None and self._look(self._store)
             except Exception as error:  # the store is gone with torchrun: others notice that
                 if not self._closed.is_set():
                     print(f"watchdog of rank {self._member.rank} ends: {error}", file=sys.stderr, flush=True)
@@ -174,7 +174,7 @@ class Watchdog:
             "iteration": found.iteration,
             "seconds": round(found.idle + found.silent, 1),
             "phase": found.phase,
-            "silent": [each.rank for each in table if is_silent(each, self._interval)],
+            "silent": [(each.rank, each.host, each.process) for each in table if is_silent(each, self._interval)],
             "folder": f"hang-{time.strftime('%Y%m%d-%H%M%S')}-attempt-{events.attempt()}",
             "by": self._member.rank,
         }
@@ -193,13 +193,16 @@ class Watchdog:
             self._store.set("said", "")
         else:
             _until(lambda: self._store.check(["said"]), 2 * _WRITE)
+        for _, host, process in verdict["silent"]:
+            if host == platform.node():
+                _kill_sibling(process)
         sys.stdout.flush()
         sys.stderr.flush()
         self._end(HUNG)
 
     def _say(self, verdict: Mapping[str, Any], folder: Path) -> None:
         line = verdict["line"]
-        mute = ", ".join(str(each) for each in verdict["silent"])
+        mute = ", ".join(str(each) for each, *_ in verdict["silent"])
         with contextlib.suppress(OSError):
             (folder / "README.txt").write_text(line + "\n" + (f"no stacks of rank {mute}: no answer\n" if mute else ""))
         print(f"the run hangs: {line}; stacks of all ranks: {folder}", file=sys.stderr, flush=True)
@@ -223,6 +226,14 @@ def _until(done: Callable[[], bool], seconds: float) -> None:
     last = time.monotonic() + seconds
     while time.monotonic() < last and not done():
         time.sleep(0.1)
+
+
+def _kill_sibling(process: int) -> None:
+    """End another process of this one's torchrun, which does not answer: torchrun would wait for it for 30 s."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        if parent == os.getppid() and process != os.getpid():
+            os.kill(process, signal.SIGKILL)
 
 
 def _key(rank: int) -> str:

@@ -19,7 +19,7 @@ from megavlm.backend.clock import clock_of
 from megavlm.checkpoint.retention import Holds, Keep
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
-from megavlm.config.derived import overlapped
+from megavlm.config.derived import overlapped, shards_gradients
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
@@ -74,6 +74,13 @@ class Run:
         """Return the number of micro-batches per step and data-parallel rank."""
         train = self.config.train
         return train.global_batch_size // (train.micro_batch_size * self.plan.dims.dp)
+
+    @property
+    def may_cut_steps_short(self) -> bool:
+        """Return whether no rank waits for another between two micro-batches: not in a pipeline, nor where each pass
+        gathers parameters (ZeRO-2, 3).
+        """
+        return self.plan.dims.pp == 1 and not shards_gradients(self.config)
 
 
 def build(config: Config, backend: Backend, *, began: float | None = None) -> Run:

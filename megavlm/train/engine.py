@@ -15,6 +15,7 @@ from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.param_gather import gather_parameters
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import Schedule
+from megavlm.resilience.cut_short import StepCutShort
 from megavlm.resilience.phases import COMMUNICATION, DATA, OPTIMIZER, OTHER
 from megavlm.train.state_before import StateBeforeStep
 from megavlm.train.step_result import StepResult, sum_over_ranks
@@ -56,7 +57,11 @@ class Engine:
             self.schedule.colocated.prefetch(upcoming)
         before = StateBeforeStep.of(self.model_chunks, self.optimizer)
         self.optimizer.zero_grad()
-        totals = self.schedule.train(batches)
+        try:
+            totals = self.schedule.train(batches)
+        except StepCutShort:
+            before.restore()
+            raise
         self.scheduler.step(increment=1)
         scale = loss_scale(self.optimizer)  # the step may change it
         self.schedule.phases.enter(OPTIMIZER)

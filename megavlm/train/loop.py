@@ -16,6 +16,7 @@ from megavlm.errors import Stopped, UserError
 from megavlm.metrics.sinks import Value
 from megavlm.planner.out_of_memory import explain
 from megavlm.resilience import events
+from megavlm.resilience.cut_short import CutShort, StepCutShort
 from megavlm.resilience.signals import StopRequest
 from megavlm.resilience.status import State, note_failure, write_status
 from megavlm.train.build import Run
@@ -78,15 +79,23 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
     config, last, say = run.config, run.config.train.train_iters, partial(_say, run)
     iteration = saved = run.position.iteration
     tally = Tally(run.position.samples_read, run.position.samples_skipped)
-    patience, guard = Patience(say), StepGuard(run, say)
+    patience, guard = Patience(run, say), StepGuard(run, say)
     saves = Saves(run, say=say, took=patience.save)
+    cut = _cut_short(run, stop)
     overdue = False  # a checkpoint is due, but the last step was bad
     end: BaseException | None = None
     while iteration < last and end is None:
         iteration += 1
         tracer.before(iteration)
         watch.begin_step(iteration)
-        step = _step(run, iteration, guard, stop)
+        try:
+            step = _step(run, iteration, guard, stop, cut)
+        except StepCutShort:
+            say(f"gives step {iteration} up: it would take too long to end")
+            iteration -= 1
+            run.data_loader.step_back()
+            end = _stopped(stop)
+            break
         tracer.after(iteration)
         guard.note(step.result)
         tally.add(step.counts)
@@ -107,7 +116,7 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
             asked = asked or _anywhere(stop.requested, run)  # during the save
         if iteration < last:
             end = step.next_data_error or tally.too_many_skipped(config.data.max_bad_sample_rate)
-            end = end or (Stopped(stop.reason or "another rank was asked to stop") if asked else None)
+            end = end or (_stopped(stop) if asked else None)
     if saved != iteration:
         saves.save(_position(run, iteration, tally, guard))
     saves.finish()
@@ -126,8 +135,8 @@ class _Step:
     next_data_error: BaseException | None  # the next step's data cannot be read; equal on all ranks
 
 
-def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest) -> _Step:
-    """Train on the next batch, or leave it out."""
+def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest, cut: CutShort) -> _Step:
+    """Train on the next batch, or leave it out. Raises StepCutShort if the ranks agree to give the step up."""
     began = time.perf_counter()
     last = iteration == run.config.train.train_iters
     with profiler_range("data"):
@@ -139,12 +148,26 @@ def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest) -> _Ste
     if guard.leaves_out(iteration):
         result = run.engine.leave_out(ahead.counters)
     else:
-        with guard.checks(iteration) as judge:
+        places = run.micro_batches if run.may_cut_steps_short else 0
+        with cut.step(iteration, places), guard.checks(iteration) as judge:
             result = run.engine.train_step(data.batches, ahead.counters, upcoming=upcoming, judge=judge)
     counts = Counts(*result.counters)
     seconds = time.perf_counter() - began
     record = record_of(run, iteration, data, result, counts, data_time=fetched + ahead.waited, seconds=seconds)
     return _Step(data, result, counts, record, seconds, ahead.error(counts))
+
+
+def _cut_short(run: Run, stop: StopRequest) -> CutShort:
+    """Let ranks agree to give up a step between two micro-batches if the run may be killed before its end."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cut = CutShort(rank, world, wanted=lambda: stop.presses, soon=lambda: stop.requested)
+    run.engine.schedule.before_micro_batch = cut.next_micro_batch
+    run.watch.also(cut.look)
+    return cut
+
+
+def _stopped(stop: StopRequest) -> Stopped:
+    return Stopped(stop.reason or "another rank was asked to stop")
 
 
 def _anywhere(value: bool, run: Run) -> bool:

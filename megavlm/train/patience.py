@@ -1,20 +1,24 @@
-"""Say that a step and a save take longer than torchrun waits before it kills."""
+"""Say that the end of a step and a save take longer than torchrun or a scheduler waits before it kills."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from megavlm.resilience.signals import patience_complaint, torchrun_patience, under_torchrun
+from megavlm.resilience.signals import may_be_killed, patience_complaint, torchrun_patience
+from megavlm.train.build import Run
+
+_MEASURED = 2  # steps: the first takes longer, since kernels are compiled and chosen
 
 
 class Patience:
-    """Compares the seconds of steps and saves with torchrun's patience, and says once that it is too short."""
+    """Compares the seconds of steps and saves with the patience of torchrun, and says once that it is too short."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         self._say = say
+        self._places = run.micro_batches if run.may_cut_steps_short else 1
         self._steps: list[float] = []
         self._save = 0.0
-        self._silent = not under_torchrun()
+        self._silent = not may_be_killed()
         self._patience = torchrun_patience()
 
     def step(self, seconds: float) -> None:
@@ -28,8 +32,9 @@ class Patience:
         self._look()
 
     def _look(self) -> None:
-        if self._silent or len(self._steps) < 3:
+        if self._silent or len(self._steps) < _MEASURED:
             return
-        if line := patience_complaint(step=min(self._steps), save=self._save, patience=self._patience):
+        step = min(self._steps)
+        if line := patience_complaint(step=step, places=self._places, save=self._save, patience=self._patience):
             self._silent = True
             self._say(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megavlm.resilience import events
 from megavlm.resilience.phases import END, START, Phases
 from megavlm.resilience.progress import Limits
 from megavlm.resilience.slow import SlowEvents, Spread, spread
+from megavlm.resilience.store import Store
 from megavlm.resilience.watchdog import Member, Watchdog
 
 
@@ -40,6 +42,10 @@ class Watch:
     def owns_folder(self) -> None:
         """Let a hang be written to the run folder, which is locked now."""
         self._watchdog.owns_folder = True
+
+    def also(self, look: Callable[[Store], bool]) -> None:
+        """Let the thread that watches call `look` every few seconds, and soon again as long as it returns true."""
+        self._watchdog.also(look)
 
     def begin_step(self, iteration: int) -> None:
         self.phases.begin_step(iteration)

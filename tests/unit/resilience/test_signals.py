@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +41,10 @@ def started(**options: object):
     process.start()
     assert ours.recv() == process.pid
     return process, ours
+
+
+def test_what_schedulers_send_is_heard():
+    assert set(SIGNALS) == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -83,6 +88,37 @@ def test_before_training_there_is_nothing_to_save():
     assert process.exitcode == STOPPED
 
 
+def finish(told, *, asked_before: bool) -> None:
+    """A process that has saved all that it will, and then ends by itself."""
+    stop = StopRequest()
+    listen(stop, parent=None, patience=0.0)
+    stop.training()
+    told.send(os.getpid())
+    while asked_before and not stop.requested:
+        time.sleep(0.02)
+    (stop.saved if asked_before else stop.closing)()
+    told.send("saved")
+    time.sleep(1.0)
+    told.send(stop.reason)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("asked_before", "status"), [(True, STOPPED), (False, 0)])
+def test_after_the_last_save(asked_before: bool, status: int):
+    """A request that came too late for the loop ends the final evaluation; one in the very end changes nothing."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=finish, args=(theirs,), kwargs={"asked_before": asked_before})
+    process.start()
+    ours.recv()
+    if not asked_before:
+        ours.recv()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(PATIENCE)
+    assert process.exitcode == status
+    if not asked_before:
+        assert ours.recv() is None, "nothing is requested of a process that ends"
+
+
 def test_a_process_whose_parent_is_gone_is_asked_and_then_ends():
     """Even if it waits for ever, as in a collective."""
     process, _ = started(orphan=(1, 1.5))
@@ -104,12 +140,35 @@ def test_torchruns_patience(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_step_that_torchrun_would_not_wait_for_is_told():
-    assert patience_complaint(step=20, save=9, patience=30) is None
-    line = patience_complaint(step=45, save=9, patience=30)
+    assert patience_complaint(step=20, places=1, save=9, patience=30) is None
+    line = patience_complaint(step=45, places=1, save=9, patience=30)
     assert line is not None
     assert "--shutdown-timeout 108" in line
+
+
+def test_a_step_that_is_given_up_counts_until_then():
+    assert patience_complaint(step=45, places=50, save=9, patience=30) is None  # 10 + 10 + 45/50 + 9
+    assert patience_complaint(step=45, places=2, save=9, patience=30) is not None
+    assert patience_complaint(step=600, places=50, save=9, patience=30) is not None
 
 
 def test_the_patience_of_a_real_process_is_read_from_its_command_line():
     own = Path(f"/proc/{os.getpid()}/cmdline").read_bytes().decode().split("\0")
     assert signals._words_of(os.getpid()) == own
+
+
+def test_a_request_presses_once_a_third_of_its_time_is_over(monkeypatch: pytest.MonkeyPatch):
+    """A warning does not: nobody knows when its SIGTERM comes."""
+    now = 1000.0
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
+    stop = StopRequest()
+    stop.training()
+    assert not stop.presses
+    stop.ask("SIGUSR1 received", warning=True, urgent=False)
+    now += 100
+    assert not stop.presses
+    stop.ask("SIGTERM received", warning=False, urgent=True)
+    now += 9
+    assert not stop.presses
+    now += 2
+    assert stop.presses

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -13,13 +17,13 @@ from megavlm.resilience.events import events
 from megavlm.resilience.phases import COMPUTE, SAVE, Phases
 from megavlm.resilience.progress import Limits
 from megavlm.resilience.status import HUNG
-from megavlm.resilience.watchdog import Member, Watchdog
+from megavlm.resilience.watchdog import Member, Watchdog, _kill_sibling
 
 
 class Ranks:
     """Watchdogs of a world in one process, each over its own part of the run."""
 
-    def __init__(self, world: int, run_dir: Path, *, timeout: float) -> None:
+    def __init__(self, world: int, run_dir: Path, *, timeout: float | None) -> None:
         self.store = dist.PrefixStore("run", dist.HashStore())
         self.ended: list[tuple[int, int]] = []
         self.phases = [Phases() for _ in range(world)]
@@ -29,7 +33,7 @@ class Ranks:
             phases.end_step()
             phases.begin_step(2)
 
-    def _dog(self, rank: int, world: int, run_dir: Path, timeout: float) -> Watchdog:
+    def _dog(self, rank: int, world: int, run_dir: Path, timeout: float | None) -> Watchdog:
         def end(status: int) -> None:
             self.ended.append((rank, status))
             self.dogs[rank]._closed.set()  # ends this thread, as os._exit the process
@@ -94,6 +98,55 @@ def test_the_status_of_another_run_is_left_alone(tmp_path: Path, capfd: pytest.C
     assert wait(lambda: len(ranks.ended) == 2)
     assert "the run hangs: rank" in capfd.readouterr().err
     assert [path.name[:5] for path in tmp_path.iterdir()] == ["hang-"]
+
+
+def test_a_stopped_process_of_the_same_torchrun_is_ended(monkeypatch: pytest.MonkeyPatch):
+    """torchrun would send it SIGTERM, which it does not hear, and wait. Other processes are left alone."""
+    child = subprocess.Popen(["sleep", "600"])
+    child.send_signal(signal.SIGSTOP)
+    _kill_sibling(child.pid)
+    assert child.poll() is None, "its parent is not this process's parent"
+    monkeypatch.setattr("os.getppid", os.getpid)
+    _kill_sibling(child.pid)
+    assert child.wait(60) == -signal.SIGKILL
+    _kill_sibling(child.pid)  # it is gone
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_rank_whose_process_is_stopped_is_found_by_the_first_or_the_last(silent: int, tmp_path: Path, capfd):
+    ranks = Ranks(3, tmp_path, timeout=1.0)
+    dog = ranks.dogs[silent]
+    round_, stopped = dog._round, threading.Event()
+    dog._round = lambda passed: None if stopped.is_set() else round_(passed)
+    ranks.start()
+    assert wait(lambda: all(ranks.dogs[rank].table for rank in {0, 2} - {silent}))
+    stopped.set()
+    assert wait(lambda: len(ranks.ended) == 2)
+    assert f"rank {silent} (" in capfd.readouterr().err
+    dog._closed.set()
+
+
+def test_with_a_time_out_of_0_nothing_is_a_hang(tmp_path: Path):
+    ranks = Ranks(1, tmp_path, timeout=0.0)
+    (dog,) = ranks.dogs
+    dog._idle, dog._changes = 1e6, dog._phases.now.changes
+    dog._round(1.0)
+    dog._round(1.0)
+    assert dog.table[0].idle > 1e6
+    assert not ranks.ended
+
+
+def test_a_process_that_was_suspended_has_not_been_idle_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ranks = Ranks(1, tmp_path, timeout=30.0)
+    (dog,) = ranks.dogs
+    rounds: list[float] = []
+    dog._round = rounds.append
+    times = iter([0.0, 3.0, 603.0])  # ten minutes between two rounds
+    monkeypatch.setattr("megavlm.resilience.watchdog.time", SimpleNamespace(monotonic=lambda: next(times)))
+    waits = iter([False, False, True])
+    monkeypatch.setattr(dog._closed, "wait", lambda seconds: next(waits))
+    dog._watch()
+    assert rounds == [3.0, 6.0]
 
 
 def test_progress_a_save_and_a_closed_watch_are_no_hang(tmp_path: Path):
