@@ -10,22 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from megavlm.data.records import parquet_decoder
 from megavlm.data.records.turns import COLUMNS
 from megavlm.data.types import BadSample, Reason
-from megavlm.errors import UserError
 
-_BUDGET = 2**31  # most bytes of a decoded row group: some kilobytes of a file may decode to many gigabytes
-_BATCH = 1024  # rows that are decoded before their bytes are counted
 _CACHE = 2**28  # bytes of decoded row groups that are kept per file; the newest is kept whatever its size
-
-
-def pyarrow_parquet() -> Any:
-    """Return the module `pyarrow.parquet`. Raises UserError if it is not installed."""
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise UserError("--datasets has parquet files, which need pyarrow: pip install pyarrow") from error
-    return parquet
+_LARGEST_ROW = 2**28  # bytes
+_MOST_VALUES = 2**20  # of a row, with those in its lists and structs: each becomes an object of Python
 
 
 class ParquetFile:
@@ -36,67 +27,78 @@ class ParquetFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        metadata = pyarrow_parquet().read_metadata(path)  # raises ArrowInvalid, which is a ValueError
-        groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        self._ends = np.cumsum(groups, dtype=np.int64)
-        names = metadata.schema.to_arrow_schema().names
-        known = tuple(name for name in names if name in COLUMNS)
-        self._columns = known or tuple(names)  # if none is known, a message lists all
-        self._reader: _Reader | None = None
+        rows, names = parquet_decoder.describe(path)
+        self._ends = np.cumsum(rows, dtype=np.int64)
+        self._columns = [name for name in names if name in COLUMNS] or names  # if none is known, a message lists all
+        self._groups: _Groups | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None}
+        return {**self.__dict__, "_groups": None}
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, index: int) -> Any:
-        reader = self._reader
-        if reader is None or reader.process != os.getpid():  # after a fork, Arrow's threads are the parent's
-            reader = self._reader = _Reader(self._path, self._columns)
         group = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[group - 1]) if group else 0
+        groups = self._groups
+        if groups is None or groups.process != os.getpid():  # after a fork, its lock is the parent's
+            groups = self._groups = _Groups(self._path, self._columns)
         try:
-            return reader.group(group).slice(index - first, 1).to_pylist()[0]
-        except (OSError, ValueError, NotImplementedError) as error:  # Arrow's own errors derive from these
+            return _record(groups.get(group).slice(index - first, 1))
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            NotImplementedError,
+            RecursionError,
+        ) as error:  # Arrow's, too
             raise BadSample(Reason.NOT_A_RECORD, f"row group {group} cannot be read: {error}") from error
 
     def label(self, index: int) -> str:
         return f"{self._path.name}[{index}]"
 
 
-class _Reader:
-    """Holds an open file and a cache of the row groups that were read last."""
+class _Groups:
+    """A cache of the row groups that were read last. Threads may share it."""
 
-    def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, columns: list[str]) -> None:
         self.process = os.getpid()
-        self._file = pyarrow_parquet().ParquetFile(path, memory_map=True)
-        self._columns = list(columns)
-        self._groups: OrderedDict[int, Any] = OrderedDict()
+        self._path, self._columns = path, columns
+        self._tables: OrderedDict[int, Any] = OrderedDict()
         self._sizes: dict[int, int] = {}  # in bytes; kept because Arrow is slow to add them up
         self._lock = Lock()
 
-    def group(self, number: int) -> Any:
+    def get(self, number: int) -> Any:
+        """Return a row group as a table of Arrow. Raises ValueError if it cannot be decoded."""
         with self._lock:
-            if number not in self._groups:
-                self._groups[number], self._sizes[number] = self._decoded(number)
-            self._groups.move_to_end(number)
-            while len(self._groups) > 1 and sum(self._sizes.values()) > _CACHE:
-                del self._sizes[self._groups.popitem(last=False)[0]]
-            return self._groups[number]
+            if number not in self._tables:
+                table = parquet_decoder.row_group(self._path, number, self._columns)
+                self._tables[number], self._sizes[number] = table, table.nbytes
+            self._tables.move_to_end(number)
+            while len(self._tables) > 1 and sum(self._sizes.values()) > _CACHE:
+                del self._sizes[self._tables.popitem(last=False)[0]]
+            return self._tables[number]
 
-    def _decoded(self, number: int) -> tuple[Any, int]:
-        """Return a decoded row group and its size in bytes. Raises ValueError if that exceeds `_BUDGET`."""
-        from pyarrow import Table
 
-        described = self._file.metadata.row_group(number)
-        declared = sum(described.column(at).total_uncompressed_size for at in range(described.num_columns))
-        if declared > _BUDGET:
-            raise ValueError(f"it has {declared} bytes, more than {_BUDGET}: write smaller row groups")
-        batches, size = [], 0
-        for batch in self._file.iter_batches(_BATCH, [number], columns=self._columns, use_threads=False):
-            batches.append(batch)
-            size += batch.nbytes
-            if size > _BUDGET:
-                raise ValueError(f"it has more than {_BUDGET} bytes once it is decoded: write smaller row groups")
-        return Table.from_batches(batches), size
+def _record(row: Any) -> Any:
+    """Return a table's only row in Python's types. Raises ValueError for one that would take too much memory."""
+    if row.nbytes > _LARGEST_ROW:
+        raise ValueError(f"the row has {row.nbytes} bytes, more than {_LARGEST_ROW}")
+    if (values := sum(_values(chunk) for column in row.columns for chunk in column.chunks)) > _MOST_VALUES:
+        raise ValueError(f"the row has {values} values, more than {_MOST_VALUES}")
+    return row.to_pylist()[0]
+
+
+def _values(array: Any) -> int:
+    """Return how many values an array has, with those in its lists and structs."""
+    import pyarrow.types as types
+
+    kind = array.type
+    if types.is_struct(kind):
+        return len(array) * kind.num_fields + sum(map(_values, array.flatten()))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return len(array) + _values(array.flatten())
+    if types.is_map(kind):
+        return len(array) + 2 * (array.offsets[-1].as_py() - array.offsets[0].as_py())
+    return len(array)

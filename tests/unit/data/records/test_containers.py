@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.records import arrays, parquet
+from megavlm.data.records import arrays, parquet, parquet_decoder, parquet_process
 from megavlm.data.records.arrays import NotAnArray, array_spans
 from megavlm.data.records.container import Container, Joined
 from megavlm.data.records.parquet import ParquetFile
@@ -149,10 +149,10 @@ def test_rows_of_a_parquet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_row_groups_are_kept_for_a_while(tmp_path: Path) -> None:
     pq.write_table(table_of(10), tmp_path / "t.parquet", row_group_size=5)
-    reader = parquet._Reader(tmp_path / "t.parquet", ("text",))
-    first = reader.group(0)
-    reader.group(1)
-    assert reader.group(0) is first
+    groups = parquet._Groups(tmp_path / "t.parquet", ["text"])
+    first = groups.get(0)
+    groups.get(1)
+    assert groups.get(0) is first
 
 
 def test_a_damaged_row_group_costs_its_rows(tmp_path: Path) -> None:
@@ -177,13 +177,42 @@ def test_files_one_after_the_other(tmp_path: Path) -> None:
     assert [joined.label(index) for index in range(5)] == ["a:1", "a:2", "b:1", "c:1", "c:2"]
 
 
-def test_a_row_group_that_grows_beyond_all_size_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two thousand rows of one long text are a few hundred bytes in the file."""
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give decoding 64 MiB, and its result 16."""
+    monkeypatch.setattr(parquet_process, "MEMORY", 2**26)
+    monkeypatch.setattr(parquet_process, "DECODED", 2**24)
+    monkeypatch.setattr(parquet_decoder, "_DECODER", parquet_decoder._Decoder())
+
+
+@pytest.mark.usefixtures("tight")
+@pytest.mark.parametrize("rows", [10_000, 10])
+def test_a_row_group_that_grows_beyond_all_size_is_not_decoded(tmp_path: Path, rows: int) -> None:
+    """Many rows of one long text are a few hundred bytes in the file: the result is too large, or a single batch."""
     path = tmp_path / "bomb.parquet"
-    pq.write_table(pa.table({"text": ["x" * 10_000] * 4_000}), path, compression="zstd")
-    assert path.stat().st_size < 10_000
-    monkeypatch.setattr(parquet, "_BUDGET", 2**24)
-    with pytest.raises(BadSample, match="once it is decoded"):
+    pq.write_table(pa.table({"text": ["x" * (10**8 // rows)] * rows}), path, compression="zstd")
+    assert path.stat().st_size < 20_000
+    with pytest.raises(BadSample, match=r"row group 0 cannot be read: it (is too large|needs too much memory)"):
         ParquetFile(path).read(0)
-    monkeypatch.setattr(parquet, "_BUDGET", 2**26)
-    assert ParquetFile(path).read(3_999) == {"text": "x" * 10_000}
+    pq.write_table(table_of(10), path)  # what comes after is read
+    assert ParquetFile(path).read(9)["text"] == "row 9"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [["x"] * 2**21, [{"role": None}] * 2**20, [[None] * 2**11] * 2**10, [[]] * 2**21],
+    ids=["texts", "structs", "lists", "empty lists"],
+)
+def test_a_row_of_millions_of_values_is_no_record(tmp_path: Path, values: list[Any]) -> None:
+    pq.write_table(pa.table({"messages": [values]}), tmp_path / "row.parquet")
+    with pytest.raises(BadSample, match="values, more than"):
+        ParquetFile(tmp_path / "row.parquet").read(0)
+
+
+def test_a_table_of_more_rows_than_its_bytes_is_refused(tmp_path: Path) -> None:
+    schema = pa.schema([("text", pa.string())])
+    with pq.ParquetWriter(tmp_path / "nulls.parquet", schema, compression="zstd") as writer:
+        for _ in range(4):
+            writer.write_batch(pa.RecordBatch.from_arrays([pa.nulls(2**20, pa.string())], schema=schema), 2**20)
+    with pytest.raises(ValueError, match="too many for its size"):
+        ParquetFile(tmp_path / "nulls.parquet")
