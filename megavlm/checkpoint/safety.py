@@ -30,7 +30,8 @@ from megavlm.checkpoint import restricted_pickle
 from megavlm.errors import UserError
 from megavlm.paths import inside, read_bytes
 
-LARGEST = 2**30  # bytes of a `.metadata`; 2,000 ranks with 10,000 pieces each stay below
+# Bytes of a `.metadata`; 2,000 ranks with 10,000 pieces each stay below. Each piece has more bytes in the data files.
+LARGEST, _WITHOUT_DATA = 2**30, 2**24
 _MOST_DIMENSIONS = 16
 
 
@@ -84,7 +85,8 @@ def read_metadata(folder: Path) -> Metadata:
     """Return the content of `folder`/.metadata. Raises UserError if it is not plain, or contradicts the data files."""
     path = folder / ".metadata"
     try:
-        data = read_bytes(path, at_most=LARGEST)
+        data_files = sum(each.stat().st_size for each in folder.glob("*.distcp"))
+        data = read_bytes(path, at_most=min(LARGEST, _WITHOUT_DATA + data_files))
     except OSError as error:
         raise UserError(f"{folder} is not a complete distributed checkpoint: its .metadata cannot be read") from error
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +15,9 @@ from megavlm.config.fields import Option, options, with_values
 from megavlm.config.messages import nearest_names, plain, renamed, shown
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
+from megavlm.paths import read_bytes
+
+_LARGEST, _MOST_NODES = 2**19, 10**5  # bytes of a file of options (a complete one has 10,000); values in it
 
 
 def to_yaml(config: Config) -> str:
@@ -110,13 +115,21 @@ def from_yaml_file(path: str | Path) -> Config:
     """Return the configuration in a YAML file. Raises UserError, which names the file, if it cannot be used."""
     name = plain(str(path))
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"--config {name} cannot be read: {reason}") from None
+        text = read_bytes(Path(path), at_most=_LARGEST).decode()
+    except UnicodeDecodeError:
+        raise UserError(f"--config {name} cannot be read: it is not UTF-8 text") from None
+    except OSError as error:
+        raise UserError(f"--config {name} cannot be read: {error.strerror or plain(str(error))}") from None
     try:
-        duplicate = _duplicate_key(yaml.compose(text, Loader=yaml.SafeLoader))
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if _expanded(root) > _MOST_NODES:
+            raise UserError(
+                f"--config {name} has more than {_MOST_NODES} values with its aliases expanded: write fewer"
+            )
+        duplicate = _duplicate_key(root)
         data = yaml.safe_load(text)
+    except UserError:
+        raise
     # PyYAML raises many types on malformed text: YAMLError, ValueError (dates), KeyError (tags), RecursionError.
     except Exception as error:
         raise UserError(f"--config {name} is not valid YAML{_place(error)}") from None
@@ -130,23 +143,43 @@ def from_yaml_file(path: str | Path) -> Config:
         raise UserError(f"--config {name}: {error}") from None
 
 
+def _expanded(root: Any) -> float:
+    """Return how many values a YAML document has once aliases stand for what they name; infinite for a circle."""
+    sizes: dict[int, float] = {}  # of nodes; infinite as long as what they hold is not counted
+    waiting = [root]
+    while waiting:
+        node = waiting[-1]
+        held = _held(node)
+        if new := [each for each in held if id(each) not in sizes] if id(node) not in sizes else []:
+            sizes[id(node)] = math.inf
+            waiting += new
+        else:
+            sizes[id(node)] = 1 + sum(sizes[id(each)] for each in held)
+            waiting.pop()
+    return sizes[id(root)]
+
+
+def _held(node: Any) -> list[Any]:
+    """Return the nodes that a node of a YAML document holds."""
+    if isinstance(node, yaml.MappingNode):
+        return [each for pair in node.value for each in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
 def _duplicate_key(root: Any) -> str | None:
     """Return a key that occurs twice in a mapping, or None; YAML would silently keep the last value."""
     waiting, seen = [root], set()
     while waiting:
         node = waiting.pop()
         # Anchors may make the graph cyclic.
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+        if id(node) in seen:
             continue
         seen.add(id(node))
         if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            for key in keys:
-                if keys.count(key) > 1:
-                    return str(key)
-            waiting += [value for _, value in node.value]
-        else:
-            waiting += node.value
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            if twice := [key for key, count in keys.items() if count > 1]:
+                return str(twice[0])
+        waiting += _held(node)
     return None
 
 

@@ -109,7 +109,7 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Return the pixels of an image file, upright and opaque. Raises BadSample for any file that cannot be decoded."""
     try:
         with _open(source, max_pixels) as image:
-            animated = getattr(image, "n_frames", 1) > 1
+            animated = bool(getattr(image, "is_animated", False))  # without counting its frames
             orientation = _orientation(image)
             image.load()
             upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image

@@ -6,7 +6,6 @@ Rates are what well-shaped work reaches, not peaks: those, which MFU is measured
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from megavlm.config.messages import did_you_mean, plain
 from megavlm.errors import UserError
+from megavlm.json_files import FLAG, TEXT, Expected, check, number, read_json, whole
 from megavlm.planner.peaks import peak_tflops
 
 
@@ -243,28 +243,46 @@ def profile(name: str) -> Hardware:
         hint = did_you_mean(name, PROFILES) or f": choose {', '.join(PROFILES)} or a file of tools/calibrate.py"
         raise UserError(f"--gpu/--profile {plain(name)} is neither a known device nor a file{hint}")
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--profile {plain(name)} is no hardware profile: write one with tools/calibrate.py") from error
+        return from_json(read_json(path, at_most=_LARGEST))
+    except (UserError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).partition("\n")[0][:300]
+        raise UserError(
+            f"--profile {plain(name)} is no hardware profile ({reason}): write one with tools/calibrate.py"
+        ) from error
 
 
 def to_json(hardware: Hardware) -> dict[str, Any]:
     return asdict(hardware)
 
 
+_LARGEST = 2**20  # bytes of a profile
+_RATE, _TIME = number(1e-3, 1e30), number(0, 1e6)
+_NUMBERS: dict[str, Expected] = {
+    **dict.fromkeys(("memory", "memory_bandwidth", "matmul", "attention", "bandwidth", "peak"), _RATE),
+    **dict.fromkeys(("overhead", "latency"), _TIME),
+    "devices_per_node": whole(1, 2**31),
+    "name": TEXT,
+    "source": TEXT,
+    "on_gpu": FLAG,
+}
+
+
 def from_json(data: Mapping[str, Any]) -> Hardware:
-    """The inverse; ValueError, KeyError or TypeError where something is missing or no positive number."""
+    """The inverse. Raises UserError, ValueError, KeyError or TypeError if a value is missing or of no known range."""
     fields: dict[str, Any] = dict(data)
-    rates = {side: Rates(**fields.pop(side)) for side in ("forward", "backward")}
-    links = {side: Link(**fields.pop(side)) for side in ("near", "far")}
+    rates = {side: _part(Rates, fields.pop(side), side) for side in ("forward", "backward")}
+    links = {side: _part(Link, fields.pop(side), side) for side in ("near", "far")}
     host = fields.pop("host", None)  # profiles of earlier versions have none
     if host is not None:
-        host = Host(**{**host, "link": Link(**host["link"])})
-    hardware = Hardware(**fields | rates | links, host=host)
-    numbers = [hardware.memory, hardware.memory_bandwidth, hardware.devices_per_node]
-    numbers += [value for rate in rates.values() for value in (rate.matmul, rate.attention, rate.bandwidth)]
-    if host is not None:
-        numbers += [host.link.bandwidth, host.bandwidth, host.memory]
-    if not all(value > 0 for value in (*numbers, hardware.near.bandwidth, hardware.far.bandwidth)):
-        raise ValueError("rates must be positive")
+        host = _part(Host, {**host, "link": _part(Link, host["link"], "host's link")}, "host")
+    hardware: Hardware = _part(Hardware, {**fields, **rates, **links, "host": host}, "the profile")
     return hardware
+
+
+def _part(made: Any, values: Mapping[str, Any], where: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} is no object")
+    check(values, _NUMBERS, where)
+    if none := [name for name in _NUMBERS if name != "peak" and name in values and values[name] is None]:
+        raise ValueError(f"{where} has no {none[0]}")
+    return made(**values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megavlm.resilience.events import json_lines
 from megavlm.resilience.history import History
 from megavlm.resilience.recovery import Recovery, recoveries_of, typical
 
@@ -18,19 +18,7 @@ _WARM_UP = 2  # first steps of a run, which are slower
 
 def records_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl; lines that cannot be read are left out."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
+    return json_lines(run_dir / "metrics.jsonl")
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from megavlm.paths import open_regular
 
 FILE = "events.jsonl"
 
@@ -78,15 +81,19 @@ def attempt() -> int:
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
     """Return the events of a run in the order in which they were written; a line that was cut off is left out."""
-    path = run_dir / FILE
-    if not path.exists():
-        return []
+    return json_lines(run_dir / FILE)
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects in the lines of a file, without lines that hold none; nothing of what is no file."""
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict):
-            found.append(event)
+    try:
+        with open_regular(path) as file:
+            for line in file:
+                with suppress(ValueError, RecursionError):
+                    value = json.loads(line)
+                    if isinstance(value, dict):
+                        found.append(value)
+    except OSError:
+        return found
     return found

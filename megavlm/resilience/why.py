@@ -79,7 +79,7 @@ def _slow_rank(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
     if not slow or 2 * len(slow) <= len(said):
         return []
     (rank, phase), times = Counter(
-        (record["slowest_rank"], str(record.get("slowest_rank_phase"))) for record in slow
+        (str(record["slowest_rank"]), str(record.get("slowest_rank_phase"))) for record in slow
     ).most_common(1)[0]
     if 2 * times <= len(slow):
         return []

@@ -81,8 +81,9 @@ class HfFolder:
         one, two = self.tensors[name], self.tensors[other]
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             return False
-        rows = max(1, PIECE_BYTES // (math.prod(one.shape[1:]) * DTYPES[one.dtype].itemsize))
-        runs = (slice(start, start + rows) for start in range(0, one.shape[0], rows))
+        height, *trailing = one.shape or (1,)
+        rows = max(1, PIECE_BYTES // max(1, math.prod(trailing) * DTYPES[one.dtype].itemsize))
+        runs = (slice(start, start + rows) for start in range(0, height, rows))
         return all(torch.equal(self.read(name, run), self.read(other, run)) for run in runs)
 
 

@@ -83,6 +83,8 @@ def read_sidecar(checkpoint: Path) -> Sidecar | None:
         for file in (path / UNUSED, *(path / FILES).iterdir()):
             inside(file.parent, file.name)
         check(listing, {"spelling": whole(0, 99), "files": mapped(TEXT)}, str(path / TENSORS))
+        if listing["files"] is None or listing["spelling"] is None:
+            raise KeyError(f"a value of {TENSORS}")
         file_of = dict(listing["files"])
         for file in set(file_of.values()):
             if not plain(file).endswith(".safetensors"):

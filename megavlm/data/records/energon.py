@@ -37,6 +37,7 @@ from megavlm.data.records.blend import check_yaml
 from megavlm.data.records.parts import conversation_of_parts
 from megavlm.data.records.plain import from_plain, to_plain
 from megavlm.data.records.prepared import check_prepared
+from megavlm.data.records.tars import LARGEST_SAMPLE, PlainMember
 from megavlm.data.types import BadSample, Conversation, Reason
 from megavlm.errors import UserError
 
@@ -77,7 +78,10 @@ class Forgiving:
 
     def __getitem__(self, index: int) -> Any:
         try:
+            self._look_at(index)
             return self._reader[index]
+        except MemoryError:
+            raise
         except Exception as error:
             bad = BadSample(_reason(error), f"{type(error).__name__}: {error}")
         finally:
@@ -91,6 +95,14 @@ class Forgiving:
             "__sources__": (),
             _BAD: bad,
         }
+
+    def _look_at(self, index: int) -> None:
+        """Raise ValueError for a sample that is too large, and make the tar's reader leave sparse files out."""
+        place = self._reader._get_itar_sample_pointer(index)
+        if place.byte_size > LARGEST_SAMPLE:
+            raise ValueError(f"the sample has {place.byte_size} bytes, more than {LARGEST_SAMPLE}")
+        with self._reader._open_itarfile(place.tar_file_id) as tar:
+            tar.tarinfo = PlainMember
 
     def _shard(self, index: int) -> str:
         try:

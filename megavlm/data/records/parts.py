@@ -66,7 +66,8 @@ def _record(parts: Mapping[str, bytes]) -> dict[str, Any]:
 
 def _natural(name: str) -> list[Any]:
     """Return a sort key that puts 10.jpg after 2.jpg."""
-    return [(1, int(piece), "") if piece.isdecimal() else (0, 0, piece) for piece in re.split(r"(\d+)", name)]
+    pieces = re.split(r"([0-9]+)", name)
+    return [(1, len(digits := piece.lstrip("0")), digits) if piece.isdecimal() else (0, 0, piece) for piece in pieces]
 
 
 def _listed(parts: Mapping[str, bytes]) -> str:

@@ -27,6 +27,19 @@ _NO_SAMPLE = re.compile(r"__[^/]*__(/|$)")
 _DATASET = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 
+LARGEST_SAMPLE = 2**31  # bytes
+
+
+class PlainMember(tarfile.TarInfo):
+    """An entry of a tar. A sparse file is none: a few bytes may stand for terabytes of zeros."""
+
+    def isreg(self) -> bool:
+        return super().isreg() and not self.issparse()
+
+    def isfile(self) -> bool:
+        return self.isreg()
+
+
 def is_prepared(folder: Path) -> bool:
     return any((folder / META / name).is_file() for name in _INFO)
 
@@ -84,7 +97,7 @@ def sample_offsets(path: Path) -> list[int]:
     starts: list[int] = []
     size = path.stat().st_size
     try:
-        with tarfile.open(path, "r:") as tar:
+        with tarfile.open(path, "r:", tarinfo=PlainMember) as tar:
             key = None
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # otherwise it keeps them all

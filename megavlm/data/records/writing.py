@@ -24,6 +24,7 @@ from megavlm.data.records import tars
 from megavlm.data.records.turns import TAG
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Records, Turn
 from megavlm.errors import UserError
+from megavlm.json_files import FLAG, OBJECT, check, mapped, read_json, whole
 
 NOTES = "prepare_data.json"
 SKIPPED = "skipped.jsonl"
@@ -34,6 +35,15 @@ _SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
 _SIGNATURES = {b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif", b"RIFF": "webp"}
 
 Parts = dict[str, bytes]
+
+
+_COUNT = whole(0, 2**62)
+_NOTES = {
+    **dict.fromkeys(("records", "samples", "shards", "skipped_bytes"), _COUNT),
+    "recipe": OBJECT,
+    "skipped": mapped(_COUNT),
+    "done": FLAG,
+}
 
 
 @dataclass(frozen=True)
@@ -161,8 +171,13 @@ def _notes(out: Path, recipe: dict[str, Any]) -> Notes:
     if not out.exists() or not any(out.iterdir()):
         return Notes(recipe)
     try:
-        notes = Notes(**json.loads((out / NOTES).read_text()))
-    except (OSError, TypeError, ValueError):
+        found = read_json(out / NOTES)
+        check(found, _NOTES, str(out / NOTES))
+        notes: Notes | None = Notes(**{name: value for name, value in found.items() if value is not None})
+        whole = all((out / f"{number:06}.tar").is_file() for number in range(min(notes.shards, 10**6)))
+        if not whole or notes.skipped_bytes > (out / SKIPPED).stat().st_size:
+            notes = None
+    except (OSError, UserError, TypeError):
         notes = None
     if notes is None or notes.recipe != recipe:
         raise UserError(f"{out} holds something else already: name another folder, or empty it")

@@ -193,6 +193,18 @@ def test_a_fifo_is_no_metadata(tmp_path: Path):
         read_metadata(tmp_path)
 
 
+def test_descriptions_are_no_longer_than_what_they_describe(tmp_path: Path):
+    """Each byte of a pickle may be an object of 64; each piece of a tensor has more bytes in a data file."""
+    folder = saved(tmp_path)
+    with (folder / ".metadata").open("r+b") as file:
+        file.truncate(2**25)
+    with pytest.raises(UserError, match="not a complete"):
+        read_metadata(folder)
+    with (folder / "__0_1.distcp").open("wb") as file:
+        file.truncate(2**25)
+    read_metadata(folder)
+
+
 def test_missing_metadata_is_an_incomplete_checkpoint(tmp_path: Path):
     with pytest.raises(UserError, match="not a complete"):
         read_metadata(tmp_path)

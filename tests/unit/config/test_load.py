@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from pathlib import Path
@@ -121,3 +122,31 @@ def test_a_recipe_is_its_module_s_function_and_imported_late(monkeypatch: pytest
 def test_an_unknown_recipe_is_refused() -> None:
     with pytest.raises(UserError, match="unknown recipe demos: did you mean demo\\?"):
         recipe("demos")
+
+
+ALIASES = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+MERGES = "b0: &b0 {k0: 1}\n" + "".join(
+    f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n - 1}'] * 9)}]\n  k{n}: 1\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize("text", [ALIASES, MERGES, "a: &a [*a]\n"], ids=["aliases", "merges", "circle"])
+def test_aliases_are_not_expanded_beyond_all_size(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match="aliases expanded"):
+        from_yaml_file(written(tmp_path, text))
+
+
+def test_an_alias_stands_for_what_it_names(tmp_path: Path) -> None:
+    text = "model:\n  vision: &sizes {num_layers: 3, hidden_size: 96}\n  language: *sizes\n"
+    model = from_yaml_file(written(tmp_path, text)).model
+    assert model.language.num_layers == model.vision.num_layers == 3
+
+
+def test_a_file_of_options_is_a_small_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot be read: .* bytes, more than"):
+        from_yaml_file(written(tmp_path, "# \n" * 2**18))
+    os.mkfifo(tmp_path / "fifo.yaml")
+    with pytest.raises(UserError, match="no regular file"):
+        from_yaml_file(tmp_path / "fifo.yaml")

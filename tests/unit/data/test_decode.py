@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, PngImagePlugin
+from PIL import Image, PngImagePlugin, TiffImagePlugin
 
 from megavlm.data.decode import MAX_PIXELS, decode, resolve_inside, size_of
 from megavlm.data.types import BadSample, Reason
@@ -236,3 +236,11 @@ def test_a_ppm_with_a_long_comment_is_refused_at_once(comment: bytes) -> None:
     with pytest.raises(BadSample, match="header"):
         decode(b"P6\n" + comment + b"\n1 1 255\nabc")
     assert decode(b"P6\n# made by hand\n1 1\n255\nabc").pixels.shape == (1, 1, 3)
+
+
+def test_the_frames_of_an_image_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten megabytes of TIFF may have a hundred thousand, and each is compared with all before it."""
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    data = encoded(frames[0], "TIFF", save_all=True, append_images=frames[1:])
+    monkeypatch.setattr(TiffImagePlugin.TiffImageFile, "n_frames", property(lambda self: pytest.fail("counted")))
+    assert decode(data).animated

@@ -90,3 +90,9 @@ RECORDS = st.binary(max_size=30) | TEXTS.map(str.encode) | TEXTS.map(lambda text
 def test_whatever_a_sample_holds_it_stops_nothing(parts: dict[str, bytes]) -> None:
     with suppress(BadSample):
         assert conversation_of_parts(parts).turns
+
+
+def test_numbers_in_names_may_have_any_length() -> None:
+    """Python refuses to read integers of more than 4,300 digits."""
+    parts = {"json": turns("<image><image>?"), f"{'9' * 5000}.jpg": b"second", "0007.jpg": b"first"}
+    assert conversation_of_parts(parts).turns[0] == Turn("user", (A, B, "?"))

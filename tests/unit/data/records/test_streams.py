@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tarfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -255,3 +256,26 @@ def test_what_cannot_be_opened_is_one_line(tmp_path: Path, folder: Path, monkeyp
     monkeypatch.setitem(sys.modules, "megavlm.data.records.energon", None)
     with pytest.raises(UserError, match="pip install"):
         opened(folder)
+
+
+def sparse(name: str, size: int) -> bytes:
+    """Return an entry of a tar that stands for so many zeros, in GNU's format."""
+    entry = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT))
+    large = b"\x80" + size.to_bytes(11, "big")
+    entry[156:157], entry[386:410], entry[482:495] = b"S", large + b"0" * 11 + b"\0", b"\0" + large
+    entry[148:156] = b" " * 8
+    entry[148:156] = b"%06o\0 " % sum(entry)
+    return bytes(entry)
+
+
+@pytest.mark.parametrize("size", [2**20, 2**40])
+def test_a_sparse_file_is_no_file(tmp_path: Path, size: int) -> None:
+    """512 bytes of a tar may stand for a terabyte of zeros."""
+    path = write_tar(tmp_path / "data" / "0.tar", [sample("0"), sample("1")])
+    path.write_bytes(sparse("a.json", size) + path.read_bytes())
+    assert sorted(take(opened(tmp_path / "data"), 2)) == ["0", "1"]
+
+
+def test_a_sample_beyond_its_budget_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megavlm.data.records.energon.LARGEST_SAMPLE", 1000)
+    assert set(take(opened(folder), 3)) == {str(Reason.TRUNCATED)}

@@ -14,6 +14,7 @@ from PIL import Image
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records, open_stream, prepare_stream, writing
 from megavlm.data.types import Conversation, ImageRef
+from megavlm.errors import UserError
 from tools.prepare_data import main
 
 
@@ -161,3 +162,20 @@ def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys: pytest.Capt
         told = capsys.readouterr().err
         assert message in told
         assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        b"[" * 3000,
+        b'{"recipe": {}, "records": "x"}',
+        b'{"recipe": {}, "shards": 7, "samples": 9}',
+        b'{"recipe": {}, "skipped_bytes": 4611686018427387904}',
+        b'{"recipe": {}, "records": -1}',
+    ],
+)
+def test_notes_of_something_else_are_one_line(tmp_path: Path, notes: bytes) -> None:
+    (tmp_path / "prepare_data.json").write_bytes(notes)
+    (tmp_path / "skipped.jsonl").write_bytes(b"")
+    with pytest.raises(UserError, match="something else"):
+        writing._notes(tmp_path, {})

@@ -1,0 +1,5 @@
+"""Every reader of a file that a user may have from someone else, by name."""
+
+from tests.fuzz.readers import checkpoints, data, models, runs
+
+READERS = {**checkpoints.READERS, **models.READERS, **data.READERS, **runs.READERS}

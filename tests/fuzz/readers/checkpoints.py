@@ -1,0 +1,152 @@
+"""Readers of the files of a checkpoint."""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megavlm import backend
+
+backend.activate()
+
+from megavlm.checkpoint import folders, inspection, manifest  # noqa: E402
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
+from megavlm.checkpoint.hf.sidecar import carry_sidecar, read_sidecar  # noqa: E402
+from megavlm.checkpoint.reading import Planner, Reader, _Common  # noqa: E402
+from megavlm.checkpoint.restoring import choices_in  # noqa: E402
+from megavlm.checkpoint.retention import Holds  # noqa: E402
+from megavlm.checkpoint.safety import read_metadata  # noqa: E402
+from megavlm.checkpoint.state import check_data, check_fits, read_summary  # noqa: E402
+from megavlm.config.resolve import resolve  # noqa: E402
+from megavlm.config.schema import Config, LoraConfig  # noqa: E402
+from megavlm.errors import UserError  # noqa: E402
+from tests.fuzz.child import Reader as Fuzzed  # noqa: E402
+
+STATE = {"weight": torch.arange(12.0).reshape(4, 3), "half": torch.ones(2).bfloat16(), "random/shard_0_1": ("a", 1)}
+
+
+@cache
+def saved() -> dict[str, bytes]:
+    """Return the files of a small checkpoint by name."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        dcp.save(STATE, checkpoint_id=folder, no_dist=True)
+        buffer = io.BytesIO()
+        torch.save({"position": {"iteration": 3, "loader": {"consumed": 7}}, "loss_scale": None}, buffer)
+        (folder / "common.pt").write_bytes(buffer.getvalue())
+        (folder / "megavlm.json").write_bytes(summary())
+        manifest.write_manifest(folder, {})
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def resolved() -> Config:
+    return resolve(Config(), vocab_size=512)
+
+
+@cache
+def summary() -> bytes:
+    config = resolved()
+    described = {
+        "format": 1,
+        "manifest": "manifest.json",
+        "iteration": 3,
+        "plan": {"placement": "stages", "chunks": [["embedding"]], "tp": 1},
+        "model": asdict(config.model),
+        "lora": asdict(LoraConfig()),
+        "data": {"--seed": 1, "--datasets": [{"name": "a", "weight": 1.0, "files": [{"name": "a.json", "bytes": 7}]}]},
+        "data_parallel_sharding": "optimizer",
+    }
+    return json.dumps(described).encode()
+
+
+def write(folder: Path, name: str, data: bytes) -> Path:
+    """Make the checkpoint of iteration 3 in `folder` with other bytes in one of its files, and return it."""
+    made = folders.folder_for(folder, 3)
+    made.mkdir()
+    for each, content in {**saved(), name: data}.items():
+        (made / each).write_bytes(content)
+    return made
+
+
+def metadata(folder: Path, data: bytes) -> None:
+    read_metadata(write(folder, ".metadata", data))
+
+
+def tensors(folder: Path, data: bytes) -> None:
+    """Load a file of tensors as a run does, and read it as an export does."""
+    made = write(folder, "__0_0.distcp", data)
+    wanted = {"weight": torch.zeros(4, 3), "half": torch.zeros(2).bfloat16(), "random/shard_0_1": None}
+    with suppress(dcp.api.CheckpointException):  # which `reading.load` turns into a line
+        dcp.load(wanted, storage_reader=Reader(made), planner=Planner(), no_dist=True)
+    records = CheckpointReader(made)
+    for key, stored in records.stored.items():
+        records.read(key, 0, stored.shape[0])
+
+
+def common(folder: Path, data: bytes) -> None:
+    _Common().load_common(write(folder, "common.pt", data))
+
+
+def description(folder: Path, data: bytes) -> None:
+    """Read `megavlm.json` as a resume, `--load` and the tools do."""
+    made = write(folder, "megavlm.json", data)
+    manifest.is_complete(made)
+    inspection.summary_of(made)
+    found = read_summary(made)
+    config = resolved()
+    expected = {"--seed": 1, "--datasets": [{"name": "a", "weight": 1.0, "files": [{"name": "a.json", "bytes": 8}]}]}
+    check_data(found, expected, made, accept=True)
+    check_fits(found, config, made)
+
+
+def listing(folder: Path, data: bytes) -> None:
+    """Read `manifest.json` as a resume and `tools/checkpoint.py` do."""
+    made = write(folder, "manifest.json", data)
+    manifest.first_look(made)
+    manifest.damage(made)
+    for entry in inspection.entries(folder):
+        assert len(entry.state.splitlines()) == 1, entry.state[:1000]
+        assert len(entry.state) < 1000
+    with suppress(UserError):
+        inspection.copy(made, folder / "copy")
+    assert not (folder / "copy" / "link").exists()
+    with suppress(ValueError, OSError):
+        manifest.share_of(manifest.read_manifest(made), rank=0, world=2)
+    choices_in(folder, Holds())
+
+
+def sidecar(folder: Path, data: bytes) -> None:
+    made = write(folder, "megavlm.json", summary())
+    (made / "hf" / "files").mkdir(parents=True)
+    (made / "hf" / "files" / "config.json").write_text("{}")
+    (made / "hf" / "unused.safetensors").write_bytes(b"")
+    (made / "hf" / "tensors.json").write_bytes(data)
+    read_sidecar(made)
+    (folder / "run").mkdir()
+    carry_sidecar(made, folder / "run")
+
+
+def of(read: Callable[[Path, bytes], Any], *names: str, **options: Any) -> Fuzzed:
+    return Fuzzed(read, lambda: [saved()[name] for name in names], **options)
+
+
+READERS = {
+    "metadata": of(metadata, ".metadata"),
+    "distcp": of(tensors, "__0_0.distcp"),
+    "common.pt": of(common, "common.pt"),
+    "megavlm.json": Fuzzed(description, lambda: [summary()]),
+    "manifest.json": of(listing, "manifest.json"),
+    "sidecar": Fuzzed(
+        sidecar, lambda: [b'{"spelling": 0, "files": {"a": "model.safetensors", "b": "model-2.safetensors"}}']
+    ),
+}
