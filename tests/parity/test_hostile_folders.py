@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_file
 
+from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.config.model_schema import ModelConfig
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.errors import UserError
@@ -131,6 +134,37 @@ def test_a_tokenizer_file_that_is_none_is_not_waited_for(folder: Path) -> None:
         HuggingFaceTokenizer.of(folder)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokenizer_file": "ELSEWHERE/tokenizer.json"},
+        {"vocab_file": "ELSEWHERE/tokenizer.json", "tokenizer_class": "BertTokenizer"},
+        {"fast_tokenizer_files": ["../elsewhere/tokenizer.4.0.0.json"]},
+        {"fast_tokenizer_files": ["ELSEWHERE/tokenizer.4.0.0.json"]},
+        {"init_inputs": ["ELSEWHERE/tokenizer.json"]},
+        {"sp_model_kwargs": {"model_file": "ELSEWHERE/tokenizer.json"}},
+    ],
+)
+def test_a_tokenizer_lies_in_its_folder(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("tokenizer.json", "tokenizer.4.0.0.json"):
+        (elsewhere / name).write_bytes((folder / "tokenizer.json").read_bytes())
+    given = json.loads((folder / "tokenizer_config.json").read_text())
+    named = json.loads(json.dumps(options).replace("ELSEWHERE", str(elsewhere)))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**given, **named}))
+    with pytest.raises(UserError, match=r"names files by|no plain file name"):
+        HuggingFaceTokenizer.of(folder)
+
+
+def test_no_template_leads_out_of_its_folder(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.jinja").write_text("secret")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").symlink_to(tmp_path / "secret.jinja")
+    with pytest.raises(UserError, match="leads out"):
+        HuggingFaceTokenizer.of(folder)
+
+
 def pattern(regex: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
@@ -151,3 +185,13 @@ def test_a_damaged_tokenizer_is_one_line(folder: Path, content: str) -> None:
     with pytest.raises(UserError) as caught:
         HuggingFaceTokenizer.of(folder)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_far_larger_than_its_files_is_one_line_before_it_is_made(tmp_path: Path, name: str) -> None:
+    """Each setting is one that a model has; a rank would allocate gigabytes before it looked for its tensors."""
+    family, values = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family.model_types[0], **values}))
+    save_file({"a": torch.ones(4, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"a model of .* is described, and there are .*: complete the files of"):
+        Pretrained.of(tmp_path, *family.parts)

@@ -14,6 +14,7 @@ from torch import Tensor
 from megavlm.arch.anyres import Tiling
 from megavlm.arch.layers import EMBEDDING, part_of
 from megavlm.checkpoint.hf.files import HfFolder
+from megavlm.checkpoint.hf.sizes import check_size
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 from megavlm.errors import UserError
@@ -55,6 +56,8 @@ class Pretrained:
         model = family.config(folder.settings)
         if feature_layer is not None:
             model = replace(model, vision=replace(model.vision, feature_layer=feature_layer))
+        shapes = [info.shape for info in folder.tensors.values()]
+        check_size(model, parts, shapes, where=f"complete the files of {path}, or correct its config.json")
         tables = [family.table(model, prefixes) for prefixes in family.name_prefixes]
         found = folder.tensors.keys()
         best = max(range(len(tables)), key=lambda number: len(found & _names(tables[number])))

@@ -9,13 +9,16 @@ from megavlm.data.chat.template import ChatTemplate, TemplateError
 from megavlm.data.tokenizers.text import TextTokenizer
 from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES, chat_template_of
+from megavlm.paths import read_bytes
+
+_LARGEST = 2**24  # bytes of a template
 
 
 def source_of(tokenizer: TextTokenizer, template: str, model_type: str | None) -> str | None:
     """Return the Jinja source of the template that `--chat-template` names; None if `auto` finds none."""
     if template.endswith((".jinja", ".jinja2", ".j2")):
         try:
-            return Path(template).read_text(encoding="utf-8")
+            return read_bytes(Path(template), at_most=_LARGEST).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--chat-template {template} cannot be read: check the path") from error
     name = template

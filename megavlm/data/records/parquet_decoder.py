@@ -47,6 +47,9 @@ def _bounds() -> tuple[int, int]:
 class _Decoder:
     """The process that decodes for this one, started when first asked. Threads take turns, forks have their own."""
 
+    _process: subprocess.Popen[bytes] | None = None
+    _channel: socket.socket | None = None
+
     def __init__(self) -> None:
         self._forget()
         os.register_at_fork(after_in_child=self._forget)
@@ -106,8 +109,7 @@ class _Decoder:
 
     def _forget(self) -> None:
         self._lock = Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
+        self._process = self._channel = None
 
 
 _DECODER = _Decoder()

@@ -101,8 +101,8 @@ def main(descriptor: int, memory: int, decoded: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         line = json.dumps(reply).encode() + b"\n"
         channel.sendall(line[socket.send_fds(channel, [line], files) :])
-        for file in files:
-            os.close(file)
+        for sent in files:
+            os.close(sent)
 
 
 if __name__ == "__main__":

@@ -173,15 +173,13 @@ def _notes(out: Path, recipe: dict[str, Any]) -> Notes:
     try:
         found = read_json(out / NOTES)
         check(found, _NOTES, str(out / NOTES))
-        notes: Notes | None = Notes(**{name: value for name, value in found.items() if value is not None})
-        whole = all((out / f"{number:06}.tar").is_file() for number in range(min(notes.shards, 10**6)))
-        if not whole or notes.skipped_bytes > (out / SKIPPED).stat().st_size:
-            notes = None
+        notes = Notes(**{name: value for name, value in found.items() if value is not None})
+        there = all((out / f"{number:06}.tar").is_file() for number in range(min(notes.shards, 10**6)))
+        if there and notes.recipe == recipe and notes.skipped_bytes <= (out / SKIPPED).stat().st_size:
+            return notes
     except (OSError, UserError, TypeError):
-        notes = None
-    if notes is None or notes.recipe != recipe:
-        raise UserError(f"{out} holds something else already: name another folder, or empty it")
-    return notes
+        pass
+    raise UserError(f"{out} holds something else already: name another folder, or empty it")
 
 
 def _note(out: Path, notes: Notes) -> None:

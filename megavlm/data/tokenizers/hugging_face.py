@@ -18,6 +18,8 @@ from megavlm.paths import inside
 _READ = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # what a tokenizer may consist of
 _TRIAL = f"{'a' * 100} {'!' * 100}\n{' ' * 100}x"  # what patterns of tokenizers must read without going back and forth
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+_CONFIG = "tokenizer_config.json"
+_NAMES_OF_FILES = ("_file", "_files", "_spm", "init_inputs")
 _TEMPLATES = ("chat_template.json", "processor_config.json")
 
 
@@ -119,11 +121,28 @@ def _first_line(error: BaseException) -> str:
 
 def _check_files(folder: Path) -> None:
     """Raise an error where a file that the libraries read is none, leads out of the folder, or is beyond all size."""
-    for path in sorted(folder.iterdir()):
+    templates = folder / "additional_chat_templates"
+    for path in [*sorted(folder.iterdir()), *sorted(templates.glob("*.jinja"))]:
         if path.suffix in _READ and not path.is_dir():
-            inside(folder, path.name)
+            inside(path.parent, path.name)
             if path.stat().st_size > LARGEST:
                 raise ValueError(f"{path.name} has more than {LARGEST} bytes")
+    if templates.is_symlink():
+        raise ValueError(f"{templates.name} is a link")
+    if (folder / _CONFIG).exists():
+        _check_names(read_json(folder / _CONFIG), folder)
+
+
+def _check_names(options: Mapping[str, Any], folder: Path) -> None:
+    """Raise an error where tokenizer_config.json names files: Transformers would open those instead of the folder's."""
+    for name, value in options.items():
+        if isinstance(value, dict):
+            _check_names(value, folder)
+        elif name == "fast_tokenizer_files" and isinstance(value, list):
+            for file in value:
+                inside(folder, str(file))
+        elif value and name.endswith(_NAMES_OF_FILES) and name != "special_tokens_map_file":  # which nobody opens
+            raise ValueError(f"{_CONFIG} names files by {name[:80]!r}, and they lie in the folder: take that out")
 
 
 def _added(backend: Any) -> set[str]:

@@ -12,6 +12,8 @@ import sentencepiece
 from megavlm.data.tokenizers.text import Tokens, tokens_of
 from megavlm.data.tokenizers.training import IMAGE
 from megavlm.errors import UserError
+from megavlm.json_files import LARGEST
+from megavlm.paths import read_bytes
 
 
 class SentencePieceTokenizer:
@@ -25,8 +27,8 @@ class SentencePieceTokenizer:
     def __init__(self, path: Path, *, image: int | None = None, image_text: str = IMAGE) -> None:
         """Raises UserError where `path` is no model, or has neither end mark nor image token."""
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (OSError, RuntimeError, TypeError) as error:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=read_bytes(path, at_most=LARGEST))
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"--tokenizer {path} is not a readable SentencePiece model: give a .model file, or the folder of "
                 "a Hugging Face tokenizer"

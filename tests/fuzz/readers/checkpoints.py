@@ -142,9 +142,7 @@ def of(read: Callable[[Path, bytes], Any], *names: str, **options: Any) -> Fuzze
 
 READERS = {
     "metadata": of(metadata, ".metadata"),
-    "distcp": of(tensors, "__0_0.distcp"),
     "common.pt": of(common, "common.pt"),
-    "megavlm.json": Fuzzed(description, lambda: [summary()]),
     "manifest.json": of(listing, "manifest.json"),
     "sidecar": Fuzzed(
         sidecar, lambda: [b'{"spelling": 0, "files": {"a": "model.safetensors", "b": "model-2.safetensors"}}']

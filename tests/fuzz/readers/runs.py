@@ -131,7 +131,6 @@ READERS = {
     "events.jsonl": Reader(events, lambda: [lines(EVENTS), *(lines([*EVENTS, event]) for event in EVENTS)]),
     "metrics.jsonl": Reader(metrics, lambda: [lines(STEPS)]),
     "status.json": Reader(status, lambda: [json.dumps(STATUS).encode()]),
-    "lock": Reader(lock, lambda: [json.dumps({**OWNER, "machine": _here()}).encode()]),
     "hardware profile": Reader(
         hardware, lambda: [json.dumps(to_json(each)).encode() for each in PROFILES.values()], few=3
     ),

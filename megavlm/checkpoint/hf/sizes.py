@@ -1,0 +1,30 @@
+"""Compare the size of a model that a file describes with the tensors that are there, before anything is made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from megavlm.arch.kinds import local_parameters
+from megavlm.arch.layers import layer_names, part_of
+from megavlm.config.resolve import resolve_model
+from megavlm.config.schema import ModelConfig
+from megavlm.errors import UserError
+from megavlm.families.shared.table import Shape
+
+_SLACK = 2  # so much less than the description may be there: what exactly is missing is listed later
+
+
+def check_size(model: ModelConfig, parts: Collection[str], shapes: Collection[Shape], *, where: str) -> None:
+    """Raise UserError if parts of a model are far larger than the tensors of these shapes.
+
+    Settings may be those of a real model each, and ask for terabytes together. `where` names files and remedy.
+    """
+    layers = sum(getattr(model, part).num_layers for part in ("vision", "language") if part in parts)
+    if layers > _SLACK * len(shapes):  # each layer has several
+        raise UserError(f"a model of {layers} layers is described, and there are {len(shapes)} tensors: {where}")
+    model = resolve_model(model)
+    described = sum(local_parameters(name, model, 1) for name in layer_names(model) if part_of(name) in parts)
+    there = sum(map(math.prod, shapes))
+    if described > _SLACK * there:
+        raise UserError(f"a model of {described:,} parameters is described, and there are {there:,}: {where}")
