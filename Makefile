@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test-unit test test-all test-next lint format clean
+.PHONY: help install demo test-unit test test-all test-next cluster-tools lint format clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -57,6 +57,15 @@ test-next: $(STAMP) ## Run contract, parity, resume and conversion tests on the 
 	@export PYTHONPATH=$(CURDIR)/$(NEXT_DIR); \
 	$(VENV)/bin/python -c 'from importlib.metadata import version; print("megatron-core", version("megatron-core"))' && \
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS) $(NEXT_TESTS)
+
+cluster-tools: ## Install SLURM for the tests of launch/ (Debian, Ubuntu; needs root).
+	@if command -v slurmctld >/dev/null && command -v munged >/dev/null; then echo 'SLURM is installed'; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends slurm-wlm munge; \
+	else \
+	    echo 'Install slurmctld, slurmd and munged by your package manager (Debian, Ubuntu: slurm-wlm and munge, as root).' \
+	        'Without them the tests of tests/cluster are skipped.' >&2; exit 1; \
+	fi
 
 lint: $(STAMP) ## Check style and types.
 	$(VENV)/bin/ruff check .

@@ -15,6 +15,8 @@ from megavlm.config.resolve import resolve
 from megavlm.config.rules import check, usable_world
 from megavlm.config.schema import Config
 from megavlm.errors import RankError, Stopped, UserError
+from megavlm.launch.configuration import with_model, with_plan
+from megavlm.launch.exit_file import note_exit
 from megavlm.parallel.world import World, world_of
 from megavlm.resilience.retry import launch_time, refuse_retry
 from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
@@ -64,26 +66,6 @@ def enter_world() -> int:
     return world.world_size
 
 
-def with_model(config: Config) -> Config:
-    """Return the configuration with the model of its Hugging Face folders, if it names any."""
-    options = config.checkpoint
-    if options.init_from is None and options.vision_from is None and options.language_from is None:
-        return config
-    from megavlm.checkpoint.hf.pretrained import with_pretrained_model
-
-    return with_pretrained_model(config)
-
-
-def with_plan(config: Config, *, world: int) -> Config:
-    """Return the configuration with the planner's layout if `--plan auto`; all ranks compute the same."""
-    if config.placement.plan != "auto":
-        return config
-    from megavlm.planner.auto import planned
-    from megavlm.train.source import vocab_size_of
-
-    return planned(config, world, vocab_size=vocab_size_of(config))
-
-
 def dry_run(config: Config, *, world: int) -> None:
     """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
     from megavlm.parallel.dims import dims_of
@@ -115,14 +97,17 @@ def run(argv: Sequence[str]) -> int:
     try:
         main(argv)
     except Stopped:
+        note_exit(STOPPED, os.environ)
         return STOPPED
     except UserError as error:
+        note_exit(error.status, os.environ)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, RankError) or _speaks():
             print(f"pretrain_vlm.py: {error}", file=sys.stderr, flush=True)
         if _world_or_alone().world_size > 1:
             time.sleep(error.wait)
         return error.status
+    note_exit(0, os.environ)
     return 0
 
 

@@ -51,6 +51,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.train",),
     ("megavlm.doctor",),
     ("megavlm.preview",),
+    ("megavlm.launch",),
     ("pretrain_vlm", "tools", "benchmarks"),
 )
 TORCH_FREE = tuple(name for row in RANKS[: RANKS.index(("megavlm.planner",)) + 1] for name in row)

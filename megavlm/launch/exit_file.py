@@ -1,0 +1,24 @@
+"""Tell the script of a job how the run ended: torchrun itself ends with 1 whenever a rank does not return 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "MEGAVLM_EXIT_FILE"  # names the file, on storage that all nodes share
+
+
+def note_exit(status: int, environment: Mapping[str, str]) -> None:
+    """Write this rank's exit status to the file that the environment names, unless another rank was first."""
+    if path := environment.get(VARIABLE):
+        with suppress(OSError), open(path, "x") as file:
+            file.write(str(status))
+
+
+def read_exit(path: Path) -> int | None:
+    """Return the exit status of the first rank that ended by itself; None if none did."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,151 @@
+"""launch/slurm.sbatch on a cluster of two nodes: one world, in the order of the nodes, and no work lost or repeated."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megavlm.checkpoint.folders import complete
+from megavlm.resilience.events import events
+from megavlm.resilience.status import read_status
+from tests.support.cluster import GPUS, NODES, Cluster, Job, needs_cluster
+from tests.support.torchrun import TINY, last_iteration
+from tests.support.training import assert_same_curve, metrics, train, without_wall_time
+
+pytestmark = needs_cluster
+
+# How long a job trains is in a file, so that a test can let it end once it has disturbed it, however fast it is.
+FLAGS = [word for word, before in zip(TINY, ["", *TINY], strict=False) if "--train-iters" not in (word, before)]
+LAYOUT = "--tp 2 --pp 2".split()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+class Run:
+    """A run folder and the job that trains in it."""
+
+    def __init__(self, cluster: Cluster, run_dir: Path, *flags: str, iterations: int = 20_000) -> None:
+        self.run_dir, self._config = run_dir, run_dir.with_suffix(".yaml")
+        self.last(iterations)
+        options = [f"--nodes={len(NODES)}", f"--gpus-per-node={GPUS}", f"--output={run_dir.with_suffix('.out')}"]
+        argv = ["--config", str(self._config), *FLAGS, *LAYOUT, *flags, "--run-dir", str(run_dir)]
+        self.job = cluster.submit(*options, "--time=60", "--signal=B:USR1@100", "launch/slurm.sbatch", *argv)
+
+    def last(self, iteration: int) -> None:
+        """Let attempts that begin from now on train to this iteration."""
+        self._config.write_text(f"train: {{train_iters: {iteration}}}\n")
+
+    def saved(self) -> int:
+        """Return the iteration of the newest checkpoint."""
+        return complete(self.run_dir / "checkpoints")[-1][0]
+
+    def reaches(self, iteration: int) -> None:
+        self.job.wait_for(lambda: last_iteration(self.run_dir) >= iteration)
+
+    def finishes_like_one_undisturbed(self, pools, iterations: int, folder: Path) -> None:
+        assert self.job.end() == ("COMPLETED", 0), self.job.output()
+        pools(4).run(train, [*FLAGS, *LAYOUT, "--train-iters", str(iterations), "--no-save"], str(folder))
+        assert without_wall_time(metrics(self.run_dir)) == without_wall_time(metrics(folder))
+
+
+def ranks(job: Job) -> dict[int, psutil.Process]:
+    """The processes of a job's ranks."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            variables = process.environ() if "pretrain_vlm.py" in process.cmdline() else {}
+        except psutil.Error:
+            continue
+        if variables.get("SLURM_JOB_ID") == job.number and "LOCAL_RANK" in variables:
+            found[int(variables["RANK"])] = process
+    return {rank: process for rank, process in found.items() if process.cmdline()[1:2] == ["-u"]}
+
+
+def test_tasks_of_srun_are_one_world_in_the_order_of_the_nodes(cluster: Cluster):
+    program = "import os; from megavlm.parallel.world import world_of as w; x = w(os.environ); "
+    program += "print(os.environ['SLURMD_NODENAME'], x.rank, x.world_size, x.local_rank, x.local_world_size, x.address)"
+    python = cluster.env["MEGAVLM_PYTHON"]
+    told = cluster.ask("srun --nodes=2 --ntasks-per-node=2 --overcommit", python, "-c", program)
+    assert sorted(told.splitlines()) == [
+        f"{node} {rank} 4 {rank % 2} 2 fake1" for rank, node in enumerate(("fake1", "fake1", "fake2", "fake2"))
+    ]
+
+
+@pytest.mark.slow
+def test_two_nodes_train_like_one_process(cluster: Cluster, pools, tmp_path: Path):
+    run = Run(cluster, tmp_path / "run", iterations=40)
+    run.reaches(1)
+    nodes = [process.environ()["SLURMD_NODENAME"] for _, process in sorted(ranks(run.job).items())]
+    assert nodes == ["fake1", "fake1", "fake2", "fake2"]
+    assert run.job.end() == ("COMPLETED", 0), run.job.output()
+    pools(1).run(train, TINY, str(tmp_path / "alone"))
+    assert_same_curve(metrics(run.run_dir)[:8], metrics(tmp_path / "alone"))
+    assert run.job.restarts == 0
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_after_its_time_limit(cluster: Cluster, pools, tmp_path: Path):
+    run = Run(cluster, tmp_path / "run")
+    run.reaches(10)
+    hours, minutes, _ = run.job.shown()["RunTime"].split(":")
+    limit = 60 * int(hours) + int(minutes) + 2  # which leaves 60 to 120 s: the warning is due 100 s before
+    cluster.ask("scontrol update", f"JobId={run.job.number}", f"TimeLimit={limit}")
+    run.job.wait_for(lambda: read_status(run.run_dir)["state"] == "stopped")
+    run.last(run.saved() + 5)
+    run.job.wait_for(lambda: run.job.restarts == 1)
+    cluster.ask("scontrol update", f"JobId={run.job.number}", "TimeLimit=60")
+    run.finishes_like_one_undisturbed(pools, run.saved() + 5, tmp_path / "undisturbed")
+    kinds = [event["kind"] for event in events(run.run_dir) if event["kind"] in ("start", "stop", "failure", "finish")]
+    assert kinds == ["start", "stop", "start", "finish"], run.job.output()
+
+
+@pytest.mark.slow
+def test_a_job_that_is_cancelled_has_saved(cluster: Cluster, tmp_path: Path):
+    run = Run(cluster, tmp_path / "run")
+    run.reaches(5)
+    cluster.ask("scancel", run.job.number)
+    assert run.job.end()[0] == "CANCELLED", run.job.output()
+    status = read_status(run.run_dir)
+    assert (status["state"], run.job.restarts) == ("stopped", 0), run.job.output()
+    assert run.saved() == status["iteration"] == last_iteration(run.run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", NODES)
+def test_a_node_that_is_lost_costs_no_iteration(node: str, cluster: Cluster, pools, tmp_path: Path):
+    """The first has the job's script as well."""
+    run = Run(cluster, tmp_path / "run", "--save-interval", "10")
+    run.reaches(15)
+    cluster.lose_node(node)
+    last = run.saved() + 10
+    run.last(last)
+    run.job.wait_for(lambda: run.job.restarts == 1)
+    cluster.start_node(node)
+    run.finishes_like_one_undisturbed(pools, last, tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--tp 3", "--load nowhere"])
+def test_a_mistake_ends_a_job(flags: str, cluster: Cluster, tmp_path: Path):
+    """Before the ranks start, and after they have found it."""
+    run = Run(cluster, tmp_path / "run", *flags.split())
+    assert run.job.end() == ("FAILED", 2), run.job.output()
+    assert run.job.restarts == 0
+
+
+@pytest.mark.slow
+def test_a_job_that_crashes_without_progress_ends(cluster: Cluster, tmp_path: Path):
+    run = Run(cluster, tmp_path / "run")
+    for restarts in (0, 1):
+        run.job.wait_for(lambda restarts=restarts: run.job.restarts == restarts and len(ranks(run.job)) == 4)
+        ranks(run.job)[3].send_signal(signal.SIGKILL)
+    assert run.job.end() == ("FAILED", 1), run.job.output()
+    assert run.job.restarts == 1
