@@ -34,15 +34,20 @@ def line(config: Config, dims: Dims, estimate: Estimate, *, rank: int, capacity:
     holds = "" if capacity is None else f" of {_gib(capacity)}"
     text = f"out of memory on rank {rank}: the planner estimates a peak of {_gib(now.total)}{holds} ({peak})"
     limit = min(_SAVED * now.total, capacity if capacity is not None else float("inf"))
+    return f"{text}: {remedy(config, dims, lambda changed: estimate(changed).total, limit=limit)}"
+
+
+def remedy(config: Config, dims: Dims, fullest: Callable[[Config], float], *, limit: float) -> str:
+    """Return words on the first setting of `settings` with which the fullest rank takes at most `limit` bytes."""
     for words, changed in settings(config, dims):
         try:
             check(changed, world=dims.world)
-            after = estimate(changed).total
+            after = fullest(changed)
         except UserError:
             continue
         if after <= limit:
-            return f"{text}: use {words}, with which it estimates {_gib(after)}"
-    return f"{text}: no single setting fits, so use more devices, and let --plan auto choose the layout"
+            return f"use {words}, with which it estimates {_gib(after)}"
+    return "no single setting fits, so use more devices, and let --plan auto choose the layout"
 
 
 def settings(config: Config, dims: Dims) -> Iterator[tuple[str, Config]]:

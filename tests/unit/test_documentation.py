@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.config import cli
+from megavlm.launch import __main__ as launch
 
 ROOT = Path(__file__).parents[2]
 # `docs/lab-notes.md` is a diary: it tells of files and flags of its day.
@@ -24,10 +25,11 @@ DOCUMENTS = [
 ]
 TOOLS = ("calibrate", "convert", "doctor", "plan", "prepare_data", "preview_data")
 TAKES_RUN_FLAGS = ("convert", "preview_data")
-# Flags of other programs: torchrun, pip, docker.
+# Flags of other programs: torchrun, pip, docker, SLURM.
 FOREIGN_FLAGS = {
     *"--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-endpoint --rdzv-id --shutdown-timeout".split(),
     *"--signals-to-handle --signal --no-build-isolation --shm-size".split(),
+    *"--time --partition --exclude --batch --ntasks-per-node --gpus-per-task --kill-on-bad-exit".split(),
 }
 SUFFIXES = (".py", ".md", ".sh", ".toml", ".cpp")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
@@ -50,6 +52,7 @@ def programs() -> dict[str, set[str]]:
     for name in TOOLS:
         own = flags_of(importlib.import_module(f"tools.{name}")._parser())
         found[f"tools/{name}.py"] = own | run if name in TAKES_RUN_FLAGS else own
+    found["megavlm.launch"] = flags_of(launch._parser()) | run
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         own = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', path.read_text(encoding="utf-8")))
         found[f"benchmarks/{path.name}"] = {*own, "--help"}
