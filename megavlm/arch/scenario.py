@@ -65,12 +65,12 @@ class Scenario:
         return layer_names(self.model)
 
     def trains(self, name: str) -> bool:
-        """Whether a layer's own weights have gradients."""
+        """Return whether a layer's own weights have gradients."""
         return name in self.own
 
     @cached_property
     def gradient_reaches(self) -> tuple[bool, ...]:
-        """Of each layer: whether something before it is trained, so that its input needs a gradient."""
+        """Return of each layer whether something before it is trained, so that its input needs a gradient."""
         return _gradient_reaches(self.names, self.trained)
 
 
@@ -80,14 +80,14 @@ def _gradient_reaches(names: tuple[str, ...], trained: frozenset[str]) -> tuple[
 
 
 def encoder_scenario(scenario: Scenario, vision_tp: int) -> Scenario:
-    """The same for a colocated encoder, which each `vision_tp` ranks of the world hold; they share state at most."""
+    """Return the scenario of a colocated encoder, one copy of which `vision_tp` ranks of the world hold together."""
     dims = replace(scenario.dims, tp=vision_tp, pp=1, vpp=1, dp=scenario.dims.world // vision_tp)
     sharding: Sharding = "none" if scenario.sharding == "none" else "optimizer"
     return replace(scenario, dims=dims, sharding=sharding, sequence_parallel=vision_tp > 1)
 
 
 def scenario_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Scenario:
-    """The case that a configuration describes on these degrees."""
+    """Return the scenario that a configuration describes on these degrees."""
     train = config.train
     sample = typical_workload(config)
     return Scenario(

@@ -24,7 +24,7 @@ class TransformerKind(LayerKind):
         return self.sizes(scenario).saved(trained=trained, core_attention=core_attention)
 
     def communication(self, scenario: Scenario) -> Communication:
-        """A layer gathers before and reduces after each of its two blocks; without sequence parallelism the two
+        """Return a gather before and a reduction after each of the two blocks; without sequence parallelism the two
         all-reduces move as much as these four.
         """
         size = stream_bytes(self.reads, scenario)

@@ -172,7 +172,7 @@ class Option:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flag and its aliases."""
+        """Return the flag and its aliases."""
         return (self.flag, *self.aliases)
 
     @property

@@ -89,7 +89,7 @@ def language(text: Settings, *, tied: bool) -> LanguageConfig:
 
 
 def _rope(text: Settings) -> dict[str, Any]:
-    """Rotary settings of both kinds of layers; Transformers 5 writes one section for each."""
+    """Return the rotary settings of both kinds of layers; Transformers 5 writes one section for each."""
     parameters = text.section("rope_parameters")
     everywhere, local = parameters.section("full_attention"), parameters.section("sliding_attention")
     scaling = Settings({**text.section("rope_scaling").values, **everywhere.values}, everywhere.where)

@@ -153,7 +153,7 @@ class Anyres(Processor):
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """The tile must be the side of the resolutions' grid."""
+    """Return the processor. Raises UserError if a resolution is not a multiple of the tile."""
     tile = square(sides(options["size"], "size"), "size")
     resolutions = tuple((int(height), int(width)) for height, width in options["image_grid_pinpoints"])
     if not resolutions or any(height % tile or width % tile for height, width in resolutions):

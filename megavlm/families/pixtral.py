@@ -145,7 +145,7 @@ class RowsOfFeatures(Processor):
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """The file's size; patches are the model's, as Transformers' processor gives them to its image processor."""
+    """Return the processor with the file's size and the model's patches, as Transformers' processor combines them."""
     size = options["size"]
     if not has_only(size, "longest_edge"):
         raise UserError("size in preprocessor_config.json must give longest_edge, and nothing else")

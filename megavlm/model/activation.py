@@ -19,7 +19,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def keeping_input(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor]) -> Activation:
-    """An activation out of `forward(x)` and `backward(gradient of the output, x)`, each of which may be one kernel."""
+    """Return an activation made of `forward(x)` and `backward(gradient of the output, x)`, one kernel each if fused."""
 
     def activation(x: Tensor) -> Tensor:
         output: Tensor = _KeepsInput.apply(x, forward, backward)
@@ -58,7 +58,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The same with Φ approximated by a hyperbolic tangent."""
+    """Return the same with Φ approximated by a hyperbolic tangent."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -104,7 +104,7 @@ def quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def activations(compiled: Callable[[Any], Any] = lambda function: function) -> dict[str, Activation]:
-    """The activations by their names in the configuration; `compiled` makes one kernel of what is several."""
+    """Return the activations by their names in the configuration; `compiled` makes one kernel of what is several."""
     return {
         "gelu": gelu,
         "gelu_tanh": gelu_tanh,

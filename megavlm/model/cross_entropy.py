@@ -71,7 +71,7 @@ def _largest_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def over_ranks(largest: Tensor, sums: Tensor, predicted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """The three [T] of the whole vocabulary, from each rank's: two reductions, however many pieces there were."""
+    """Return the three [T] of the whole vocabulary from those of each rank, by two reductions in all."""
     if group.size() == 1:
         return largest, sums, predicted
     whole = largest.clone()

@@ -30,7 +30,7 @@ def pack(hidden: Tensor, carried: Sequence[Tensor]) -> Tensor:
 def unpack(
     packed: Tensor, *, hidden: tuple[int, int], carried: Sequence[tuple[int, ...]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """What `pack` joined: hidden states of shape [any, *hidden], and tensors of the given shapes."""
+    """Return what `pack` joined: hidden states of shape [any, *hidden], and tensors of the given shapes."""
     if not carried:
         return packed, []
     sizes = [prod(shape) for shape in carried]

@@ -56,7 +56,7 @@ class _Plain(nn.Module):
         return self.layer_alone(hidden, *rotation)
 
     def layer_alone(self, hidden: Tensor, *rotation: Tensor) -> Tensor:
-        """The layer itself, with no graph: capturing replaces `forward` in place, for evaluation as well."""
+        """Return the layer itself, with no graph: capturing replaces `forward` in place, for evaluation as well."""
         turns = Rotation(*rotation)
         output: Tensor = self.layer(hidden, attention_mask=None, rotary_pos_emb=turns, packed_seq_params=None)[0]
         return output

@@ -112,7 +112,7 @@ class Output(MegatronModule):
 
 
 def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
-    """Rotary angles (Su et al. 2021) of each position: [B or 1, S] → [S, B or 1, 1, head_width].
+    """Return the rotary angles (Su et al. 2021) of each position: [B or 1, S] → [S, B or 1, 1, head_width].
 
     With M-RoPE (Wang et al. 2024, Qwen2-VL) positions are [3, B, S], and each pair of channels follows one of the axes.
     """
@@ -126,7 +126,7 @@ def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
 
 
 def mrope_axes(section: tuple[int, ...], *, interleaved: bool) -> list[int]:
-    """Which axis (0 time, 1 height, 2 width) each pair of channels turns with, fastest pair first.
+    """Return which axis (0 time, 1 height, 2 width) each pair of channels turns with, fastest pair first.
 
     Sections divide the pairs (Qwen2-VL): all of time, then height, then width. Interleaved (Qwen3-VL), pairs alternate
     time, height, width, so that each axis has fast and slow ones, until an axis has its number; time has the rest.

@@ -50,7 +50,7 @@ class LayerModules:
 
 @cache
 def with_bias_inside(linear: type) -> type:
-    """A parallel linear layer's class that adds its bias itself, where megatron-core's layers ask to be handed it.
+    """Return a parallel linear class that adds its bias itself, where megatron-core's layers return it to the caller.
 
     Transformer Engine then adds it where the product is written, and sums its gradient in the weight gradient's
     product: three passes less over the widest tensor.
@@ -129,7 +129,7 @@ def _compiled_rotary() -> Rotary:
 
 
 def cross_entropy_of(config: Config) -> CrossEntropy:
-    """The loss of the output layer: Transformer Engine's kernel where layers are its own and it has one, else ours."""
+    """Return the loss of the output layer: Transformer Engine's kernel if it is used, else PyTorch's operations."""
     if implementation(config) == "te":
         from megatron.core.extensions import transformer_engine
 
@@ -141,7 +141,7 @@ def cross_entropy_of(config: Config) -> CrossEntropy:
 
 
 def _operands(config: Config, groups: Groups) -> Callable[[], Operands]:
-    """What makes a layer's operands: each layer has histories of its own."""
+    """Return what makes a layer's operands: each layer has histories of its own."""
     if config.precision.fp8_recipe == "tensorwise":
         return partial(current_operands, config.precision.fp8, groups.tp)
     recipe = DelayedRecipe(
@@ -161,7 +161,7 @@ def execution_of(config: Config, groups: Groups) -> Execution:
 
 
 def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
-    """What megatron-core's configs of these parts of the model say of FP8 where its kernels run.
+    """Return what megatron-core's configs of these parts of the model say of FP8 where its kernels run.
 
     Emulated FP8 is none of its business. Which layers stay high is `layer_precision`'s to say, not its own option's.
     """
@@ -178,7 +178,7 @@ def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
 
 
 def accumulation_fields(config: Config, part: str) -> dict[str, Any]:
-    """What the config of a part's layers says of weight gradients that Transformer Engine adds to `main_grad` itself.
+    """Return the fields of a part's config about weight gradients that Transformer Engine adds to `main_grad` itself.
 
     In a layer's first pass it overwrites `main_grad` (`is_first_microbatch`), for FP8's sake once a step, else once in
     a run. That loses gradients where another pass's backward came before, as in a colocated encoder, whose passes go

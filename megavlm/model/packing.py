@@ -85,7 +85,7 @@ def rounded_count(sequences: int) -> int:
 
 
 def equal_sequences(runs: Sequence[Run], usual: int) -> int:
-    """How many sequences at the beginning, all of the usual length, make a batch: up to 31, or a multiple of 32."""
+    """Return how many first sequences, all of the usual length, make a batch: up to 31, or a multiple of 32."""
     _, count, length = runs[0]
     if length != usual:
         return 0

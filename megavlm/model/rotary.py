@@ -88,7 +88,7 @@ def split_and_turned(mixed: Tensor, width: int, cos: Tensor, sin: Tensor) -> Hea
 
 
 def joined(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The way back: queries and keys turned by −θ, in one tensor with the values."""
+    """Return the inverse: queries and keys turned by −θ, in one tensor with the values."""
     queries = query.unflatten(2, (key.shape[2], -1))  # [S, B, G, R, D]
     mixed = key.new_empty(*key.shape[:3], queries.shape[3] + 2, key.shape[3])
     rotate(queries, cos[:, :, None], sin[:, :, None], out=mixed[..., :-2, :], sense=-1)

@@ -34,12 +34,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def padded_heads(heads: int, tp: int) -> int:
-    """Heads after padding to a multiple of TP; the padding's weights are zero and stay zero (`weights.py`)."""
+    """Return the number of heads, padded to a multiple of TP; the padding's weights stay zero (`weights.py`)."""
     return -(-heads // tp) * tp
 
 
 def common_config(config: Config, *, tp: int, **overrides: Any) -> TransformerConfig:
-    """What vision layers, language layers and the pipeline share.
+    """Return what vision layers, language layers and the pipeline share.
 
     Weights are not drawn here (`weights.py` does, by name), but the no-op initialisers must run: they mark the
     tensor-parallel weights, which the gradient norm relies on. Weights that are kept in FP8 begin as zeros: Transformer
@@ -221,7 +221,7 @@ def _submodules(
 
 
 def _qkv_linear(linear: Any, *args: Any, qkv_bias: bool, bias: bool, **kwargs: Any) -> Any:
-    """The fused projection, with a bias only where our configuration says so.
+    """Return the fused projection, with a bias only where the configuration says so.
 
     megatron-core gives it one wherever any other linear layer has one; InternViT-6B has none here alone.
     """

@@ -34,7 +34,7 @@ _FUSED = {
 
 
 def te_modules(extension: Any, *, fused_norm: bool) -> LayerModules:
-    """The parts out of `megatron.core.extensions.transformer_engine`, or what stands for it."""
+    """Return the parts out of `megatron.core.extensions.transformer_engine`, or what stands for it."""
     column = extension.TELayerNormColumnParallelLinear if fused_norm else extension.TEColumnParallelLinear
     return LayerModules(
         norm=IdentityOp if fused_norm else extension.TENorm,

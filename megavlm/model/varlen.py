@@ -29,7 +29,7 @@ def kernel() -> Callable[..., Any] | None:
 
 
 def takes(query: Tensor, key: Tensor) -> bool:
-    """Whether one call can attend in all sequences. The last arguments that it needs came with torch 2.11 and 2.12."""
+    """Return whether one call can attend in all sequences; it needs arguments that torch has since 2.12."""
     attend = kernel()
     if attend is None:
         return False

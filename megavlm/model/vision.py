@@ -53,12 +53,12 @@ class VisionLayout:
 
     @property
     def bounds(self) -> list[int]:
-        """Where sequences begin and end: images, then the padding's own sequence where there is any."""
+        """Return where sequences begin and end: images, then the padding's own sequence where there is any."""
         return self._bounds(self.lengths)
 
     @property
     def window_bounds(self) -> list[int]:
-        """The same of the windows of each image."""
+        """Return the same of the windows of each image."""
         return self._bounds(list(self._windows[1]))
 
     def _bounds(self, lengths: list[int]) -> list[int]:

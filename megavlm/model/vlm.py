@@ -173,7 +173,7 @@ class VLMChunk(MegatronModule):
 
     @property
     def tied_weight(self) -> Tensor | None:
-        """The embedding's weight, if the output layer of this chunk uses it in place of its own; else None."""
+        """Return the embedding's weight, if the output layer of this chunk uses it in place of its own; else None."""
         if not self.run_config.model.language.tie_embeddings or self.has_tied_copy:
             return None
         return self.parts[EMBEDDING].word_embeddings.weight  # type: ignore[union-attr, return-value]
@@ -246,7 +246,7 @@ def _shape_before(name: str, carried: int, context: MicroBatchContext) -> tuple[
 
 
 def is_padded_for_tp(key: str) -> bool:
-    """Whether a parameter's shape may hold padding for TP: vocabulary rows, vision heads."""
+    """Return whether a parameter's shape may hold padding for TP: vocabulary rows, vision heads."""
     if kind_of(key) == VISION_LAYER:
         columns = (".self_attention.linear_proj.weight", ".self_attention.linear_proj.lora.o_proj.A")
         return ".self_attention.linear_qkv." in key or key.endswith(columns)

@@ -21,7 +21,7 @@ from megavlm.model.vlm import VLMChunk, is_padded_for_tp
 
 
 def named_shards(chunk: VLMChunk) -> Iterator[ShardedTensor]:
-    """Every slice of a parameter that this rank holds: key, global shape and offset, and a view of the data."""
+    """Yield every slice of a parameter that this rank holds: key, global shape and offset, and a view of the data."""
     for entry in chunk.sharded_state_dict().values():
         if isinstance(entry, ShardedTensorFactory):
             yield from entry.build()
@@ -47,14 +47,14 @@ def initialize(
 
 
 def index_of(shard: ShardedTensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor a shard is."""
+    """Return which part of the whole tensor a shard is."""
     return tuple(
         slice(start, start + length) for start, length in zip(shard.global_offset, shard.local_shape, strict=True)
     )
 
 
 def _whole(key: str, shape: tuple[int, ...], config: Config, *, vocab_size: int) -> Tensor:
-    """A whole parameter: drawn at its real shape, padded with zeros to the shape that TP needs."""
+    """Return a whole parameter: drawn at its real shape, padded with zeros to the shape that TP needs."""
     real = real_shape(key, shape, config.model, vocab_size=vocab_size)
     whole = torch.zeros(shape)
     whole[tuple(slice(size) for size in real)] = _draw(key, real, config)
@@ -62,7 +62,7 @@ def _whole(key: str, shape: tuple[int, ...], config: Config, *, vocab_size: int)
 
 
 def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_size: int) -> tuple[int, ...]:
-    """A parameter's shape without the padding that TP may have needed (vocabulary rows, vision heads)."""
+    """Return a parameter's shape without the padding that TP may have needed (vocabulary rows, vision heads)."""
     if not is_padded_for_tp(key):
         return shape
     if kind_of(key) != VISION_LAYER:

@@ -22,7 +22,7 @@ from megavlm.planner.step import EncoderEstimate, StepEstimate, colocated_encode
 
 
 def planned(config: Config, world: int, *, vocab_size: int | None = None) -> Config:
-    """The configuration with the layout that a search finds for this many processes, where `--plan auto` asks for one.
+    """Return the configuration with the layout that a search finds for this many processes, for `--plan auto`.
     It offloads more than the configuration says only where no layout can run otherwise.
 
     Raises UserError where no layout can run, with the most frequent reason.
@@ -42,7 +42,7 @@ def planned(config: Config, world: int, *, vocab_size: int | None = None) -> Con
 
 
 def _manual(config: Config) -> Config:
-    """What was found is what RUN_DIR/config.yaml says: starting again does not search again."""
+    """Return the configuration with a fixed layout, as RUN_DIR/config.yaml stores it: restarts do not search."""
     return replace(config, placement=replace(config.placement, plan="manual"))
 
 

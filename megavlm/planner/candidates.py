@@ -49,7 +49,7 @@ class Candidate:
         )
 
     def applied(self, config: Config, cuts: tuple[int, ...] | None = None) -> Config:
-        """The configuration with this layout."""
+        """Return the configuration with this layout."""
         config = with_dims(config, self.dims)
         parallel = replace(
             config.parallel,
@@ -66,7 +66,7 @@ class Candidate:
 
 
 def with_offload(candidate: Candidate, space: Space) -> Iterator[Candidate]:
-    """The candidate with less and less on the device."""
+    """Yield the candidate with less and less on the device."""
     for more in space.offload:
         if set(more) > set(candidate.offload):
             yield replace(candidate, offload=more)

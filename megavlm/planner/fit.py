@@ -23,7 +23,7 @@ class TimedLayer:
 
 
 def fit(samples: Sequence[TimedLayer]) -> Rates:
-    """The rates, none negative, with the least squared error over the samples, each error² divided by the time.
+    """Return the rates, none negative, with the least squared error over the samples, each error² divided by the time.
 
     Relative errors alone would let a norm count as much as the layers that a step consists of, absolute ones only the
     largest layer.

@@ -64,7 +64,7 @@ class Hardware:
 
     @property
     def own_host(self) -> Host:
-        """The host; where none is known, the device's own memory plays it."""
+        """Return the host; where none is known, the device's own memory plays it."""
         return self.host or Host(Link(self.memory_bandwidth / 2, 0.0), self.memory_bandwidth, float("inf"))
 
     @property
@@ -74,7 +74,7 @@ class Hardware:
         return self.memory_bandwidth / _MEMORY_SHARE
 
     def link(self, span: int) -> Link:
-        """The slowest link of a group whose ranks lie within `span` neighbouring ranks."""
+        """Return the slowest link of a group whose ranks lie within `span` neighbouring ranks."""
         return self.near if span <= self.devices_per_node else self.far
 
 
@@ -211,7 +211,7 @@ PROFILES: dict[str, Hardware] = {
 
 
 def scaled(hardware: Hardware, *, products: float) -> Hardware:
-    """The same device with matrix products so many times as fast (FP8: 2), attention as it is."""
+    """Return the same device with matrix products so many times as fast (FP8: 2), attention as it is."""
     forward, backward = hardware.forward, hardware.backward
     return replace(
         hardware,
@@ -221,7 +221,7 @@ def scaled(hardware: Hardware, *, products: float) -> Hardware:
 
 
 def fp8_speed(hardware: Hardware) -> float:
-    """How many times as fast products are in FP8 as in bf16, by the data sheets' peaks; nothing is measured.
+    """Return how many times as fast products are in FP8 as in bf16, by the data sheets' peaks; nothing is measured.
 
     1 where there are no FP8 units, or none are known of.
     """
@@ -235,7 +235,7 @@ def for_precision(hardware: Hardware, precision: str) -> Hardware:
 
 
 def profile(name: str) -> Hardware:
-    """A profile by name (`h100`) or out of a JSON file that `tools/calibrate.py` wrote. Raises UserError."""
+    """Return a profile by name (`h100`) or out of a JSON file that `tools/calibrate.py` wrote. Raises UserError."""
     if name.lower() in PROFILES:
         return PROFILES[name.lower()]
     path = Path(name)
@@ -268,7 +268,7 @@ _NUMBERS: dict[str, Expected] = {
 
 
 def from_json(data: Mapping[str, Any]) -> Hardware:
-    """The inverse. Raises UserError, ValueError, KeyError or TypeError if a value is missing or of no known range."""
+    """Return the inverse. Raises UserError, ValueError, KeyError or TypeError if a value is missing or out of range."""
     fields: dict[str, Any] = dict(data)
     rates = {side: _part(Rates, fields.pop(side), side) for side in ("forward", "backward")}
     links = {side: _part(Link, fields.pop(side), side) for side in ("near", "far")}

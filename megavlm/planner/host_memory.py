@@ -50,7 +50,7 @@ def host_memory(
 
 
 def pinned_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> float:
-    """What a micro-batch leaves on the host of a layer."""
+    """Return what a micro-batch leaves on the host of a layer."""
     if not is_offloaded(name, scenario):
         return 0.0
     return saved_bytes(name, scenario, recompute) * (_ROUNDED_UP if scenario.on_gpu else 1.0)
@@ -64,7 +64,7 @@ def of_update(own: float, scenario: Scenario) -> HostMemory:
 
 
 def node_bytes(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> float:
-    """What the ranks of a node take, each as much as the fullest of all."""
+    """Return what the ranks of a node take, each as much as the fullest of all."""
     return max(each.total for each in ranks) * min(world, hardware.devices_per_node)
 
 
@@ -77,7 +77,7 @@ def node_memory_error(ranks: Sequence[HostMemory], world: int, hardware: Hardwar
 
 
 def line(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str:
-    """What is offloaded, for people: the fullest rank's, and a node's."""
+    """Return what is offloaded, for people: the fullest rank's, and a node's."""
     fullest = max(ranks, key=lambda each: each.total)
     parts = (("moments", fullest.moments), ("activations", fullest.activations), ("on their way", fullest.pieces))
     shares = ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts if value)

@@ -95,7 +95,7 @@ class LayerProfiles:
 
 
 def relay(ahead: Array, behind: Array) -> float:
-    """Seconds of a pass that host and device begin together, from the prefix sums of its layers.
+    """Return the seconds of a pass that host and device begin together, from the prefix sums of its layers.
 
     A layer begins on the device when the one before it has ended and the host has issued it. So a pass ends when the
     host has issued all up to some layer and the device has run that one and all that follow: the latest such layer
@@ -140,7 +140,7 @@ def layer_profiles(
 
 
 def sharded(profiles: LayerProfiles, scenario: Scenario) -> LayerProfiles:
-    """The same layers where `case` keeps their state elsewhere (other ranks, the host): other bytes, the same times."""
+    """Return the same layers with their state elsewhere (other ranks, the host): other bytes, the same times."""
     each = measured_once(scenario, range(profiles.first, len(scenario.names)))
     modes = {
         mode: replace(values, transient=np.array(each(partial(transient_bytes, scenario=scenario, recompute=mode))))
@@ -155,7 +155,7 @@ def sharded(profiles: LayerProfiles, scenario: Scenario) -> LayerProfiles:
 
 
 def measured_once(scenario: Scenario, places: Sequence[int]) -> Each:
-    """A function that measures layers by name, each kind of them once, and gives the values of all of `places`."""
+    """Return a function that measures layers by name, each kind once, and gives the values of all of `places`."""
     kinds = [_kind(scenario, i) for i in places]
     examples = {kind: scenario.names[i] for kind, i in zip(reversed(kinds), reversed(places), strict=True)}
 

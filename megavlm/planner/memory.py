@@ -138,7 +138,7 @@ def replicated_encoder(scenario: Scenario, *, vision_tp: int = 1) -> Memory:
 
 
 def transient_bytes(name: str, scenario: Scenario, recompute: Recompute = "none", *, last_stage: bool = False) -> float:
-    """What a layer's backward pass needs beside what was kept, while everything kept is still there.
+    """Return what a layer's backward pass needs beside what was kept, while everything kept is still there.
 
     Where layers are offloaded that is their own tensors, which have arrived, and the next one's, which begin to; where
     micro-batches take turns also those of the last layer to run forward. As a layer ends its own are gone, but there

@@ -70,7 +70,7 @@ def best_partition(
     simulations: int = 200,
     nodes: int = 200_000,
 ) -> Partition | NoPartition:
-    """The fastest partition into `shape.chunks` chunks whose ranks stay below `cap` bytes.
+    """Return the fastest partition into `shape.chunks` chunks whose ranks stay below `cap` bytes.
 
     Partitions slower than `limit` seconds are of no interest. After `simulations` simulations or `nodes` partial
     partitions the best found so far is the answer, and `exact` is False.

@@ -162,7 +162,7 @@ def program_of(scenario: Scenario) -> MemoryPasses:
 
 
 def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> MemoryTraffic:
-    """What a layer moves beside its products, on one rank.
+    """Return what a layer moves beside its products, on one rank.
 
     Under tensor parallelism a rank has its share of what lies inside the two blocks of a transformer layer, for all
     tokens, and all of what lies between them: for its share of the tokens with sequence parallelism, else for all.

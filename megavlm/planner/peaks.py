@@ -56,7 +56,7 @@ TABLE: tuple[Peaks, ...] = (
 
 
 def peaks_of(device_name: str) -> Peaks | None:
-    """The row of a device (`torch.cuda.get_device_name()`); None for CPUs, slices of a GPU (MIG) and others."""
+    """Return the row of a device (`torch.cuda.get_device_name()`); None for CPUs, slices of a GPU (MIG) and others."""
     words = frozenset(re.findall(r"[A-Z0-9]+", device_name.upper()))
     return None if "MIG" in words else next((row for row in TABLE if row.words <= words), None)
 

@@ -38,11 +38,11 @@ class Plan:
         return self.dims.owner_of(next(i for i, names in enumerate(self.chunks) if layer in names))
 
     def trained_before(self, chunk: int, trained: Collection[str]) -> bool:
-        """Whether any of the `trained` layers is in an earlier chunk, so that gradients must travel there."""
+        """Return whether any of the `trained` layers is in an earlier chunk, so that gradients must travel there."""
         return any(name in trained for name in self.before(chunk))
 
     def before(self, chunk: int) -> tuple[str, ...]:
-        """All layers that data passes before it reaches a chunk."""
+        """Return all layers that data passes before it reaches a chunk."""
         return (*self.encoder, *(name for names in self.chunks[:chunk] for name in names))
 
     def to_json(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
 
 
 def table(plan: Plan, config: Config) -> str:
-    """The plan for people: chunk, owner, layers (with their indices in the list), parameters, share of the work.
+    """Return the plan for people: chunk, owner, layers (with their indices in the list), parameters, share of the work.
 
     A colocated encoder comes first: every rank holds it, or so many ranks together as "all" is divided by.
     """

@@ -54,7 +54,7 @@ def scenario_shape(scenario: Scenario) -> PipelineShape:
 
 @lru_cache(maxsize=256)
 def rank_schedules(shape: PipelineShape) -> tuple[tuple[Pass, ...], ...]:
-    """Each rank's passes in the order that it runs them."""
+    """Return each rank's passes in the order that it runs them."""
     if shape.schedule == "interleaved":
         assert shape.micro_batches % shape.pp == 0, "interleaving runs micro-batches in rounds of PP"
         return tuple(_interleaved(shape, rank) for rank in range(shape.pp))

@@ -31,7 +31,7 @@ class SearchResult:
     offloaded: tuple[Estimate, ...] = ()  # the best layout at the same cuts, with less and less on the device
 
     def config(self, config: Config) -> Config:
-        """The configuration with the best layout."""
+        """Return the configuration with the best layout."""
         first = self.best[0]
         return first.candidate.applied(config, first.partition.cuts)
 
@@ -39,7 +39,7 @@ class SearchResult:
 def search(
     config: Config, world: int, hardware: Hardware, *, space: Space | None = None, top: int = 10
 ) -> SearchResult:
-    """The `top` fastest layouts of a configuration on `world` devices, and why others cannot run."""
+    """Return the `top` fastest layouts of a configuration on `world` devices, and why others cannot run."""
     space = space or Space()
     judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype))
     rejected: list[Rejected] = []
@@ -95,7 +95,7 @@ def search(
 
 
 def timeline_of(estimate: Estimate, config: Config, hardware: Hardware) -> Timeline:
-    """The estimate's pipeline played through once more, with every pass."""
+    """Return the estimate's pipeline played through once more, with every pass."""
     judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype))
     profiles, partition = judge.profiles(estimate.candidate), estimate.partition
     return simulate_partition(

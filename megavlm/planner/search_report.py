@@ -28,7 +28,7 @@ _HEADER = (
 
 
 def report(outcome: SearchResult) -> str:
-    """The whole answer of a search, as text."""
+    """Return the whole answer of a search, as text."""
     if not outcome.best:
         return "\n".join(["no layout can run", *reasons(outcome.rejected)])
     best = outcome.best[0]
@@ -54,7 +54,7 @@ def report(outcome: SearchResult) -> str:
 
 
 def _offloads(outcome: SearchResult) -> list[str]:
-    """What the best layout has on its host, and what more `--offload` would bring it."""
+    """Return what the best layout has on its host, and what more `--offload` would bring it."""
     best, hardware = outcome.best[0], outcome.hardware
     world, lines = best.candidate.dims.world, []
     if best.step.host:
@@ -97,7 +97,7 @@ def _row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def reasons(rejected: Sequence[Rejected]) -> list[str]:
-    """Each reason once, with how many layouts it concerns and one of them."""
+    """Return each reason once, with how many layouts it concerns and one of them."""
     counts = Counter(each.reason for each in rejected)
     examples: dict[str, str] = defaultdict(str)
     for each in rejected:

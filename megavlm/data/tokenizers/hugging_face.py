@@ -40,7 +40,7 @@ class HuggingFaceTokenizer:
 
     @classmethod
     def of(cls, folder: Path, *, image: int | None = None, image_text: str = "<image>") -> HuggingFaceTokenizer:
-        """The tokenizer of a local folder; no code of the folder runs, nothing is fetched.
+        """Return the tokenizer of a local folder; no code of the folder runs, nothing is fetched.
 
         Raises UserError where there is none, where it has no end mark or no image token, and where the libraries are
         missing.
@@ -150,7 +150,7 @@ def _added(backend: Any) -> set[str]:
 
 
 def _image_text(backend: Any, folder: Path, image: int | None, given: str) -> str:
-    """How the image token is written: the model's, else the processor's, else one by its usual names."""
+    """Return how the image token is written: the model's, else the processor's, else one by its usual names."""
     if image is not None:
         if (own := backend.id_to_token(image)) is not None:
             return str(own)
@@ -169,7 +169,7 @@ def _image_text(backend: Any, folder: Path, image: int | None, given: str) -> st
 
 
 def _template(folder: Path, own: Any) -> str | None:
-    """The folder's chat template: that of its processor, which knows images, before the tokenizer's own."""
+    """Return the folder's chat template: that of its processor, which knows images, before the tokenizer's own."""
     for name in _TEMPLATES:
         if (folder / name).exists():
             found = read_json(folder / name).get("chat_template")

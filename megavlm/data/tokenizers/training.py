@@ -45,7 +45,7 @@ def train_tokenizer(texts: Iterable[str], path: Path, *, vocab_size: int) -> Non
 def ensure_tokenizer(
     texts: Iterable[str], path: Path, *, vocab_size: int, rank: int, barrier: Callable[[], None]
 ) -> Tokenizer:
-    """The tokenizer stored at `path`; where there is none, rank 0 trains it while the others wait in `barrier`.
+    """Return the tokenizer stored at `path`; where there is none, rank 0 trains it while the others wait in `barrier`.
 
     Every rank calls `barrier` once, whether or not the file was there, so the ranks need not agree on what they saw.
     """

@@ -36,7 +36,7 @@ LANGUAGE_TYPES = tuple(_DEFAULTS)
 
 
 def language(settings: Settings, *, kind: str | None = None, tied: bool | None = None) -> LanguageConfig:
-    """A text configuration. `kind` overrides its model_type; `tied` is what an enclosing configuration says."""
+    """Return a text configuration. `kind` overrides its model_type; `tied` is what an enclosing configuration says."""
     kind = kind or settings.get("model_type", "llama")
     if kind not in _DEFAULTS:
         refuse(settings, "model_type", f"known language models are {', '.join(_DEFAULTS)}")
@@ -68,7 +68,7 @@ def _given(values: Any) -> dict[str, Any]:
 
 
 def _max_positions(settings: Settings, kind: str) -> int | None:
-    """Longest sequence that full attention with these positions reproduces: shorter windows would mask beyond it."""
+    """Return the longest sequence that full attention reproduces; beyond it a sliding window would mask tokens."""
     longest = settings.get("max_position_embeddings", None)
     window = settings.get("sliding_window", None)
     slides = settings.get("use_sliding_window", False) if kind.startswith("qwen") else window is not None
@@ -77,7 +77,7 @@ def _max_positions(settings: Settings, kind: str) -> int | None:
 
 
 def _rope(settings: Settings, kind: str) -> dict[str, Any]:
-    """Rotary settings; Transformers 5 writes `rope_parameters`, before it was `rope_theta` and `rope_scaling`."""
+    """Return the rotary settings: `rope_parameters` of Transformers 5, before it `rope_theta` and `rope_scaling`."""
     rope = {**settings.get("rope_scaling", {}), **settings.get("rope_parameters", {})}
     found: dict[str, Any] = {"rotary_base": float(rope.get("rope_theta", settings.get("rope_theta", 10000.0)))}
     scaling = rope.get("rope_type", rope.get("type", "default"))

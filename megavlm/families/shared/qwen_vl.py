@@ -115,7 +115,7 @@ def vision_sizes(tower: Settings) -> dict[str, Any]:
 
 
 def merger(tower: Settings, text: LanguageConfig) -> ProjectorConfig:
-    """N×N patches side by side, as wide inside as they are, then as wide as the text. Its norm is `vision.norm`."""
+    """Return the merger: N×N patches joined, an inner layer as wide, then the text's width (norm: `vision.norm`)."""
     if tower.need("out_hidden_size") != text.hidden_size:
         refuse(tower, "out_hidden_size", f"features must be as wide as the language model, {text.hidden_size}")
     side = tower.get("spatial_merge_size", 2)
@@ -156,7 +156,7 @@ def attention_table(vision: VisionConfig, layer: str, hf_layer: str, *, norm_bia
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
-    """Tokens, which of them are images, and patches: block by block, each pixel repeated over time."""
+    """Return tokens, which of them are images, and patches: block by block, each pixel repeated over time."""
     import torch
 
     given = {"input_ids": batch.text.tokens}
@@ -194,7 +194,7 @@ class NativeResolution(Processor):
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """The file's sizes, as pixels or as old names; patches must be those of the model."""
+    """Return the processor with the file's sizes. Raises UserError if its patches are not the model's."""
     require_model_value(options, "patch_size", model.vision.patch_size)
     require_model_value(options, "merge_size", model.projector.pixel_shuffle)
     size = options["size"]

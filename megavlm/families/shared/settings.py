@@ -12,13 +12,13 @@ from megavlm.families.shared.expected import check_setting
 
 @dataclass(frozen=True)
 class Settings:
-    """A section of a `config.json`. `where` names it in messages."""
+    """Holds a section of a `config.json`. `where` names it in messages."""
 
     values: Mapping[str, Any]
     where: str
 
     def get(self, name: str, default: Any) -> Any:
-        """A setting; what is absent or null has the default of the configuration's class.
+        """Return a setting; what is absent or null has the default of the configuration's class.
 
         Raises UserError for a type or size that no model has.
         """
@@ -27,21 +27,21 @@ class Settings:
         return default if value is None else value
 
     def need(self, name: str) -> Any:
-        """A setting without a default."""
+        """Return a setting without a default."""
         value = self.get(name, None)
         if value is None:
             raise UserError(f"{self.where} has no {name!r}: this folder is incomplete or of another kind")
         return value
 
     def section(self, name: str) -> Settings:
-        """A nested section, empty where it is absent."""
+        """Return a nested section, empty where it is absent."""
         values = self.get(name, {})
         if not isinstance(values, Mapping):
             raise UserError(f"{self.where}: {name!r} is no section: the file is damaged")
         return Settings(values, f"{self.where}: {name}")
 
     def square(self, name: str, default: int) -> int:
-        """A side length that may be written as [side, side]."""
+        """Return a side length that may be written as [side, side]."""
         value = self.get(name, default)
         sides = {value} if isinstance(value, int) else set(value)
         if len(sides) != 1:
@@ -62,5 +62,5 @@ class Settings:
 
 
 def refuse(settings: Settings, name: str, why: str) -> NoReturn:
-    """A setting that we know but cannot express: say so rather than compute something else."""
+    """Raise UserError for a setting that is known but not supported: nothing else is computed in its place."""
     raise UserError(f"{settings.where}: {name} = {settings.values.get(name)!r:.200} is not supported: {why}")

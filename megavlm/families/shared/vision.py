@@ -80,7 +80,7 @@ def intern(settings: Settings, *, feature_layer: int) -> VisionConfig:
 def _sizes(
     settings: Settings, *, layers: int, width: int, inner: int, heads: int, image: int, patch: int
 ) -> dict[str, Any]:
-    """The sizes that all towers spell alike, with the defaults of their configuration class.
+    """Return the sizes that all towers spell alike, with the defaults of their configuration class.
 
     Of an image that is no whole number of patches (384 pixels in patches of 14) the tower sees whole patches: 378.
     """
