@@ -18,6 +18,7 @@ from megavlm.errors import RankError, Stopped, UserError
 from megavlm.launch.configuration import with_model, with_plan
 from megavlm.launch.exit_file import note_exit
 from megavlm.parallel.world import World, world_of
+from megavlm.resilience.output import survive_lost_output
 from megavlm.resilience.retry import launch_time, refuse_retry
 from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
 from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> None:
     if under_torchrun():
         refuse_retry(Path(config.run.run_dir), world=world, launched=launch_time())
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost peer is an error of the connection, not the end of the run
+    survive_lost_output()
     before = read_status(Path(config.run.run_dir))
     stop = StopRequest()
     listen(stop, parent=os.getppid() if under_torchrun() else None, patience=torchrun_patience())

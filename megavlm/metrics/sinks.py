@@ -8,11 +8,14 @@ records 1 … k and drops later ones, so that the file equals that of an uninter
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from megavlm.data.types import Skipped
+from megavlm.errors import UserError
+from megavlm.paths import open_regular
 
 Value = float | int | bool | str | None | Mapping[str, float | None]
 Record = Mapping[str, Value]
@@ -30,43 +33,104 @@ class JsonlSink:
     """Writes one JSON object per iteration and line, with floats in full precision.
 
     Each line is passed to the operating system before `log` returns, so that a killed process loses at most the line
-    that it was writing. Non-finite floats are written as `NaN`, `Infinity` and `-Infinity`, which Python's json module
-    reads but the JSON standard does not have.
+    that it was writing; a full disk loses none. Non-finite floats are written as `NaN`, `Infinity` and `-Infinity`,
+    which Python's json module reads but the JSON standard does not have.
     """
 
     def __init__(self, path: Path, *, resume_iteration: int = 0) -> None:
-        """Open `path` and keep its records up to `resume_iteration` (0: truncate the file)."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = kept_lines(path.read_bytes(), resume_iteration=resume_iteration) if path.exists() else b""
-        self._file = path.open("ab")
-        self._file.truncate(len(kept))
-        if kept and not kept.endswith(b"\n"):
-            self._file.write(b"\n")
-            self._file.flush()
+        """Open `path` and keep its records up to `resume_iteration` (0: truncate the file).
+
+        A file with damaged lines is kept beside as `damaged-…`, and a line says so. Raises UserError if the file cannot
+        be read and written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = _content(path)
+            kept, damaged = kept_lines(content, resume_iteration=resume_iteration)
+            if damaged:
+                aside = path.with_name(f"damaged-{path.name}")
+                path.replace(aside)
+                print(f"warning: {damaged} lines of {path} are no records; the file is kept as {aside}", flush=True)
+            self._lines = _Lines(path)
+            self._lines.start_with(kept, of=b"" if damaged else content)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read and written ({error.strerror or error}): move it away") from error
 
     def log(self, record: Record) -> None:
         assert "iteration" in record
         # A single write per line: a line is incomplete only if the process is killed inside the system call.
-        self._file.write(json.dumps(dict(record)).encode() + b"\n")
-        self._file.flush()
+        self._lines.append(json.dumps(dict(record)).encode() + b"\n")
 
     def close(self) -> None:
+        self._lines.close()
+
+
+class _Lines:
+    """Appends lines to a file. What a full disk or a lost folder refuses waits in memory, and is tried again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+
+    def start_with(self, kept: bytes, *, of: bytes) -> None:
+        """Make the file, whose content is `of`, contain `kept`, a prefix of `of` unless the file is new."""
+        if kept and of:
+            self._file.truncate(len(kept))
+        else:
+            self._file.truncate(0)
+            self.append(kept)
+        if kept and not kept.endswith(b"\n"):
+            self.append(b"\n")
+
+    def append(self, line: bytes) -> None:
+        """Write a line, after those that wait; the first that has to wait is told on stderr."""
+        first = not self._waiting
+        self._waiting += line
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if first:
+                print(
+                    f"warning: {self._path} cannot be written ({error.strerror}): its lines wait in memory",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def close(self) -> None:
+        self.append(b"")
         self._file.close()
 
 
-def kept_lines(content: bytes, *, resume_iteration: int) -> bytes:
-    """Return the longest prefix of complete records whose iteration is at most `resume_iteration`.
+def _content(path: Path) -> bytes:
+    """Return the content of a file that may not exist. Raises OSError for what is no regular file."""
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
 
-    Records are in the order of iterations, so that everything after the first later or damaged record was written after
-    the checkpoint or is unreliable. A last record without its newline is complete.
+
+def kept_lines(content: bytes, *, resume_iteration: int) -> tuple[bytes, int]:
+    """Return the records before the first whose iteration is above `resume_iteration`, and how many lines are damaged.
+
+    Records are in the order of iterations: what follows a later one was written after the checkpoint. Damaged lines are
+    left out. The last line does not count as damaged: a killed process was writing it. Without its newline, it may be
+    complete.
     """
-    end = 0
-    for line in content.splitlines(keepends=True):
+    kept: list[bytes] = []
+    damaged = 0
+    lines = content.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
         iteration = _iteration_of(line)
-        if iteration is None or iteration > resume_iteration:
+        if iteration is not None and iteration > resume_iteration:
             break
-        end += len(line)
-    return content[:end]
+        if iteration is not None:
+            kept.append(line)
+        else:
+            damaged += number < len(lines)
+    return b"".join(kept), damaged if resume_iteration else 0
 
 
 def lost_steps(path: Path, *, resume_iteration: int) -> dict[str, Any]:
@@ -74,11 +138,13 @@ def lost_steps(path: Path, *, resume_iteration: int) -> dict[str, Any]:
 
     Call it before `JsonlSink` opens the file.
     """
-    content = path.read_bytes() if path.exists() else b""
-    dropped = content[len(kept_lines(content, resume_iteration=resume_iteration)) :].splitlines()
-    found = [record for line in dropped if (record := _record_in(line)) is not None]
-    last = found[-1].get("time") if found else None
-    return {"lost_steps": len(found) or None, "last_lost": last if isinstance(last, str) else None}
+    try:
+        records = [_record_in(line) for line in _content(path).splitlines()]
+    except OSError:  # JsonlSink will say so
+        records = []
+    dropped = [record for record in records if record is not None and record["iteration"] > resume_iteration]
+    last = dropped[-1].get("time") if dropped else None
+    return {"lost_steps": len(dropped) or None, "last_lost": last if isinstance(last, str) else None}
 
 
 def _iteration_of(line: bytes) -> int | None:
@@ -128,19 +194,23 @@ class SkippedLog:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._lines: _Lines | None = None
 
     def write(self, iteration: int, skipped: Iterable[Skipped]) -> None:
         for skip in skipped:
             if self._path is None:
                 return
-            if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("a", encoding="utf-8")
+            if self._lines is None:
+                try:
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    self._lines = _Lines(self._path)
+                except OSError as error:
+                    print(f"warning: {self._path} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+                    self._path = None
+                    return
             line = {"iteration": iteration, **vars(skip), "reason": str(skip.reason)}
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            self._file.flush()
+            self._lines.append(json.dumps(line, ensure_ascii=False).encode(errors="replace") + b"\n")
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._lines is not None:
+            self._lines.close()

@@ -62,10 +62,10 @@ def record(
         "rank": int(os.environ.get("RANK", "0")),
         **{name: value for name, value in given.items() if value is not None},
     }
-    line = json.dumps(event, ensure_ascii=False, default=str).encode() + b"\n"
+    line = json.dumps(event, ensure_ascii=False, default=str).encode(errors="replace") + b"\n"
     try:
         # One write to a file in append mode: lines of several processes do not mix.
-        file = os.open(run_dir / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        file = os.open(run_dir / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
             os.write(file, line)
         finally:

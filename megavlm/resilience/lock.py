@@ -12,8 +12,12 @@ import fcntl
 import json
 import os
 import platform
+import stat
+import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,12 +37,17 @@ class RunLock:
         self._run_dir = run_dir
         self._file: int | None = None
         self._released = threading.Event()
+        self._on_loss: Callable[[str], object] = _say
+
+    def when_lost(self, act: Callable[[str], object]) -> None:
+        """Call `act` with a line once the lock is no longer in the folder, which was removed or renamed."""
+        self._on_loss = act
 
     def acquire(self) -> None:
         """Take the lock, or take it over from a run that is dead. Raises UserError if a living run has it."""
         path = self._run_dir / FILE
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = _open_lock(path)
         except OSError as error:
             raise UserError(
                 f"--run-dir {self._run_dir} cannot be written ({error.strerror}): choose another folder"
@@ -53,8 +62,12 @@ class RunLock:
             line = _refusal(self._run_dir, _owner(file))
             os.close(file)
             raise UserError(line) from error
+        try:
+            _write(file, {**_me(), "since": datetime.now(UTC).isoformat(timespec="seconds")})
+        except OSError as error:
+            os.close(file)
+            raise UserError(f"{path} cannot be written ({error.strerror}): choose another --run-dir") from error
         self._file = file
-        _write(file, {**_me(), "since": datetime.now(UTC).isoformat(timespec="seconds")})
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
         if owner:
             record(self._run_dir, "takeover", reason=f"process {owner.get('pid')} on {owner.get('host')} is dead")
@@ -68,9 +81,29 @@ class RunLock:
             self._file = None
 
     def _beat(self) -> None:
+        told = False
         while not self._released.wait(_BEAT):
-            if (file := self._file) is not None:
+            if (file := self._file) is None:
+                return
+            owner = _owner(file)
+            if owner and any(owner.get(name) != value for name, value in _me().items() if name != "host"):
+                # This process was suspended for so long that a run on another machine took the folder over.
+                _say(f"{self._run_dir} now belongs to process {owner.get('pid')} on {owner.get('host')}: this run ends")
+                os._exit(1)
+            if not told and not _is_at(file, self._run_dir / FILE):
+                told = True
+                self._on_loss(f"{self._run_dir / FILE} is gone: the folder was removed or renamed")
+            with suppress(OSError):  # a file system that is read-only or away may come back
                 os.utime(file)
+
+
+def _open_lock(path: Path) -> int:
+    """Open the lock file, which is made where there is none. Raises OSError for a link or a FIFO."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, f"{FILE} is no regular file")
+    return file
 
 
 def _lock(file: int) -> bool:
@@ -88,6 +121,20 @@ def _lock(file: int) -> bool:
             raise BlockingIOError from error
         return False
     return True
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Return whether a path leads to an open file; true if that cannot be told. Nothing is opened: see `_lock`."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def _say(line: str) -> None:
+    print(f"pretrain_vlm.py: {line}", file=sys.stderr, flush=True)
 
 
 def _me() -> dict[str, Any]:

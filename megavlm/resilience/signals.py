@@ -97,7 +97,9 @@ def listen(stop: StopRequest, *, parent: int | None, patience: float) -> None:
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
     for number in SIGNALS:
-        signal.signal(number, _do_nothing)  # a handler of Python's, so that the interpreter writes to the pipe
+        # What was ignored from the beginning stays so: SIGHUP by nohup, SIGINT by a shell's `&` in a script.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _do_nothing)  # a handler of Python's, so that the interpreter writes to the pipe
     threading.Thread(target=_hear, args=(stop, heard, parent, patience), name="signals", daemon=True).start()
 
 

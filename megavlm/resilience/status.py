@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megavlm.errors import Stopped, UserError
+from megavlm.paths import read_bytes
 from megavlm.resilience.events import attempt, record
 
 FILE = "status.json"
 _PAUSE = 1.0  # seconds between two looks of a rank that waits
+_LARGEST = 2**20  # bytes
 State = Literal["running", "finished", "stopped", "failed"]
 STOPPED = 75  # exit status "stopped by request; the same command continues": EX_TEMPFAIL of sysexits.h
 HUNG = 70  # exit status of a run that hung (EX_SOFTWARE of sysexits.h): torchrun starts it again if it may
@@ -68,7 +70,7 @@ def note_failure(run_dir: Path, error: BaseException) -> None:
 def read_status(run_dir: Path) -> dict[str, Any]:
     """Return the content of status.json; empty where there is none."""
     try:
-        status = json.loads((run_dir / FILE).read_text())
+        status = json.loads(read_bytes(run_dir / FILE, at_most=_LARGEST))
     except (OSError, ValueError, RecursionError):
         return {}
     return status if isinstance(status, dict) else {}

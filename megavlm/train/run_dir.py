@@ -33,11 +33,6 @@ def make_run_dir(run_dir: Path) -> None:
 
 def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend) -> None:
     """Write `config.yaml` (as given, for `--config`), `plan.json` and `environment.json`."""
-    try:
-        (run_dir / "config.yaml").write_text(to_yaml(config))
-    except OSError as error:
-        raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
-    (run_dir / "plan.json").write_text(plan.dumps())
     environment = {
         "megavlm": megavlm.__version__,
         "python": platform.python_version(),
@@ -51,7 +46,12 @@ def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend)
         "cpus": os.cpu_count(),
         "command": sys.argv,
     }
-    (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+    try:
+        (run_dir / "config.yaml").write_text(to_yaml(config))
+        (run_dir / "plan.json").write_text(plan.dumps())
+        (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
 
 
 def write_sidecars(run_dir: Path, config: Config, checkpoint: Path | None, *, image_token: int) -> None:

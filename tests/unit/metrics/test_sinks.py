@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megavlm.errors import UserError
 from megavlm.metrics.sinks import JsonlSink, TensorBoardSink, kept_lines, lost_steps
 
 
@@ -105,7 +107,43 @@ def test_what_is_kept_is_a_prefix_of_whole_records(cut: int, resume: int) -> Non
     # A line counts as soon as its closing brace is there.
     complete = sum(cut >= len(b"".join(lines[: i + 1])) - 1 for i in range(len(lines)))
     expected = b"".join(lines[: min(complete, resume)])
-    assert kept_lines(content, resume_iteration=resume) == expected[:cut]
+    assert kept_lines(content, resume_iteration=resume) == (expected[:cut], 0)
+
+
+@pytest.mark.parametrize("damage", [b"garbage", b"[" * 100_000, b"\xff\xfe", b"[]", b"{}"])
+def test_a_damaged_line_costs_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, first=1, last=5)
+    before = path.read_bytes()
+    path.write_bytes(damage + b"\n" + before)
+    write(path, first=5, last=5, resume_iteration=4)
+    assert path.read_bytes() == before
+    assert (tmp_path / "damaged-metrics.jsonl").read_bytes() == damage + b"\n" + before
+    assert "1 lines of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)])
+def test_a_path_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        JsonlSink(tmp_path / "metrics.jsonl")
+
+
+def test_lines_wait_until_a_full_disk_has_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.log({"iteration": 1})
+    file = sink._lines._file.fileno()
+    disk, full = os.dup(file), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, file)
+    sink.log({"iteration": 2})
+    sink.log({"iteration": 3})
+    os.dup2(disk, file)
+    assert [record["iteration"] for record in records(path)] == [1]
+    assert capsys.readouterr().err.count("No space left") == 1
+    sink.log({"iteration": 4})
+    assert [record["iteration"] for record in records(path)] == [1, 2, 3, 4]
+    sink.close()
 
 
 def test_a_value_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:

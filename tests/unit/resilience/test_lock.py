@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -108,7 +110,7 @@ def test_a_file_system_without_locks(owner, tmp_path: Path, alive: bool):
             mine.release()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "machine": 3}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "\\ud800", "machine": 3}', "[" * 100_000])
 def test_a_lock_that_says_nothing_is_nobodys(tmp_path: Path, content: str):
     (tmp_path / "lock").write_text(content)
     with patch.object(lock, "_SILENCE", 0.1):
@@ -118,3 +120,58 @@ def test_a_lock_that_says_nothing_is_nobodys(tmp_path: Path, content: str):
 def test_a_folder_that_cannot_be_written(tmp_path: Path):
     with pytest.raises(UserError, match="--run-dir"):
         RunLock(tmp_path / "missing").acquire()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.with_name("other"))])
+def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], object]):
+    (tmp_path / "other").write_text("kept")
+    make(tmp_path / "lock")
+    with pytest.raises(UserError, match="--run-dir"):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / "other").read_text() == "kept"
+
+
+def beat(run_dir: Path, told, damage: Callable[[Path], object]) -> None:
+    """Own a folder to which something happens; tell what the lock says of it, "" if it says nothing for a second."""
+    with patch.object(lock, "_BEAT", 0.02):
+        mine = RunLock(run_dir)
+        mine.acquire()
+        mine.when_lost(told.send)
+        damage(run_dir)
+        time.sleep(1)
+        told.send("")
+        mine.release()
+
+
+def of_another_machine(run_dir: Path) -> None:
+    owner = json.loads((run_dir / "lock").read_text())
+    file = os.open(run_dir / "lock", os.O_WRONLY)
+    lock._write(file, {**owner, "machine": "another", "host": "other", "pid": 77})
+
+
+def remove(run_dir: Path) -> None:
+    (run_dir / "lock").unlink()
+
+
+def rename(run_dir: Path) -> None:
+    run_dir.rename(run_dir.with_name("moved"))
+    run_dir.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "status", "said"),
+    [(of_another_machine, 1, None), (remove, 0, "lock is gone"), (rename, 0, "lock is gone"), (Path.iterdir, 0, "")],
+)
+def test_an_owner_notices_that_it_no_longer_owns_its_folder(
+    tmp_path: Path, damage: Callable[[Path], object], status: int, said: str | None
+):
+    """A run that was suspended while another machine's run took its folder over must not write there again."""
+    (tmp_path / "run").mkdir()
+    told, heard = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=beat, args=(tmp_path / "run", heard, damage))
+    process.start()
+    heard.close()
+    process.join(60)
+    assert process.exitcode == status
+    if said is not None:
+        assert said in told.recv()

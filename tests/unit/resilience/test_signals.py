@@ -119,6 +119,24 @@ def test_after_the_last_save(asked_before: bool, status: int):
         assert ours.recv() is None, "nothing is requested of a process that ends"
 
 
+def ignoring(told) -> None:
+    """A process that nohup started."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    rank(told)
+
+
+def test_what_was_ignored_from_the_beginning_stays_ignored():
+    heard, told = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=ignoring, args=(told,))
+    process.start()
+    heard.recv()
+    os.kill(process.pid, signal.SIGHUP)
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGTERM)
+    assert heard.recv() == "SIGTERM received"
+    process.join(PATIENCE)
+
+
 def test_a_process_whose_parent_is_gone_is_asked_and_then_ends():
     """Even if it waits for ever, as in a collective."""
     process, _ = started(orphan=(1, 1.5))
