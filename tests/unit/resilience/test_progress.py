@@ -84,6 +84,13 @@ def test_who_keeps_others_waiting_is_named_before_torch_ends_these_without_a_nam
     assert named(busy, replace(waiting, waited=DOOMED * 600 + 1)) == 0
 
 
+@pytest.mark.parametrize("iteration", [0, 11])
+def test_what_a_stopped_rank_said_long_ago_does_not_count(iteration: int):
+    """Reports are seconds apart, and steps may be shorter."""
+    early = {"iteration": iteration, "steps": 0, "phase": START, "idle": 0.0, "silent": 66.0}
+    assert named(report(0, idle=65.0, waits=True), report(1, **early)) == 1
+
+
 def test_the_default_is_ten_median_steps_and_never_below_a_minute():
     assert Limits().timeout([1.0, 2.0, 300.0]) == 60.0
     assert Limits().timeout([20.0, 30.0, 3000.0]) == 300.0
