@@ -24,7 +24,14 @@ from megavlm.planner.plan import Plan
 
 
 def make_run_dir(run_dir: Path) -> None:
-    """Create RUN_DIR. Raises UserError if it cannot be created."""
+    """Create RUN_DIR. Raises UserError if it cannot be created, or if its checkpoints are out of reach.
+
+    A run that finds none would begin anew, and drop its metrics.
+    """
+    checkpoints = run_dir / "checkpoints"
+    if os.path.lexists(checkpoints) and not checkpoints.is_dir():
+        where = f"a link to {os.readlink(checkpoints)}, which is not there" if checkpoints.is_symlink() else "no folder"
+        raise UserError(f"{checkpoints} is {where}: mount what it needs, or move it away to begin anew")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
