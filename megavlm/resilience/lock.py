@@ -63,12 +63,13 @@ class RunLock:
             os.close(file)
             raise UserError(line) from error
         try:
-            _write(file, {**_me(), "since": datetime.now(UTC).isoformat(timespec="seconds")})
+            me = {**_me(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+            _write(file, me)
         except OSError as error:
             os.close(file)
             raise UserError(f"{path} cannot be written ({error.strerror}): choose another --run-dir") from error
         self._file = file
-        threading.Thread(target=self._beat, name="lock", daemon=True).start()
+        threading.Thread(target=self._beat, args=(me,), name="lock", daemon=True).start()
         if owner:
             record(self._run_dir, "takeover", reason=f"process {owner.get('pid')} on {owner.get('host')} is dead")
 
@@ -80,13 +81,13 @@ class RunLock:
             os.close(self._file)
             self._file = None
 
-    def _beat(self) -> None:
+    def _beat(self, me: dict[str, Any]) -> None:
         told = False
         while not self._released.wait(_BEAT):
             if (file := self._file) is None:
                 return
             owner = _owner(file)
-            if owner and any(owner.get(name) != value for name, value in _me().items() if name != "host"):
+            if owner and owner != me:
                 # This process was suspended for so long that a run on another machine took the folder over.
                 _say(f"{self._run_dir} now belongs to process {owner.get('pid')} on {owner.get('host')}: this run ends")
                 os._exit(1)
