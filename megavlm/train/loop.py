@@ -43,7 +43,7 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
     watch = run.watch
     try:
         stop.training()
-        run.lock.when_lost(partial(stop.ask, warning=True))
+        run.lock.when_lost(partial(stop.ask, warning=True, urgent=False))
         iteration, end = _train(run, stop, tracer, watch)
         if isinstance(end, Stopped):
             stop.closing()
