@@ -67,13 +67,20 @@ class _Groups:
         self._path, self._columns = path, columns
         self._tables: OrderedDict[int, Any] = OrderedDict()
         self._sizes: dict[int, int] = {}  # in bytes; kept because Arrow is slow to add them up
+        self._failed: dict[int, str] = {}  # row groups that cannot be decoded, which may take a minute to find out
         self._lock = Lock()
 
     def get(self, number: int) -> Any:
         """Return a row group as a table of Arrow. Raises ValueError if it cannot be decoded."""
         with self._lock:
+            if number in self._failed:
+                raise ValueError(self._failed[number])
             if number not in self._tables:
-                table = parquet_decoder.row_group(self._path, number, self._columns)
+                try:
+                    table = parquet_decoder.row_group(self._path, number, self._columns)
+                except parquet_decoder.ParquetError as error:
+                    self._failed[number] = str(error)
+                    raise
                 self._tables[number], self._sizes[number] = table, table.nbytes
             self._tables.move_to_end(number)
             while len(self._tables) > 1 and sum(self._sizes.values()) > _CACHE:

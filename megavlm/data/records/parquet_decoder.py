@@ -66,6 +66,8 @@ class _Decoder:
                     return result, file
                 if status == -signal.SIGPROF:
                     raise ParquetError(f"it takes more than {parquet_process.SECONDS:g} s of processor time")
+                if status not in (0, -signal.SIGKILL, -signal.SIGTERM):
+                    break  # a crash, which it would repeat
         raise ParquetError(f"it ends the process that decodes it (status {status})")
 
     def _exchange(self, line: bytes) -> tuple[bytes, int, int]:
