@@ -1,7 +1,8 @@
 """What saves and loads cost: `python benchmarks/checkpoint.py [--processes 1 2 4 8] [--quick]`.
 
 For each number of data-parallel processes: how long training stands still for a save beside it and for one that it
-waits for, how much of that is the copy into host memory, GB/s, and what verifying adds to a load.
+waits for, how much of that is the copy into host memory, GB/s, and what verifying adds to a load. Figures that end in
+`_cpu_s` are processor time, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from record import append, circumstances
 
@@ -84,55 +88,70 @@ def work(folder: Path, *, layers: int) -> None:
     run.engine.train_step(run.data_loader.next_step().batches)
     assert run.saver is not None
     saver, trained = run.saver, run.engine.trained()
-    copies: list[float] = []
+    copies: list[Spent] = []
     copy = Staging.copy
 
     def timed(self: Staging, files: Any) -> Any:
-        places, seconds = _timed(lambda: copy(self, files))
-        copies.append(seconds)
+        places, spent = _spent(lambda: copy(self, files))
+        copies.append(spent)
         return places
 
     Staging.copy = timed  # type: ignore[method-assign]
     stalls, waits, saves = [], [], []
     for iteration in range(1, 2 * REPEAT + 3):  # the first two are warm-up: memory is touched, plans are made
         position = state.Position(iteration=iteration, loader={})
+        save = partial(state.save, trained, position, config=run.config, plan=run.plan, saver=saver)
         dist.barrier()
-        began = time.perf_counter()
-        state.save(trained, position, config=run.config, plan=run.plan, saver=saver)
-        begun = time.perf_counter() - began
-        saver.wait()
-        ended = time.perf_counter() - began
+        written = _processor_time(saver._process.pid)
+        _, begun = _spent(save)
+        _, waited = _spent(saver.wait)
         (report,) = saver.poll()
         assert report.error is None, report.error
         if iteration > 2:
             stalls.append(begun)
-            waits.append(ended)
+            beside = _processor_time(saver._process.pid) - written
+            waits.append(Spent(begun.seconds + waited.seconds, begun.processor + waited.processor + beside))
             saves.append(report.seconds)
     dist.barrier()
     checkpoint = report.folder
     load = partial(state.load, trained, config=run.config, plan=run.plan)
     verified = partial(restoring.load_newest, restoring.Choices((checkpoint,)), check=_nothing, load=load, say=print)
-    loads: dict[bool, list[float]] = {False: [], True: []}
+    loads: dict[bool, list[Spent]] = {False: [], True: []}
+    read: dict[bool, int] = {}
     for number in range(2 * REPEAT + 2):
+        verifies = number % 2 == 1
         dist.barrier()
-        seconds = _timed(verified if number % 2 else partial(load, checkpoint))[1]
+        before = _bytes_read()
+        with contextlib.nullcontext() if verifies else _without_sums():
+            _, spent = _spent(verified if verifies else partial(load, checkpoint))
+        read[verifies] = _bytes_read() - before
         if number > 1:
-            loads[number % 2 == 1].append(seconds)
+            loads[verifies].append(spent)
     size = sum(each.bytes for each in read_manifest(checkpoint).values())
     close(run)
     if dist.get_rank() == 0:
-        stall, whole, copied = (statistics.median(each) for each in (stalls, waits, copies[2:]))
+        stall, whole, copied = (_median(each) for each in (stalls, waits, copies[2:]))
+        plain, summed = _median(loads[False]), _median(loads[True])
         figures = {
             "gigabytes": size / 1e9,
-            "copy_s": copied,
-            "async_stall_s": stall,
-            "sync_stall_s": whole,
-            "stall_beyond_copy_of_sync": (stall - copied) / whole,
+            "layers": layers,
+            "copy_s": copied.seconds,
+            "async_stall_s": stall.seconds,
+            "sync_stall_s": whole.seconds,
+            "stall_beyond_copy_of_sync": (stall.seconds - copied.seconds) / whole.seconds,
+            "copy_cpu_s": copied.processor,
+            "async_stall_cpu_s": stall.processor,
+            "sync_save_cpu_s": whole.processor,
+            "stall_beyond_copy_of_sync_cpu": (stall.processor - copied.processor) / whole.processor,
             "save_s": statistics.median(saves),
             "save_gb_per_s": size / 1e9 / statistics.median(saves),
-            "load_s": statistics.median(loads[False]),
-            "verified_load_s": statistics.median(loads[True]),
-            "verification_of_load": statistics.median(loads[True]) / statistics.median(loads[False]) - 1,
+            "load_s": plain.seconds,
+            "verified_load_s": summed.seconds,
+            "verification_of_load": summed.seconds / plain.seconds - 1,
+            "load_cpu_s": plain.processor,
+            "verified_load_cpu_s": summed.processor,
+            "load_bytes_read": read[False],
+            "verified_load_bytes_read": read[True],
         }
         (folder / "figures.json").write_text(json.dumps(figures))
     dist.barrier()
@@ -140,10 +159,40 @@ def work(folder: Path, *, layers: int) -> None:
     os._exit(0)
 
 
-def _timed(action: Callable[[], Any]) -> tuple[Any, float]:
-    began = time.perf_counter()
+@dataclass(frozen=True)
+class Spent:
+    """Seconds by the clock, and of the processor."""
+
+    seconds: float
+    processor: float
+
+
+def _spent(action: Callable[[], Any]) -> tuple[Any, Spent]:
+    began, used = time.perf_counter(), time.process_time()
     result = action()
-    return result, time.perf_counter() - began
+    return result, Spent(time.perf_counter() - began, time.process_time() - used)
+
+
+def _median(each: Sequence[Spent]) -> Spent:
+    return Spent(statistics.median(one.seconds for one in each), statistics.median(one.processor for one in each))
+
+
+def _processor_time(process: int | None) -> float:
+    """Return the processor time that another process has used (proc(5), fields 14 and 15)."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _bytes_read() -> int:
+    """Return the bytes that this process has read, from the page cache too."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def _without_sums() -> AbstractContextManager[Any]:
+    """Let readers know no sums, so that a load verifies nothing."""
+    from megavlm.checkpoint.verified import VerifiedItems
+
+    return patch.object(VerifiedItems, "of", classmethod(lambda cls, folder: cls({})))
 
 
 def _nothing(folder: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without an installed package, too
 
 from megavlm.checkpoint import inspection, retention
+from megavlm.checkpoint.retention import Keep
 from megavlm.errors import UserError
 
 
@@ -30,7 +31,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     for entry in inspection.entries(options.run):
-        print(f"{entry.folder.name}  {entry.bytes / 1e9:10.3f} GB  {entry.saved:%Y-%m-%d %H:%M:%S}  {entry.state}")
+        parts = [entry.folder.name, f"{entry.bytes / 1e9:10.3f} GB", f"{entry.saved:%Y-%m-%d %H:%M:%S}"]
+        parts += [f"{name} {value:.4g}" for name, value in entry.metrics.items()] + ["best"] * entry.is_best
+        print("  ".join([*parts, entry.state]))
     return 0
 
 
@@ -53,7 +56,7 @@ def _prune(options: argparse.Namespace) -> int:
     if options.keep < 1:
         raise UserError("--keep must be at least 1")
     root = inspection.root_of(options.run)
-    for folder in retention.doomed(root, newest=options.keep, every=options.keep_every):
+    for folder in retention.doomed(root, Keep(options.keep, options.keep_every, options.keep_best, options.mode)):
         if not options.delete:
             print(f"{folder} would be deleted: add --delete")
         else:
@@ -88,6 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("--keep", type=int, required=True, metavar="K", help="Number of latest checkpoints to keep.")
     prune.add_argument(
         "--keep-every", type=int, default=0, metavar="N", help="Also keep multiples of this iteration; default: none."
+    )
+    prune.add_argument(
+        "--keep-best", metavar="METRIC", help="Also keep the best one by this number of its iteration; default: none."
+    )
+    prune.add_argument(
+        "--keep-best-mode",
+        choices=("min", "max"),
+        default="min",
+        dest="mode",
+        help="Whether the smallest or the largest value is best; default: min.",
     )
     prune.add_argument("--delete", action="store_true", help="Delete them; default: print them only.")
     prune.set_defaults(action=_prune)

@@ -150,8 +150,9 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _trained(source: Path) -> tuple[Path, Any, Config]:
     """Return a checkpoint's folder, its Hugging Face sidecar, and the configuration of its model and adapters."""
-    from megavlm.checkpoint import folders, state
+    from megavlm.checkpoint import folders
     from megavlm.checkpoint.hf.sidecar import read_sidecar
+    from megavlm.checkpoint.summary import read_summary
 
     checkpoint = folders.resolve(source)
     sidecar = read_sidecar(checkpoint)
@@ -160,7 +161,7 @@ def _trained(source: Path) -> tuple[Path, Any, Config]:
             f"{source} did not start from a Hugging Face folder, so it has no config.json to export: only "
             "runs that started with --init-from or an imported checkpoint can be exported"
         )
-    summary = state.read_summary(checkpoint)
+    summary = read_summary(checkpoint)
     return checkpoint, sidecar, resolve(from_dict({"model": summary["model"], "lora": summary.get("lora", {})}))
 
 

@@ -74,16 +74,22 @@ def prepare(root: Path, iteration: int) -> Path:
 
 
 def commit(
-    root: Path, iteration: int, sums: Mapping[str, FileSum] | None = None, *, temporary: Path | None = None
+    root: Path,
+    iteration: int,
+    sums: Mapping[str, FileSum] | None = None,
+    *,
+    temporary: Path | None = None,
+    attempt: str | None = None,
 ) -> Path:
     """Make a written checkpoint complete: flush its files, write its manifest, rename it; return its folder.
 
-    Files whose `sums` are not given are read. `temporary` is the written folder, if it is not the one of `prepare`.
+    Files whose `sums` are not given are read. `temporary` is the written folder, if it is not the one of `prepare`;
+    `attempt` tells this save from others of the iteration.
     """
     temporary, final = temporary or temporary_for(root, iteration), folder_for(root, iteration)
     for path in temporary.rglob("*"):
         _flush(path)
-    write_manifest(temporary, sums or {})
+    write_manifest(temporary, sums or {}, attempt=attempt)
     before = final.with_name(f"tmp-before-{final.name}")
     if final.exists():  # the same iteration again, after resuming from an older checkpoint by hand
         final.rename(before)

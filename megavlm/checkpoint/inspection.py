@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from megavlm.checkpoint import folders, manifest
 from megavlm.checkpoint.manifest import MANIFEST, SUMMARY, FileSum
-from megavlm.checkpoint.retention import Holds
+from megavlm.checkpoint.retention import Holds, best_of, metrics_of
 from megavlm.errors import UserError
 from megavlm.paths import open_regular, read_bytes
 
@@ -28,6 +28,8 @@ class Entry:
     iteration: int
     bytes: int
     saved: datetime
+    metrics: Mapping[str, float]  # of its iteration
+    is_best: bool  # by the rule of its run (--keep-best)
     state: str  # "whole", as far as a moment tells; "unverifiable"; or what is wrong
 
 
@@ -46,11 +48,25 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 def entries(path: Path) -> Iterator[Entry]:
     """Yield the checkpoints of a run, oldest first."""
-    for iteration, folder in folders.checkpoints(root_of(path)):
+    found = folders.checkpoints(root_of(path))
+    metrics = {iteration: metrics_of(folder) for iteration, folder in found}
+    best = _best(found[-1][1], metrics)
+    for iteration, folder in found:
         problem = manifest.first_look(folder)
         state = problem or ("whole" if manifest.is_verifiable(folder) else "unverifiable: of an earlier version")
         sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-        yield Entry(folder, iteration, sum(sizes), datetime.fromtimestamp(folder.stat().st_mtime), state)
+        saved = datetime.fromtimestamp(folder.stat().st_mtime)
+        yield Entry(folder, iteration, sum(sizes), saved, metrics[iteration], iteration == best, state)
+
+
+def _best(newest: Path, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
+    """Return the iteration of the best checkpoint by the rule that the newest one names; None if there is no rule."""
+    try:
+        metric, mode = summary_of(newest)["keep_best"]
+    except (UserError, KeyError, TypeError, ValueError):
+        return None
+    known = {iteration: each[metric] for iteration, each in metrics.items() if metric in each}
+    return best_of(known, "max" if mode == "max" else "min")
 
 
 def problem_of(folder: Path) -> str | None:

@@ -1,6 +1,7 @@
 """Write and check the manifest of a checkpoint: size and checksum of each of its files. No torch.
 
-The manifest is written last.
+The manifest is written last. A file of tensors has many items, and each has a sum of its own (`folded_sum.py`): who
+reads an item verifies what was read, and needs nothing else of the file (`verified.py`).
 
 A folder without it is no checkpoint, whatever its name: not every file system renames a folder in one piece. (Those of
 earlier versions have none; their `megavlm.json` does not announce one, and they load without being verified.)
@@ -17,47 +18,62 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from megavlm.checkpoint.folded_sum import FoldedSum
 from megavlm.paths import open_regular, read_bytes
 
 MANIFEST = "manifest.json"
 SUMMARY = "megavlm.json"  # in every checkpoint: what it is
 ANNOUNCED = "manifest"  # the key of the summary that says that there is a manifest
-_PIECE = 4 * 2**20  # bytes that are read at once: outside the interpreter's lock, like their checksum
-_LARGEST = 2**26  # bytes of a manifest: half a million files
-_TENSORS = ".distcp"  # what files of tensors end in: they are verified while they are loaded, all others before
+_PIECE = 2**18  # bytes that are read, written or summed at once: what is summed is still in the core's cache
+_LARGEST = 2**28  # bytes of a manifest: ten million items
+TENSORS = ".distcp"  # what files of tensors end in: they are verified while they are loaded, all others before
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size and CRC-32 of a file."""
+    """Size and CRC-32 of a file; of a file of tensors also the end and the folded sum of each item."""
 
     bytes: int
     crc32: int
+    items: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
 
 class SummingFile:
     """A file that is open for writing and computes the checksum of what is written to it."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    def __init__(self, file: IO[bytes], go_on: Callable[[], None] = lambda: None) -> None:
+        """Write to `file`; `go_on` is called before each piece, and what it raises ends the write."""
+        self._file, self._go_on = file, go_on
         self._bytes = self._crc = 0
-        self.error: OSError | None = None  # what the file system said: torch reports "unexpected pos" in its place
+        self._item = FoldedSum()
+        self._items: list[tuple[int, int]] = []
+        self.error: Exception | None = None  # why the last write ended: torch reports "unexpected pos" in its place
 
     def write(self, data: bytes | memoryview) -> int:
-        try:
-            written = self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self._crc = zlib.crc32(data, self._crc)
-        self._bytes += written
-        return written
+        whole = memoryview(data).cast("B")
+        for start in range(0, len(whole), _PIECE):
+            piece = whole[start : start + _PIECE]
+            try:
+                self._go_on()
+                self._file.write(piece)
+            except Exception as error:
+                self.error = error
+                raise
+            self._crc = zlib.crc32(piece, self._crc)
+            self._item.update(piece)
+            self._bytes += len(piece)
+        return len(whole)
+
+    def end_item(self) -> None:
+        """Note that an item ends here."""
+        self._items.append((self._bytes, self._item.value))
+        self._item = FoldedSum()
 
     def tell(self) -> int:
         return self._bytes
@@ -67,7 +83,7 @@ class SummingFile:
 
     @property
     def sum(self) -> FileSum:
-        return FileSum(self._bytes, self._crc)
+        return FileSum(self._bytes, self._crc, tuple(self._items))
 
 
 def sum_of(path: Path) -> FileSum:
@@ -81,23 +97,41 @@ def sum_of(path: Path) -> FileSum:
     return FileSum(size, crc)
 
 
-def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> None:
-    """Write the manifest of all files of a folder; those whose sums are not `known` are read."""
-    files = {
-        name: asdict(known.get(name) or sum_of(folder / name))
-        for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        if name != MANIFEST
-    }
-    with (folder / MANIFEST).open("w") as file:
-        json.dump({"format": 1, "files": files}, file, indent=1)
-        file.write("\n")
+def write_manifest(folder: Path, known: Mapping[str, FileSum], *, attempt: str | None = None) -> None:
+    """Write the manifest of all files of a folder; those whose sums are not `known` are read.
+
+    `attempt` tells this save from others of the same iteration.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    sums = {name: known.get(name) or sum_of(folder / name) for name in names if name != MANIFEST}
+    lines = [f"{json.dumps(name)}: {json.dumps(_to_json(total))}" for name, total in sums.items()]
+    head = f'{{"format": 1, "attempt": {json.dumps(attempt)}, "files": {{\n'
+    (folder / MANIFEST).write_text(head + ",\n".join(lines) + "\n}}\n")
+
+
+def attempt_of(folder: Path) -> str | None:
+    """Return which save wrote a checkpoint; None if that is not known, or if it is none."""
+    try:
+        found = json.loads(read_bytes(folder / MANIFEST, at_most=_LARGEST))["attempt"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _to_json(total: FileSum) -> dict[str, Any]:
+    return {"bytes": total.bytes, "crc32": total.crc32, **({"items": total.items} if total.items else {})}
+
+
+def _from_json(entry: Any) -> FileSum:
+    items = tuple((int(end), int(total)) for end, total in entry.get("items", ()))
+    return FileSum(int(entry["bytes"]), int(entry["crc32"]), items)
 
 
 def read_manifest(folder: Path) -> dict[str, FileSum]:
     """Return the sums of a checkpoint's files by name. Raises ValueError where the manifest is damaged."""
     try:
         files = json.loads(read_bytes(folder / MANIFEST, at_most=_LARGEST))["files"]
-        sums = {str(name): FileSum(int(entry["bytes"]), int(entry["crc32"])) for name, entry in files.items()}
+        sums = {str(name): _from_json(entry) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its {MANIFEST} is damaged ({_brief(error)})") from error
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in sums):
@@ -141,7 +175,7 @@ def first_look(folder: Path) -> str | None:
         return f"{Path(str(error.filename)).name} cannot be read: {in_words(error)}"
     except ValueError as error:
         return str(error)
-    return damage(folder, [name for name in sums if not name.endswith(_TENSORS)])
+    return damage(folder, [name for name in sums if not name.endswith(TENSORS)])
 
 
 def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
@@ -164,14 +198,14 @@ def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
 
 
 def share_of(sums: Mapping[str, FileSum], *, rank: int, world: int) -> list[str]:
-    """Return the files of tensors that a rank verifies: those that it wrote, which it likely loads, too.
+    """Return the files of tensors that a rank verifies whole: those that it wrote, which it likely loads, too.
 
-    A machine that verifies and loads the same file reads it from the storage once. Files of ranks that this run does
-    not have go to the ranks with the fewest bytes.
+    These are files without the sums of their items, as earlier versions and imports write them; what a rank reads of
+    others it verifies while it reads. Files of ranks that this run does not have go to the ranks with the fewest bytes.
     """
     shares: list[list[str]] = [[] for _ in range(world)]
     loads = [0] * world
-    tensors = {name: entry.bytes for name, entry in sums.items() if name.endswith(_TENSORS)}
+    tensors = {name: entry.bytes for name, entry in sums.items() if name.endswith(TENSORS) and not entry.items}
     for name in sorted(tensors, key=lambda each: (-tensors[each], each)):
         writer = name[2:].split("_")[0] if name.startswith("__") else ""
         to = int(writer) if writer.isdecimal() and int(writer) < world else min(range(world), key=loads.__getitem__)
@@ -181,7 +215,7 @@ def share_of(sums: Mapping[str, FileSum], *, rank: int, world: int) -> list[str]
 
 
 class Verification:
-    """Verifies a rank's share of a checkpoint in a thread, while the checkpoint is loaded."""
+    """Verifies a rank's share of the files without sums of items in a thread, while the checkpoint is loaded."""
 
     def __init__(self, folder: Path, *, rank: int, world: int) -> None:
         self._found: str | None = None

@@ -1,4 +1,4 @@
-"""Load a distributed checkpoint without unpickling anything of it.
+"""Load a distributed checkpoint without unpickling anything of it, and verify what is read while it is read.
 
 megatron-core and torch unpickle three things: the descriptions (`.metadata`), entries that are no tensors (random
 states), and what is common to all ranks (`common.pt`). Here the first is read by `safety`, the others by
@@ -8,26 +8,27 @@ states), and what is common to all ranks (`common.pt`). Here the first is read b
 from __future__ import annotations
 
 import io
-import os
-import zipfile
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
-from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.utils import _ReaderView
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.futures import Future
 
 from megavlm.backend import mcore_patches
+from megavlm.checkpoint.archives import plain_values, tensor_in
 from megavlm.checkpoint.safety import read_metadata
+from megavlm.checkpoint.verified import VerifiedItems
 from megavlm.errors import UserError
 from megavlm.paths import open_regular
 
@@ -56,29 +57,55 @@ def _damaged(folder: Path, error: BaseException, where: str = "") -> UserError:
 
 
 class Reader(FileSystemReader):
-    """torch's reader of checkpoint files, with the metadata that `safety.read_metadata` has checked."""
+    """Reads the tensors of checkpoint files in place of torch's reader, with metadata that `safety` has checked.
+
+    Each stored item is read once, in the order of the file, into memory that all items share, and verified there.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Read the metadata here: torch would turn a UserError that a reader raises later into another error."""
         super().__init__(folder)
-        self._metadata = read_metadata(Path(folder))
+        self._folder = Path(folder)
+        self._metadata = read_metadata(self._folder)
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        self._items = VerifiedItems.of(self._folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        part = cast("IO[bytes]", _Part(file, sinfo.offset, sinfo.length))
-        check_stored(part, f"{self.path}/{sinfo.relative_path}")
-        return super()._slice_file(file, sinfo)
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of a plan. Raises Damaged for bytes that are not what was written."""
+        wanted: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
+        for each in plan.items:
+            place: _StorageInfo = self.storage_data[each.storage_index]
+            wanted.setdefault(place.relative_path, {}).setdefault((place.offset, place.length), []).append(each)
+        largest = max((length for places in wanted.values() for _, length in places), default=0)
+        memory = torch.empty(largest, dtype=torch.uint8)
+        for name, places in wanted.items():
+            with open_regular(self._folder / name, buffering=0) as file:
+                for (start, length), items in sorted(places.items(), key=lambda entry: entry[0]):
+                    content = memory[:length]
+                    self._items.read(file, name, start, content.numpy().data)
+                    for item in items:
+                        _fill(item, content, planner, f"{self._folder / name}")
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
-class _Part(_ReaderView):
-    """torch's view of a part of a file, except that `seek` from the end takes negative offsets, as files do."""
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        super().seek(self.len + offset if whence == os.SEEK_END else offset, whence % os.SEEK_END)
-        return self.tell()
+def _fill(item: ReadItem, content: Tensor, planner: LoadPlanner, name: str) -> None:
+    """Give a planner what it wants of a stored item."""
+    if item.type == LoadItemType.BYTE_IO:
+        planner.load_bytes(item, io.BytesIO(content.numpy().tobytes()))
+        return
+    stored = tensor_in(content, name)
+    for axis, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        stored = stored.narrow(axis, start, size)
+    target = planner.resolve_tensor(item).detach()
+    if target.shape != stored.shape:
+        raise UserError(f"{name} holds {list(stored.shape)} where {list(target.shape)} is wanted")
+    target.copy_(stored)
+    planner.commit_tensor(item, target)
 
 
 class Planner(MCoreLoadPlanner):
@@ -89,7 +116,7 @@ class Planner(MCoreLoadPlanner):
         target, place = (
             (self.original_state_dict, self.mappings[name]) if self.flatten_state_dict else (self.state_dict, (name,))
         )
-        set_element(target, place, _plain_values(value, name))
+        set_element(target, place, plain_values(value, name))
 
 
 class _Common(TorchCommonLoadStrategy):
@@ -98,28 +125,5 @@ class _Common(TorchCommonLoadStrategy):
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME
         with open_regular(path) as file:
-            check_stored(file, str(path))
-            found: dict[str, Any] = _plain_values(file, str(path))
+            found: dict[str, Any] = plain_values(file, str(path))
         return found
-
-
-def _plain_values(file: IO[bytes], name: str) -> Any:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's own advice is to switch the check off
-        raise UserError(
-            f"{name} holds something else than tensors and plain values, or is damaged: it is not loaded; use a "
-            "checkpoint whose origin you know"
-        ) from error
-
-
-def check_stored(file: IO[bytes], name: str) -> None:
-    """Raise UserError for what `torch.save` does not write: compressed entries, which may be of any size."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
-    except (zipfile.BadZipFile, ValueError) as error:
-        raise UserError(f"{name} is damaged ({error}): use another checkpoint") from error
-    if compressed:
-        raise UserError(f"{name} has compressed entries, which no checkpoint has: it is not loaded")
-    file.seek(0)

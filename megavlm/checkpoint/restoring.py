@@ -1,7 +1,7 @@
 """Load the newest checkpoint that is whole: each is verified while it is loaded, and one that is damaged is left out.
 
-Every rank verifies some of the files in a thread. What they find is shared before anything loaded is used, so that all
-ranks go on from the same checkpoint.
+Every rank verifies what it reads. What they find is shared before anything loaded is used, so that all ranks go on from
+the same checkpoint.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.manifest import Verification, first_look, is_verifiable
 from megavlm.checkpoint.retention import Holds
+from megavlm.checkpoint.verified import Damaged
 from megavlm.errors import UserError
 
 Loaded = TypeVar("Loaded")
@@ -109,6 +110,8 @@ def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any,
         except (Exception, CheckpointException) as error:  # whatever is said of files that are not as they should be
             failure = error
         damaged = verification.result()
+    if isinstance(failure, Damaged):
+        damaged, failure = damaged or str(failure), None
     said = None if failure is None else _in_one_line(failure)
     found: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(found, (damaged, said))

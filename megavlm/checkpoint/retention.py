@@ -8,61 +8,79 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.manifest import MANIFEST, SUMMARY
+from megavlm.paths import read_bytes
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @dataclass(frozen=True)
 class Keep:
-    """The rule of which checkpoints are kept: the `newest` (0: all), and multiples of `every` (0: none)."""
+    """The rule of which checkpoints are kept.
+
+    These are the `newest` (0: all), multiples of `every` (0: none), and the best by the metric `best` (None: none), of
+    which less is better, or more if `mode` is "max".
+    """
 
     newest: int
     every: int = 0
+    best: str | None = None
+    mode: Literal["min", "max"] = "min"
 
 
-def kept(
-    iterations: Sequence[int],
-    *,
-    newest: int,
-    every: int = 0,
-    best: int = 0,
-    metric: Mapping[int, float] | None = None,
-) -> set[int]:
-    """Return the iterations whose checkpoints are kept.
-
-    These are the `newest` (0: all), the multiples of `every` (0: none), and the `best` by a `metric` of which less is
-    better. A NaN is worse than every number.
-    """
-    if newest == 0:
+def kept(iterations: Sequence[int], rule: Keep, metric: Mapping[int, float] | None = None) -> set[int]:
+    """Return the iterations whose checkpoints are kept. `metric` has the values of `rule.best` that are known."""
+    if rule.newest == 0:
         return set(iterations)
-    chosen = set(sorted(iterations)[-newest:])
-    if every:
-        chosen |= {each for each in iterations if each % every == 0}
-    known = [each for each in iterations if metric is not None and each in metric]
-    if best and metric is not None:
-        chosen |= set(sorted(known, key=lambda each: (metric[each] != metric[each], metric[each], -each))[:best])
-    return chosen
+    chosen = set(sorted(iterations)[-rule.newest :])
+    if rule.every:
+        chosen |= {each for each in iterations if each % rule.every == 0}
+    if rule.best is None or metric is None:
+        return chosen
+    best = best_of({each: value for each, value in metric.items() if each in iterations}, rule.mode)
+    return chosen if best is None else chosen | {best}
 
 
-def doomed(root: Path, *, newest: int, every: int = 0) -> list[Path]:
+def best_of(metric: Mapping[int, float], mode: Literal["min", "max"]) -> int | None:
+    """Return the iteration with the best value, the latest of equal ones. None if there is no value but NaN."""
+    sign = 1 if mode == "min" else -1
+    found = [(sign * value, -each) for each, value in metric.items() if value == value]
+    return -min(found)[1] if found else None
+
+
+def metrics_of(folder: Path) -> dict[str, float]:
+    """Return the metrics that a checkpoint's description has; those of earlier versions and imports have none."""
+    try:
+        found = json.loads(read_bytes(folder / SUMMARY, at_most=2**24))["metrics"]
+        return {str(name): float(value) for name, value in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def doomed(root: Path, rule: Keep) -> list[Path]:
     """Return the checkpoints of a folder that the rule does not keep, oldest first."""
     found = folders.complete(root)
-    keep = kept([iteration for iteration, _ in found], newest=newest, every=every)
+    metric = {}
+    if rule.best is not None:
+        known = ((iteration, metrics_of(path)) for iteration, path in found)
+        metric = {iteration: each[rule.best] for iteration, each in known if rule.best in each}
+    keep = kept([iteration for iteration, _ in found], rule, metric)
     return [path for iteration, path in found if iteration not in keep]
 
 
-def prune(root: Path, *, newest: int, every: int = 0) -> list[Path]:
+def prune(root: Path, rule: Keep) -> list[Path]:
     """Delete the checkpoints that the rule does not keep and nobody loads; return them."""
-    return [path for path in doomed(root, newest=newest, every=every) if delete(path)]
+    return [path for path in doomed(root, rule) if delete(path)]
 
 
 def sweep(root: Path) -> None:

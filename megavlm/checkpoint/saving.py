@@ -9,26 +9,26 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import Metadata
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.manifest import SUMMARY, in_words
+from megavlm.checkpoint.reports import PATIENCE
 from megavlm.checkpoint.retention import Keep
 from megavlm.checkpoint.staging import Places, Staging
-from megavlm.checkpoint.tensor_files import Item
-from megavlm.checkpoint.writer import Job, Outcome, serve
-from megavlm.checkpoint.writing import Share
-from megavlm.errors import BadNumbers
+from megavlm.checkpoint.writer import Job, Outcome, Pulse, is_committed, reports_of, serve
+from megavlm.checkpoint.writing import Division, Share
 
 _GIVEN_UP = 20.0  # seconds that a run that ends by an error waits for a save that is under way
+_LOOK = 1.0  # seconds between looks for signs of life of the writer
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class SaveReport:
     folder: Path
     error: str | None
     retried: str | None  # what the first attempt said, if there was another
+    not_finite: str | None  # a tensor that has a NaN or an infinity
     seconds: float  # from its beginning until the checkpoint counted
     bytes: int  # of this rank
 
@@ -49,22 +50,24 @@ class Saver:
     def __init__(self, root: Path, keep: Keep) -> None:
         self._root, self._keep = root, keep
         self._staging = Staging()
+        self.division = Division()
+        self._metadata: Metadata | None = None  # of the last save
+        self._places: Places = {}  # of the last save
         self._job: Job | None = None  # under way
         self._began = 0.0
         self._again = False  # whether another writer may do the job
         self._reports: list[SaveReport] = []
+        self._new = True  # whether the writer knows nothing of the memory, nor of the tensors
         self._start()
 
     def begin(self, share: Share, summary: dict[str, Any]) -> None:
         """Begin to save this rank's shard, and return as soon as it is copied. Every rank must call this.
 
-        Raises BadNumbers, on all ranks, for state that is not finite.
+        The save before must have ended on all ranks: that of rank 0 then sweeps up what looks unfinished.
         """
-        self.wait()
+        assert self._job is None
         self._began = time.perf_counter()
-        iteration = int(summary["iteration"])
-        attempt = _agree_to_save(share.files, iteration, self._root)
-        before = self._staging.file
+        before = self._staging.bytes
         places: Places = {}
         failure = None
         try:
@@ -74,18 +77,20 @@ class Saver:
         whole = dict(share.whole)
         if dist.get_rank() == 0:
             whole[SUMMARY] = (json.dumps(summary, indent=2) + "\n").encode()
-        new = self._staging.bytes if self._staging.bytes and self._staging.file != before else None
+        self._new = self._new or self._staging.bytes != before
+        known = not self._new and places == self._places
+        self._places, self._metadata = places, share.metadata or self._metadata
         self._job = Job(
             root=self._root,
-            iteration=iteration,
-            attempt=attempt,
+            iteration=int(summary["iteration"]),
+            attempt=share.name,
             rank=dist.get_rank(),
             world=dist.get_world_size(),
-            places=places,
+            places=None if known else places,
             whole=whole,
-            metadata=share.metadata,
+            metadata=self._metadata if self._new else share.metadata,
             keep=self._keep,
-            memory=new,
+            memory=(self._staging.bytes or None) if self._new else None,
             failure=failure,
         )
         self._again = True
@@ -93,20 +98,20 @@ class Saver:
 
     def poll(self) -> list[SaveReport]:
         """Return the reports of saves that have ended since the last call, without waiting."""
-        if self._job is not None and self._connection.poll(0):
-            self._receive()
+        if self._job is not None:
+            self._receive(0.0)
         reports, self._reports = self._reports, []
         return reports
 
     def wait(self) -> None:
         """Wait for the end of the save that is under way; `poll` returns its report."""
         while self._job is not None:
-            self._receive()
+            self._receive(_LOOK)
 
     def close(self) -> None:
         """End the writer. A save that is under way has some seconds to end."""
-        if self._job is not None and self._connection.poll(_GIVEN_UP):
-            self._receive()
+        if self._job is not None:
+            self._receive(_GIVEN_UP)
         self._connection.close()
         self._process.join(timeout=1)
         if self._process.is_alive():
@@ -117,43 +122,49 @@ class Saver:
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._connection), daemon=True)
+        self._pulse = Pulse()
+        self._new = True
+        self._process = context.Process(target=_serve, args=(theirs, self._connection, self._pulse), daemon=True)
         self._process.start()
         theirs.close()
 
     def _send(self, job: Job) -> None:
+        self._pulse.beat()
         try:
             self._connection.send(job)
             if job.memory is not None:
                 send_handle(self._connection, self._staging.file, self._process.pid)
+            self._new = False
         except (BrokenPipeError, ConnectionResetError):
             self._lost()
 
-    def _receive(self) -> None:
-        """Take the outcome of the save that is under way; waits for it."""
-        assert self._job is not None
+    def _receive(self, patience: float) -> None:
+        """Take the outcome of the save that is under way; waits `patience` seconds for it."""
         try:
-            outcome: Outcome = self._connection.recv()
+            if self._connection.poll(patience):
+                self._end(self._connection.recv())
+            elif self._pulse.silence() > PATIENCE:
+                self._process.kill()
+                self._lost(f"the process that writes checkpoints wrote nothing for {PATIENCE:.0f} s")
         except (EOFError, ConnectionResetError):
-            return self._lost()
-        self._end(outcome)
+            self._lost()
 
-    def _lost(self) -> None:
+    def _lost(self, reason: str | None = None) -> None:
         """Start another writer after one has died, and let it do the same work once more from the same memory."""
         assert self._job is not None
         self._connection.close()
-        self._process.join()
-        reason = f"the process that writes checkpoints died (exit code {self._process.exitcode})"
+        self._process.join(_GIVEN_UP)
+        reason = reason or f"the process that writes checkpoints died (exit code {self._process.exitcode})"
         self._start()
-        job, self._job = self._job, None
         if not self._again:
-            self._job = job
-            self._end(Outcome(reason, None, 0))
-            # The next save tells the writer of the memory, whatever the memory is.
-            self._staging.close()
+            reason = f"rank {self._job.rank}: {reason}"
+            with suppress(OSError):  # the others do not wait for this rank
+                reports_of(self._job).leave(self._job.rank, None, reason)
+            self._end(Outcome(None if is_committed(self._job) else reason))
             return
         self._again = False
-        self._job = Job(**{**vars(job), "memory": self._staging.bytes or None})
+        memory = self._staging.bytes or None
+        self._job = replace(self._job, memory=memory, metadata=self._metadata, places=self._places)
         self._send(self._job)
 
     def _end(self, outcome: Outcome) -> None:
@@ -161,38 +172,14 @@ class Saver:
         iteration = self._job.iteration
         seconds = time.perf_counter() - self._began
         folder = folders.folder_for(self._root, iteration)
-        self._reports.append(SaveReport(iteration, folder, outcome.error, outcome.retried, seconds, outcome.bytes))
+        self._reports.append(
+            SaveReport(
+                iteration, folder, outcome.error, outcome.retried, outcome.not_finite, seconds, bytes=outcome.bytes
+            )
+        )
         self._job = None
 
 
-def _serve(connection: Connection, of_the_rank: Connection) -> None:
+def _serve(connection: Connection, of_the_rank: Connection, pulse: Pulse) -> None:
     of_the_rank.close()  # else this process would hold open the socket whose end ends it
-    serve(connection)
-
-
-def _agree_to_save(files: Mapping[str, Sequence[Item]], iteration: int, root: Path) -> str:
-    """Return a name of this save, the same on all ranks. Raises BadNumbers on all where state of any is not finite."""
-    found: list[tuple[str | None, str]] = [(None, "")] * dist.get_world_size()
-    dist.all_gather_object(found, (non_finite(files), f"{time.time_ns():x}"))
-    if bad := next((name for name, _ in found if name is not None), None):
-        before = folders.newest(root)
-        raise BadNumbers(
-            f"{bad} is not finite after iteration {iteration}, which is not saved; the last checkpoint is "
-            f"{before if before is not None else 'none'}. Start from it with a lower --lr or with --clip-grad"
-        )
-    return found[0][1]
-
-
-def non_finite(files: Mapping[str, Sequence[Item]]) -> str | None:
-    """Return the name of a tensor that has a NaN or an infinity, or None. The host waits for the device once."""
-    found = [
-        (index.fqn, torch.stack(torch.aminmax(data.detach())).float())
-        for items in files.values()
-        for index, data in items
-        if isinstance(data, torch.Tensor) and data.is_floating_point() and data.itemsize > 1 and data.numel()
-    ]
-    if not found:
-        return None
-    extremes = torch.stack([each.to(found[0][1].device) for _, each in found])
-    bad = extremes.isfinite().logical_not().any(dim=1).tolist()
-    return next((name for (name, _), each in zip(found, bad, strict=True) if each), None)
+    serve(connection, pulse)

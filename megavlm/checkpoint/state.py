@@ -7,7 +7,6 @@ random states (restored only on the same layout: another one has other ranks).
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +19,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megavlm.checkpoint import reading
-from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY
 from megavlm.checkpoint.optimizer import (
     load_loss_scale,
     load_optimizer_state,
@@ -29,14 +27,10 @@ from megavlm.checkpoint.optimizer import (
     sharded_optimizer_state,
 )
 from megavlm.checkpoint.saving import Saver
-from megavlm.checkpoint.writing import share_of_rank
+from megavlm.checkpoint.summary import check_model, describe, read_summary
 from megavlm.config.derived import fp8_in, layer_precision
-from megavlm.config.load import from_dict
 from megavlm.config.lora import is_adapter
-from megavlm.config.resolve import resolve
-from megavlm.config.schema import Config, LoraConfig
-from megavlm.data.records import difference
-from megavlm.errors import UserError
+from megavlm.config.schema import Config
 from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
@@ -45,7 +39,6 @@ from megavlm.planner.plan import Plan
 from megavlm.precision.fp8_weights import entries_to_load, entries_to_save
 from megavlm.precision.history import history_of, prepare, restore, sharded_histories
 
-FORMAT = 1
 # Moments in the shape of their parameters, so that TP, PP and DP may all change.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
@@ -78,18 +71,28 @@ def save(
     plan: Plan,
     saver: Saver,
     data: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Begin a save; every rank calls it. Training may go on at once. Raises UserError for state that is not finite.
+    """Begin a save; every rank calls it. Training may go on at once. State that is not finite fails to be saved.
 
-    `data` is what the position depends on (`data_identity`).
+    `data` is what the position depends on (`data_identity`), `metrics` are those of the iteration.
     """
+    saver.wait()  # and so no rank gets past the next collective before the last save has ended
     state = _sharded_state(trained, loading=False)
     state["position"] = asdict(position)
     state["loss_scale"] = loss_scale_state(trained.optimizer)
     state["fp8"] = _sharded_histories(trained) if history_of(config) else {}
-    summary = {**_summary(config, plan, position), "data": dict(data or {})}
+    consumed = position.loader.get("consumed_samples")
+    summary = describe(
+        config,
+        plan,
+        iteration=position.iteration,
+        consumed_samples=consumed,
+        data=data or {},
+        metrics=metrics or {},
+    )
     with _quiet():
-        share = share_of_rank(state, group=trained.groups.dp_cp, metadata=dict(_METADATA))
+        share = saver.division.share(state, group=trained.groups.dp_cp, metadata=dict(_METADATA))
         saver.begin(share, summary)
 
 
@@ -119,11 +122,6 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     return position
 
 
-def is_weights_only(folder: Path) -> bool:
-    """Return whether a checkpoint holds weights alone, without optimizer state and position."""
-    return read_summary(folder).get("contents") == "weights"
-
-
 def load_weights(chunks: Sequence[VLMChunk], *, folder: Path, config: Config) -> None:
     """Load only the parameters of a checkpoint into chunks of this layout; every rank calls it."""
     check_model(read_summary(folder), config, folder)
@@ -135,109 +133,6 @@ def load_weights(chunks: Sequence[VLMChunk], *, folder: Path, config: Config) ->
         loaded = reading.load(wanted, folder)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"chunk{index}"], strict=False)  # without adapters, which the seed draws
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's own description, `megavlm.json`. Raises UserError if it cannot be used."""
-    try:
-        summary = json.loads((folder / SUMMARY).read_text())
-        if summary["format"] != FORMAT:
-            raise UserError(f"{folder} has checkpoint format {summary['format']}; this megavlm reads {FORMAT}")
-        missing = [name for name in ("model", "plan") if not isinstance(summary.get(name), dict)]
-        if missing:
-            raise ValueError(f"it has no {missing[0]}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{folder} is no megavlm checkpoint: its {SUMMARY} cannot be read ({error})") from error
-    return dict(summary)
-
-
-def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
-    """Raise UserError for a checkpoint of another model, naming the first option that differs."""
-    # Earlier versions saved sizes that follow from others as null.
-    made_with = resolve(from_dict({"model": summary["model"]}), vocab_size=config.model.language.vocab_size).model
-    expected, saved = asdict(config.model), asdict(made_with)
-    # The projector last: its width follows from the language model's, whose option is the one to name.
-    for section, fields in sorted(expected.items(), key=lambda item: item[0] == "projector"):
-        pairs = fields.items() if isinstance(fields, dict) else [(section, fields)]
-        for name, value in pairs:
-            before = saved[section][name] if isinstance(fields, dict) else saved[section]
-            if before != value and name not in _MAY_CHANGE:
-                option = f"{section}.{name}" if isinstance(fields, dict) else name
-                raise UserError(
-                    f"checkpoint {folder} was made with model.{option} = {before}, but this run has {value}: "
-                    "use the saved value, or another --run-dir to start anew"
-                )
-
-
-def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
-    """Raise UserError for a checkpoint whose model or optimizer state does not belong to this run."""
-    check_model(summary, config, folder)
-    kind, placement = _sharding(summary), summary["plan"].get("placement", "stages")
-    # Whole state is saved per optimizer and its parameters' number; what ranks share is saved by name.
-    if (kind == "none") != (config.parallel.data_parallel_sharding == "none"):
-        raise UserError(
-            f"checkpoint {folder} was made with --data-parallel-sharding {kind}: give the same option to resume it"
-        )
-    if placement != config.placement.encoder and kind == "none":
-        raise UserError(
-            f"checkpoint {folder} was made with --placement {placement} --data-parallel-sharding none: give the same "
-            "--placement to resume it"
-        )
-    saved = summary.get("lora", _jsonable(asdict(LoraConfig())))
-    for name, value in _jsonable(asdict(config.lora)).items():
-        if (before := saved.get(name, value)) != value:
-            raise UserError(
-                f"checkpoint {folder} was made with --lora-{name} {before}, but this run has {value}: use the saved "
-                "value, or start another --run-dir"
-            )
-    if sorted(summary["model"]["freeze"]) != sorted(config.model.freeze):
-        raise UserError(
-            f"checkpoint {folder} was made with --freeze {' '.join(summary['model']['freeze']) or '(nothing)'}: "
-            "its optimizer state belongs to those parameters; give the same --freeze"
-        )
-
-
-def check_data(summary: dict[str, Any], data: Mapping[str, Any], folder: Path, *, accept: bool) -> str | None:
-    """Raise UserError for a checkpoint of a run on other data, or return a warning if `accept` is set."""
-    saved = summary.get("data")
-    changed = difference(saved, dict(data)) if isinstance(saved, dict) else None
-    if changed is None:
-        return None
-    made = f"checkpoint {folder} was made with {changed}: its place in the data means other samples"
-    if accept:
-        return f"{made}; --accept-changed-data goes on from there"
-    raise UserError(f"{made}. Use what it had, or give --accept-changed-data")
-
-
-# They change how the run goes on, not what the saved tensors mean.
-_MAY_CHANGE = ("init_method_std", "attention_dropout", "hidden_dropout", "freeze")
-
-
-def _summary(config: Config, plan: Plan, position: Position) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        ANNOUNCED: MANIFEST,
-        "iteration": position.iteration,
-        "consumed_samples": position.loader.get("consumed_samples"),
-        "plan": plan.to_json(),
-        "model": _jsonable(asdict(config.model)),
-        "lora": _jsonable(asdict(config.lora)),
-        "fp8": history_of(config),
-        "data_parallel_sharding": config.parallel.data_parallel_sharding,
-    }
-
-
-def _sharding(summary: dict[str, Any]) -> str:
-    """Return `--data-parallel-sharding` of the run that wrote a checkpoint, also of an earlier version."""
-    if (kind := summary.get("data_parallel_sharding")) is not None:
-        return str(kind)
-    return "optimizer" if summary.get("use_distributed_optimizer", True) else "none"
-
-
-def _jsonable(value: Any) -> Any:
-    return json.loads(json.dumps(value))
 
 
 def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:

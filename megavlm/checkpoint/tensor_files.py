@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from megavlm.checkpoint.manifest import FileSum, SummingFile, in_words
 
 THREADS = 2  # files of a rank, each written by a thread
+_FLUSH = 2**28  # bytes of a file after which it waits for the disk: no single wait is long
 
 Item = tuple[MetadataIndex, torch.Tensor | io.BytesIO]
 
@@ -32,9 +34,17 @@ class Written:
     results: Sequence[WriteResult]
     sums: Mapping[str, FileSum]
 
+    @property
+    def bytes(self) -> int:
+        return sum(each.bytes for each in self.sums.values())
+
 
 class SaveError(Exception):
     """Is raised when a file of a checkpoint cannot be written. The message says which and why, in one line."""
+
+
+class NotFinite(SaveError):
+    """Is raised for state that has a NaN or an infinity. The message is the name of the tensor."""
 
 
 def write_share(
@@ -46,9 +56,9 @@ def write_share(
 ) -> Written:
     """Write a rank's files; return where their items are, and the files' sums.
 
-    `go_on` is called before each item; what it raises ends the write.
+    `go_on` is called before each piece of a file; what it raises ends the write.
 
-    Raises SaveError if a file cannot be written.
+    Raises NotFinite for a tensor that has a NaN or an infinity, SaveError if a file cannot be written.
     """
     results: list[WriteResult] = []
     sums: dict[str, FileSum] = {}
@@ -70,31 +80,60 @@ def write_share(
 def write_file(
     path: Path, content: Sequence[Item] | bytes, go_on: Callable[[], None] = lambda: None
 ) -> tuple[list[WriteResult], FileSum]:
-    """Write one file; return where its items are and its sum. Raises SaveError."""
+    """Write and flush one file; return where its items are and its sum. Raises SaveError."""
     results = []
     stream = None
     try:
         with path.open("wb") as file:
-            stream = SummingFile(file)
+            on_disk = _FlushedFile(file)
+            stream = SummingFile(cast(IO[bytes], on_disk), go_on)
             if isinstance(content, bytes):
                 stream.write(content)
             else:
                 for index, data in content:
-                    go_on()
+                    if _is_bad(data):
+                        raise NotFinite(index.fqn)
                     start = stream.tell()
                     if isinstance(data, io.BytesIO):
                         stream.write(data.getbuffer())
                     else:
                         torch.save(_alone(data), cast(IO[bytes], stream))  # of a file it uses `write`
+                    stream.end_item()
                     length = stream.tell() - start
                     results.append(WriteResult(index, length, _StorageInfo(path.name, start, length)))
+            on_disk.finish()
     except OSError as error:
         raise SaveError(f"{path.name} cannot be written: {in_words(error)}") from error
     except RuntimeError as error:
         # torch's archive goes on after a write that failed, and complains of that.
         cause = stream.error if stream is not None else None
+        if cause is not None and not isinstance(cause, OSError):
+            raise cause from error
         raise SaveError(f"{path.name} cannot be written: {in_words(cause) if cause else error}") from error
     return results, stream.sum
+
+
+class _FlushedFile:
+    """A file that waits for the disk now and then, while it is written, and in `finish`."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._waiting = 0  # bytes that the disk may not have yet
+
+    def write(self, data: bytes | memoryview) -> int:
+        written = self._file.write(data)
+        self._waiting += written
+        if self._waiting >= _FLUSH:
+            self.finish()
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def finish(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._waiting = 0
 
 
 def write_metadata(folder: Path, metadata: Metadata, written: Sequence[Written]) -> None:
@@ -103,6 +142,13 @@ def write_metadata(folder: Path, metadata: Metadata, written: Sequence[Written])
         FileSystemWriter(folder).finish(metadata, [list(each.results) for each in written])
     except OSError as error:
         raise SaveError(f".metadata cannot be written: {in_words(error)}") from error
+
+
+def _is_bad(data: torch.Tensor | io.BytesIO) -> bool:
+    """Return whether a tensor has a NaN or an infinity; types of one byte are not looked at."""
+    if not isinstance(data, torch.Tensor) or not data.is_floating_point() or data.itemsize == 1 or not data.numel():
+        return False
+    return not bool(torch.stack(torch.aminmax(data)).isfinite().all())
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,42 +1,44 @@
 """Write a rank's part of each checkpoint in a process of its own, while the rank trains on.
 
 It has the rank's staged state in shared memory and speaks to the rank through a socket; whatever happens to it, the
-rank goes on. Writers tell each other through the folder of the checkpoint: each leaves a report of its files there,
-and that of rank 0 commits the checkpoint once it has the reports of all. Without the rank it ends: a checkpoint that
-nobody waits for is not finished.
+rank goes on. Each writer leaves a report of its files (`reports.py`), and that of rank 0 commits the checkpoint once it
+has the reports of all. Without the rank it ends: a checkpoint that nobody waits for is not finished.
+
+A writer gives a sign of life whenever it goes on. One that gives none for two minutes is ended by its rank, and a rank
+whose files do not grow for as long is named by rank 0's, which gives the save up. A writer that takes the place of one
+that died goes on where that one's report, or the manifest, says that it was.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import shutil
 import signal
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
 
 from megavlm.checkpoint import folders, retention
-from megavlm.checkpoint.manifest import FileSum, in_words
+from megavlm.checkpoint.manifest import attempt_of, in_words
+from megavlm.checkpoint.reports import Reports
 from megavlm.checkpoint.retention import Keep
 from megavlm.checkpoint.staging import Places, items_at
-from megavlm.checkpoint.tensor_files import SaveError, Written, write_metadata, write_share
+from megavlm.checkpoint.tensor_files import NotFinite, SaveError, Written, write_metadata, write_share
 
 ATTEMPTS = 2
 _PAUSE = 1.0  # seconds before another attempt
-_LOOK = 0.02  # seconds between looks for reports
-PATIENCE = 600.0  # seconds without a new report until the save is given up
+_OFTEN = 0.1  # seconds between signs of life
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ class Job:
     attempt: str  # tells this save's folder from those of earlier attempts
     rank: int
     world: int
-    places: Places
+    places: Places | None  # None: as before
     whole: dict[str, bytes]
-    metadata: Metadata | None  # on rank 0
+    metadata: Metadata | None  # on rank 0; None: as before
     keep: Keep
     memory: int | None  # size of new shared memory, whose descriptor follows; None: as before
     failure: str | None = None  # why there is nothing to write
@@ -58,135 +60,170 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: why it failed (None: it did not), why its first attempt failed, and the bytes written."""
+    """How a job ended: why it failed (None: it did not), why its first attempt failed, and the bytes written.
+
+    `not_finite` is the name of a tensor that has a NaN or an infinity: no attempt could help.
+    """
 
     error: str | None
-    retried: str | None
-    bytes: int
+    retried: str | None = None
+    bytes: int = 0
+    not_finite: str | None = None
 
 
 class Abandoned(Exception):
     """Is raised in the writer when its rank is gone."""
 
 
-def serve(connection: Connection) -> NoReturn:
+class Pulse:
+    """The time of a writer's last sign of life, in memory that it shares with its rank. Make it before the fork."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8)
+        self.beat()
+
+    def beat(self) -> None:
+        self._memory[:] = time.monotonic_ns().to_bytes(8, "little")
+
+    def silence(self) -> float:
+        """Return the seconds since the last sign of life."""
+        return (time.monotonic_ns() - int.from_bytes(self._memory[:], "little")) / 1e9
+
+
+def serve(connection: Connection, pulse: Pulse) -> NoReturn:
     """Do the jobs of a rank until it closes the connection."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which ends this process when it ends
     torch.set_num_threads(1)  # a fork has none of the threads that it would wait for
     memory: mmap.mmap | None = None
+    metadata: Metadata | None = None
+    places: Places = {}
     try:
         while True:
             job: Job = connection.recv()
+            pulse.beat()
+            metadata = job.metadata or metadata
+            places = places if job.places is None else job.places
             if job.memory is not None:
                 file = recv_handle(connection)
                 memory = mmap.mmap(file, job.memory)
                 os.close(file)
-            connection.send(do(job, memory, lambda: _check(connection)))
+            job = replace(job, metadata=metadata, places=places)
+            connection.send(do(job, memory, partial(_check, connection, pulse)))
     except (EOFError, OSError, Abandoned, KeyboardInterrupt):
         os._exit(0)
     except BaseException:
         os._exit(1)
 
 
-def _check(connection: Connection) -> None:
-    """Raise Abandoned where the rank has closed the connection: it says nothing while a job is done."""
+def _check(connection: Connection, pulse: Pulse) -> None:
+    """Give a sign of life. Raises Abandoned where the rank has closed the connection: else it says nothing now."""
+    if pulse.silence() < _OFTEN:
+        return
+    pulse.beat()
     if connection.poll(0):
         raise Abandoned
 
 
 def do(job: Job, memory: mmap.mmap | None, go_on: Callable[[], None]) -> Outcome:
-    """Write a rank's files, twice if need be, report them, and on rank 0 commit the checkpoint."""
-    folder = folders.temporary_for(job.root, job.iteration).with_name(
-        f"{folders.temporary_for(job.root, job.iteration).name}-{job.attempt}"
-    )
-    written, retried, error = None, None, job.failure
-    for attempt in range(ATTEMPTS if job.failure is None else 0):
+    """Write a rank's files, report them, and on rank 0 commit the checkpoint.
+
+    A writer that died may have done some of it: what it has reported is not written again, as others rely on it.
+    """
+    folder, reports = folder_of(job), reports_of(job)
+    failures: list[str] = []
+    try:
+        written = reports.of(job.rank)
+        if is_committed(job):
+            _clear(job)
+            return Outcome(None, bytes=written.bytes if written is not None else 0)
+        if written is None:
+            written = _written(job, folder, memory, failures, go_on)
+            reports.leave(job.rank, written, None)
+        if job.rank == 0:
+            _commit(job, folder, reports, go_on)
+        return Outcome(None, failures[0] if failures else None, bytes=written.bytes)
+    except (SaveError, OSError) as failure:
+        error = str(failure) if isinstance(failure, SaveError) else in_words(failure)
+        not_finite = error if isinstance(failure, NotFinite) else None
+        with suppress(OSError):
+            reports.leave(job.rank, None, error, not_finite)
+        if job.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        return Outcome(error, failures[0] if failures else None, not_finite=not_finite)
+
+
+def _written(
+    job: Job, folder: Path, memory: mmap.mmap | None, failures: list[str], go_on: Callable[[], None]
+) -> Written:
+    """Write a rank's files, twice if need be, and return them; append why an attempt failed. Raises SaveError."""
+    if job.failure is not None:
+        raise SaveError(job.failure)
+    while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            written = write_share(folder, items_at(memory, job.places), job.whole, go_on=go_on)
-            break
+            return write_share(folder, items_at(memory, job.places or {}), job.whole, go_on=go_on)
+        except NotFinite:
+            raise
         except SaveError as failure:
-            error = str(failure)
+            failures.append(str(failure))
         except OSError as failure:
-            error = f"{folder} cannot be written: {in_words(failure)}"
-        if attempt + 1 < ATTEMPTS:
-            retried = error
-            time.sleep(_PAUSE)
-            go_on()
-    error = None if written is not None else error
+            failures.append(f"{folder} cannot be written: {in_words(failure)}")
+        if len(failures) == ATTEMPTS:
+            raise SaveError(failures[-1])
+        time.sleep(_PAUSE)
+        go_on()
+
+
+def folder_of(job: Job) -> Path:
+    """Return the folder that a checkpoint is written to."""
+    temporary = folders.temporary_for(job.root, job.iteration)
+    return temporary.with_name(f"{temporary.name}-{job.attempt}")
+
+
+def reports_of(job: Job) -> Reports:
+    """Return the reports of a save."""
+    return Reports(job.root / f"tmp-reports-{job.iteration:07d}-{job.attempt}")
+
+
+def is_committed(job: Job) -> bool:
+    """Return whether the checkpoint of this very save counts already."""
+    return attempt_of(folders.folder_for(job.root, job.iteration)) == job.attempt
+
+
+def _commit(job: Job, folder: Path, reports: Reports, go_on: Callable[[], None]) -> None:
+    """Wait for all ranks' reports, then commit the checkpoint. Raises SaveError where it cannot be."""
+    written = reports.of_all(job.world, folder, go_on)
+    with _going_on(go_on):
+        assert job.metadata is not None
+        write_metadata(folder, job.metadata, written)
+        sums = {name: total for each in written for name, total in each.sums.items()}
+        go_on()
+        folders.commit(job.root, job.iteration, sums, temporary=folder, attempt=job.attempt)
+        _clear(job)
+
+
+def _clear(job: Job) -> None:
+    """Delete, on rank 0, what a checkpoint that counts makes superfluous."""
+    if job.rank == 0:
+        retention.prune(job.root, job.keep)
+        retention.sweep(job.root)
+
+
+@contextmanager
+def _going_on(go_on: Callable[[], None]) -> Iterator[None]:
+    """Go on in a thread every second, beside what has no pieces: to flush and to delete take as long as they take."""
+    done = threading.Event()
+
+    def beat() -> None:
+        with suppress(Abandoned):
+            while not done.wait(1.0):
+                go_on()
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
     try:
-        _report(folder, job.rank, written, error)
-        if job.rank == 0:
-            error = _commit(job, folder, go_on) if error is None else error
-    except SaveError as failure:
-        error = str(failure)
-    except OSError as failure:
-        error = in_words(failure)
-    if error is not None and job.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(error, retried, sum(each.bytes for each in written.sums.values()) if written else 0)
-
-
-def _report(folder: Path, rank: int, written: Written | None, error: str | None) -> None:
-    """Write a report of a rank's files into the checkpoint's folder, whole or not at all."""
-    content: dict[str, Any] = {"error": error}
-    if written is not None:
-        content["items"] = [
-            [
-                each.index.fqn,
-                None if each.index.offset is None else list(each.index.offset),
-                each.index.index,
-                each.storage_data.relative_path,
-                each.storage_data.offset,
-                each.storage_data.length,
-            ]
-            for each in written.results
-        ]
-        content["sums"] = {name: [each.bytes, each.crc32] for name, each in written.sums.items()}
-    unfinished = folder / f"report-{rank}.tmp"
-    unfinished.write_text(json.dumps(content))
-    unfinished.rename(folder / f"report-{rank}.json")
-
-
-def _read_report(path: Path) -> Written:
-    content = json.loads(path.read_bytes())
-    if content["error"] is not None:
-        raise SaveError(content["error"])
-    results = [
-        WriteResult(
-            MetadataIndex(name, None if offset is None else torch.Size(offset), number),
-            length,
-            _StorageInfo(file, start, length),
-        )
-        for name, offset, number, file, start, length in content["items"]
-    ]
-    return Written(results, {name: FileSum(*each) for name, each in content["sums"].items()})
-
-
-def _commit(job: Job, folder: Path, go_on: Callable[[], None]) -> str | None:
-    """Wait for all ranks' reports, then commit the checkpoint. Return why it was not committed; None if it was."""
-    missing, written = set(range(job.world)), []
-    last = time.monotonic()
-    while missing:
-        for rank in sorted(missing):
-            path = folder / f"report-{rank}.json"
-            if path.exists():
-                written.append(_read_report(path))
-                missing.remove(rank)
-                last = time.monotonic()
-        if missing:
-            if time.monotonic() - last > PATIENCE:
-                return f"ranks {sorted(missing)} did not write their files within {PATIENCE:.0f} s"
-            go_on()
-            time.sleep(_LOOK)
-    for rank in range(job.world):
-        (folder / f"report-{rank}.json").unlink()
-    assert job.metadata is not None
-    write_metadata(folder, job.metadata, written)
-    go_on()
-    sums = {name: total for each in written for name, total in each.sums.items()}
-    folders.commit(job.root, job.iteration, sums, temporary=folder)
-    retention.prune(job.root, newest=job.keep.newest, every=job.keep.every)
-    retention.sweep(job.root)
-    return None
+        yield
+    finally:
+        done.set()
+        thread.join()

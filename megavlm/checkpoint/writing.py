@@ -1,13 +1,15 @@
 """Decide which rank writes which tensors of a checkpoint.
 
 Data-parallel ranks that hold the same tensors divide them by size. The files have megatron-core's format: torch's
-distributed checkpoint plus `common.pt` and `metadata.json`.
+distributed checkpoint plus `common.pt` and `metadata.json`. Ranks tell each other of all their tensors at the first
+save; as long as these stay what they were, later saves need no more than one word from each.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -38,29 +41,58 @@ from megavlm.checkpoint.tensor_files import THREADS, Item
 class Share:
     """What a rank writes: files of tensors by name, and on rank 0 the files that exist once."""
 
+    name: str  # of this save, the same on all ranks
     files: Mapping[str, Sequence[Item]]
     whole: Mapping[str, bytes]
-    metadata: Metadata | None  # on rank 0: what tensors the checkpoint has, without where they are
+    metadata: Metadata | None  # on rank 0: what tensors the checkpoint has, without where they are; None: as before
 
 
-def share_of_rank(state: dict[str, Any], *, group: dist.ProcessGroup, metadata: dict[str, Any]) -> Share:
-    """Return what this rank writes of a sharded state; the ranks of `group` divide it. Every rank calls it."""
-    state = {**_without_copies(state), "content_metadata": metadata}
-    sharded, common = save_preprocess(state, False)  # dealing them checks that each tensor is written once
-    strategy = get_default_save_sharded_strategy()
-    FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(sharded)
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    collected = _Collector()
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    (_, tensors, _), *_ = save_state_dict_async_plan(
-        mcore_to_pyt_state_dict(by_key), collected, None, 0, planner=planner
-    )
-    if dist.get_rank() != 0:
-        return Share(collected.files, {}, None)
-    packed = io.BytesIO()
-    torch.save(common, packed)
-    config = json.dumps(asdict(CheckpointingConfig(strategy.backend, strategy.version)))
-    return Share(collected.files, {COMMON_STATE_FNAME: packed.getvalue(), CONFIG_FNAME: config.encode()}, tensors)
+class Division:
+    """How the ranks divide their state among them. It is found anew when the state of a rank has other tensors."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Any] | None = None  # of the last save, without their values
+        self._strategy: FullyParallelSaveStrategyWrapper | None = None
+        self._plan: tuple[SavePlan, SavePlan, bool] | None = None  # as `save_state_dict_async_plan` takes it
+
+    def share(self, state: dict[str, Any], *, group: dist.ProcessGroup, metadata: dict[str, Any]) -> Share:
+        """Return what this rank writes of a sharded state; the ranks of `group` divide it. Every rank calls it."""
+        sharded, common = save_preprocess({**_without_copies(state), "content_metadata": metadata}, False)
+        name = self._agree(sharded, group)
+        assert self._strategy is not None
+        if self._plan is None or group.size() > 1:  # at first it also checks that each tensor is written once
+            self._strategy.apply_saving_parallelization(sharded)
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        collected = _Collector()
+        (_, described, _), plan, local, *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(by_key),
+            collected,
+            None,
+            0,
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            cached_ckpt_structure=self._plan,
+        )
+        self._plan = (plan, local, True)
+        if dist.get_rank() != 0:
+            return Share(name, collected.files, {}, None)
+        if described is not None:
+            described.all_local_plans = None  # megatron-core notes them to compare plans, which is done here
+        packed = io.BytesIO()
+        torch.save(common, packed)
+        config = json.dumps(asdict(CheckpointingConfig(self._strategy.backend, self._strategy.version)))
+        whole = {COMMON_STATE_FNAME: packed.getvalue(), CONFIG_FNAME: config.encode()}
+        return Share(name, collected.files, whole, described)
+
+    def _agree(self, sharded: Any, group: dist.ProcessGroup) -> str:
+        """Forget the division, on all ranks, if any rank's tensors are not those of the last save; return a name."""
+        tensors = [each.without_data() for each in nested_values(sharded)]
+        found: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
+        dist.all_gather_object(found, (tensors == self._tensors, f"{time.time_ns():x}"))
+        if not all(same for same, _ in found):
+            strategy = get_default_save_sharded_strategy()
+            self._strategy = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
+            self._tensors, self._plan = tensors, None
+        return found[0][1]
 
 
 class _Collector:

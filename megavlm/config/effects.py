@@ -170,10 +170,24 @@ EFFECTS = (
     ),
     Effect(
         "checkpoint",
-        ("save_interval", "keep_checkpoints", "keep_every", "async_save"),
+        ("save_interval", "keep_checkpoints", "keep_every", "keep_best", "async_save"),
         lambda config: config.checkpoint.save,
         "with --no-save",
         "leave --no-save out",
+    ),
+    Effect(
+        "checkpoint",
+        ("keep_best_mode",),
+        lambda config: config.checkpoint.keep_best is not None,
+        "without --keep-best",
+        "add --keep-best loss",
+    ),
+    Effect(
+        "checkpoint",
+        ("keep_best",),
+        lambda config: config.checkpoint.keep_checkpoints > 0,
+        "with --keep-checkpoints 0, which keeps all",
+        "set --keep-checkpoints to 1 or more",
     ),
 )
 

@@ -152,6 +152,17 @@ def rewinding_has_checkpoints(config: Config) -> str | None:
     return None
 
 
+def best_checkpoint_has_its_score(config: Config) -> str | None:
+    best, every = config.checkpoint.keep_best, config.checkpoint.save_interval
+    interval = config.evaluation.eval_interval
+    if best is None or not best.startswith("eval_") or (interval and every and every % interval == 0):
+        return None
+    return (
+        f"--keep-best {shown(best)} needs an evaluation with every checkpoint: make --save-interval {every} a multiple "
+        f"of --eval-interval {interval}, both above 0, or use --keep-best loss"
+    )
+
+
 def _decay_end(config: Config) -> tuple[str, int]:
     """Return the option that sets the end of the decay, and its value."""
     if is_set(config.optimizer, "lr_decay_iters"):
@@ -172,4 +183,5 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     load_is_a_path,
     iterations_to_skip_are_numbers,
     rewinding_has_checkpoints,
+    best_checkpoint_has_its_score,
 )

@@ -177,6 +177,12 @@ class CheckpointConfig:
     save_interval: int = option(0, "Steps between checkpoints; 0: one at the end.", common=FILES)
     keep_checkpoints: int = option(2, "Number of latest checkpoints to keep; 0: keep all.")
     keep_every: int = option(0, "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.")
+    keep_best: str | None = option(
+        None,
+        "Also keep the checkpoint with the best value of this metric at its iteration: loss, or any other number that "
+        "metrics.jsonl has then, as eval_count; default: none.",
+    )
+    keep_best_mode: Literal["min", "max"] = option("min", "Whether the smallest or the largest value is the best one.")
     save: bool = option(True, "Write checkpoints; --save-interval sets how often.")
     async_save: bool = option(
         True, "Write checkpoints while training goes on; off: training waits until they are written."

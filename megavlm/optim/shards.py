@@ -126,4 +126,5 @@ def _slices(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Slice]:
     numbers = torch.arange(count).view(-1, *(1 for _ in others)).expand(count, *others)
     for part in replace(entry, data=numbers).build():
         assert part.data.shape[1:] == numbers.shape[1:], "factories cut rows only"
-        yield Slice(int(part.data.flatten()[0]) * prod(others), part.without_data())
+        first = int(part.data[(0,) * part.data.ndim])  # to flatten it would write out what is expanded
+        yield Slice(first * prod(others), part.without_data())

@@ -201,7 +201,8 @@ def _saver(config: Config) -> Saver | None:
     options = config.checkpoint
     if not options.save:
         return None
-    return Saver(Path(config.run.run_dir) / "checkpoints", Keep(options.keep_checkpoints, options.keep_every))
+    rule = Keep(options.keep_checkpoints, options.keep_every, options.keep_best, options.keep_best_mode)
+    return Saver(Path(config.run.run_dir) / "checkpoints", rule)
 
 
 def _hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:

@@ -14,6 +14,7 @@ from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of
 from megavlm.checkpoint.restoring import Choices, choices_in, choices_of, load_newest
 from megavlm.checkpoint.retention import Holds
+from megavlm.checkpoint.summary import check_data, check_fits, check_model, is_weights_only, read_summary
 from megavlm.config.schema import Config
 from megavlm.data.data_loader import DataLoader
 from megavlm.model.vlm import VLMChunk
@@ -45,7 +46,7 @@ def choose_checkpoints(config: Config, run_dir: Path, holds: Holds) -> Choices:
 def initial_weights(config: Config, choices: Choices, *, vocab_size: int) -> WeightInit | None:
     """Return the function that sets the initial weights; None if the seed or `restore` sets them."""
     if choices.folders:
-        if not state.is_weights_only(choices.folders[0]):
+        if not is_weights_only(choices.folders[0]):
             return None
         return partial(_load_weights_of_checkpoint, config=config, choices=choices)
     pretrained_list = pretrained_of(config)
@@ -66,14 +67,14 @@ def restore(
 
     Newer ones of this run, which are damaged, are renamed: they must not outlive the ones that this run will save.
     """
-    if not choices.folders or state.is_weights_only(choices.folders[0]):
+    if not choices.folders or is_weights_only(choices.folders[0]):
         return state.Position(iteration=0, loader={})
     run_dir = Path(config.run.run_dir)
 
     def check(folder: Path) -> None:
-        summary = state.read_summary(folder)
-        state.check_fits(summary, config, folder)
-        if changed := state.check_data(summary, identity, folder, accept=config.checkpoint.accept_changed_data):
+        summary = read_summary(folder)
+        check_fits(summary, config, folder)
+        if changed := check_data(summary, identity, folder, accept=config.checkpoint.accept_changed_data):
             _warn(run_dir, changed)
 
     checkpoint, position = load_newest(
@@ -96,7 +97,7 @@ def restore(
 def _load_weights_of_checkpoint(chunks: Sequence[VLMChunk], *, config: Config, choices: Choices) -> None:
     load_newest(
         choices,
-        check=lambda folder: state.check_model(state.read_summary(folder), config, folder),
+        check=lambda folder: check_model(read_summary(folder), config, folder),
         load=lambda folder: state.load_weights(chunks, folder=folder, config=config),
         say=partial(_warn, Path(config.run.run_dir)),
     )

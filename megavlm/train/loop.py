@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint import state
 from megavlm.data.types import StepData
-from megavlm.errors import Stopped, UserError
+from megavlm.errors import BadNumbers, Stopped, UserError
 from megavlm.metrics.sinks import Value
 from megavlm.planner.out_of_memory import explain
 from megavlm.resilience import events
@@ -36,7 +36,7 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
     """Train to the last iteration or a request to stop, save a checkpoint, and evaluate a run that finished.
 
     Raises Stopped after a request, UserError if too many samples were skipped or if data cannot be read, each after a
-    save; BadNumbers, without one, if too many steps in a row were bad.
+    save; BadNumbers, without one, if too many steps in a row were bad or state that is to be saved is not finite.
     """
     stop = stop or StopRequest()
     tracer = Tracer(run.engine, run.config.logging, rank=dist.get_rank(), run_dir=run.run_dir, say=partial(_say, run))
@@ -85,12 +85,13 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
     cut = _cut_short(run, stop)
     overdue = False  # a checkpoint is due, but the last step was bad
     end: BaseException | None = None
+    record: dict[str, Value] = {}
     while iteration < last and end is None:
         iteration += 1
         tracer.before(iteration)
         watch.begin_step(iteration)
         try:
-            step = _step(run, iteration, guard, stop, cut)
+            step = _step(run, iteration, guard, stop, cut, saves)
         except StepCutShort:
             say(f"gives step {iteration} up: it would take too long to end")
             iteration -= 1
@@ -109,17 +110,19 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
             sink.log(record)
         guard.act(iteration, step.data, step.result)
         patience.step(step.seconds)
+        if isinstance(step.error, BadNumbers):
+            raise step.error
         asked = step.counts.stop > 0
         overdue |= _due(iteration, config.checkpoint.save_interval)
         if overdue and guard.trusts_weights:
-            saves.save(_position(run, iteration, tally, guard))
+            saves.save(_position(run, iteration, tally, guard), record)
             saved, overdue = iteration, False
             asked = asked or _anywhere(stop.requested, run)  # during the save
         if iteration < last:
-            end = step.next_data_error or tally.too_many_skipped(config.data.max_bad_sample_rate)
+            end = step.error or tally.too_many_skipped(config.data.max_bad_sample_rate)
             end = end or (_stopped(stop) if asked else None)
     if saved != iteration:
-        saves.save(_position(run, iteration, tally, guard))
+        saves.save(_position(run, iteration, tally, guard), record)
     saves.finish()
     return iteration, end
 
@@ -133,10 +136,10 @@ class _Step:
     counts: Counts  # sums over all ranks
     record: dict[str, Value]
     seconds: float
-    next_data_error: BaseException | None  # the next step's data cannot be read; equal on all ranks
+    error: BaseException | None  # the next step's data cannot be read, or a save must end the run; equal on all ranks
 
 
-def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest, cut: CutShort) -> _Step:
+def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest, cut: CutShort, saves: Saves) -> _Step:
     """Train on the next batch, or leave it out. Raises StepCutShort if the ranks agree to give the step up."""
     began = time.perf_counter()
     last = iteration == run.config.train.train_iters
@@ -145,7 +148,7 @@ def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest, cut: Cu
         encodes_ahead = run.config.placement.encode_ahead and not last and not guard.leaves_out(iteration + 1)
         upcoming = run.data_loader.peek().batches if encodes_ahead else None
     fetched = time.perf_counter() - began
-    ahead = DataAhead(run, counts_of(run, data), stop, needed=not last)
+    ahead = DataAhead(run, counts_of(run, data), stop, saves, needed=not last)
     if guard.leaves_out(iteration):
         result = run.engine.leave_out(ahead.counters)
     else:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megavlm.checkpoint import state
+from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.saving import SaveReport
-from megavlm.errors import UserError
+from megavlm.errors import BadNumbers, UserError
 from megavlm.metrics.sinks import Value
 from megavlm.resilience import events
 from megavlm.resilience.phases import SAVE
@@ -28,20 +28,50 @@ class Saves:
         self._asynchronous = run.config.checkpoint.async_save
         self._news: dict[str, Value] = {}
         self._last: SaveReport | None = None
+        self._said = False  # that a metric is missing
+        self._bad: BadNumbers | None = None  # on rank 0, and on a rank whose state is not finite
 
-    def save(self, position: state.Position) -> None:
-        """Begin a save; with --no-async-save, wait for its end. Every rank calls it. Raises UserError."""
+    def save(self, position: state.Position, record: Mapping[str, Value]) -> None:
+        """Begin a save; with --no-async-save, wait for its end. Every rank calls it. `record` has the step's metrics.
+
+        Raises BadNumbers, on all ranks, where a save that was waited for found state that is not finite.
+        """
         if self._saver is None:
             return
         run = self._run
         run.engine.schedule.phases.enter(SAVE)
         began = time.perf_counter()
-        data = run.data_identity
-        state.save(run.engine.trained(), position, config=run.config, plan=run.plan, saver=self._saver, data=data)
+        state.save(
+            run.engine.trained(),
+            position,
+            config=run.config,
+            plan=run.plan,
+            saver=self._saver,
+            data=run.data_identity,
+            metrics=self._metrics(record),
+        )
         if not self._asynchronous:
             self._saver.wait()
         self._news["save_stall_s"] = time.perf_counter() - began
         self._look()
+        if not self._asynchronous:
+            self._end_if_bad()
+
+    def _metrics(self, record: Mapping[str, Value]) -> dict[str, float]:
+        """Return the loss, scores and the metric of --keep-best; says once if a step has no such number."""
+        best = self._run.config.checkpoint.keep_best
+        chosen = {name: value for name, value in record.items() if name in ("loss", best) or name.startswith("eval_")}
+        found = {name: float(value) for name, value in chosen.items() if isinstance(value, (int, float))}
+        if best is not None and best not in found and not self._said:
+            self._said = True
+            known = ", ".join(name for name, value in record.items() if isinstance(value, float))
+            self._say(f"--keep-best {best}: iteration {record['iteration']} has no such number, but {known}")
+        return found
+
+    def bad(self) -> BadNumbers | None:
+        """Return, on a rank that knows, that a save found state that is not finite: the run must end. No rank waits."""
+        self._look()
+        return self._bad
 
     def news(self) -> dict[str, Value]:
         """Return, for the record of the next step, what is new: the stall of a save that began, the time of one that
@@ -52,12 +82,16 @@ class Saves:
         return news
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Every rank calls it. Raises UserError on all if the last save failed."""
+        """Wait for the save that is under way. Every rank calls it.
+
+        Raises UserError on all if the last save failed, BadNumbers if any found state that is not finite.
+        """
         if self._saver is None:
             return
         self._run.engine.schedule.phases.enter(SAVE)
         self._saver.wait()
         self._look()
+        self._end_if_bad()
         message = [None if self._last is None else self._last.error]
         dist.broadcast_object_list(message, src=0)
         if message[0] is not None:
@@ -66,9 +100,22 @@ class Saves:
                 "before it are whole; make room or choose another --run-dir, and start again"
             )
 
+    def _end_if_bad(self) -> None:
+        """Raise BadNumbers on all ranks if rank 0 has heard of state that is not finite."""
+        told: list[BadNumbers | None] = [self._bad]
+        dist.broadcast_object_list(told, src=0)
+        if told[0] is not None:
+            raise told[0]
+
     def _look(self) -> None:
         for report in self._saver.poll() if self._saver is not None else ():
             self._last = report
+            if report.not_finite is not None and self._bad is None:
+                before = folders.newest(report.folder.parent)
+                self._bad = BadNumbers(
+                    f"{report.not_finite} is not finite after iteration {report.iteration}, which is not saved; the "
+                    f"last checkpoint is {before or 'none'}. Start from it with a lower --lr or with --clip-grad"
+                )
             if dist.get_rank() == 0:
                 self._tell(report)
 
@@ -82,7 +129,11 @@ class Saves:
             events.record(run_dir, "save_failed", iteration=report.iteration, reason=report.retried)
             self._say(line)
         if report.error is not None:
-            events.record(run_dir, "save_failed", iteration=report.iteration, reason=report.error, seconds=seconds)
+            what = "" if report.not_finite is None else " is not finite"
+            reason = f"{report.error}{what}"
+            events.record(run_dir, "save_failed", iteration=report.iteration, reason=reason, seconds=seconds)
+            if report.not_finite is not None:  # the run is about to end, and says so
+                return
             self._say(
                 f"CHECKPOINT OF ITERATION {report.iteration} NOT SAVED: {report.error}. Training goes on; the "
                 "checkpoints before it are whole"

@@ -13,6 +13,7 @@ from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import Pretrained
+from megavlm.checkpoint.summary import read_summary
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
@@ -73,7 +74,7 @@ def compare(
 
 def has_adapters(checkpoint: Path) -> bool:
     """Return whether a checkpoint holds LoRA adapters instead of a whole model."""
-    return bool(state.read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"))
+    return bool(read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"))
 
 
 def _grids(batch: MicroBatch) -> str:

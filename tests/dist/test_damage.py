@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megavlm.checkpoint import folders
+from megavlm.errors import UserError
 from tests.support.pool import Pools
 from tests.support.training import SMALL, metrics, train, without_wall_time
 
@@ -252,8 +253,8 @@ def test_a_resume_with_other_data_is_refused_or_accepted_by_name(pools: Pools, t
     assert len(metrics(tmp_path / "run")) == 4
 
 
-def poison(argv: list[str], run_dir: str) -> str:
-    """Train with a NaN in one of rank 1's moments after iteration 2; return the user's error."""
+def poison(argv: list[str], run_dir: str) -> tuple[int, str]:
+    """Train with a NaN in one of rank 1's moments after iteration 2; return the exit status and the user's error."""
     from unittest.mock import patch
 
     import torch.distributed as dist
@@ -271,12 +272,16 @@ def poison(argv: list[str], run_dir: str) -> str:
             state["exp_avg"].view(-1)[-1] = float("nan")
         return result
 
-    with patch.object(Engine, "train_step", poisoned):
-        return resume(argv, run_dir)[1]
+    with patch.object(Engine, "train_step", poisoned), pytest.raises(UserError) as raised:
+        train(argv, run_dir)
+    return raised.value.status, str(raised.value)
 
 
-def test_weights_that_are_not_finite_are_never_saved(pools: Pools, tmp_path: Path) -> None:
-    for error in pools(2).run(poison, [*TINY, "--train-iters", "3", "--tp", "2"], str(tmp_path)):
+@pytest.mark.parametrize("flags", ["", "--train-iters 8", pytest.param("--no-async-save", marks=pytest.mark.slow)])
+def test_weights_that_are_not_finite_are_never_saved(pools: Pools, tmp_path: Path, flags: str) -> None:
+    argv = [*TINY, *"--train-iters 3 --tp 2 --keep-checkpoints 1".split(), *flags.split()]
+    for status, error in pools(2).run(poison, argv, str(tmp_path)):
+        assert status == 3
         assert "is not finite after iteration 2" in error
         assert "iter_0000001" in error
         assert "\n" not in error

@@ -35,7 +35,7 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.checkpoint import writer
+    from megavlm.checkpoint import saving, writer
     from megavlm.checkpoint.tensor_files import SaveError
     from megavlm.config.cli import parse
     from megavlm.errors import UserError
@@ -60,11 +60,15 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hangs once" and not before:
+                os.kill(os.getpid(), signal.SIGSTOP)
             if how == "fails" or (how == "fails once" and not before):
                 raise SaveError("__0_0.distcp cannot be written: the disk is full")
         return original(folder, *args, **kwargs)
 
     destroy_groups()
+    patience = saving.PATIENCE
+    saving.PATIENCE = 3.0 if how == "hangs once" else patience
     writer.write_share = write_share
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -72,7 +76,7 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
     except UserError as error:
         return str(error)
     finally:
-        writer.write_share = original
+        writer.write_share, saving.PATIENCE = original, patience
     return ""
 
 
@@ -89,6 +93,7 @@ def undisturbed(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("waits", [("save", 2), ("save", 4), ("save", 6)]),  # for steps that a save in step would keep from running
         ("fails once", [("save_failed", 2), ("save", 2), ("save", 4), ("save", 6)]),
         ("killed once", [("save", 2), ("save", 4), ("save", 6)]),
+        ("hangs once", [("save", 2), ("save", 4), ("save", 6)]),
         ("fails", [("save_failed", 2), ("save_failed", 2), ("save", 4), ("save", 6)]),
         ("killed", [("save_failed", 2), ("save", 4), ("save", 6)]),
     ],
@@ -115,10 +120,122 @@ def test_stalls_and_times_of_saves_are_measured(undisturbed: Path) -> None:
     assert sum("save_time_s" in record for record in records) in (1, 2)
 
 
-def test_a_failed_last_save_ends_with_a_message(pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "reason"), [("fails", "the disk is full"), ("killed", "rank 1: the process that writes checkpoints died")]
+)
+def test_a_failed_last_save_ends_with_a_message(pools: Pools, tmp_path: Path, how: str, reason: str) -> None:
+    """Although it is rank 0 that commits: it does not wait for a writer that is gone."""
+    began = time.monotonic()
     argv = [*TINY, "--train-iters", "2", "--tp", "2"]
-    for error in pools(2).run(with_writer, argv, str(tmp_path), "fails"):
-        assert "the disk is full" in error
+    for error in pools(2).run(with_writer, argv, str(tmp_path), how):
+        assert reason in error
+    assert time.monotonic() - began < 120
+
+
+def with_a_commit_that_is_killed(argv: list[str], run_dir: str, where: str) -> None:
+    """Train with a writer of rank 0 that is killed once: in the commit of iteration 2, or as it prunes after that."""
+    import torch.distributed as dist
+
+    from megavlm.checkpoint import folders, retention, writer
+
+    module, name = {
+        "before": (writer, "write_metadata"),
+        "in it": (folders, "write_manifest"),
+        "after": (retention, "prune"),
+        "at its end": (writer, "_clear"),
+        "reported": (writer, "_commit"),
+    }[where]
+    original, killed, first = getattr(module, name), Path(run_dir) / "killed", dist.get_rank() == 0
+
+    def killing(*args: Any, **kwargs: Any) -> Any:
+        if where == "at its end":
+            original(*args, **kwargs)
+        if first and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(module, name, killing)
+    try:
+        train(argv, run_dir)
+    finally:
+        setattr(module, name, original)
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["in it", *(pytest.param(each, marks=pytest.mark.slow) for each in ("reported", "before", "after", "at its end"))],
+)
+def test_a_writer_that_dies_in_a_commit_is_replaced(pools: Pools, tmp_path: Path, where: str) -> None:
+    """The second one finds what all ranks have reported, or that the checkpoint counts already."""
+    pools(2).run(with_a_commit_that_is_killed, [*TINY, "--train-iters", "4", "--tp", "2"], str(tmp_path), where)
+    assert kinds(tmp_path) == [("save", 2), ("save", 4)]
+    assert (tmp_path / "killed").exists()
+    found = folders.complete(tmp_path / "checkpoints")
+    assert [iteration for iteration, _ in found] == [2, 4]
+    assert all(manifest.damage(folder) is None for _, folder in found)
+    assert not list((tmp_path / "checkpoints").glob("tmp-*"))
+
+
+def plans(run_dir: str) -> list[tuple[int, bool, list[str]]]:
+    """Save four times, at last with a tensor more on rank 1; return what this rank tells others, and what it writes.
+
+    Each entry: bytes told, whether rank 0 describes the tensors anew, names of what is written.
+    """
+    import pickle
+    from unittest.mock import patch
+
+    import torch
+    import torch.distributed as dist
+
+    from megavlm import backend
+
+    backend.activate()
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from megavlm.checkpoint.writing import Division
+
+    told: list[int] = []
+
+    def counting(function: Any, at: int) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            told.append(len(pickle.dumps(kwargs["obj"] if "obj" in kwargs else args[at])))
+            return function(*args, **kwargs)
+
+        return counted
+
+    division, rank, found = Division(), dist.get_rank(), []
+    for number in range(4):
+        names = [f"own{rank}", "shared", *(["new"] if number == 3 and rank == 1 else [])]
+        state = {
+            name: ShardedTensor.from_rank_offsets(
+                name, torch.full((2, 3), float(number)), replica_id=(0, 0, rank if name == "shared" else 0)
+            )
+            for name in names
+        }
+        told.clear()
+        with (
+            patch.object(dist, "all_gather_object", counting(dist.all_gather_object, 1)),
+            patch.object(dist, "gather_object", counting(dist.gather_object, 0)),
+        ):
+            share = division.share(state, group=dist.group.WORLD, metadata={})
+        items = [(index.fqn, data) for items in share.files.values() for index, data in items]
+        assert all(data.eq(number).all() for _, data in items)  # the values of this save
+        found.append((sum(told), share.metadata is not None, sorted(name for name, _ in items)))
+    return found
+
+
+def test_ranks_tell_each_other_of_their_tensors_once(pools: Pools, tmp_path: Path) -> None:
+    """And again when one of them has others: both must divide anew."""
+    first, second = pools(2).run(plans, str(tmp_path))
+    for each in (first, second):
+        assert each[0][0] > 1000
+        assert max(each[1][0], each[2][0]) < 100
+        assert each[3][0] > 1000
+        assert each[0][2] == each[1][2] == each[2][2]
+    assert [described for _, described, _ in first] == [True, False, False, True]
+    assert sorted(first[0][2] + second[0][2]) == ["own0", "own1", "shared"]
+    assert sorted(first[3][2] + second[3][2]) == ["new", "own0", "own1", "shared"]
 
 
 def test_no_async_save_waits(pools: Pools, undisturbed: Path, tmp_path: Path) -> None:
@@ -128,30 +245,38 @@ def test_no_async_save_waits(pools: Pools, undisturbed: Path, tmp_path: Path) ->
 
 
 def slowly(argv: list[str], output: str) -> None:
-    """Run the program; its writer leaves a file at each phase of the save of iteration 4, and waits a little there."""
-    from megavlm.checkpoint import folders, retention, writer
+    """Run the program; it leaves a file at each phase of the save of iteration 4, and waits a little there."""
+    from megavlm.checkpoint import folders, manifest, reports, retention, staging, writer
 
-    def pausing(module: Any, name: str, phase: str) -> None:
+    folder = Path(output).parent
+
+    def pausing(module: Any, name: str, phase: str, *, about: str = "0000004", after: str = "") -> None:
+        """Let a function pause once when it returns, if it is `about` that, and the file `after` is there."""
         original = getattr(module, name)
 
         def paused(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if "0000004" in str(args) or (name == "prune" and (Path(output).with_name("listed")).exists()):
-                Path(output).with_name(phase).touch()
+            if about in f"{args} {result}" and (folder / after).exists() and not (folder / phase).exists():
+                (folder / phase).touch()
                 time.sleep(0.3)
             return result
 
         setattr(module, name, paused)
 
+    pausing(writer, "folder_of", "begun")
+    pausing(writer, "items_at", "read", about="", after="begun")
+    pausing(staging.Staging, "copy", "staged", about="", after="run/checkpoints/iter_0000002")
+    pausing(manifest.SummingFile, "end_item", "writing", about="", after="read")
     pausing(writer, "write_share", "written")
-    pausing(writer, "_report", "reported")
+    pausing(reports.Reports, "leave", "reported", about="", after="written")
     pausing(writer, "write_metadata", "described")
     pausing(folders, "write_manifest", "listed")
-    pausing(retention, "prune", "committed")
-    run_program(argv, output)
+    pausing(Path, "rename", "pruning", about="tmp-iter_0000002", after="listed")
+    pausing(retention, "prune", "committed", about="", after="listed")
+    run_program(argv, output, {})
 
 
-PHASES = ["written", "reported", "described", "listed", "committed"]
+PHASES = ["staged", "writing", "written", "reported", "described", "listed", "pruning", "committed"]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +287,7 @@ def test_killed_in_any_phase_of_a_save_the_run_goes_on_from_a_whole_checkpoint(
 ) -> None:
     run_dir = tmp_path / "run"
     argv = [*TINY, "--train-iters", "6", "--run-dir", str(run_dir)]
+    argv += ["--keep-checkpoints", "1"] if phase == "pruning" else []
     process = context().Process(target=slowly, args=(argv, str(tmp_path / "output")))
     process.start()
     deadline = time.monotonic() + PATIENCE
@@ -172,7 +298,7 @@ def test_killed_in_any_phase_of_a_save_the_run_goes_on_from_a_whole_checkpoint(
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
     found = folders.complete(run_dir / "checkpoints")
-    assert [iteration for iteration, _ in found] == ([2, 4] if phase == "committed" else [2])
+    assert [iteration for iteration, _ in found] == {"committed": [2, 4], "pruning": [4]}.get(phase, [2])
     assert all(manifest.damage(folder) is None for _, folder in found)
     assert status_of(start_program(argv, tmp_path / "output")) == 0
     assert without_wall_time(metrics(run_dir)) == without_wall_time(metrics(undisturbed))

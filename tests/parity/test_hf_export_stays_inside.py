@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from megavlm.checkpoint.manifest import write_manifest
 from tests.support import hf
 from tests.support.tiny_models.llava import vicuna
 from tools import convert
@@ -89,6 +90,7 @@ def test_an_export_writes_only_its_own_folder(
     imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
 ) -> None:
     damage(kept(imported))
+    write_manifest(kept(imported).parent, {})  # as whoever changes a file can do, too
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     assert convert.main(["export", str(imported), str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -96,6 +98,22 @@ def test_an_export_writes_only_its_own_folder(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not Path("/tmp/megavlm-foreign.safetensors").exists()
     assert (tmp_path / "foreign.safetensors").read_text() == "someone else's"
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["sums of items", "sums of files"])
+def test_damaged_tensors_are_not_exported(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], earlier: bool
+) -> None:
+    if earlier:
+        write_manifest(kept(imported).parent, {})
+    file = max(kept(imported).parent.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 64
+    file.write_bytes(content)
+    assert convert.main(["export", str(imported), str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{file.name} is damaged" in line
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_a_link_in_a_folder_is_not_copied_into_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,8 +49,12 @@ class Adapters:
 
 
 def read_adapters(records: CheckpointReader, model: ModelConfig) -> dict[str, Adapters]:
-    """Return all adapters of a checkpoint by the name of the megavlm weight that they adapt."""
-    keys = filter(_is_model_adapter, records.stored)
+    """Return all adapters of a checkpoint by the name of the megavlm weight that they adapt.
+
+    Raises UserError if they are damaged.
+    """
+    keys = list(filter(_is_model_adapter, records.stored))
+    records.verify(keys)
     return grouped({key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}, model)
 
 

@@ -6,8 +6,9 @@ of the largest tensor, and copies each byte twice.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, cast
 
@@ -16,8 +17,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megavlm.checkpoint.hf.raw import read_into
+from megavlm.checkpoint.hf.raw import for_each, read_into
+from megavlm.checkpoint.manifest import damage, first_look, is_verifiable
 from megavlm.checkpoint.safety import read_metadata
+from megavlm.checkpoint.verified import Damaged, VerifiedItems
+from megavlm.errors import UserError
 from megavlm.families.shared.table import Shape
 
 
@@ -45,6 +49,7 @@ class CheckpointReader:
 
     def __init__(self, checkpoint: Path) -> None:
         """Read the checkpoint's metadata. Raises UserError if it is damaged, or could run code when it is read."""
+        self._checkpoint = checkpoint
         metadata = read_metadata(checkpoint)
         self.stored: dict[str, Stored] = {}
         self._records: dict[str, list[_Record]] = {}
@@ -57,6 +62,19 @@ class CheckpointReader:
                 file = checkpoint / place.relative_path
                 record = _Record(file, place.offset, place.length, tuple(chunk.offsets), tuple(chunk.sizes))
                 self._records.setdefault(key, []).append(record)
+
+    def verify(self, keys: Iterable[str]) -> None:
+        """Read tensors and compare them with the checkpoint's sums. Raises UserError if they are not what was saved."""
+        items, records = VerifiedItems.of(self._checkpoint), [each for key in keys for each in self._records[key]]
+        problem = first_look(self._checkpoint)
+        if problem is None and is_verifiable(self._checkpoint):  # earlier versions summed up files, not their items
+            problem = damage(self._checkpoint, {each.file.name for each in records if not items.knows(each.file.name)})
+        try:
+            if problem is not None:
+                raise Damaged(problem)
+            for_each(partial(_verify, items), (each for each in records if items.knows(each.file.name)))
+        except Damaged as error:
+            raise UserError(f"{self._checkpoint} is damaged: {error}. Use another checkpoint") from error
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a tensor, in the stored type and with all of its other dimensions."""
@@ -75,6 +93,11 @@ class CheckpointReader:
                 columns = (slice(at, at + size) for at, size in zip(record.first[1:], record.sizes[1:], strict=True))
                 out[(slice(low - start, high - start), *columns)] = block
         return out
+
+
+def _verify(items: VerifiedItems, record: _Record) -> None:
+    with record.file.open("rb", buffering=0) as file:
+        items.verify(file, record.file.name, record.offset, record.length)
 
 
 def _read_rows(record: _Record, out: Tensor, first_row: int) -> None:

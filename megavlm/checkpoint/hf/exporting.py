@@ -54,6 +54,7 @@ def export(
     refuse((f"missing {key}" for key in table.keys() - stored.keys()), f"{checkpoint} cannot be exported")
     if out.exists():
         raise UserError(f"{out} exists: choose another folder, or remove it")
+    records.verify(table)
     unused = HfFolder(sidecar.path)
     copies_of = _inverted(copies(table, family.name_prefixes[sidecar.variant].head, model, sidecar.file_of))
     declared = _declared(table, stored, model)

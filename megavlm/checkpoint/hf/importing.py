@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,8 +34,8 @@ from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, THREADS, for_each
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.sidecar import write_sidecar
-from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY
-from megavlm.checkpoint.state import FORMAT
+from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY, FileSum, SummingFile
+from megavlm.checkpoint.summary import FORMAT
 from megavlm.config.schema import Config
 from megavlm.families.shared.table import Shape
 
@@ -49,11 +49,12 @@ def import_checkpoint(
     """
     temporary = folders.prepare(root, 0)
     stored = {key: Stored(shape, _dtype(pretrained, key)) for key, shape in shapes.items()}
+    writer = _StreamingWriter(temporary, sync_files=False)  # `commit` flushes the files
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process converts
         dcp.save(
             dict.fromkeys(stored),
-            storage_writer=_StreamingWriter(temporary, sync_files=False),  # `commit` flushes the files
+            storage_writer=writer,
             planner=_StreamingPlanner(pretrained, stored),
             no_dist=True,
         )
@@ -70,7 +71,7 @@ def import_checkpoint(
         "model": json.loads(json.dumps(asdict(config.model))),
     }
     (temporary / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-    return folders.commit(root, 0)
+    return folders.commit(root, 0, writer.sums)
 
 
 def _dtype(pretrained: Pretrained, key: str) -> torch.dtype:
@@ -98,8 +99,12 @@ class _StreamingPlanner(DefaultSavePlanner):
 class _StreamingWriter(dcp.FileSystemWriter):
     """Writes one file per thread and frees each item once it is written; torch's writer keeps all tensors of a file.
 
-    The records have no checksum: it would take as long as reading them does, and no reader of torch's looks at it.
+    torch's sums of records are left out, which no reader looks at; `sums` has those of the files.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sums: dict[str, FileSum] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items, lock = iter(plan.items), threading.Lock()
@@ -110,12 +115,15 @@ class _StreamingWriter(dcp.FileSystemWriter):
                 return next(items, None)
 
         def fill(name: str) -> None:
-            with (Path(self.path) / name).open("wb", buffering=0) as file:
+            with (Path(self.path) / name).open("wb", buffering=0) as unsummed:
+                file = SummingFile(unsummed)
                 while (item := next_item()) is not None:
                     offset = file.tell()
-                    torch.save(planner.resolve_data(item), file)
+                    torch.save(planner.resolve_data(item), cast("IO[bytes]", file))
+                    file.end_item()
                     length = file.tell() - offset
                     results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+                self.sums[name] = file.sum
 
         summed = get_crc32_options()
         set_crc32_options(False)

@@ -111,7 +111,7 @@ HOOKS = (
         CORE + "dist_checkpointing.strategies.state_dict_saver",
         "save_state_dict_async_plan",
         "what a rank writes",
-        ("state_dict", "storage_writer", "process_group", "coordinator_rank", "planner"),
+        ("state_dict", "storage_writer", "process_group", "coordinator_rank", "planner", "cached_ckpt_structure"),
     ),
     Hook(
         CORE + "dist_checkpointing.strategies.torch",
@@ -130,7 +130,7 @@ HOOKS = (
         CORE + "dist_checkpointing.strategies.fully_parallel",
         "FullyParallelSaveStrategyWrapper",
         "ranks deal out what they share",
-        ("strategy", "parallelization_group"),
+        ("strategy", "parallelization_group", "do_cache_distribution"),
     ),
     Hook(
         CORE + "transformer.transformer_layer", "TransformerLayer", "layers", ("config", "submodules", "layer_number")
@@ -154,7 +154,6 @@ HOOKS = (
         "puts a value into a state",
         ("root_dict", "path", "value"),
     ),
-    Hook("torch.distributed.checkpoint.utils", "_ReaderView", "a part of a file", ("base_stream", "offset", "len")),
     Hook("torch.distributed.checkpoint.filesystem", "_StoragePrefix", "whose files they are"),
     Hook("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "how a tensor's memory format is stored"),
     Hook("torch.serialization", "_get_layout", "what a tensor's layout is stored as"),

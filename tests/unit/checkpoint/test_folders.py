@@ -41,7 +41,7 @@ def test_retention_keeps_the_newest_and_clears_leftovers(tmp_path: Path, keep: i
     for iteration in (1, 2, 3):
         write(tmp_path, iteration)
     folders.prepare(tmp_path, 4)
-    retention.prune(tmp_path, newest=keep)
+    retention.prune(tmp_path, retention.Keep(keep))
     retention.sweep(tmp_path)
     assert [iteration for iteration, _ in folders.complete(tmp_path)] == left
     assert not list(tmp_path.glob("tmp-*"))

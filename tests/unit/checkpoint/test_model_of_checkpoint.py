@@ -12,7 +12,7 @@ from megavlm.backend import activate
 
 activate()  # before the module below imports megatron-core
 
-from megavlm.checkpoint.state import check_model  # noqa: E402
+from megavlm.checkpoint.summary import check_model  # noqa: E402
 from megavlm.config.cli import parse  # noqa: E402
 from megavlm.config.resolve import resolve  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 
 from megavlm.checkpoint import folders, retention
-from megavlm.checkpoint.retention import Holds, kept
+from megavlm.checkpoint.manifest import SUMMARY
+from megavlm.checkpoint.retention import Holds, Keep, kept
+
+LOSSES = {10: 2.0, 20: 1.0, 30: 1.0, 40: math.nan, 99: 0.0}
 
 
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        ({"newest": 0}, {10, 20, 30, 40, 50}),
-        ({"newest": 2}, {40, 50}),
-        ({"newest": 1, "every": 20}, {20, 40, 50}),
-        ({"newest": 1, "best": 1, "metric": {10: 2.0, 20: 1.0, 30: 1.0, 40: math.nan}}, {30, 50}),
-        ({"newest": 1, "best": 9, "metric": {10: math.nan, 99: 0.0}}, {10, 50}),
+        (Keep(0), {10, 20, 30, 40, 50}),
+        (Keep(2), {40, 50}),
+        (Keep(1, every=20), {20, 40, 50}),
+        (Keep(1, best="loss"), {30, 50}),
+        (Keep(1, best="loss", mode="max"), {10, 50}),
     ],
 )
-def test_the_rule(rule: dict[str, object], expected: set[int]) -> None:
-    assert kept([30, 10, 20, 50, 40], **rule) == expected  # type: ignore[arg-type]
+def test_the_rule(rule: Keep, expected: set[int]) -> None:
+    assert kept([30, 10, 20, 50, 40], rule, LOSSES) == expected
+
+
+def test_the_best_survives_until_there_is_a_better_one(tmp_path: Path) -> None:
+    """By what each checkpoint says of itself; one that says nothing is not the best."""
+    for iteration, metrics in ((1, {"loss": 3.0}), (2, {"loss": 1.0}), (3, {"loss": 2.0}), (4, {}), (5, None)):
+        summary = {} if metrics is None else {"metrics": metrics}
+        (folders.prepare(tmp_path, iteration) / SUMMARY).write_text(json.dumps(summary))
+        folders.commit(tmp_path, iteration)
+        retention.prune(tmp_path, Keep(1, best="loss"))
+        assert left(tmp_path) == sorted({min(iteration, 2), iteration})
 
 
 def write(root: Path, *iterations: int) -> None:
@@ -39,10 +53,10 @@ def test_a_checkpoint_that_is_held_is_deleted_later(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3)
     holds = Holds()
     assert holds.add(folders.folder_for(tmp_path, 1))
-    assert retention.prune(tmp_path, newest=1) == [folders.folder_for(tmp_path, 2)]
+    assert retention.prune(tmp_path, Keep(1)) == [folders.folder_for(tmp_path, 2)]
     assert left(tmp_path) == [1, 3]
     holds.release()
-    retention.prune(tmp_path, newest=1)
+    retention.prune(tmp_path, Keep(1))
     assert left(tmp_path) == [3]
 
 
@@ -63,7 +77,7 @@ def test_a_newest_checkpoint_that_vanishes_is_looked_for_again(tmp_path: Path, m
     def slowly(self: Holds, folder: Path) -> bool:
         if (step := next(steps, None)) is not None:
             write(tmp_path, step)
-            retention.prune(tmp_path, newest=1)
+            retention.prune(tmp_path, Keep(1))
         return add(self, folder)
 
     monkeypatch.setattr(Holds, "add", slowly)

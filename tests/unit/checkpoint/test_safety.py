@@ -27,7 +27,8 @@ from megavlm import backend
 
 backend.activate()
 
-from megavlm.checkpoint.reading import Planner, Reader, check_stored  # noqa: E402
+from megavlm.checkpoint.archives import check_stored  # noqa: E402
+from megavlm.checkpoint.reading import Planner, Reader  # noqa: E402
 from megavlm.checkpoint.safety import read_metadata  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
 

@@ -453,6 +453,12 @@ RUN = (
         "--iterations-to-skip 12 5-3", "--iterations-to-skip '5-3'", "numbers from 1", "--iterations-to-skip 12 3-5"
     ),
     Mistake("--on-spike rewind", "--on-spike rewind", "add --save-interval", "--save-interval 10"),
+    Mistake(
+        "--data digits --keep-best eval_count --save-interval 10 --eval-interval 4",
+        "--keep-best 'eval_count'",
+        "multiple of --eval-interval 4",
+        "--save-interval 8",
+    ),
     Mistake("--min-lr 1", "--min-lr 1.0", "lower --min-lr or raise --lr", "--lr 1"),
     Mistake(
         "--precision fp16 --min-loss-scale 8192",

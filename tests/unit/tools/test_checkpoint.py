@@ -69,6 +69,21 @@ def test_prune_prints_first_and_deletes_when_told(
     assert [iteration for iteration, _ in folders.complete(run / "checkpoints")] == [20, 40]
 
 
+def test_the_best_is_marked_and_kept(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "checkpoints"
+    for iteration, accuracy in ((1, 0.5), (2, 0.75), (3, 0.625)):
+        summary = {"format": 1, "metrics": {"eval_count": accuracy}, "keep_best": ["eval_count", "max"]}
+        (folders.prepare(root, iteration) / SUMMARY).write_text(json.dumps(summary))
+        folders.commit(root, iteration)
+    assert tool.main(["list", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert ["best" in line for line in lines] == [False, True, False]
+    assert "eval_count 0.625" in lines[2]
+    argv = ["prune", str(tmp_path), "--keep", "1", "--keep-best", "eval_count", "--delete"]
+    assert tool.main([*argv, "--keep-best-mode", "max"]) == 0
+    assert [iteration for iteration, _ in folders.complete(root)] == [2, 3]
+
+
 def test_copy_verifies(tool: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     assert tool.main(["copy", str(run / "checkpoints/iter_0000020"), str(other)]) == 0

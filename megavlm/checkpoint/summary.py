@@ -1,0 +1,144 @@
+"""Describe a checkpoint in `megavlm.json`, read that description, and check that it belongs to a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY
+from megavlm.config.load import from_dict
+from megavlm.config.resolve import resolve
+from megavlm.config.schema import Config, LoraConfig
+from megavlm.data.records import difference
+from megavlm.errors import UserError
+from megavlm.planner.plan import Plan
+from megavlm.precision.history import history_of
+
+FORMAT = 1
+
+
+def describe(
+    config: Config,
+    plan: Plan,
+    *,
+    iteration: int,
+    consumed_samples: int | None,
+    data: Mapping[str, Any],
+    metrics: Mapping[str, float],
+) -> dict[str, Any]:
+    """Return the description of a checkpoint.
+
+    `data` is what its place in the data depends on (`data_identity`), `metrics` are numbers of its iteration.
+    """
+    return {
+        "format": FORMAT,
+        ANNOUNCED: MANIFEST,
+        "iteration": iteration,
+        "consumed_samples": consumed_samples,
+        "plan": plan.to_json(),
+        "model": _jsonable(asdict(config.model)),
+        "lora": _jsonable(asdict(config.lora)),
+        "fp8": history_of(config),
+        "data_parallel_sharding": config.parallel.data_parallel_sharding,
+        "data": dict(data),
+        "keep_best": [config.checkpoint.keep_best, config.checkpoint.keep_best_mode],
+        "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
+    }
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's own description, `megavlm.json`. Raises UserError if it cannot be used."""
+    try:
+        summary = json.loads((folder / SUMMARY).read_text())
+        if summary["format"] != FORMAT:
+            raise UserError(f"{folder} has checkpoint format {summary['format']}; this megavlm reads {FORMAT}")
+        missing = [name for name in ("model", "plan") if not isinstance(summary.get(name), dict)]
+        if missing:
+            raise ValueError(f"it has no {missing[0]}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder} is no megavlm checkpoint: its {SUMMARY} cannot be read ({error})") from error
+    return dict(summary)
+
+
+def is_weights_only(folder: Path) -> bool:
+    """Return whether a checkpoint holds weights alone, without optimizer state and position."""
+    return read_summary(folder).get("contents") == "weights"
+
+
+def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
+    """Raise UserError for a checkpoint of another model, naming the first option that differs."""
+    # Earlier versions saved sizes that follow from others as null.
+    made_with = resolve(from_dict({"model": summary["model"]}), vocab_size=config.model.language.vocab_size).model
+    expected, saved = asdict(config.model), asdict(made_with)
+    # The projector last: its width follows from the language model's, whose option is the one to name.
+    for section, fields in sorted(expected.items(), key=lambda item: item[0] == "projector"):
+        pairs = fields.items() if isinstance(fields, dict) else [(section, fields)]
+        for name, value in pairs:
+            before = saved[section][name] if isinstance(fields, dict) else saved[section]
+            if before != value and name not in _MAY_CHANGE:
+                option = f"{section}.{name}" if isinstance(fields, dict) else name
+                raise UserError(
+                    f"checkpoint {folder} was made with model.{option} = {before}, but this run has {value}: "
+                    "use the saved value, or another --run-dir to start anew"
+                )
+
+
+def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
+    """Raise UserError for a checkpoint whose model or optimizer state does not belong to this run."""
+    check_model(summary, config, folder)
+    kind, placement = _sharding(summary), summary["plan"].get("placement", "stages")
+    # Whole state is saved per optimizer and its parameters' number; what ranks share is saved by name.
+    if (kind == "none") != (config.parallel.data_parallel_sharding == "none"):
+        raise UserError(
+            f"checkpoint {folder} was made with --data-parallel-sharding {kind}: give the same option to resume it"
+        )
+    if placement != config.placement.encoder and kind == "none":
+        raise UserError(
+            f"checkpoint {folder} was made with --placement {placement} --data-parallel-sharding none: give the same "
+            "--placement to resume it"
+        )
+    saved = summary.get("lora", _jsonable(asdict(LoraConfig())))
+    for name, value in _jsonable(asdict(config.lora)).items():
+        if (before := saved.get(name, value)) != value:
+            raise UserError(
+                f"checkpoint {folder} was made with --lora-{name} {before}, but this run has {value}: use the saved "
+                "value, or start another --run-dir"
+            )
+    if sorted(summary["model"]["freeze"]) != sorted(config.model.freeze):
+        raise UserError(
+            f"checkpoint {folder} was made with --freeze {' '.join(summary['model']['freeze']) or '(nothing)'}: "
+            "its optimizer state belongs to those parameters; give the same --freeze"
+        )
+
+
+def check_data(summary: dict[str, Any], data: Mapping[str, Any], folder: Path, *, accept: bool) -> str | None:
+    """Raise UserError for a checkpoint of a run on other data, or return a warning if `accept` is set."""
+    saved = summary.get("data")
+    changed = difference(saved, dict(data)) if isinstance(saved, dict) else None
+    if changed is None:
+        return None
+    made = f"checkpoint {folder} was made with {changed}: its place in the data means other samples"
+    if accept:
+        return f"{made}; --accept-changed-data goes on from there"
+    raise UserError(f"{made}. Use what it had, or give --accept-changed-data")
+
+
+# They change how the run goes on, not what the saved tensors mean.
+_MAY_CHANGE = ("init_method_std", "attention_dropout", "hidden_dropout", "freeze")
+
+
+def _sharding(summary: dict[str, Any]) -> str:
+    """Return `--data-parallel-sharding` of the run that wrote a checkpoint, also of an earlier version."""
+    if (kind := summary.get("data_parallel_sharding")) is not None:
+        return str(kind)
+    return "optimizer" if summary.get("use_distributed_optimizer", True) else "none"
+
+
+def _jsonable(value: Any) -> Any:
+    return json.loads(json.dumps(value))
