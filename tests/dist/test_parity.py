@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.flags import MODELS
+from tests.support.float64 import train_in_float64
 from tests.support.pool import Pools
 from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train
 
@@ -106,11 +107,20 @@ SLOW = [
 ]
 
 
+# In step 2 the terms of the gradient of one weight (token 33, channel 26 of the embedding; its row reaches 1.5e-2)
+# cancel to 1.1e-7, 1.3e-9 of which depend on the order of fp32 sums. AdamW divides it by its own size, plus 1e-8; the
+# weight moves by 1e-6 more or less, and on with its momentum until the token occurs again, in step 6. By iteration 10
+# the gradient norm is off by 2.7e-6 on one process with micro-batches of four, 9.5e-6 with TP 2 and 1.42e-5 with TP 4:
+# the same weight, by different amounts. In float64 the same runs agree to 1.2e-14, which the test below holds.
+TOLERANCES = {("tp4", "llava-onevision", ""): 2e-5}
+
+
 def check_case(pools: Pools, one_process, tmp_path: Path, layout: str, model: str, option: str, steps=()) -> None:
     world, flags = LAYOUTS[layout]
     argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.split(), *OPTIONS[option].split(), *steps]
     pools(world).run(train, argv, str(tmp_path))
-    assert_same_curve(metrics(tmp_path), one_process(model, steps))
+    tolerance = TOLERANCES.get((layout, model, option), 1e-5)
+    assert_same_curve(metrics(tmp_path), one_process(model, steps), tolerance=tolerance)
 
 
 @pytest.mark.parametrize(("layout", "model", "option"), FAST)
@@ -122,6 +132,18 @@ def test_layout_gives_the_numbers_of_one_process(pools, one_process, tmp_path, l
 @pytest.mark.parametrize(("layout", "model", "option"), list(dict.fromkeys([*FAST, *SLOW])))
 def test_every_layout_gives_the_numbers_of_one_process(pools, one_process, tmp_path, layout, model, option):
     check_case(pools, one_process, tmp_path, layout, model, option, LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "model", "option"), TOLERANCES)
+def test_in_float64_a_layout_that_needs_a_tolerance_gives_the_numbers_of_one_process(
+    pools, tmp_path, layout, model, option
+):
+    world, flags = LAYOUTS[layout]
+    argv = [*SMALL, "--no-save", "--data-parallel-sharding", "none", *MODELS[model].split(), *LONG]
+    pools(1).run(train_in_float64, argv, str(tmp_path / "one"))
+    pools(world).run(train_in_float64, [*argv, *flags.split(), *OPTIONS[option].split()], str(tmp_path / "many"))
+    assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"), tolerance=1e-12)
 
 
 def test_recomputation_draws_the_same_dropout(pools, tmp_path):

@@ -1,0 +1,36 @@
+"""Train in float64: what two layouts then differ by is no rounding of fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.support.training import train
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Let `--precision fp32` mean float64 in this process.
+
+    It needs `--data-parallel-sharding none`: megatron-core's distributed optimizer knows no such parameters.
+    """
+    from megavlm.model import specs
+    from megavlm.optim import build
+
+    config = build.DistributedDataParallelConfig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setitem(specs.DTYPES, "fp32", torch.float64)
+        # Gradients are then summed in the type of the parameters.
+        summed = {"grad_reduce_in_fp32": False}
+        patch.setattr(build, "DistributedDataParallelConfig", lambda **options: config(**{**options, **summed}))
+        yield
+
+
+def train_in_float64(argv: Sequence[str], run_dir: str) -> None:
+    """Run `train` in float64."""
+    with float64():
+        train(argv, run_dir)
