@@ -78,6 +78,10 @@ class DataLoader:
         """Let `state_dict` return the state at which the last step began; no other step may follow."""
         self._back = True
 
+    def is_ahead(self) -> bool:
+        """Return whether the next step's data are prefetched, or could not be; true on a rank that does not read."""
+        return self._loader is None or self._loader.is_ahead()
+
     def failure_ahead(self, *, unless: Callable[[], bool]) -> BaseException | None:
         """Wait until the prefetched step is ready or `unless()` is true; return the error that it raised, if any.
 

@@ -82,6 +82,10 @@ class RankLoader:
         self._prefetched = self._thread.submit(self._make, self._state)
         return step
 
+    def is_ahead(self) -> bool:
+        """Return whether the next step is prefetched, or failed to be."""
+        return self._prefetched is None or self._prefetched.done()
+
     def failure_ahead(self, *, unless: Callable[[], bool]) -> BaseException | None:
         """Wait until the prefetched step is ready or `unless()` is true; return the error that it raised, if any."""
         while (pending := self._prefetched) is not None and not unless():

@@ -34,6 +34,7 @@ class Counts:
     split: float = 0  # samples of which a part was skipped
     stop: float = 0  # ranks that were asked to stop
     failed: float = 0  # replicas whose next data cannot be read
+    late: float = 0  # replicas whose next data are not read yet
 
     def values(self) -> Sequence[float]:
         return [float(getattr(self, field.name)) for field in fields(self)]

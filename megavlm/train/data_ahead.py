@@ -1,6 +1,9 @@
 """Let all ranks hear, before they wait for one another, of what must end the run and one of them knows.
 
-That is data of the next step that cannot be read, or a save that found state that is not finite.
+That is data of the next step that cannot be read, or a save that found state that is not finite. A rank reports with
+the sums of a step whether its next data are there, late, or spoilt. So a step whose data were prefetched in time waits
+for nothing and sends nothing more. Where some are late, all ranks wait for them after the update has been launched, and
+one small sum more tells how it went.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 
 from megavlm.errors import BadNumbers, UserError
+from megavlm.resilience.phases import COMMUNICATION, DATA, OTHER
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.build import Run
 from megavlm.train.counts import Counts
@@ -31,16 +36,34 @@ class DataAhead:
     failure: BaseException | None = None
 
     def counters(self) -> Sequence[float]:
-        """Return the counters of the step: all replicas hear of failed data before one waits for the rest."""
-        before = time.perf_counter()
-        if self.needed:
-            self.failure = self.run.data_loader.failure_ahead(unless=lambda: self.stop.requested)
-        self.waited = time.perf_counter() - before
+        """Return the counters of the step, without a wait."""
+        late = self.needed and not self.run.data_loader.is_ahead()
+        if self.needed and not late:
+            self.failure = self._data_failure()
         self.failure = self.saves.bad() or self.failure
-        return replace(self.counts, stop=self.stop.requested, failed=self.failure is not None).values()
+        return replace(self.counts, stop=self.stop.requested, failed=self.failure is not None, late=late).values()
+
+    def settled(self, counts: Counts) -> Counts:
+        """Return the sums over ranks once the next data of all are there or spoilt; every rank calls it.
+
+        `counts` are the sums of the step. No rank waits for data of a run that is to end.
+        """
+        if not counts.late or counts.stop or counts.failed:
+            return counts
+        phases, before = self.run.engine.schedule.phases, time.perf_counter()
+        phases.enter(DATA, "next step")
+        self.failure = self._data_failure()
+        self.waited = time.perf_counter() - before
+        phases.enter(COMMUNICATION, "failures of the next data")
+        sums = torch.tensor([self.failure is not None, self.stop.requested], dtype=torch.int32)
+        sums = sums.to(self.run.backend.device)
+        dist.all_reduce(sums)
+        failed, stop = sums.tolist()
+        phases.enter(OTHER)
+        return replace(counts, failed=failed, stop=stop)
 
     def error(self, counts: Counts) -> BaseException | None:
-        """Return what must end the run, on all ranks; `counts` are the sums over them.
+        """Return what must end the run, on all ranks; `counts` are the settled sums over them.
 
         It is BadNumbers on all ranks if it is so on any.
         """
@@ -54,3 +77,6 @@ class DataAhead:
             if is_bad:
                 return BadNumbers(text)
         return self.failure or UserError(errors[0][1])
+
+    def _data_failure(self) -> BaseException | None:
+        return self.run.data_loader.failure_ahead(unless=lambda: self.stop.requested)

@@ -16,7 +16,7 @@ from megavlm.optim.param_gather import gather_parameters
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import Schedule
 from megavlm.resilience.cut_short import StepCutShort
-from megavlm.resilience.phases import COMMUNICATION, DATA, OPTIMIZER, OTHER
+from megavlm.resilience.phases import COMMUNICATION, OPTIMIZER, OTHER
 from megavlm.train.state_before import StateBeforeStep
 from megavlm.train.step_result import StepResult, sum_over_ranks
 
@@ -67,10 +67,8 @@ class Engine:
         self.schedule.phases.enter(OPTIMIZER)
         with profiler_range("optimizer"):
             squared_norm = self.optimizer.squared_norm()
-            self.schedule.phases.enter(DATA, "next step")
-            counted = counters()
             self.schedule.phases.enter(COMMUNICATION, "sums of the step")
-            sums = sum_over_ranks(totals, squared_norm, counted, counts=self.groups.is_first_tp)
+            sums = sum_over_ranks(totals, squared_norm, counters(), counts=self.groups.is_first_tp)
             self.schedule.phases.enter(OPTIMIZER)
             norm = None if squared_norm is None else sums.squared_norm**0.5
             mean_norm = None if norm is None else norm / max(sums.tokens, 1.0)

@@ -155,7 +155,7 @@ def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest, cut: Cu
         places = run.micro_batches if run.may_cut_steps_short else 0
         with cut.step(iteration, places), guard.checks(iteration) as judge:
             result = run.engine.train_step(data.batches, ahead.counters, upcoming=upcoming, judge=judge)
-    counts = Counts(*result.counters)
+    counts = ahead.settled(Counts(*result.counters))
     seconds = time.perf_counter() - began
     record = record_of(run, iteration, data, result, counts, data_time=fetched + ahead.waited, seconds=seconds)
     return _Step(data, result, counts, record, seconds, ahead.error(counts))

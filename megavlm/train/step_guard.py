@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -69,8 +68,8 @@ class StepGuard:
         if complaint is None:
             return
         found = Culprit("")
-        if result.refused is not None and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm or 0.0)):
-            found = find_culprit(self._run, step)
+        if result.refused is not None:
+            found = find_culprit(self._run, step, result)
             complaint = f"{complaint}: {found.where}"
         self._report("skip", iteration, complaint, **found.details)
         in_a_row, most = self._steps.in_a_row, self._options.max_consecutive_skips

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_a_bad_step_is_as_a_batch_left_out(pools: Pools, tmp_path: Path, world: 
     assert len(event["samples"]) <= (4 if "colocated" in layout else 2)
 
 
-SPIKE = Fault("gradient", (20, 22), name="language.layers.2", value=1e6)
+SPIKE = Fault("gradient", (20, 22), rank=1, name="language.layers.1", value=1e6)
 LONGER = "--lr-warmup-iters 1 --train-iters 24 --spike-factor 50 --vision-num-layers 1 --language-num-layers 3".split()
 
 
@@ -68,10 +68,17 @@ def test_spikes_are_skipped_and_a_resumed_run_knows_the_median(pools: Pools, tmp
     records = metrics(tmp_path / "whole")
     assert [record["iteration"] for record in records if not record["updated"]] == [20, 22]
     assert "times the median of the last 19 steps" in records[19]["refused"]
-    assert [event["iteration"] for event in events(tmp_path / "whole") if event["kind"] == "skip"] == [20, 22]
+    skips = [event for event in events(tmp_path / "whole") if event["kind"] == "skip"]
+    assert [(event["iteration"], event["culprit"], event["module"]) for event in skips] == [
+        (20, 1, "language.layers.1"),
+        (22, 1, "language.layers.1"),
+    ]
+    assert all(1 <= len(event["samples"]) <= 2 and "times the median's" in event["reason"] for event in skips)
 
     pools(2).run(train_with, [*argv, "--train-iters", "21"], str(tmp_path / "halves"), SPIKE)
-    after = Fault("gradient", (1,), name=SPIKE.name, value=SPIKE.value)  # iteration 22 is the first that it trains
+    after = Fault(
+        "gradient", (1,), rank=1, name=SPIKE.name, value=SPIKE.value
+    )  # iteration 22 is the first that it trains
     pools(2).run(train_with, argv, str(tmp_path / "halves"), after)
     assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(records)
 
@@ -104,6 +111,39 @@ def test_bad_steps_in_a_row_end_the_run_and_keep_its_checkpoint(pools: Pools, tm
 
     pools(2).run(train, [*argv, "--train-iters", "4"], str(tmp_path))
     assert metrics(tmp_path)[-1]["skipped_steps"] == 1
+
+
+def test_on_spike_stop_ends_at_the_first_bad_step(pools: Pools, tmp_path: Path):
+    bad = Fault("output", (3,), name="projector")
+    [end] = pools(1).run(train_with, [*SMALL, *FIVE, "--on-spike", "stop"], str(tmp_path), bad)
+    assert end.startswith("iteration 3: the loss is nan: rank 0 is the first where the output of projector")
+    assert end.endswith("and --on-spike is stop; no checkpoint was saved after it")
+    assert len(metrics(tmp_path)) == 3
+
+
+def test_a_checkpoint_that_was_due_at_a_bad_step_is_saved_after_the_next_good_one(pools: Pools, tmp_path: Path):
+    bad = Fault("output", (2,), name="projector")
+    pools(1).run(train_with, [*SMALL, *FIVE, *"--save-interval 2 --keep-checkpoints 0".split()], str(tmp_path), bad)
+    assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4", "5"]
+
+
+def sums_of_ranks(values: list[float], norms: list[float]) -> tuple[float, float]:
+    import torch.distributed as dist
+
+    from megavlm.train.step_result import sum_over_ranks
+
+    rank = dist.get_rank()
+    totals = torch.tensor([values[rank], 1.0], dtype=torch.float64)
+    sums = sum_over_ranks(totals, torch.tensor(norms[rank], dtype=torch.float64), (), counts=rank == 0)
+    return sums.loss, sums.squared_norm
+
+
+def test_what_is_not_finite_on_any_rank_is_not_in_the_sums(pools: Pools):
+    """Also where the loss of a rank and its norm do not count, as those of tensor-parallel copies."""
+    assert pools(2).run(sums_of_ranks, [2.0, 5.0], [9.0, 8.0]) == [(2.0, 9.0)] * 2
+    for values, norms in (([2.0, nan], [9.0, 8.0]), ([2.0, 5.0], [9.0, inf])):
+        for loss, norm in pools(2).run(sums_of_ranks, values, norms):
+            assert (isnan(loss), isnan(norm)) == (isnan(values[1]), norms[1] == inf)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -88,7 +88,14 @@ def train_with_a_wrong_result(
 
 LAYOUTS = [
     (4, "--tp 2 --pp 2 --vpp 2", 3, "language.layers.3.mlp.linear_fc1", False),
-    (4, "--tp 2 --pp 2", 1, "language.layers.0.self_attention.core_attention", True),
+    pytest.param(
+        4,
+        "--tp 2 --pp 2",
+        1,
+        "language.layers.0.self_attention.core_attention",
+        True,
+        marks=pytest.mark.slow,
+    ),
     (2, "--placement colocated --data-parallel-sharding none", 1, "vision.layers.1", False),
     (2, "--data-parallel-sharding full", 0, "language.layers.1.mlp.linear_fc1", True),
 ]
@@ -122,7 +129,7 @@ def test_the_program_ends_with_status_71(tmp_path: Path) -> None:
 UNCHANGED = [
     (2, "--pp 2 --vpp 2 --recompute-granularity full"),
     (2, "--tp 2 --placement colocated --micro-batch-size 2"),
-    (2, "--data-parallel-sharding full --offload activations"),
+    pytest.param(2, "--data-parallel-sharding full --offload activations", marks=pytest.mark.slow),
     (2, "--data-parallel-sharding optimizer_gradients --precision bf16 --fp8 hybrid --fp8-recipe delayed"),
     (2, "--freeze vision --lora-rank 4 --precision fp16 --global-batch-size 2"),
 ]

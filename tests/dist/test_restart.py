@@ -87,30 +87,47 @@ def test_a_stopped_run_says_so_and_goes_on(tmp_path: Path):
     assert kinds == ["start", "save", "stop", "start", "save", "finish"]
 
 
-def fail_in_a_replica(argv: list[str], run_dir: str) -> str:
-    """Let the data of the second replica fail at the fourth step; return the error of this rank."""
+def fail_in_a_replica(argv: list[str], run_dir: str, late: bool) -> str:
+    """Let the data of the second replica fail at the fourth step; return the error of this rank.
+
+    `late`: they fail after the third update, which must not have to wait for them.
+    """
+    from threading import Event
     from unittest.mock import patch
 
     import torch.distributed as dist
 
     from megavlm.data.rank_loader import RankLoader
     from megavlm.errors import UserError
+    from megavlm.optim.chained import MeanGradientOptimizer
 
-    made = []
-    make = RankLoader._make
+    made, updates, third = [], [], Event()
+    make, update = RankLoader._make, MeanGradientOptimizer.update
 
     def failing(self, state):
         made.append(state)
         if len(made) == 4 and dist.get_rank() == 1:
+            assert not late or third.wait(60), "the update waits for the data"
             raise UserError("these data are spoilt")
         return make(self, state)
 
-    with patch.object(RankLoader, "_make", failing), pytest.raises(UserError) as raised:
+    def counted(self, **kwargs):
+        update(self, **kwargs)
+        updates.append(1)
+        if len(updates) == 3:
+            third.set()
+
+    with (
+        patch.object(RankLoader, "_make", failing),
+        patch.object(MeanGradientOptimizer, "update", counted),
+        pytest.raises(UserError) as raised,
+    ):
         train(argv, run_dir)
     return str(raised.value)
 
 
-def test_data_that_fail_in_one_replica_end_all_after_a_save(pools, tmp_path: Path):
-    assert pools(2).run(fail_in_a_replica, TINY, str(tmp_path)) == ["these data are spoilt"] * 2
+@pytest.mark.parametrize("late", [False, True])
+def test_data_that_fail_in_one_replica_end_all_after_a_save(pools, tmp_path: Path, late: bool):
+    assert pools(2).run(fail_in_a_replica, TINY, str(tmp_path), late) == ["these data are spoilt"] * 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iter_0000003"]
     assert read_status(tmp_path)["state"] == "failed"
