@@ -19,7 +19,7 @@ from megavlm.resilience.history import history_of
 from tests.support.data_files import sources_of, write_all
 from tests.support.torchrun import Launched, last_iteration
 
-LAUNCHER = "--standalone --nproc-per-node 2 --max-restarts 1000 --shutdown-timeout 10".split()
+LAUNCHER = "--standalone --nproc-per-node 2 --max-restarts 1000 --shutdown-timeout 5".split()
 PROGRAM = "benchmarks/goodput_worker.py"
 # Steps of some tenths of a second on two cores.
 MODEL = (
@@ -207,6 +207,9 @@ def figures(faults: Account, calm: Sequence[Account], *, seconds: float) -> dict
         "undisturbed": undisturbed,
         "ratio": share / undisturbed,
         "iterations": faults.iterations,
+        "iterations_per_second": faults.iterations / faults.history.wall,
+        "undisturbed_iterations_per_second": sum(account.iterations for account in calm)
+        / (sum(account.history.wall for account in calm) - sum(started)),
         "lost_iterations": sum(each.lost_steps for each in faults.recoveries),
         "with_faults": faults.as_json(),
         "without": [account.as_json() for account in calm],

@@ -97,14 +97,13 @@ def _causes(account: Account) -> str:
     seconds, wall = account.history.seconds, account.history.wall
     rows = (
         (
-            f'<i class="dot" style="background:{_COLOURS[cause]}"></i>{cause}',
+            f'<i class="dot" style="background:{_COLOURS[cause]}"></i>{cause}<small>{escape(CAUSES[cause])}</small>',
             f"{value / wall:.1%}",
             duration(value),
-            escape(CAUSES[cause]),
         )
         for cause, value in sorted(seconds.items(), key=lambda item: (item[0] != history.TRAINING, -item[1]))
     )
-    return table(("", "share", "time", "what it is"), rows, numbers=(1, 2))
+    return table(("", "share", "time"), rows, numbers=(1, 2))
 
 
 def _time_line(account: Account) -> str:
@@ -120,7 +119,7 @@ def _time_line(account: Account) -> str:
     ]
     counts = Counter(mark.tip.partition(" at ")[0] for mark in shown)
     legend = " · ".join(
-        f"{_SIGNS[kind]} {kind}" + (f" ({number})" if number > 1 else "") for kind, number in counts.items()
+        f"{_SIGNS[kind]}&nbsp;{kind}" + (f" ({number})" if number > 1 else "") for kind, number in counts.items()
     )
     about = (
         '<p class="quiet">Each column is divided like its part of the time, in the colours of the table above. '
@@ -195,16 +194,15 @@ def _text(event: Mapping[str, Any]) -> str:
 def _overview(accounts: Sequence[Account]) -> str:
     rows = (
         (
-            escape(account.name),
+            f'{escape(account.name)}<div class="cell">{share_bar(_parts(account.history.microseconds))}</div>',
             f"{account.history.goodput:.1%}",
             duration(account.history.wall),
             f"{account.iterations:,}",
             f"{account.history.restarts:,}",
-            f'<div class="cell">{share_bar(_parts(account.history.microseconds))}</div>',
         )
         for account in accounts
     )
-    return table(("run", "training", "time", "iterations", "restarts", ""), rows, numbers=(1, 2, 3, 4))
+    return table(("run", "training", "time", "iterations", "restarts"), rows, numbers=(1, 2, 3, 4))
 
 
 def _scaling(scaling: Scaling) -> str:

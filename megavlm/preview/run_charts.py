@@ -117,7 +117,8 @@ def scaling_chart(points: Sequence[tuple[int, float]], *, limit: float) -> str:
     ]
     axis = f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">devices</text>'
     label = "throughput per device by number of devices"
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}{axis}</svg>'
+    drawing = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}"'
+    return f'<svg class="scaling" {drawing}>{"".join(drawn)}{axis}</svg>'
 
 
 def _column(parts: Sequence[Part], left: float, width: float, *, across: bool = False) -> str:

@@ -47,7 +47,7 @@ th{font-weight:normal;color:var(--quiet);font-size:12px;text-align:left}
 th,td{padding:4px 10px 4px 0;border-bottom:1px solid var(--line)}
 tr:last-child td{border:0}
 td.wide{width:30%;padding-right:0}
-.number{text-align:right;font-variant-numeric:tabular-nums}
+.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .share{height:8px;border-radius:4px;background:var(--line);overflow:hidden}
 .share i{display:block;height:100%}
 .dot{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:8px}
@@ -67,11 +67,14 @@ svg .line{fill:none;stroke:var(--source-0);stroke-width:2}
 svg .point{fill:var(--source-0)}
 svg .low{fill:var(--warn)}
 svg .limit{stroke:var(--warn);stroke-dasharray:6 4}
+svg.whole,svg.time,svg.attempts{shape-rendering:crispEdges}
 svg.whole{height:26px;border-radius:5px;margin:0 0 12px}
 svg.time{height:150px;background:var(--paper)}
 svg.attempts{height:8px;margin-top:3px}
-.cell svg.whole{height:10px;margin:0;min-width:120px}
+.cell svg.whole{height:10px;margin:0}
+svg.scaling{max-width:640px}
 .scroll{overflow-x:auto}
+small{display:block;margin-left:18px;font-size:12px;color:var(--quiet)}
 .marks,.ticks{position:relative;height:20px;font-size:12px;color:var(--quiet);font-variant-numeric:tabular-nums}
 .marks b,.ticks span{position:absolute;transform:translateX(-50%);white-space:nowrap;cursor:default}
 .marks b{color:var(--ink)}

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.resilience.events import events
+from megavlm.resilience.history import EVALUATION, history_of
 from tests.support.pool import Pools
 from tests.support.training import assert_same_curve, metrics, train
 
@@ -29,5 +31,8 @@ def test_any_layout_trains_and_answers_alike(pools: Pools, one: Path, tmp_path: 
     assert (tmp_path / "evaluation.txt").read_text() == (one / "evaluation.txt").read_text()
     evaluated = [record for record in metrics(tmp_path) if any(name.startswith("eval_") for name in record)]
     assert [record["iteration"] for record in evaluated] == [3]
+    past = history_of(events(tmp_path), metrics(tmp_path))
+    assert past is not None
+    assert past.seconds[EVALUATION] == pytest.approx(evaluated[0]["eval_time_s"], abs=1e-5)
     for name in ("examples.png", "tokenizer.model", "config.yaml", "plan.json", "environment.json", "tensorboard"):
         assert (tmp_path / name).exists(), name

@@ -23,7 +23,7 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "lab-notes.md"),
 ]
-TOOLS = ("calibrate", "convert", "doctor", "plan", "prepare_data", "preview_data")
+TOOLS = ("calibrate", "convert", "doctor", "goodput", "plan", "prepare_data", "preview_data")
 TAKES_RUN_FLAGS = ("convert", "preview_data")
 # Flags of other programs: torchrun, pip, docker, SLURM.
 FOREIGN_FLAGS = {
