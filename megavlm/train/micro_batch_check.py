@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megavlm.arch.layers import LANGUAGE_LAYER
+from megavlm.arch.layers import LANGUAGE_LAYER, kind_of
 from megavlm.checkpoint.state import random_states, set_random_states
 from megavlm.data.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk, bare_chunk
@@ -151,9 +151,11 @@ def _watched(chunk: VLMChunk, note: Callable[[str, Tensor], None]) -> Iterator[N
             if value.requires_grad:
                 value.register_hook(partial(note, f"the gradient of the output of {name}"))
 
+    captured = [] if chunk.graphs is None else [name for name in chunk.names if kind_of(name) == LANGUAGE_LAYER]
+    replayed = tuple(f"{name}." for name in captured)  # without hooks
     with ExitStack() as hooks:
         for name, module in chunk.named_modules():
-            if name and not (chunk.graphs is not None and name.startswith(LANGUAGE_LAYER)):  # replayed without hooks
+            if name and not f"{name}.".startswith(replayed):
                 hooks.callback(module.register_forward_hook(partial(see, name)).remove)
         yield
 

@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from torch.testing._internal.distributed import fake_pg
 
 from megavlm.parallel import rendezvous
 
@@ -21,12 +20,13 @@ def pretend() -> None:
         assert kwargs.pop("device_id").type == "cuda", "NCCL is told its device"
         kwargs.setdefault("rank", int(os.environ["RANK"]))
         kwargs.setdefault("world_size", int(os.environ["WORLD_SIZE"]))
-        kwargs["store"] = dist.HashStore()  # the fake one stores nothing, and the watchdog writes to it
+        kwargs["store"] = dist.HashStore()
         original("cuda:fake", timeout=timeout, **kwargs)
 
     dist.init_process_group = init
+    # torch's fake store keeps nothing, and the watchdog writes to the one of the rendezvous.
     dist.rendezvous = lambda *_, **__: iter(
-        [(fake_pg.FakeStore(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))]
+        [(dist.HashStore(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))]
     )
     rendezvous.agree = lambda *_, **__: "alone"
     rendezvous.refuse_shared_devices = lambda *_, **__: None

@@ -36,7 +36,7 @@ ASKED = {
     "precision/device.py": "what a device can do: tests/unit/precision/test_capability.py",
     "train/build.py": "the table of defaults, and what a user is told",
     "train/loop.py": "the memory of a full device; without it tests/dist/test_out_of_memory.py",
-    "train/measure.py": "tools/calibrate.py: tests/dist/test_calibrate.py runs the CPU's side alone",
+    "train/calibration.py": "tools/calibrate.py: tests/dist/test_calibrate.py runs the CPU's side alone",
     "train/trace.py": "what a profiler records: tests/gpu",
 }
 

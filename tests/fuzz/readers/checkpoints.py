@@ -26,7 +26,7 @@ from megavlm.checkpoint.reading import Planner, Reader, _Common  # noqa: E402
 from megavlm.checkpoint.restoring import choices_in  # noqa: E402
 from megavlm.checkpoint.retention import Holds  # noqa: E402
 from megavlm.checkpoint.safety import read_metadata  # noqa: E402
-from megavlm.checkpoint.state import check_data, check_fits, read_summary  # noqa: E402
+from megavlm.checkpoint.summary import check_data, check_fits, read_summary  # noqa: E402
 from megavlm.config.resolve import resolve  # noqa: E402
 from megavlm.config.schema import Config, LoraConfig  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402

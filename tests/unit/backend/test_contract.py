@@ -146,6 +146,7 @@ HOOKS = (
     Hook("torch", "_fused_adam_", "the same for Adam with L2"),
     Hook("torch", "_foreach_norm", "norms of many tensors without a wait"),
     Hook("torch", "_foreach_mul_", "scales many tensors in place"),
+    Hook("torch", "_foreach_copy_", "copies the histories of FP8 scaling in one launch"),
     Hook("torch.autograd.profiler", "_is_profiler_enabled", "marks cost nothing where nobody traces"),
     Hook("torch.distributed.checkpoint.utils", "_create_file_view", "reads one tensor of a file", ("file",)),
     Hook(

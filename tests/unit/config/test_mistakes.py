@@ -51,7 +51,7 @@ SPELLING = (
     Mistake("--recipe", "--recipe", "expected one argument"),
     Mistake("--recipe demo --config a.yaml", "--recipe and --config", "keep one"),
     Mistake("--config no/such.yaml", "--config no/such.yaml", "No such file"),
-    Mistake("--config .", "--config .", "Is a directory"),
+    Mistake("--config .", "--config .", "is no regular file"),
 )
 
 TYPES = (
