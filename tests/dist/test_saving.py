@@ -273,7 +273,7 @@ def slowly(argv: list[str], output: str) -> None:
     pausing(folders, "write_manifest", "listed")
     pausing(Path, "rename", "pruning", about="tmp-iter_0000002", after="listed")
     pausing(retention, "prune", "committed", about="", after="listed")
-    run_program(argv, output, {})
+    run_program(argv, output)
 
 
 PHASES = ["staged", "writing", "written", "reported", "described", "listed", "pruning", "committed"]

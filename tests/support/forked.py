@@ -25,7 +25,7 @@ def context() -> ForkServerContext:
 
 def start_program(argv: Sequence[str], output: Path, env: Mapping[str, str] | None = None) -> BaseProcess:
     """Start `pretrain_vlm.py argv` as the leader of its own session; what it prints goes to the file `output`."""
-    process = context().Process(target=run_program, args=(list(argv), str(output), dict(env or {})))
+    process = context().Process(target=run_program, args=(list(argv), str(output), env))
     process.start()
     return process
 
@@ -36,8 +36,8 @@ def status_of(process: BaseProcess) -> int | None:
     return process.exitcode
 
 
-def run_program(argv: list[str], output: str, env: dict[str, str]) -> None:
-    os.environ.update(env)
+def run_program(argv: list[str], output: str, env: Mapping[str, str] | None = None) -> None:
+    os.environ.update(env or {})
     os.setsid()
     os.chdir(ROOT)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
