@@ -57,10 +57,15 @@ def test_a_dead_run_is_replaced(owner, tmp_path: Path):
     assert len(events(tmp_path)) == 1
 
 
-def test_the_kernel_still_holds_what_was_looked_at(owner, tmp_path: Path):
-    """After a takeover as well: to close any descriptor of a file gives its locks away."""
+@pytest.mark.parametrize("machine", ["this one", "another"])
+def test_the_kernel_still_holds_what_was_looked_at(owner, tmp_path: Path, machine: str, monkeypatch):
+    """After a takeover as well: to close any descriptor of a file, as a look at its heartbeat does, gives its locks
+    away."""
     owner.kill()
     owner.join()
+    if machine == "another":
+        monkeypatch.setattr(lock, "_boot", lambda: machine)
+        monkeypatch.setattr(lock, "_SILENCE", 0.2)
     mine = RunLock(tmp_path)
     mine.acquire()
     asked = CONTEXT.Process(target=expect_refusal, args=(tmp_path,))
