@@ -15,7 +15,7 @@ from megavlm.arch.anyres import TileGroup, Tiling
 from megavlm.arch.image_tokens import grid_of, tokens_per_image
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
 from megavlm.config.cli import parse
-from megavlm.config.load import from_dict, to_yaml
+from megavlm.config.load import to_yaml
 from megavlm.config.lora import adapted_parts
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
@@ -152,7 +152,7 @@ def _trained(source: Path) -> tuple[Path, Any, Config]:
     """Return a checkpoint's folder, its Hugging Face sidecar, and the configuration of its model and adapters."""
     from megavlm.checkpoint import folders
     from megavlm.checkpoint.hf.sidecar import read_sidecar
-    from megavlm.checkpoint.summary import read_summary
+    from megavlm.checkpoint.summary import model_of, read_summary
 
     checkpoint = folders.resolve(source)
     sidecar = read_sidecar(checkpoint)
@@ -162,7 +162,7 @@ def _trained(source: Path) -> tuple[Path, Any, Config]:
             "runs that started with --init-from or an imported checkpoint can be exported"
         )
     summary = read_summary(checkpoint)
-    return checkpoint, sidecar, resolve(from_dict({"model": summary["model"], "lora": summary.get("lora", {})}))
+    return checkpoint, sidecar, model_of(summary, checkpoint)
 
 
 def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-import zipfile
 from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
+from megavlm.checkpoint.records import check_record
 from megavlm.errors import UserError
 
 
@@ -50,7 +50,7 @@ def tensor_in(content: Tensor, name: str) -> Tensor:
     torch reads the description alone; its own reading of values would copy them once more.
     """
     archive = cast("IO[bytes]", Archive(content))
-    check_stored(archive, name)
+    check_record(archive, name)
     try:
         described = torch.load(archive, map_location="meta", weights_only=True)
         storage = described.untyped_storage()
@@ -66,7 +66,7 @@ def tensor_in(content: Tensor, name: str) -> Tensor:
 
 def plain_values(file: IO[bytes], name: str) -> Any:
     """Return what `torch.save` wrote: tensors and plain values. Raises UserError for anything else."""
-    check_stored(file, name)
+    check_record(file, name)
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's own advice is to switch the check off
@@ -78,15 +78,3 @@ def _refusal(name: str) -> UserError:
         f"{name} holds something else than tensors and plain values, or is damaged: it is not loaded; use a "
         "checkpoint whose origin you know"
     )
-
-
-def check_stored(file: IO[bytes], name: str) -> None:
-    """Raise UserError for what `torch.save` does not write: compressed entries, which may be of any size."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
-    except (zipfile.BadZipFile, ValueError) as error:
-        raise UserError(f"{name} is damaged ({error}): use another checkpoint") from error
-    if compressed:
-        raise UserError(f"{name} has compressed entries, which no checkpoint has: it is not loaded")
-    file.seek(0)

@@ -105,6 +105,8 @@ def copy(source: Path, to: Path) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             name = file.relative_to(source).as_posix()
+            if not file.resolve().is_relative_to(source.resolve()):
+                raise UserError(f"{file} is a link that leads out of its checkpoint: nothing was copied")
             read = _copy_file(file, temporary / name)
             if known and name != MANIFEST and read != known.get(name, read):
                 raise UserError(f"{source} is damaged: {name} is not what was saved. Nothing was copied")

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from megavlm.checkpoint.folded_sum import FoldedSum
-from megavlm.paths import open_regular, read_bytes
+from megavlm.paths import Escapes, open_regular, plain, read_bytes
 
 MANIFEST = "manifest.json"
 SUMMARY = "megavlm.json"  # in every checkpoint: what it is
@@ -123,19 +123,28 @@ def _to_json(total: FileSum) -> dict[str, Any]:
 
 
 def _from_json(entry: Any) -> FileSum:
-    items = tuple((int(end), int(total)) for end, total in entry.get("items", ()))
-    return FileSum(int(entry["bytes"]), int(entry["crc32"]), items)
+    items = tuple((_whole(end), _whole(total)) for end, total in entry.get("items", ()))
+    return FileSum(_whole(entry["bytes"]), _whole(entry["crc32"]), items)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r:.80} is no number of bytes and no checksum")
+    return value
 
 
 def read_manifest(folder: Path) -> dict[str, FileSum]:
     """Return the sums of a checkpoint's files by name. Raises ValueError where the manifest is damaged."""
     try:
         files = json.loads(read_bytes(folder / MANIFEST, at_most=_LARGEST))["files"]
-        sums = {str(name): _from_json(entry) for name, entry in files.items()}
+        sums = {name: _from_json(entry) for name, entry in files.items()}
+        for name in sums:
+            for part in name.split("/"):
+                plain(part)
+    except Escapes as error:
+        raise ValueError(f"its {MANIFEST} names files outside of it, or none: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its {MANIFEST} is damaged ({_brief(error)})") from error
-    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in sums):
-        raise ValueError(f"its {MANIFEST} names files outside of it")
     return sums
 
 
@@ -149,7 +158,7 @@ def is_complete(folder: Path) -> bool:
     if is_verifiable(folder):
         return True
     try:
-        summary = json.loads((folder / SUMMARY).read_bytes())
+        summary = json.loads(read_bytes(folder / SUMMARY, at_most=_LARGEST))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(summary, dict) and ANNOUNCED not in summary
@@ -263,4 +272,4 @@ def in_words(error: OSError) -> str:
 def _brief(error: BaseException) -> str:
     """Return an error in one line."""
     text: Any = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -123,7 +123,14 @@ class _Common(TorchCommonLoadStrategy):
     """megatron-core's loader of `common.pt`, except that it reads tensors and plain values only."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        path = Path(checkpoint_dir) / COMMON_STATE_FNAME
-        with open_regular(path) as file:
-            found: dict[str, Any] = plain_values(file, str(path))
-        return found
+        return common_state(Path(checkpoint_dir))
+
+
+def common_state(folder: Path) -> dict[str, Any]:
+    """Return what a checkpoint has once for all ranks: positions and settings. Raises UserError if it is damaged."""
+    path = folder / COMMON_STATE_FNAME
+    with open_regular(path) as file:
+        found = plain_values(file, str(path))
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged (it holds no dict): use another checkpoint")
+    return found

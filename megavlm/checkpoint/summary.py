@@ -11,14 +11,23 @@ from typing import Any
 
 from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY
 from megavlm.config.load import from_dict
+from megavlm.config.messages import shown
+from megavlm.config.ranges import out_of_range
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, LoraConfig
 from megavlm.data.records import difference
 from megavlm.errors import UserError
+from megavlm.json_files import OBJECT, TEXT, check, read_json, whole
 from megavlm.planner.plan import Plan
 from megavlm.precision.history import history_of
 
 FORMAT = 1
+_LARGEST = 2**26  # bytes of a description
+_EXPECTED = {
+    **dict.fromkeys(("model", "plan", "lora", "data"), OBJECT),
+    "data_parallel_sharding": TEXT,
+    "iteration": whole(0, 2**62),
+}
 
 
 def describe(
@@ -53,17 +62,27 @@ def describe(
 def read_summary(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's own description, `megavlm.json`. Raises UserError if it cannot be used."""
     try:
-        summary = json.loads((folder / SUMMARY).read_text())
-        if summary["format"] != FORMAT:
-            raise UserError(f"{folder} has checkpoint format {summary['format']}; this megavlm reads {FORMAT}")
-        missing = [name for name in ("model", "plan") if not isinstance(summary.get(name), dict)]
-        if missing:
-            raise ValueError(f"it has no {missing[0]}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{folder} is no megavlm checkpoint: its {SUMMARY} cannot be read ({error})") from error
-    return dict(summary)
+        summary = read_json(folder / SUMMARY, at_most=_LARGEST)
+    except UserError as error:
+        raise UserError(f"{folder} is no megavlm checkpoint: {error}") from error
+    if summary.get("format") != FORMAT:
+        raise UserError(f"{folder} has checkpoint format {shown(summary.get('format'))}; this megavlm reads {FORMAT}")
+    check(summary, _EXPECTED, str(folder / SUMMARY))
+    if missing := [name for name in ("model", "plan") if summary.get(name) is None]:
+        raise UserError(f"{folder} is no megavlm checkpoint: its {SUMMARY} has no {missing[0]}")
+    return summary
+
+
+def model_of(summary: Mapping[str, Any], folder: Path, *, vocab_size: int | None = None) -> Config:
+    """Return the configuration of a checkpoint's model and adapters. Raises UserError if there is no such model."""
+    try:
+        saved = from_dict({name: summary[name] for name in ("model", "lora") if summary.get(name) is not None})
+        if wrong := next(out_of_range(saved), None):
+            raise UserError(wrong)
+        # Earlier versions saved sizes that follow from others as null.
+        return resolve(saved, vocab_size=vocab_size)
+    except (UserError, ArithmeticError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / SUMMARY} describes no model: {error}") from error
 
 
 def is_weights_only(folder: Path) -> bool:
@@ -73,8 +92,7 @@ def is_weights_only(folder: Path) -> bool:
 
 def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
     """Raise UserError for a checkpoint of another model, naming the first option that differs."""
-    # Earlier versions saved sizes that follow from others as null.
-    made_with = resolve(from_dict({"model": summary["model"]}), vocab_size=config.model.language.vocab_size).model
+    made_with = model_of(summary, folder, vocab_size=config.model.language.vocab_size).model
     expected, saved = asdict(config.model), asdict(made_with)
     # The projector last: its width follows from the language model's, whose option is the one to name.
     for section, fields in sorted(expected.items(), key=lambda item: item[0] == "projector"):
@@ -110,9 +128,9 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
                 f"checkpoint {folder} was made with --lora-{name} {before}, but this run has {value}: use the saved "
                 "value, or start another --run-dir"
             )
-    if sorted(summary["model"]["freeze"]) != sorted(config.model.freeze):
+    if sorted(frozen := model_of(summary, folder).model.freeze) != sorted(config.model.freeze):
         raise UserError(
-            f"checkpoint {folder} was made with --freeze {' '.join(summary['model']['freeze']) or '(nothing)'}: "
+            f"checkpoint {folder} was made with --freeze {' '.join(frozen) or '(nothing)'}: "
             "its optimizer state belongs to those parameters; give the same --freeze"
         )
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megavlm.checkpoint.hf.raw import for_each, read_into
 from megavlm.checkpoint.manifest import damage, first_look, is_verifiable
+from megavlm.checkpoint.records import Part, check_record
 from megavlm.checkpoint.safety import read_metadata
 from megavlm.checkpoint.verified import Damaged, VerifiedItems
 from megavlm.errors import UserError
@@ -42,6 +43,7 @@ class _Record:
     length: int
     first: Shape  # where in the tensor the block begins
     sizes: Shape
+    dtype: torch.dtype
 
 
 class CheckpointReader:
@@ -56,11 +58,12 @@ class CheckpointReader:
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 continue
-            self.stored[key] = Stored(tuple(entry.size), entry.properties.dtype)
+            dtype = entry.properties.dtype
+            self.stored[key] = Stored(tuple(entry.size), dtype)
             for chunk in entry.chunks:
                 place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
                 file = checkpoint / place.relative_path
-                record = _Record(file, place.offset, place.length, tuple(chunk.offsets), tuple(chunk.sizes))
+                record = _Record(file, place.offset, place.length, tuple(chunk.offsets), tuple(chunk.sizes), dtype)
                 self._records.setdefault(key, []).append(record)
 
     def verify(self, keys: Iterable[str]) -> None:
@@ -108,11 +111,19 @@ def _read_rows(record: _Record, out: Tensor, first_row: int) -> None:
 
 @cache
 def _where(record: _Record) -> tuple[int, int]:
-    """Return the byte of the file at which a record's values begin, and the number of elements from row to row."""
+    """Return the byte of the file at which a record's values begin, and the number of elements from row to row.
+
+    Raises UserError for a record that is damaged, or another than its description says.
+    """
     with record.file.open("rb") as file:
+        check_record(cast("IO[bytes]", Part(file, record.offset, record.length)), str(record.file))
         view = cast("IO[bytes]", _create_file_view(file, record.offset, record.length))
-        tensor = torch.load(view, map_location="meta", weights_only=True)  # reads the description only
-    if not tensor.is_contiguous():
-        raise ValueError(f"{record.file} holds a tensor that is not contiguous")
+        try:
+            tensor = torch.load(view, map_location="meta", weights_only=True)  # reads the description only
+        except Exception as error:  # torch reads fewer opcodes than `check_record`
+            raise UserError(f"{record.file} is damaged: use another checkpoint") from error
+    fits = isinstance(tensor, Tensor) and tensor.is_contiguous() and tensor.dtype == record.dtype
+    if not fits or tuple(tensor.shape) != record.sizes:
+        raise UserError(f"{record.file} is damaged (a tensor is another than .metadata says): use another checkpoint")
     begin = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.element_size()
     return record.offset + begin, tensor.stride(0) if tensor.ndim else 1

@@ -21,10 +21,11 @@ from megavlm.checkpoint.hf.pretrained import copies, refuse
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
 from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
 from megavlm.checkpoint.hf.sidecar import TENSORS, Sidecar, copy_kept
+from megavlm.checkpoint.hf.sizes import check_size
 from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families import family_of
-from megavlm.families.shared.family import Family
+from megavlm.families.shared.family import ALL_PARTS, Family
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Rule, Table, Transpose, row_pairs
 from megavlm.json_files import read_json
@@ -46,8 +47,10 @@ def export(
     family = family_at(sidecar)
     if sidecar.variant >= len(family.name_prefixes):
         raise UserError(f"{sidecar.path / TENSORS} has no known spelling ({sidecar.variant}): the folder is damaged")
-    table = family.table(model, family.name_prefixes[sidecar.variant])
     stored = records.stored
+    where = f"{checkpoint} is damaged, or its megavlm.json is another checkpoint's"
+    check_size(model, ALL_PARTS, [each.shape for each in stored.values()], where=where)
+    table = family.table(model, family.name_prefixes[sidecar.variant])
     adapters = read_adapters(records, model)
     if adapters and merged is None:
         raise UserError(f"{checkpoint} has adapters: use merge-lora for whole weights, or export-lora for the adapters")

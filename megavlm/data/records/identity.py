@@ -10,6 +10,7 @@ import hashlib
 import os
 from typing import Any
 
+from megavlm.config.messages import plain, shown
 from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.records.opening import files_of, is_stream, name_of
@@ -50,7 +51,7 @@ def difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
         if option not in saved or saved[option] == value:
             continue
         if option != "--datasets":
-            return f"{option} {saved[option]}, but this run has {value}"
+            return f"{option} {shown(saved[option])}, but this run has {value}"
         return f"other --datasets: {_difference_of_datasets(saved[option], value)}"
     return None
 
@@ -65,17 +66,28 @@ def _difference_of_datasets(saved: Any, now: list[dict[str, Any]]) -> str:
             return "unknown"
         for name in ("name", "weight"):
             if before.get(name) != after[name]:
-                return f"{name} {before.get(name)}, not {after[name]}"
+                return f"{name} {_plain(before.get(name))}, not {after[name]}"
         files = {str(each.get("name")): each for each in before["files"] if isinstance(each, dict)}
         if list(files) != [each["name"] for each in after["files"]]:
             return f"{after['name']} has other files"
         for new in after["files"]:
             old = files[new["name"]]
             if old.get("bytes") != new["bytes"]:
-                return f"{new['name']} had {old.get('bytes'):,} bytes, and has {new['bytes']:,}"
+                return f"{new['name']} had {_plain(old.get('bytes'))} bytes, and has {new['bytes']:,}"
             if old != new:
                 return f"the first or last records of {new['name']} were others"
     return "their order"
+
+
+def _plain(value: Any) -> str:
+    """Return a value of a checkpoint's description, whatever it is, for a message."""
+    return (
+        f"{value:,}"
+        if type(value) is int and abs(value) < 2**63
+        else plain(value)
+        if type(value) is str
+        else shown(value)
+    )
 
 
 def _of_dataset(source: DatasetConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ backend.activate()
 from megavlm.checkpoint import folders, inspection, manifest  # noqa: E402
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, read_sidecar  # noqa: E402
-from megavlm.checkpoint.reading import Planner, Reader, _Common  # noqa: E402
+from megavlm.checkpoint.reading import Planner, Reader, common_state  # noqa: E402
 from megavlm.checkpoint.restoring import choices_in  # noqa: E402
 from megavlm.checkpoint.retention import Holds  # noqa: E402
 from megavlm.checkpoint.safety import read_metadata  # noqa: E402
@@ -94,7 +94,7 @@ def tensors(folder: Path, data: bytes) -> None:
 
 
 def common(folder: Path, data: bytes) -> None:
-    _Common().load_common(write(folder, "common.pt", data))
+    common_state(write(folder, "common.pt", data))
 
 
 def description(folder: Path, data: bytes) -> None:
@@ -142,6 +142,8 @@ def of(read: Callable[[Path, bytes], Any], *names: str, **options: Any) -> Fuzze
 
 READERS = {
     "metadata": of(metadata, ".metadata"),
+    "distcp": of(tensors, "__0_0.distcp"),
+    "megavlm.json": Fuzzed(description, lambda: [summary()]),
     "common.pt": of(common, "common.pt"),
     "manifest.json": of(listing, "manifest.json"),
     "sidecar": Fuzzed(

@@ -144,6 +144,12 @@ HOOKS = (
     ),
     Hook("torch", "_fused_adamw_", "one pass over memory per update"),
     Hook("torch", "_fused_adam_", "the same for Adam with L2"),
+    Hook(
+        "torch.distributed.checkpoint.utils",
+        "_ReaderView",
+        "a part of a file as a file",
+        ("base_stream", "offset", "len"),
+    ),
     Hook("torch", "_foreach_norm", "norms of many tensors without a wait"),
     Hook("torch", "_foreach_mul_", "scales many tensors in place"),
     Hook("torch", "_foreach_copy_", "copies the histories of FP8 scaling in one launch"),

@@ -27,8 +27,8 @@ from megavlm import backend
 
 backend.activate()
 
-from megavlm.checkpoint.archives import check_stored  # noqa: E402
-from megavlm.checkpoint.reading import Planner, Reader  # noqa: E402
+from megavlm.checkpoint.reading import Planner, Reader, common_state  # noqa: E402
+from megavlm.checkpoint.records import check_record  # noqa: E402
 from megavlm.checkpoint.safety import read_metadata  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
 
@@ -246,4 +246,83 @@ def test_what_is_compressed_is_not_unpacked(tmp_path: Path):
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data/0", bytes(2**20))
     with pytest.raises(UserError, match="compressed"):
-        check_stored(buffer, "entry")
+        check_record(buffer, "entry")
+
+
+def archive(pickled: bytes, *, data: bytes = b"") -> io.BytesIO:
+    """Return what `torch.save` writes, with another pickle in it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as file:
+        for name, content in (("data.pkl", pickled), ("version", b"3"), ("data/0", data)):
+            file.writestr(f"archive/{name}", content)
+    return buffer
+
+
+def asked(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def long(value: int) -> bytes:
+    return b"\x8a\x08" + value.to_bytes(8, "little")
+
+
+STORAGE = b"(" + b"".join([b"X\x07\0\0\0storage", asked("torch", "FloatStorage"), b"X\x01\0\0\x000X\x03\0\0\0cpu%stQ"])
+
+
+def tensor(elements: int, size: int, stride: int) -> bytes:
+    """Return a pickle of a vector in a storage of so many elements."""
+    shape = long(size) + b"\x85" + long(stride) + b"\x85\x89"
+    return (
+        b"\x80\x02" + asked("torch._utils", "_rebuild_tensor_v2")
+        + b"(" + STORAGE % long(elements) + b"K\0" + shape + asked("collections", "OrderedDict") + b")RtR."
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02" + asked("builtins", "bytearray") + long(10**11) + b"\x85R.",
+        b"\x80\x02" + asked("torch.storage", "UntypedStorage") + long(10**11) + b"\x85R.",
+        b"\x80\x02" + asked("argparse", "Namespace") + b")\x81.",
+        b"\x80\x02" + asked("posix", "system") + b"X\x04\0\0\0echo\x85R.",
+        b"\x80\x02" + asked("torch", "FloatStorage") + b")R.",
+        tensor(2**40, 1, 1),
+        tensor(4, 5, 1),
+        tensor(4, 2**40, 0),
+        tensor(4, 2, 4),
+        b"not a pickle",
+    ],
+    ids=["bytes", "storage", "namespace", "code", "called", "large storage", "size", "stride 0", "stride", "none"],
+)
+def test_a_pickle_inside_is_of_tensors_and_plain_values(pickled: bytes):
+    """torch's `weights_only` would make bytes and storages of any size out of a file of a hundred bytes."""
+    with pytest.raises(UserError, match=r"entry .*(not loaded; use|is damaged)"):
+        check_record(archive(pickled, data=bytes(16)), "entry")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(3, 4),
+        torch.ones(6, 4)[2:4],
+        torch.ones(2).bfloat16(),
+        torch.zeros(0, 3),
+        torch.tensor(1.0),
+        torch.zeros(2, dtype=torch.float8_e4m3fn),
+        torch.nn.Parameter(torch.ones(2)),
+        {"a": [1, 2.5, None, True, "x", b"y", (1, 2)], 3: {"deep": {"er": torch.ones(2)}}, "n": 2**70},
+        torch.get_rng_state(),
+    ],
+    ids=str,
+)
+def test_what_checkpoints_hold_is_read(tmp_path: Path, value: Any):
+    torch.save({"value": value}, tmp_path / "common.pt")
+    found = common_state(tmp_path)["value"]
+    assert str(found) == str(value)
+
+
+@pytest.mark.parametrize("value", [[1], 7, None])
+def test_what_is_common_to_all_ranks_is_a_dict(tmp_path: Path, value: Any):
+    torch.save(value, tmp_path / "common.pt")
+    with pytest.raises(UserError, match="holds no dict"):
+        common_state(tmp_path)
