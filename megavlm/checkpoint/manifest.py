@@ -174,6 +174,8 @@ def first_look(folder: Path) -> str | None:
         sums = read_manifest(folder)
         if SUMMARY not in sums:
             return f"its {MANIFEST} does not list {SUMMARY}"
+        if unlisted := sorted(each.name for each in folder.iterdir() if _is_loaded(each) and each.name not in sums):
+            return f"its {MANIFEST} does not list {unlisted[0]}"
         for name, expected in sums.items():
             found = (folder / name).stat()
             if found.st_size != expected.bytes:
@@ -185,6 +187,11 @@ def first_look(folder: Path) -> str | None:
     except ValueError as error:
         return str(error)
     return damage(folder, [name for name in sums if not name.endswith(TENSORS)])
+
+
+def _is_loaded(file: Path) -> bool:
+    """Whether a load reads the file; it ignores those that a person or a file system leaves beside."""
+    return file.suffix == TENSORS or file.name in ("common.pt", "metadata.json", ".metadata")
 
 
 def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:

@@ -171,9 +171,32 @@ class TensorBoardSink:
         """
         from torch.utils.tensorboard import SummaryWriter  # the import takes a second, and only one rank needs it
 
-        self._writer = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
+        self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
 
     def log(self, record: Record) -> None:
+        if self._writer is not None:
+            try:
+                self._log(record)
+            except OSError as error:  # of the writer's thread
+                self._end(error)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.close()
+            except OSError as error:
+                self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        self._writer = None
+        print(
+            f"warning: TensorBoard's files cannot be written ({error.strerror or error}): "
+            "the run goes on without charts; metrics.jsonl has the same figures",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _log(self, record: Record) -> None:
         iteration = record["iteration"]
         for name, value in record.items():
             parts = (
@@ -184,9 +207,6 @@ class TensorBoardSink:
             for chart, number in parts.items():
                 if chart != "iteration" and isinstance(number, float | int):
                     self._writer.add_scalar(chart, number, iteration)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class SkippedLog:

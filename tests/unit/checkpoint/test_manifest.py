@@ -46,6 +46,17 @@ def test_a_flipped_bit_of_any_other_file_is_seen_at_once(folder: Path) -> None:
     assert "common.pt is damaged" in str(manifest.first_look(folder))
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt"])
+def test_what_a_load_reads_is_listed(folder: Path, name: str) -> None:
+    listed = json.loads((folder / MANIFEST).read_text())
+    del listed["files"][name]
+    (folder / MANIFEST).write_text(json.dumps(listed))
+    assert manifest.first_look(folder) == f"its {MANIFEST} does not list {name}"
+    (folder / name).unlink()
+    (folder / ".nfs0001").write_bytes(b"")  # what a file system leaves is nobody's business
+    assert manifest.first_look(folder) is None
+
+
 def test_sizes_and_missing_files_are_seen_at_once(folder: Path) -> None:
     (folder / "__0_0.distcp").write_bytes(bytes(9 * 2**20 - 1))
     assert manifest.first_look(folder) == "__0_0.distcp has 9,437,183 bytes, not 9,437,184"

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -176,3 +177,19 @@ def test_a_run_that_resumes_learns_which_steps_were_lost(tmp_path: Path) -> None
     assert lost_steps(path, resume_iteration=7) == {"lost_steps": None, "last_lost": None}
     JsonlSink(path, resume_iteration=3).close()
     assert len(records(path)) == 3
+
+
+@pytest.mark.parametrize("call", ["add_scalar", "close"])
+def test_a_full_disk_ends_the_charts_and_not_the_run(tmp_path: Path, capsys, monkeypatch, call: str):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sink = TensorBoardSink(tmp_path)
+    monkeypatch.setattr(sink._writer, call, full)
+    for iteration in (1, 2):
+        sink.log({"iteration": iteration, "loss": 1.0})
+    sink.close()
+    sink.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "No space left on device" in line
+    assert "goes on without charts" in line
