@@ -188,7 +188,7 @@ class MicroBatchContext:
 
 
 def _usual_length(vision: VisionConfig) -> int:
-    """Return the tokens of an image of the size that a tower has learned positions for; 0 if sizes are free."""
+    """Return the number of image tokens of a full-size image if the tower has learned positions, else 0."""
     if vision.position_embedding == "rope2d":
         return 0
     return (vision.image_size // vision.patch_size) ** 2 + vision.class_token

@@ -68,7 +68,7 @@ def _wait(wrapped: DistributedDataParallel, module: nn.Module, *_: Any) -> None:
 
 
 class _Watch:
-    """Checks in a chunk's first training pass that some module waits for each trained parameter; else ends the run."""
+    """Checks, in a chunk's first training pass, that a module waits for the gather of each trained parameter."""
 
     def __init__(self, wrapped: DistributedDataParallel) -> None:
         self.unread = {param: name for name, param in wrapped.module.named_parameters() if param.requires_grad}

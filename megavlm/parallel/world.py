@@ -169,7 +169,7 @@ def _port(environment: Mapping[str, str], launcher: _Launcher) -> int:
             raise UserError(f"MASTER_PORT={port} must be from 1 to 65535")
         return port
     if launcher is _SRUN and "SLURM_JOB_ID" in environment:
-        # Neighbouring jobs share nodes; steps of one job may run side by side.
+        # The port differs between jobs that share a node, and between steps of one job that run at the same time.
         step = _number(environment, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environment else 0
         return _SLURM_PORTS[(_number(environment, "SLURM_JOB_ID") + 1009 * step) % len(_SLURM_PORTS)]
     return _PORT

@@ -46,7 +46,7 @@ class Spread:
 
 
 class SlowEvents:
-    """Chooses the reports of a slow rank that become events; every one of them would fill the file."""
+    """Decides which reports of a slow rank become events: one event per report would fill events.jsonl."""
 
     def __init__(self) -> None:
         self._named: tuple[int, str] | None = None  # by the last report

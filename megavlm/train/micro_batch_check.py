@@ -75,7 +75,7 @@ def _compared(chunk: int, once: Checksums, again: Checksums) -> _Found | None:
 
 
 def _first_difference(own: Sequence[_Found | None]) -> Difference | None:
-    """Return where the ranks' results differ first: what follows may be computed from it, on other ranks too."""
+    """Return the first layer at which results differ, and its ranks; later differences may only follow from it."""
     every: list[list[_Found]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, [each for each in own if each is not None])
     places = sorted(each for found in every for each in found)

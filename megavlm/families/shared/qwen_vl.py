@@ -142,7 +142,7 @@ def qwen2_merger_table(prefix: str, *, norm_bias: bool) -> Table:
 
 
 def attention_table(vision: VisionConfig, layer: str, hf_layer: str, *, norm_bias: bool) -> Table:
-    """Return the table of norms and attention of one vision layer; the MLPs differ."""
+    """Return the rows for the norms and the attention of one vision layer; each family adds its MLP's rows."""
     table: Table = {
         f"{layer}self_attention.linear_qkv.{leaf}": FusedQKV(
             f"{hf_layer}attn.qkv.{leaf}", heads=vision.num_attention_heads

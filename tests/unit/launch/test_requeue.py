@@ -70,7 +70,7 @@ def test_the_first_rank_to_end_says_how(tmp_path: Path):
 
 
 class Job:
-    """A job whose attempts are told, not run."""
+    """A job whose attempts the test describes and does not run."""
 
     def __init__(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.run_dir, self.capsys = run_dir, capsys

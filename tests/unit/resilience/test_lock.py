@@ -137,7 +137,7 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path]
 
 
 def beat(run_dir: Path, told, damage: Callable[[Path], object]) -> None:
-    """Own a folder to which something happens; tell what the lock says of it, "" if it says nothing for a second."""
+    """Lock a folder, change it as a test asks, and print what the lock reports; print "" if it reports nothing for 1 s."""
     with patch.object(lock, "_BEAT", 0.02):
         mine = RunLock(run_dir)
         mine.acquire()
