@@ -35,9 +35,7 @@ class CutShort:
     def __init__(
         self, rank: int, world: int, *, wanted: Callable[[], bool], soon: Callable[[], bool] = lambda: False
     ) -> None:
-        """`wanted()` says whether this rank was asked to stop, and has little time left; `soon()`, whether it was asked
-        to stop at all.
-        """
+        """`soon()` returns whether this rank was asked to stop; `wanted()`, whether it was and has little time left."""
         self._rank, self._world, self._wanted, self._soon = rank, world, wanted, soon
         self._changed = threading.Condition()
         self._at = Place(0, 0)  # begun

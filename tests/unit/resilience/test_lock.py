@@ -59,8 +59,8 @@ def test_a_dead_run_is_replaced(owner, tmp_path: Path):
 
 @pytest.mark.parametrize("machine", ["this one", "another"])
 def test_the_kernel_still_holds_what_was_looked_at(owner, tmp_path: Path, machine: str, monkeypatch):
-    """After a takeover as well: to close any descriptor of a file, as a look at its heartbeat does, gives its locks
-    away."""
+    """Closing any descriptor of a file drops the process's locks on it, and reading a heartbeat closes one. The lock
+    must survive that, also after a takeover."""
     owner.kill()
     owner.join()
     if machine == "another":
@@ -137,7 +137,7 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path]
 
 
 def beat(run_dir: Path, told, damage: Callable[[Path], object]) -> None:
-    """Lock a folder, change it as a test asks, and print what the lock reports; print "" if it reports nothing for 1 s."""
+    """Lock a folder, change it as the test asks, and send what the lock reports, "" if nothing within a second."""
     with patch.object(lock, "_BEAT", 0.02):
         mine = RunLock(run_dir)
         mine.acquire()
