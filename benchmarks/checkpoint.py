@@ -74,9 +74,6 @@ def work(folder: Path, *, layers: int) -> None:
     chosen = backend.activate()
     import torch.distributed as dist
 
-    from megavlm.checkpoint import restoring, state
-    from megavlm.checkpoint.manifest import read_manifest
-    from megavlm.checkpoint.staging import Staging
     from megavlm.config.cli import parse
     from megavlm.train.build import build
     from megavlm.train.loop import close
@@ -86,35 +83,73 @@ def work(folder: Path, *, layers: int) -> None:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(parse(argv), chosen)
     run.engine.train_step(run.data_loader.next_step().batches)
-    assert run.saver is not None
+    checkpoint, saves = _saves(run)
+    figures = {"layers": layers, **saves, **_loads(run, checkpoint)}
+    close(run)
+    if dist.get_rank() == 0:
+        (folder / "figures.json").write_text(json.dumps(figures))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _saves(run: Any) -> tuple[Path, dict[str, float]]:
+    """Save several times, beside training and waiting for it; return the last checkpoint and the medians."""
+    import torch.distributed as dist
+
+    from megavlm.checkpoint import state
+    from megavlm.checkpoint.manifest import read_manifest
+    from megavlm.checkpoint.staging import Staging
+
     saver, trained = run.saver, run.engine.trained()
-    copies: list[Spent] = []
-    copy = Staging.copy
+    copy, copies = Staging.copy, []
+    stalls, waits, written = [], [], []
 
     def timed(self: Staging, files: Any) -> Any:
         places, spent = _spent(lambda: copy(self, files))
         copies.append(spent)
         return places
 
-    Staging.copy = timed  # type: ignore[method-assign]
-    stalls, waits, saves = [], [], []
-    for iteration in range(1, 2 * REPEAT + 3):  # the first two are warm-up: memory is touched, plans are made
-        position = state.Position(iteration=iteration, loader={})
-        save = partial(state.save, trained, position, config=run.config, plan=run.plan, saver=saver)
-        dist.barrier()
-        written = _processor_time(saver._process.pid)
-        _, begun = _spent(save)
-        _, waited = _spent(saver.wait)
-        (report,) = saver.poll()
-        assert report.error is None, report.error
-        if iteration > 2:
+    with patch.object(Staging, "copy", timed):
+        for iteration in range(1, 2 * REPEAT + 3):
+            position = state.Position(iteration=iteration, loader={})
+            save = partial(state.save, trained, position, config=run.config, plan=run.plan, saver=saver)
+            dist.barrier()
+            before = _processor_time(saver._process.pid)
+            _, begun = _spent(save)
+            _, waited = _spent(saver.wait)
+            (report,) = saver.poll()
+            assert report.error is None, report.error
+            beside = _processor_time(saver._process.pid) - before
             stalls.append(begun)
-            beside = _processor_time(saver._process.pid) - written
             waits.append(Spent(begun.seconds + waited.seconds, begun.processor + waited.processor + beside))
-            saves.append(report.seconds)
-    dist.barrier()
-    checkpoint = report.folder
-    load = partial(state.load, trained, config=run.config, plan=run.plan)
+            written.append(report.seconds)
+    dist.barrier()  # the manifest is rank 0's
+    stall, whole, copied = (_median(each[2:]) for each in (stalls, waits, copies))  # two are warm-up
+    gigabytes = sum(each.bytes for each in read_manifest(report.folder).values()) / 1e9
+    seconds = statistics.median(written[2:])
+    return report.folder, {
+        "gigabytes": gigabytes,
+        "copy_s": copied.seconds,
+        "async_stall_s": stall.seconds,
+        "sync_stall_s": whole.seconds,
+        "stall_beyond_copy_of_sync": (stall.seconds - copied.seconds) / whole.seconds,
+        "copy_cpu_s": copied.processor,
+        "async_stall_cpu_s": stall.processor,
+        "sync_save_cpu_s": whole.processor,
+        "stall_beyond_copy_of_sync_cpu": (stall.processor - copied.processor) / whole.processor,
+        "save_s": seconds,
+        "save_gb_per_s": gigabytes / seconds,
+    }
+
+
+def _loads(run: Any, checkpoint: Path) -> dict[str, float]:
+    """Load several times, by turns without sums and verified; return the medians."""
+    import torch.distributed as dist
+
+    from megavlm.checkpoint import restoring, state
+
+    load = partial(state.load, run.engine.trained(), config=run.config, plan=run.plan)
     verified = partial(restoring.load_newest, restoring.Choices((checkpoint,)), check=_nothing, load=load, say=print)
     loads: dict[bool, list[Spent]] = {False: [], True: []}
     read: dict[bool, int] = {}
@@ -125,38 +160,18 @@ def work(folder: Path, *, layers: int) -> None:
         with contextlib.nullcontext() if verifies else _without_sums():
             _, spent = _spent(verified if verifies else partial(load, checkpoint))
         read[verifies] = _bytes_read() - before
-        if number > 1:
-            loads[verifies].append(spent)
-    size = sum(each.bytes for each in read_manifest(checkpoint).values())
-    close(run)
-    if dist.get_rank() == 0:
-        stall, whole, copied = (_median(each) for each in (stalls, waits, copies[2:]))
-        plain, summed = _median(loads[False]), _median(loads[True])
-        figures = {
-            "gigabytes": size / 1e9,
-            "layers": layers,
-            "copy_s": copied.seconds,
-            "async_stall_s": stall.seconds,
-            "sync_stall_s": whole.seconds,
-            "stall_beyond_copy_of_sync": (stall.seconds - copied.seconds) / whole.seconds,
-            "copy_cpu_s": copied.processor,
-            "async_stall_cpu_s": stall.processor,
-            "sync_save_cpu_s": whole.processor,
-            "stall_beyond_copy_of_sync_cpu": (stall.processor - copied.processor) / whole.processor,
-            "save_s": statistics.median(saves),
-            "save_gb_per_s": size / 1e9 / statistics.median(saves),
-            "load_s": plain.seconds,
-            "verified_load_s": summed.seconds,
-            "verification_of_load": summed.seconds / plain.seconds - 1,
-            "load_cpu_s": plain.processor,
-            "verified_load_cpu_s": summed.processor,
-            "load_bytes_read": read[False],
-            "verified_load_bytes_read": read[True],
-        }
-        (folder / "figures.json").write_text(json.dumps(figures))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+        loads[verifies].append(spent)
+    plain, summed = (_median(loads[verifies][1:]) for verifies in (False, True))  # one of each is warm-up
+    return {
+        "load_s": plain.seconds,
+        "verified_load_s": summed.seconds,
+        "verification_of_load": summed.seconds / plain.seconds - 1,
+        "verification_of_load_cpu": summed.processor / plain.processor - 1,
+        "load_cpu_s": plain.processor,
+        "verified_load_cpu_s": summed.processor,
+        "load_bytes_read": read[False],
+        "verified_load_bytes_read": read[True],
+    }
 
 
 @dataclass(frozen=True)

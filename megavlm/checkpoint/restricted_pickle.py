@@ -10,29 +10,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 Call = Callable[[Any, tuple[Any, ...]], Any]
 Build = Callable[[Any, Any], None]
 
-_CONSTANTS: dict[int, Callable[[], Any]] = {
-    ord("N"): lambda: None,
-    0x88: lambda: True,
-    0x89: lambda: False,
-    ord(")"): tuple,
-    ord("]"): list,
-    ord("}"): dict,
-}
-# opcode → how its argument is laid out
-_NUMBERS = {ord("K"): "<B", ord("M"): "<H", ord("J"): "<i", ord("G"): ">d"}
-_TEXTS = {0x8C: "<B", ord("X"): "<I"}
-_MEMO_READS = {ord("h"): "<B", ord("j"): "<I"}
-_MEMO_WRITES = {ord("q"): "<B", ord("r"): "<I"}
-_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
-_PROTO, _FRAME, _STOP, _MARK, _LONG1, _MEMOIZE = 0x80, 0x95, ord("."), ord("("), 0x8A, 0x94
-_TUPLE, _APPEND, _APPENDS, _SETITEM, _SETITEMS = ord("t"), ord("a"), ord("e"), ord("s"), ord("u")
-_STACK_GLOBAL, _NEWOBJ, _REDUCE, _BUILD = 0x93, 0x81, ord("R"), ord("b")
-_GLOBAL, _PERSISTENT = ord("c"), ord("Q")
 _PROTOCOLS = (2, 4, 5)
 _LONGEST_NAME = 200  # bytes
 
@@ -57,108 +40,147 @@ def load(
     `keys`: types of the keys of dicts, which must be quick to hash. Raises Refused for anything beyond that, and
     ValueError, IndexError, TypeError or another error where the bytes are damaged.
     """
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
     if data[:1] != b"\x80" or data[1] not in _PROTOCOLS:
         raise Refused("is a pickle of a protocol that is not read here")
-    at = 2
+    return _Interpreter(data, objects, call, keys, build, persistent).run()
 
-    def number(layout: str) -> Any:
-        nonlocal at
-        (value,) = struct.unpack_from(layout, data, at)
-        at += struct.calcsize(layout)
+
+@dataclass(eq=False)
+class _Interpreter:
+    """The pickle machine: a stack of values, marks in it, and a memo of values that are used again."""
+
+    data: bytes
+    objects: Mapping[tuple[str, str], Any]
+    make: Call
+    keys: tuple[type, ...]
+    set_state: Build | None
+    outside: Callable[[Any], Any] | None
+    at: int = 2  # the next byte to read; the first two tell the protocol
+    stack: list[Any] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+
+    def run(self) -> Any:
+        """Return the value that is on top of the stack at the end."""
+        while (opcode := self.number("<B")) != _STOP:
+            if opcode in _PUSHED:
+                self.stack.append(_PUSHED[opcode](self))
+            elif opcode in _DONE:
+                _DONE[opcode](self)
+            else:
+                raise Refused(f"has the opcode {opcode:#04x}, which no tensor checkpoint needs")
+        return self.stack.pop()
+
+    # What the bytes after an opcode say
+
+    def number(self, layout: str) -> Any:
+        (value,) = struct.unpack_from(layout, self.data, self.at)
+        self.at += struct.calcsize(layout)
         return value
 
-    def take(count: int) -> bytes:
-        nonlocal at
-        found = data[at : at + count]
+    def take(self, count: int) -> bytes:
+        found = self.data[self.at : self.at + count]
         if len(found) != count:
             raise ValueError("it ends too early")
-        at += count
+        self.at += count
         return found
 
-    def since_mark() -> list[Any]:
-        start = marks.pop()
-        found = stack[start:]
-        del stack[start:]
+    def text(self, layout: str) -> str:
+        return str(self.take(self.number(layout)), "utf-8")
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at, self.at + _LONGEST_NAME)
+        return str(self.take(end + 1 - self.at)[:-1], "utf-8")
+
+    # What is on the stack
+
+    def since_mark(self) -> list[Any]:
+        return self.last(len(self.stack) - self.marks.pop())
+
+    def last(self, count: int) -> list[Any]:
+        start = len(self.stack) - count
+        if start < 0:
+            raise ValueError("it takes more than there is")
+        found = self.stack[start:]
+        del self.stack[start:]
         return found
 
-    def put(items: list[Any]) -> None:
-        if type(stack[-1]) is not dict or not all(type(key) in keys for key in items[::2]):
+    def put(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not dict or not all(type(key) in self.keys for key in items[::2]):
             raise Refused("has a dict whose keys are not known here")
-        stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
-    def extend(items: list[Any]) -> None:
-        if type(stack[-1]) is not list:
+    def extend(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
             raise Refused("appends to what is no list")
-        stack[-1].extend(items)
+        self.stack[-1].extend(items)
 
-    def line() -> str:
-        nonlocal at
-        end = data.index(b"\n", at, at + _LONGEST_NAME)
-        found = str(data[at:end], "utf-8")
-        at = end + 1
-        return found
+    # What the caller allows
 
-    def named(module: Any, name: Any) -> Any:
-        if type(name) is not str or type(module) is not str or (module, name) not in objects:
+    def named(self, module: Any, name: Any) -> Any:
+        if type(name) is not str or type(module) is not str or (module, name) not in self.objects:
             raise Refused(f"names {module!s:.80}.{name!s:.80}, which no tensor checkpoint needs")
-        return objects[module, name]
+        return self.objects[module, name]
 
-    while True:
-        opcode = data[at]
-        at += 1
-        if opcode == _MEMOIZE:
-            memo[len(memo)] = stack[-1]
-        elif opcode in _MEMO_WRITES:
-            memo[number(_MEMO_WRITES[opcode])] = stack[-1]
-        elif opcode in _MEMO_READS:
-            stack.append(memo[number(_MEMO_READS[opcode])])
-        elif opcode in _CONSTANTS:
-            stack.append(_CONSTANTS[opcode]())
-        elif opcode in _NUMBERS:
-            stack.append(number(_NUMBERS[opcode]))
-        elif opcode == _MARK:
-            marks.append(len(stack))
-        elif opcode in _TUPLES:
-            count = _TUPLES[opcode]
-            stack[-count:] = [tuple(stack[-count:])]
-        elif opcode == _TUPLE:
-            stack.append(tuple(since_mark()))
-        elif opcode in (_NEWOBJ, _REDUCE):
-            arguments = stack.pop()
-            if type(arguments) is not tuple:
-                raise Refused("calls with what is no tuple")
-            stack.append(call(stack.pop(), arguments))
-        elif opcode == _BUILD and build is not None:
-            state = stack.pop()
-            build(stack[-1], state)
-        elif opcode in _TEXTS:
-            stack.append(str(take(number(_TEXTS[opcode])), "utf-8"))
-        elif opcode == _SETITEMS:
-            put(since_mark())
-        elif opcode == _SETITEM:
-            item = stack[-2:]
-            del stack[-2:]
-            put(item)
-        elif opcode == _APPENDS:
-            extend(since_mark())
-        elif opcode == _APPEND:
-            extend([stack.pop()])
-        elif opcode == _STACK_GLOBAL:
-            name, module = stack.pop(), stack.pop()
-            stack.append(named(module, name))
-        elif opcode == _GLOBAL:
-            module, name = line(), line()
-            stack.append(named(module, name))
-        elif opcode == _PERSISTENT and persistent is not None:
-            stack.append(persistent(stack.pop()))
-        elif opcode == _LONG1:
-            stack.append(int.from_bytes(take(number("<B")), "little", signed=True))
-        elif opcode == _FRAME:
-            take(8)  # its length, which a reader from memory has no use for
-        elif opcode == _STOP:
-            return stack.pop()
-        else:
-            raise Refused(f"has the opcode {opcode:#04x}, which no tensor checkpoint needs")
+    def called(self) -> Any:
+        what, arguments = self.last(2)
+        if type(arguments) is not tuple:
+            raise Refused("calls with what is no tuple")
+        return self.make(what, arguments)
+
+    def build(self) -> None:
+        if self.set_state is None:
+            raise Refused("gives an object a state, which no tensor checkpoint needs")
+        state = self.stack.pop()
+        self.set_state(self.stack[-1], state)
+
+    def from_outside(self) -> Any:
+        if self.outside is None:
+            raise Refused("asks for what lies outside of it, which no tensor checkpoint needs")
+        return self.outside(self.stack.pop())
+
+    def memorize(self, place: int) -> None:
+        self.memo[place] = self.stack[-1]
+
+
+_STOP = ord(".")
+# Opcodes that push a value. The standard library's names stand beside those that are no plain letters.
+_PUSHED: dict[int, Callable[[_Interpreter], Any]] = {
+    ord("N"): lambda its: None,
+    0x88: lambda its: True,  # NEWTRUE
+    0x89: lambda its: False,  # NEWFALSE
+    ord(")"): lambda its: (),
+    ord("]"): lambda its: [],
+    ord("}"): lambda its: {},
+    ord("K"): lambda its: its.number("<B"),
+    ord("M"): lambda its: its.number("<H"),
+    ord("J"): lambda its: its.number("<i"),
+    ord("G"): lambda its: its.number(">d"),
+    0x8A: lambda its: int.from_bytes(its.take(its.number("<B")), "little", signed=True),  # LONG1
+    0x8C: lambda its: its.text("<B"),  # SHORT_BINUNICODE
+    ord("X"): lambda its: its.text("<I"),
+    ord("h"): lambda its: its.memo[its.number("<B")],
+    ord("j"): lambda its: its.memo[its.number("<I")],
+    ord("t"): lambda its: tuple(its.since_mark()),
+    0x85: lambda its: tuple(its.last(1)),  # TUPLE1
+    0x86: lambda its: tuple(its.last(2)),  # TUPLE2
+    0x87: lambda its: tuple(its.last(3)),  # TUPLE3
+    0x93: lambda its: its.named(*its.last(2)),  # STACK_GLOBAL
+    ord("c"): lambda its: its.named(its.line(), its.line()),
+    0x81: _Interpreter.called,  # NEWOBJ
+    ord("R"): _Interpreter.called,
+    ord("Q"): _Interpreter.from_outside,
+}
+# Opcodes that change what is there
+_DONE: dict[int, Callable[[_Interpreter], Any]] = {
+    0x95: lambda its: its.take(8),  # FRAME: its length, which a reader from memory has no use for
+    ord("("): lambda its: its.marks.append(len(its.stack)),
+    0x94: lambda its: its.memorize(len(its.memo)),  # MEMOIZE
+    ord("q"): lambda its: its.memorize(its.number("<B")),
+    ord("r"): lambda its: its.memorize(its.number("<I")),
+    ord("s"): lambda its: its.put(its.last(2)),
+    ord("u"): lambda its: its.put(its.since_mark()),
+    ord("a"): lambda its: its.extend(its.last(1)),
+    ord("e"): lambda its: its.extend(its.since_mark()),
+    ord("b"): _Interpreter.build,
+}

@@ -175,6 +175,8 @@ def _boot() -> str:
 
 def _started(pid: Any) -> str | None:
     """Return when a process of this machine started, which tells it from a later one with its number."""
+    if type(pid) is not int:
+        return None
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -8,6 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import yaml
@@ -90,7 +91,8 @@ def status(folder: Path, data: bytes) -> None:
 def lock(folder: Path, data: bytes) -> None:
     (folder / "lock").write_bytes(data)
     held = RunLock(folder)
-    held.acquire()
+    with patch("megavlm.resilience.lock._SILENCE", 0.0):  # an owner on another machine is not waited for
+        held.acquire()
     held.release()
 
 
@@ -120,11 +122,21 @@ def feature_cache(folder: Path, data: bytes) -> None:
     FeatureCache(folder, size=2**20, encoder=b"").get(KEY)
 
 
+def _here() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@cache
+def owners() -> list[bytes]:
+    """Return locks of a process of this machine and of another one, as a run writes them."""
+    here = {"host": "a", "machine": _here(), "pid": 7, "started": "9", "since": "2026-11-22T08:00:00+00:00"}
+    return [json.dumps(owner).encode() for owner in (here, {**here, "machine": "b"})]
+
+
 def full_config() -> bytes:
     return yaml.safe_dump(json.loads(json.dumps(asdict(Config())))).encode()
 
 
-OWNER = {"host": "a", "machine": "b", "pid": 7, "started": "9", "since": "2026-11-22T08:00:00+00:00"}
 STATUS = {"state": "stopped", "reason": "SIGTERM", "time": "", "attempt": 0, "iteration": 7, "train_iters": 9}
 READERS = {
     "config.yaml": Reader(run_config, lambda: [full_config(), json.dumps(asdict(Config())).encode()], few=10),
@@ -134,9 +146,6 @@ READERS = {
     "hardware profile": Reader(
         hardware, lambda: [json.dumps(to_json(each)).encode() for each in PROFILES.values()], few=3
     ),
+    "lock": Reader(lock, owners),
     "feature cache": Reader(feature_cache, lambda: [features()]),
 }
-
-
-def _here() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
