@@ -14,6 +14,7 @@ from megavlm.config.derived import launches_in_order
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check, usable_world
 from megavlm.config.schema import Config
+from megavlm.config.start_defaults import start_table
 from megavlm.errors import RankError, Stopped, UserError
 from megavlm.launch.configuration import with_model, with_plan
 from megavlm.launch.exit_file import note_exit
@@ -70,6 +71,7 @@ def enter_world() -> int:
 
 def dry_run(config: Config, *, world: int) -> None:
     """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
+    from megavlm.checkpoint.begun import as_begun
     from megavlm.parallel.dims import dims_of
     from megavlm.planner.auto import memory_of, offload_line
     from megavlm.planner.memory import table as memory_table
@@ -79,9 +81,11 @@ def dry_run(config: Config, *, world: int) -> None:
     parallel = config.parallel
     world = max(world, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     check(config, world=world)
-    config = resolve(config, vocab_size=vocab_size_of(config))
+    asked, given = config, as_begun(config)
+    config = resolve(given, vocab_size=vocab_size_of(given))
     dims = dims_of(config, world=world)
     print(table(make_plan(config, dims), config))
+    print(start_table(given, asked=asked))
     on_gpu = config.precision.dtype != "fp32"
     print(memory_table(memory_of(config, dims, on_gpu=on_gpu)))
     if offloaded := offload_line(config, dims, on_gpu=on_gpu):

@@ -19,7 +19,7 @@ from megavlm.config.load import to_yaml
 from megavlm.config.lora import adapted_parts
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
-from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, TrainConfig
+from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
 from megavlm.errors import UserError
 from megavlm.parallel.dims import dims_of
 from megavlm.planner.plan import make_plan
@@ -69,8 +69,6 @@ def _parser() -> argparse.ArgumentParser:
 def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Import a Hugging Face folder; flags of a run (--tp 2 …) are checked and stored in config.yaml."""
     config = with_pretrained_model(parse([*rest, "--init-from", str(options.source)]))
-    if config.train.seq_length == TrainConfig().seq_length:  # a default that is too short for most models' images
-        config = replace(config, train=replace(config.train, seq_length=length_for(config.model)))
     parallel = config.parallel
     world = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     check(config, world=world)
@@ -168,7 +166,8 @@ def _trained(source: Path) -> tuple[Path, Any, Config]:
 def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compare both models' logits in fp32 on the same random images and text."""
     _nothing_left(rest)
-    config = resolve(with_pretrained_model(Config(checkpoint=CheckpointConfig(init_from=str(options.folder)))))
+    asked = Config(checkpoint=CheckpointConfig(init_from=str(options.folder)), precision=PrecisionConfig("fp32"))
+    config = resolve(with_pretrained_model(asked))
     pretrained = Pretrained.of(options.folder, *ALL_PARTS)
 
     from megavlm import backend
@@ -180,7 +179,7 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.checkpoint is not None and has_adapters(options.checkpoint):
         raise UserError(f"{options.checkpoint} has adapters: fold them in with merge-lora and verify the result")
     length = options.seq_length or length_for(config.model, pretrained.tiling)
-    config = replace(config, train=TrainConfig(seq_length=length))
+    config = replace(config, train=replace(config.train, seq_length=length))
     found = compare(pretrained, options.checkpoint, config, chosen, samples=options.samples)
     print(
         f"largest logit difference {found.largest:.2e} (largest logit {found.scale:.2f}), "

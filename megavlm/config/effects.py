@@ -13,6 +13,7 @@ from megavlm.config.fields import Option, options, value_at, with_values
 from megavlm.config.lora import adapted_parts
 from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config
+from megavlm.config.start_defaults import is_start_default
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def idle(config: Config) -> Iterator[tuple[Option, Effect]]:
             continue
         for name in effect.options:
             option = known[f"{effect.section}.{name}"]
-            if value_at(config, option.path) != option.default:
+            if value_at(config, option.path) != option.default and not is_start_default(config, option):
                 yield option, effect
 
 

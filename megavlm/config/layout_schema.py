@@ -159,8 +159,9 @@ class PrecisionConfig:
     """Number formats of parameters, activations and matrix products."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = option(
-        "fp32",
-        "Type of parameters and activations; main weights, Adam's moments and gradient sums are fp32.",
+        None,
+        "Type of parameters and activations; main weights, Adam's moments and gradient sums are fp32. Default: fp32, "
+        "from given weights bf16.",
         flag="--precision",
         common=PRECISION,
     )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megavlm.config.schema import Config, ModelConfig
+from megavlm.config.start_defaults import with_start_defaults
 
 
 def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
@@ -15,6 +16,7 @@ def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
     again changes nothing. Defaults that follow from the layout or the device are not filled in here, because the
     planner varies both: `layout_rules.overlapped` and `device_defaults` do that.
     """
+    config = with_start_defaults(config)
     optimizer = _filled(config.optimizer, lr_decay_iters=config.train.train_iters)
     if optimizer.lr_decay_style == "WSD":
         optimizer = _filled(optimizer, lr_wsd_decay_iters=max(1, optimizer.lr_decay_iters // 10))

@@ -15,6 +15,7 @@ from megavlm.config.precision_rules import PRECISION_RULES
 from megavlm.config.ranges import out_of_range
 from megavlm.config.run_rules import RUN_RULES
 from megavlm.config.schema import Config
+from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
 
 RULES = (*MODEL_RULES, *LAYOUT_RULES, *PRECISION_RULES, *RUN_RULES, options_have_an_effect)
@@ -34,12 +35,14 @@ def usable_world(config: Config, launched: int) -> int:
     """
     if not config.parallel.spare_ranks or any(out_of_range(config)):
         return launched
+    config = with_start_defaults(config)
     numbers = range(launched, 0, -1)
     return next((world for world in numbers if not any(rule(config, world) for rule in WORLD_RULES)), launched)
 
 
 def _complaints(config: Config, world: int) -> Iterator[str]:
     yield from out_of_range(config)
+    config = with_start_defaults(config)
     for rule in RULES:
         if complaint := rule(config):
             yield complaint

@@ -48,21 +48,41 @@ class TrainConfig:
     train_iters: int = option(100, "Number of optimizer steps of the whole run.", common=TRAINING)
     micro_batch_size: int = option(1, "Sequences per micro-batch of a data-parallel rank.", "--mbs", common=TRAINING)
     global_batch_size: int = option(8, "Sequences per optimizer step over all ranks.", "--gbs", common=TRAINING)
-    seq_length: int = option(64, "Sequence length in tokens, image tokens included.", common=DATA)
+    seq_length: int = option(
+        None,
+        "Sequence length in tokens, image tokens included; default: 64, from given weights 8192 or the most positions "
+        "of the model.",
+        common=DATA,
+    )
     seed: int = option(1234, "Random seed of weights, data order and dropout.", common=TRAINING)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    lr: float = option(1e-3, "Peak learning rate.", common=TRAINING)
+    lr: float = option(
+        None,
+        "Peak learning rate; default: 1e-3, from given weights 1e-5 (LoRA: 1e-4, the projector alone: 1e-3).",
+        common=TRAINING,
+    )
     min_lr: float = option(0.0, "Learning rate at the end of the decay.")
-    vision_lr: float | None = option(None, "Peak learning rate of the vision encoder; default: --lr.")
-    projector_lr: float | None = option(None, "Peak learning rate of the projector; default: --lr.")
-    language_lr: float | None = option(None, "Peak learning rate of the language model; default: --lr.")
+    vision_lr: float | None = option(
+        None, "Peak learning rate of the vision encoder; default: --lr, or 2e-6 from given weights without --lr."
+    )
+    projector_lr: float | None = option(
+        None,
+        "Peak learning rate of the projector; default: --lr, or without --lr 2e-5 beside LoRA and 1e-3 for a new one.",
+    )
+    language_lr: float | None = option(
+        None, "Peak learning rate of the language model; default: --lr, or without --lr 2e-5 beside LoRA."
+    )
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option(
         "cosine", "Shape of the decay after the warm-up.", common=TRAINING
     )
-    lr_warmup_iters: int = option(0, "Steps of linear learning-rate warm-up.", common=TRAINING)
+    lr_warmup_iters: int = option(
+        None,
+        "Steps of linear learning-rate warm-up; default: 0, from given weights 3 % of the steps until the decay ends.",
+        common=TRAINING,
+    )
     lr_decay_iters: int = option(None, "Step at which the learning-rate decay ends; default: --train-iters.")
     lr_wsd_decay_iters: int = option(
         None, "WSD: number of steps of the final decay; default: a tenth of the steps before the decay ends."
@@ -174,7 +194,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save_interval: int = option(0, "Steps between checkpoints; 0: one at the end.", common=FILES)
+    save_interval: int = option(
+        None, "Steps between checkpoints; 0: one at the end. Default: 0, from given weights 500.", common=FILES
+    )
     keep_checkpoints: int = option(2, "Number of latest checkpoints to keep; 0: keep all.")
     keep_every: int = option(0, "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.")
     keep_best: str | None = option(

@@ -62,8 +62,9 @@ class SyntheticSource(ComputedSource):
 
         Raises UserError if `--seq-length` is too short for the images, or the vocabulary does not fit.
         """
+        config = resolve(config, vocab_size=VOCABULARY)
         vision, data = config.model.vision, config.data
-        self.vocab_size = resolve(config, vocab_size=VOCABULARY).model.language.vocab_size
+        self.vocab_size = config.model.language.vocab_size
         self._projector = config.model.projector
         self.image_token = self.vocab_size - 1 if config.model.image_token is None else config.model.image_token
         self._seed = config.train.seed

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.config.resolve import data_kind
+from megavlm.config.resolve import data_kind, resolve
 from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
@@ -28,6 +28,7 @@ def look(config: Config, *, shown: int, title: str) -> PreviewContent:
     """
     if data_kind(config) != "files":
         raise UserError("there is nothing to preview without --datasets: name your data sets, or a --config that does")
+    config = resolve(config)
     source = files_source(config)
     records = _window(config, source)
     usable = [record for record in records if record.samples]

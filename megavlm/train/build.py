@@ -16,13 +16,16 @@ import torch.distributed as dist
 from megavlm.arch.layers import PATCH_EMBED
 from megavlm.backend import Backend
 from megavlm.backend.clock import clock_of
+from megavlm.checkpoint.begun import as_begun
 from megavlm.checkpoint.retention import Holds, Keep
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
 from megavlm.config.derived import overlapped, shards_gradients
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
+from megavlm.config.rules import check
 from megavlm.config.schema import Config
+from megavlm.config.start_defaults import start_table
 from megavlm.data.data_loader import DataLoader, build_data_loader, prepare_data
 from megavlm.data.files import FilesSource
 from megavlm.data.image_assignment import ImageAssignment
@@ -123,7 +126,11 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     timeout = config.parallel.distributed_timeout_minutes
     rank, run_dir = dist.get_rank(), Path(config.run.run_dir)
     watch.starting("tokenizer and process groups")
-    dims = dims_of(config, world=dist.get_world_size())
+    world = dist.get_world_size()
+    asked, config = config, from_rank_0(partial(as_begun, config), config)
+    if config != asked:
+        check(config, world=world)
+    dims = dims_of(config, world=world)
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
     given, config = config, resolve(config, vocab_size=source.vocab_size)
     config = overlapped(with_device_defaults(config, on_gpu=not backend.is_cpu, dp=dims.dp), dp=dims.dp)
@@ -139,7 +146,8 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         start_user_buffers(config, backend)
     on_rank_0(partial(write_run_files, run_dir, given, plan, backend))
     if rank == 0:
-        print("\n".join([table(plan, config), *_hints(config, plan, backend)]), flush=True)
+        told = [table(plan, config), start_table(given, asked=asked), *_hints(config, plan, backend)]
+        print("\n".join(told), flush=True)
 
     watch.starting("data")
     on_rank_0(partial(prepare_data, config))

@@ -19,6 +19,7 @@ from megavlm.checkpoint.hf.pretrained import ALL_PARTS, pretrained_of
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, write_sidecar
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
+from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
 from megavlm.planner.plan import Plan
 
@@ -39,7 +40,9 @@ def make_run_dir(run_dir: Path) -> None:
 
 
 def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend) -> None:
-    """Write `config.yaml` (as given, for `--config`), `plan.json` and `environment.json`."""
+    """Write `plan.json`, `environment.json` and, for `--config`, `config.yaml`: the options as given, and the values
+    that `start_defaults` gave the others.
+    """
     environment = {
         "megavlm": megavlm.__version__,
         "python": platform.python_version(),
@@ -54,7 +57,7 @@ def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend)
         "command": sys.argv,
     }
     try:
-        (run_dir / "config.yaml").write_text(to_yaml(config))
+        (run_dir / "config.yaml").write_text(to_yaml(with_start_defaults(config)))
         (run_dir / "plan.json").write_text(plan.dumps())
         (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megavlm.config.resolve import data_kind, is_set
+from megavlm.config.resolve import data_kind, is_set, resolve
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
 from megavlm.data.streaming import files_source
@@ -21,6 +21,7 @@ def build_source(
 
     Rank 0 writes the tokenizer of the demo to `run_dir`; the other ranks call `barrier` to wait for it.
     """
+    config = resolve(config)
     if data_kind(config) == "digits":
         return DigitsSource.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
     if data_kind(config) == "files":

@@ -1,0 +1,158 @@
+"""The options whose default depends on what a run starts from, random or given weights, in one table.
+
+Random weights are a toy or the start of a pretraining: they take large steps, and a laptop should run them as they are.
+Given weights are somebody's work, which the same step would destroy: their defaults are those that are published for
+fine-tuning. In the schema, the default of these options is None, so that what the user gave is known; `resolve` fills
+them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megavlm.config.fields import Option, options, value_at, with_values
+from megavlm.config.lora import adapted_parts
+from megavlm.config.schema import Config
+
+PARTS = ("vision", "projector", "language")
+
+# Published learning rates: scripts/v1_5 of LLaVA (a projector beside adapters 2e-5, a new projector alone 1e-3), the
+# examples of LLaMA-Factory and ms-swift (all weights 1e-5, adapters 1e-4), LLaVA-OneVision (vision encoder 2e-6 beside
+# 1e-5).
+FULL, ENCODER, ADAPTERS, BESIDE_ADAPTERS, PROJECTOR = 1e-5, 2e-6, 1e-4, 2e-5, 1e-3
+WARMUP = 0.03  # of the steps until the decay ends: LLaVA, InternVL, Qwen2.5-VL
+LENGTH = 8192  # tokens: InternVL, Qwen2.5-VL; some ten images
+SAVE = 500  # steps: LLaMA-Factory, ms-swift
+
+
+@dataclass(frozen=True)
+class StartDefault:
+    """An option that is None until it is known what a run starts from; both functions take the run's options."""
+
+    option: str  # "section.field"
+    random: Any  # the value with random weights
+    given: Callable[[Config], tuple[Any, str]]  # with given weights: the value, and why
+
+
+def starts_from_weights(config: Config) -> bool:
+    """Return whether a run starts from weights that the user gave."""
+    checkpoint = config.checkpoint
+    return any((checkpoint.init_from, checkpoint.vision_from, checkpoint.language_from, checkpoint.load))
+
+
+def trained_whole(config: Config) -> tuple[str, ...]:
+    """Return the parts of the model all of whose weights are trained, not adapters alone."""
+    return tuple(part for part in PARTS if part not in (*config.model.freeze, *adapted_parts(config)))
+
+
+def new_projector(config: Config) -> bool:
+    """Return whether the run makes the projector between parts of other models."""
+    return config.checkpoint.vision_from is not None or config.checkpoint.language_from is not None
+
+
+def learning_rate(config: Config) -> tuple[float, str]:
+    if adapted_parts(config):
+        return ADAPTERS, "published for LoRA adapters"
+    if trained_whole(config) == ("projector",):
+        return PROJECTOR, "published for training the projector alone"
+    return FULL, "published for training all weights"
+
+
+def part_rate(part: str) -> Callable[[Config], tuple[float | None, str]]:
+    """Return the rule for the learning rate of one part. Parts follow --lr if it is given, and where they are not
+    trained whole.
+    """
+
+    def rate(config: Config) -> tuple[float | None, str]:
+        whole = trained_whole(config)
+        if config.optimizer.lr is not None or part not in whole or whole == ("projector",):
+            return None, ""
+        if part == "projector" and new_projector(config):
+            return PROJECTOR, "the projector begins with random weights"
+        if part == "vision":
+            return ENCODER, "published for the vision encoder, which is trained more gently"
+        return (BESIDE_ADAPTERS, "published for parts beside LoRA adapters") if adapted_parts(config) else (None, "")
+
+    return rate
+
+
+def warmup(config: Config) -> tuple[int, str]:
+    steps = config.optimizer.lr_decay_iters or config.train.train_iters
+    return round(WARMUP * steps), f"{WARMUP:.0%} of the steps until the decay ends"
+
+
+def length(config: Config) -> tuple[int, str]:
+    longest = config.model.language.max_positions
+    if longest is not None and longest < LENGTH:
+        return longest, "the most positions of the language model"
+    return LENGTH, "room for some ten images"
+
+
+def save_interval(config: Config) -> tuple[int, str]:
+    return (SAVE, "so that a failure costs at most as many steps") if config.checkpoint.save else (0, "with --no-save")
+
+
+START_DEFAULTS = (
+    StartDefault("precision.dtype", "fp32", lambda config: ("bf16", "the type in which weights are published")),
+    StartDefault("optimizer.lr", 1e-3, learning_rate),
+    *(StartDefault(f"optimizer.{part}_lr", None, part_rate(part)) for part in PARTS),
+    StartDefault("optimizer.lr_warmup_iters", 0, warmup),
+    StartDefault("train.seq_length", 64, length),
+    StartDefault("checkpoint.save_interval", 0, save_interval),
+)
+
+
+def with_start_defaults(config: Config) -> Config:
+    """Return the configuration with the table's value for each of its options that is not set."""
+    unset = (default for default in START_DEFAULTS if value_at(config, _path(default)) is None)
+    return with_values(config, {_path(default): _value(default, config)[0] for default in unset})
+
+
+def with_values_of(config: Config, earlier: Config) -> Config:
+    """Return the configuration with the values of an earlier one for the table's options that are not set."""
+    unset = [default for default in START_DEFAULTS if value_at(config, _path(default)) is None]
+    if value_at(config, ("optimizer", "lr")) is not None:  # parts follow the given rate, not the earlier one
+        unset = [default for default in unset if not default.option.endswith("_lr")]
+    return with_values(config, {_path(default): value_at(earlier, _path(default)) for default in unset})
+
+
+def is_start_default(config: Config, option: Option) -> bool:
+    """Return whether an option of the table has the value that the table gives it."""
+    value = value_at(config, option.path)
+    return any(default.option == option.key and _value(default, config)[0] == value for default in START_DEFAULTS)
+
+
+def start_table(config: Config, *, asked: Config | None = None) -> str:
+    """Return lines that tell the value of each option of the table, and where it comes from.
+
+    `asked` is the configuration before it took values of the run that it continues.
+    """
+    lines = []
+    for option, value, origin in _origins(config, asked or config):
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        lines.append(f"{option.flag:18} {shown:>8}  {origin}")
+    return "\n".join(lines)
+
+
+def _origins(config: Config, asked: Config) -> Iterator[tuple[Option, Any, str]]:
+    known = {option.key: option for option in options()}
+    for default in START_DEFAULTS:
+        path = _path(default)
+        if (value := value_at(config, path)) is not None:
+            origin = "given" if value_at(asked, path) is not None else "as this run began"
+        else:
+            value, why = _value(default, config)
+            start = "default for given weights" if starts_from_weights(config) else "default for random weights"
+            origin = f"{start}: {why}" if why else start
+        if value is not None:
+            yield known[default.option], value, origin
+
+
+def _path(default: StartDefault) -> tuple[str, ...]:
+    return tuple(default.option.split("."))
+
+
+def _value(default: StartDefault, config: Config) -> tuple[Any, str]:
+    return default.given(config) if starts_from_weights(config) else (default.random, "")
