@@ -156,8 +156,8 @@ def _trained(source: Path) -> tuple[Path, Any, Config]:
     sidecar = read_sidecar(checkpoint)
     if sidecar is None:
         raise UserError(
-            f"{source} did not start from a Hugging Face folder, so it has no config.json to export: only "
-            "runs that started with --init-from or an imported checkpoint can be exported"
+            f"{source} has no config.json to export: it began with random weights, or with parts that no model of "
+            "Transformers consists of; docs/hugging-face.md says which do"
         )
     summary = read_summary(checkpoint)
     return checkpoint, sidecar, model_of(summary, checkpoint)

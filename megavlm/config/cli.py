@@ -29,9 +29,9 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 def parse(argv: Sequence[str]) -> Config:
     """Return the configuration that a command line describes.
 
-    Flags override a recipe or a YAML file, which overrides the defaults; the last value of a repeated flag wins. A
-    recipe's schedules are scaled to the flags, and its options without effect return to their defaults. Raises
-    UserError for every mistake. `--help`, `--help-all` and `--print-config` print and exit with status 0.
+    Flags override a recipe or a YAML file, which overrides the defaults; the last value of a repeated flag wins, except
+    that `--datasets` add up. A recipe's schedules are scaled to the flags, and its options without effect return to
+    their defaults. Raises UserError for every mistake. `--help`, `--help-all` and `--print-config` print and exit with status 0.
     """
     parser = _parser(all_options=True)
     try:
@@ -106,7 +106,10 @@ class _Store(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         name = option_string or self._option.flag
-        setattr(namespace, self.dest, self._converted(values, name=name))
+        found = self._converted(values, name=name)
+        if self._option.kind.is_record:  # data sets: nobody names one to drop another
+            found = (*getattr(namespace, self.dest, ()), *found)
+        setattr(namespace, self.dest, found)
 
     def _converted(self, values: Any, *, name: str) -> Any:
         kind = self._option.kind
@@ -124,7 +127,7 @@ def _parser(*, all_options: bool) -> argparse.ArgumentParser:
     parser = _Parser(
         usage="%(prog)s [--recipe NAME | --config FILE.yaml] [--FLAG [VALUE ...]] ...",
         description="Train a vision-language model. Flags override the recipe or file, which overrides the defaults; "
-        f"the last value of a repeated flag wins. Recipes: {', '.join(RECIPES)}.",
+        f"the last value of a repeated flag wins, but --datasets add up. Recipes: {', '.join(RECIPES)}.",
         formatter_class=_Formatter,
         allow_abbrev=False,
         exit_on_error=False,

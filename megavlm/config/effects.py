@@ -60,6 +60,7 @@ EFFECTS = (
         "data",
         (
             *("tokenizer", "chat_template", "train_on", "image_processor", "fast_image_resize", "max_image_pixels"),
+            *("min_pixels", "max_pixels"),
             *("shuffle", "packing", "packing_window", "balance", "max_bad_sample_rate", "worker_timeout"),
         ),
         _data("files"),

@@ -66,6 +66,8 @@ RANGES = (
             "optimizer.lr_wsd_decay_iters",
             "data.image_sizes",
             "data.max_image_pixels",
+            "data.min_pixels",
+            "data.max_pixels",
             "data.packing_window",
             "evaluation.eval_samples",
             "logging.log_interval",

@@ -113,7 +113,9 @@ class DatasetConfig:
     )
     weight: float = option(1.0, "Sampling weight relative to the other data sets.")
     image_root: str | None = option(
-        None, "Folder that contains all image files; image paths are relative to it. Default: the folder of the path."
+        None,
+        "Folder that contains all image files; their paths are relative to it, or absolute and inside it. "
+        "Default: the folder of the path.",
     )
     name: str | None = option(None, "Name in metrics; default: the file name.")
 
@@ -129,7 +131,8 @@ class DataConfig:
     )
     datasets: tuple[DatasetConfig, ...] = option(
         (),
-        "Data sets of --data files, as PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME]; default: none.",
+        "Data sets of --data files, as PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME]; may be repeated. "
+        "Default: none.",
         common=DATA,
     )
     tokenizer: str | None = option(
@@ -146,8 +149,17 @@ class DataConfig:
     )
     image_processor: str | None = option(
         None,
-        "Files: folder with preprocessor_config.json; default: the Hugging Face model's, else images are resized "
-        "to --vision-image-size.",
+        "Files: folder with preprocessor_config.json; default: the Hugging Face model's, or with random weights one "
+        "that resizes images to --vision-image-size.",
+    )
+    min_pixels: int | None = option(
+        None,
+        "Files, Qwen's models: enlarge images to at least this number of pixels; default: preprocessor_config.json's.",
+    )
+    max_pixels: int | None = option(
+        None,
+        "Files, Qwen's models: shrink images to at most this number of pixels, as MAX_PIXELS elsewhere (one image "
+        "token is 28 × 28 or 32 × 32 pixels); default: preprocessor_config.json's.",
     )
     fast_image_resize: bool = option(
         False, "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels."

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megavlm.data.packing import pack
+from megavlm.data.skips import SkipSummary
 from megavlm.data.types import EncodedRecord, GlobalBatch, LoaderState, Segment, Segments, Skipped
 from megavlm.errors import UserError
 
@@ -111,7 +112,7 @@ class PackedBatchSampler:
             taken += len(more)
             empty = 0 if window.sequences else empty + 1
             if empty == _EMPTY_WINDOWS:
-                raise UserError(f"--datasets: none of {read} samples can be used: {_summary(skipped)}")
+                raise UserError(f"--datasets: none of {read} samples can be used: {SkipSummary().add(skipped).told()}")
             if taken == len(window.sequences):
                 number, taken = number + 1, 0
         return GlobalBatch(tuple(sequences), {**self.start, "window": number, "taken": taken}, read, tuple(skipped))
@@ -166,11 +167,3 @@ class PackedBatchSampler:
             read=len(records),
             skipped=tuple(skip for record in records for skip in record.skipped),
         )
-
-
-def _summary(skipped: Sequence[Skipped]) -> str:
-    """Return the most frequent reason, with an example."""
-    reasons = [skip.reason for skip in skipped]
-    commonest = max(sorted(set(reasons)), key=reasons.count)
-    example = next(skip for skip in skipped if skip.reason is commonest)
-    return f"{reasons.count(commonest)} × {commonest}, as {example.label}: {example.detail}"

@@ -67,9 +67,9 @@ class Decoded:
 
 
 def resolve_inside(root: Path, name: str) -> Path:
-    """Return the path of the file `name` in the folder `root`.
+    """Return the path of the file `name`, which is absolute or below the folder `root`.
 
-    Raises BadSample if the path leaves `root` (as an absolute path, with `..` or by a symbolic link), or is not a file.
+    Raises BadSample if it lies outside `root` (an absolute path elsewhere, `..`, a symbolic link), or is not a file.
     """
     if "\0" in name:
         raise BadSample(Reason.OUTSIDE, f"the path {name!r} contains a null character")
@@ -79,8 +79,8 @@ def resolve_inside(root: Path, name: str) -> Path:
         inside, is_file = path.is_relative_to(root), path.is_file()  # opening a pipe could block
     except (OSError, RuntimeError, UnicodeEncodeError) as error:  # too long, a loop of links, a lone surrogate
         raise BadSample(Reason.MISSING, f"the path {name[:200]!r} cannot be resolved: {error}") from error
-    if Path(name).is_absolute() or not inside:
-        raise BadSample(Reason.OUTSIDE, f"the path {name!r} leaves the folder {root}")
+    if not inside:
+        raise BadSample(Reason.OUTSIDE, f"the path {name!r} leads out of image_root, {root}")
     if not is_file:
         raise BadSample(Reason.MISSING, f"{path} is not a file")
     return path

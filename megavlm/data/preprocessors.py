@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from PIL.Image import Resampling
 
-from megavlm.config.schema import Config, ModelConfig
+from megavlm.config.schema import Config, DataConfig, ModelConfig
 from megavlm.data.processors import Processor
 from megavlm.data.processors.processor import Whole
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -16,25 +17,53 @@ from megavlm.data.tokenizers.text import TextTokenizer
 from megavlm.data.tokenizers.training import IMAGE
 from megavlm.errors import UserError
 from megavlm.families import kind_of, processor_from
+from megavlm.families.shared.qwen_vl import NativeResolution
 from megavlm.json_files import read_json
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def processor_for(config: Config) -> Processor:
-    """Return the image processor of `--image-processor`, else of the folder of the pretrained vision tower, else one
-    that resizes images to `--vision-image-size`.
+    """Return the image processor of `--image-processor`, else of the folder of the pretrained vision tower; for a tower
+    with random weights one that resizes images to `--vision-image-size`.
 
-    Raises UserError if the folder's processor does not fit the model, or cannot be read.
+    Raises UserError if the folder has no processor, or one that does not fit the model or cannot be read.
     """
     model = config.model
     given = config.data.image_processor or config.checkpoint.init_from or config.checkpoint.vision_from
-    settings = _settings(Path(given)) if given else None
-    if settings is None:
-        if config.data.image_processor:
-            raise UserError(f"--image-processor {given} has no {' and no '.join(_FILES)}: name a folder with one")
-        return _checked(_plain(model, fast=config.data.fast_image_resize), model)
-    return _checked(processor_from(settings, model, fast=config.data.fast_image_resize), model)
+    data = config.data
+    if given is None:
+        processor: Processor = _plain(model, fast=data.fast_image_resize)
+    elif (settings := _settings(Path(given))) is not None:
+        processor = processor_from(settings, model, fast=data.fast_image_resize)
+    elif data.image_processor:
+        raise UserError(f"--image-processor {given} has no {' and no '.join(_FILES)}: name a folder with one")
+    else:
+        raise UserError(
+            f"{given} has no {' and no '.join(_FILES)}, so that nothing says how its model sees images: complete the "
+            "download, or name a folder with one with --image-processor"
+        )
+    return _checked(_with_area(processor, data), model)
+
+
+def _with_area(processor: Processor, data: DataConfig) -> Processor:
+    """Return the processor with the bounds of `--min-pixels` and `--max-pixels`, if they are set.
+
+    Raises UserError for a processor that does not choose the area of an image, and for bounds that cross.
+    """
+    asked = {name: value for name in ("min_pixels", "max_pixels") if (value := getattr(data, name)) is not None}
+    if not asked:
+        return processor
+    flag = f"--{next(iter(asked)).replace('_', '-')}"
+    if not isinstance(processor, NativeResolution):
+        raise UserError(f"{flag} is for models that see images at their own size (Qwen's): leave it out")
+    bounded = replace(processor, **asked)
+    if bounded.min_pixels > bounded.max_pixels:
+        raise UserError(
+            f"{flag} leaves images with at least {bounded.min_pixels} and at most {bounded.max_pixels} pixels: set "
+            "--min-pixels below --max-pixels"
+        )
+    return bounded
 
 
 def _settings(folder: Path) -> Any:

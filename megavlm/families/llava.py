@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Family of a vision tower by itself → its model_type inside a LLaVA.
 _TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
+_TEXTS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -81,14 +82,18 @@ def compose(parts: Composition) -> dict[str, Any] | None:
     plain = projector.kind == "mlp" and projector.pixel_shuffle == 1 and not projector.input_norm
     plain = plain and projector.anyres_max_tiles is None and projector.hidden_size == model.language.hidden_size
     normed = model.vision.post_norm and model.vision.feature_layer == -1
-    if parts.vision_family not in _TOWERS or normed or not plain:
+    # A part may come out of a larger model, as a section of whose settings it is; a LLaVA leaves the types of both out.
+    tower = parts.vision.values.get("vision_config", parts.vision.values)
+    text = {"model_type": "llama", **parts.language.values.get("text_config", parts.language.values)}
+    unnamed = "clip_vision_model" if parts.vision_family == "llava" else None
+    kind = _TOWERS.get(parts.vision_family) or tower.get("model_type", unnamed)
+    if kind not in _TOWERS.values() or text["model_type"] not in _TEXTS or normed or not plain:
         return None
-    tower, text = parts.vision.values, parts.language.values
     return {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
-        "vision_config": {**tower.get("vision_config", tower), "model_type": _TOWERS[parts.vision_family]},
-        "text_config": dict(text),
+        "vision_config": {**tower, "model_type": kind},
+        "text_config": text,
         "image_token_index": parts.image_token,
         "vision_feature_layer": model.vision.feature_layer,
         "vision_feature_select_strategy": "default" if model.vision.class_token else "full",

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from megavlm.arch.workload import image_workload, sliding_squares
+from megavlm.config.schema import Config
 from megavlm.data.rank_loader import stats
-from megavlm.data.types import StepData
+from megavlm.data.skips import SkipSummary
+from megavlm.data.types import Skipped, StepData
 from megavlm.errors import UserError
 from megavlm.train.build import Run
 
@@ -37,7 +43,7 @@ class Counts:
     late: float = 0  # replicas whose next data are not read yet
 
     def values(self) -> Sequence[float]:
-        return [float(getattr(self, field.name)) for field in fields(self)]
+        return [float(getattr(self, each.name)) for each in fields(self)]
 
 
 def counts_of(run: Run, step: StepData) -> Counts:
@@ -65,23 +71,37 @@ def counts_of(run: Run, step: StepData) -> Counts:
     )
 
 
+class TooManySkipped(UserError):
+    """More samples were skipped than `--max-bad-sample-rate` allows."""
+
+
 @dataclass
 class Tally:
     """The numbers of samples that the whole run has read and skipped."""
 
     read: int
     skipped: int
+    reasons: SkipSummary = field(default_factory=SkipSummary)  # of the samples that this rank has read
 
-    def add(self, counts: Counts) -> None:
-        """Add those of a step."""
+    def add(self, counts: Counts, skipped: Sequence[Skipped]) -> None:
+        """Add the counts of a step over all ranks, and the skipped samples of this one."""
         self.read += int(counts.read)
         self.skipped += int(counts.skipped)
+        self.reasons.add(skipped)
 
-    def too_many_skipped(self, most: float) -> UserError | None:
-        """Return an error, equal on all ranks, if more than the share `most` of all samples was skipped."""
+    def too_many_skipped(self, config: Config, *, keeps: bool) -> TooManySkipped | None:
+        """Return an error, equal on all ranks, if a larger share of all samples was skipped than the user allows.
+
+        `keeps` says whether a checkpoint will be there to go on from. Every rank calls it.
+        """
+        most = config.data.max_bad_sample_rate
         if self.skipped < _LEAST_SKIPPED or self.skipped <= most * self.read:
             return None
-        return UserError(
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self.reasons)
+        after = "continues, with --accept-changed-data if it changes the data" if keeps else "begins anew"
+        return TooManySkipped(
             f"{self.skipped} of {self.read} samples were skipped, more than --max-bad-sample-rate {most}: "
-            "RUN_DIR/skipped lists each with its reason; repair the data, or raise the rate to continue"
+            f"{SkipSummary().merged(found).told()}. {Path(config.run.run_dir) / 'skipped'} lists all; the mended "
+            f"command {after}"
         )

@@ -20,7 +20,7 @@ from megavlm.resilience.cut_short import CutShort, StepCutShort
 from megavlm.resilience.signals import StopRequest
 from megavlm.resilience.status import State, note_failure, write_status
 from megavlm.train.build import Run
-from megavlm.train.counts import Counts, Tally, counts_of
+from megavlm.train.counts import Counts, Tally, TooManySkipped, counts_of
 from megavlm.train.data_ahead import DataAhead
 from megavlm.train.evaluate import final_evaluation, interval_evaluation
 from megavlm.train.patience import Patience
@@ -30,6 +30,8 @@ from megavlm.train.step_guard import StepGuard
 from megavlm.train.step_result import StepResult
 from megavlm.train.trace import Tracer
 from megavlm.train.watch import Watch
+
+_WORTH_KEEPING = 100  # steps
 
 
 def fit(run: Run, stop: StopRequest | None = None) -> None:
@@ -100,7 +102,7 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
             break
         tracer.after(iteration)
         guard.note(step.result)
-        tally.add(step.counts)
+        tally.add(step.counts, step.data.skipped if run.engine.groups.is_reader else ())
         run.skipped.write(iteration, step.data.skipped)
         record = step.record | watch.end_step(iteration, step.seconds) | {"skipped_steps": guard.skipped}
         if _due(iteration, config.evaluation.eval_interval) and iteration < last:
@@ -119,12 +121,21 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
             saved, overdue = iteration, False
             asked = asked or _anywhere(stop.requested, run)  # during the save
         if iteration < last:
-            end = step.error or tally.too_many_skipped(config.data.max_bad_sample_rate)
+            end = step.error or tally.too_many_skipped(config, keeps=_keeps(saved, iteration))
             end = end or (_stopped(stop) if asked else None)
-    if saved != iteration:
+    if isinstance(end, TooManySkipped):
+        tally = Tally(0, 0)  # a run that goes on with mended data is not ended by those of before
+    if saved != iteration and (not isinstance(end, TooManySkipped) or _keeps(saved, iteration)):
         saves.save(_position(run, iteration, tally, guard), record)
     saves.finish()
     return iteration, end
+
+
+def _keeps(saved: int, iteration: int) -> bool:
+    """Return whether a run that ends for bad data keeps a checkpoint. One that has hardly begun does not: its place in
+    the data would refuse the mended command, and nothing is lost.
+    """
+    return saved > 0 or iteration >= _WORTH_KEEPING
 
 
 @dataclass(frozen=True)

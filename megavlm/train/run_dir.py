@@ -16,7 +16,7 @@ import megavlm
 from megavlm.backend import Backend
 from megavlm.checkpoint.hf.compose import composed_config, write_composed_sidecar
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, pretrained_of
-from megavlm.checkpoint.hf.sidecar import carry_sidecar, write_sidecar
+from megavlm.checkpoint.hf.sidecar import NAME, carry_sidecar, write_sidecar
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import with_start_defaults
@@ -76,3 +76,5 @@ def write_sidecars(run_dir: Path, config: Config, checkpoint: Path | None, *, im
     composed = composed_config(pretrained_list, config.model, image_token=image_token)
     if composed is not None:
         write_composed_sidecar(pretrained_list, composed, run_dir)
+    elif pretrained_list and not (run_dir / NAME).exists():
+        print("no model of Transformers consists of these parts: the run cannot be exported", flush=True)

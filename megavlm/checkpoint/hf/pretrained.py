@@ -81,22 +81,24 @@ class Pretrained:
     def problems(self) -> list[str]:
         """Return a line for each missing and surplus tensor, and for each tied weight that differs from its twin."""
         found = self.folder.tensors
-        missing = [f"missing {name}" for name in sorted(_names(self.table) - found.keys())]
+        wanted = {key: rule for key, rule in self.table.items() if self.provides(key)}
+        missing = [f"missing {name}" for name in sorted(_names(wanted) - found.keys())]
         known = [re.compile(pattern) for pattern in self.family.unused]
         surplus = [name for name in self.unused if not any(pattern.fullmatch(name) for pattern in known)]
         untied = [
             f"{name} differs from {original}, to which tie_word_embeddings ties it: say false in config.json"
             for name, original in self.copies.items()
-            if original in found and not self.folder.same(name, original)
+            if "language" in self.parts and original in found and not self.folder.same(name, original)
         ]
         return missing + [f"surplus {name}" for name in surplus] + untied
 
     def wrong_shapes(self, needed: dict[str, Shape]) -> list[str]:
-        """Return a line for each tensor of the folder whose shape is not `needed` (by global name)."""
+        """Return a line for each tensor taken from the folder whose shape is not `needed` (by global name)."""
         found = self.folder.tensors
         return [
             f"{name} is {list(found[name].shape)} where {key} needs {list(shape)}"
             for key in needed.keys() & self.table.keys()
+            if self.provides(key)
             for name, shape in self.table[key].hf_shapes(needed[key]).items()
             if name in found and not fits(found[name].shape, shape)
         ]

@@ -35,6 +35,7 @@ def data_identity(config: Config) -> dict[str, Any]:
     identity: dict[str, Any] = {"--data": kind, "--seed": config.train.seed}
     if kind == "files":
         identity |= {"--shuffle": data.shuffle, "--packing": data.packing, "--chat-template": data.chat_template}
+        identity |= {"--min-pixels": data.min_pixels, "--max-pixels": data.max_pixels}
         identity["--datasets"] = [_of_dataset(each) for each in data.datasets]
     elif kind == "synthetic":
         values = {name: getattr(data, name) for name in _COMPUTED}

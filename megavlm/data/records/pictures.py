@@ -7,6 +7,7 @@ import binascii
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from megavlm.config.messages import shown
 from megavlm.data.decode import resolve_inside
@@ -52,6 +53,8 @@ def _from_text(text: str, find: FindFile) -> ImageRef:
         if not comma or not header.lower().endswith(";base64"):
             raise BadSample(Reason.CORRUPT, f"{shown(text)} is a data URL without base64")
         return _from_base64(content)
+    if colon and scheme.lower() == "file":
+        return find(_path_of(rest, text))
     if colon and rest.startswith("//"):
         raise BadSample(
             Reason.UNSUPPORTED, f"{shown(text)} is on the network: store the image beside the data and give its path"
@@ -61,6 +64,17 @@ def _from_text(text: str, find: FindFile) -> ImageRef:
     if not text:
         raise BadSample(Reason.MISSING, "an image has an empty path")
     return find(text)
+
+
+def _path_of(rest: str, url: str) -> str:
+    """Return the path of a file: URL, given what follows its scheme: //HOST/PATH or /PATH, with % for odd characters.
+
+    Raises BadSample for a file of another machine.
+    """
+    host, slash, path = rest[2:].partition("/") if rest.startswith("//") else ("", *rest.partition("/")[1:])
+    if host.lower() not in ("", "localhost"):
+        raise BadSample(Reason.UNSUPPORTED, f"{shown(url)} is on another machine: give its path on this one")
+    return unquote(f"{slash}{path}")
 
 
 def _from_base64(text: str) -> ImageRef:

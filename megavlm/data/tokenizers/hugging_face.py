@@ -20,6 +20,7 @@ _TRIAL = f"{'a' * 100} {'!' * 100}\n{' ' * 100}x"  # what patterns of tokenizers
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _CONFIG = "tokenizer_config.json"
 _NAMES_OF_FILES = ("_file", "_files", "_spm", "init_inputs")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # any of them
 _TEMPLATES = ("chat_template.json", "processor_config.json")
 
 
@@ -50,6 +51,7 @@ class HuggingFaceTokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise UserError("Hugging Face tokenizers need their library: pip install 'megavlm[hf]'") from error
+        _check_is_there(folder)
         with _refusing(folder):
             _check_files(folder)
             loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -117,6 +119,15 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def _check_is_there(folder: Path) -> None:
+    """Raise UserError for a folder without a vocabulary: Transformers would make an empty tokenizer of it."""
+    if not any((folder / name).exists() for name in _VOCABULARIES) and not any(folder.glob("*.tiktoken")):
+        raise UserError(
+            f"{folder} has no {_VOCABULARIES[0]} (nor {', '.join(_VOCABULARIES[1:])}): complete the download, or name "
+            "a folder or file that has the model's tokenizer with --tokenizer"
+        )
 
 
 def _check_files(folder: Path) -> None:
