@@ -13,8 +13,8 @@ SPOIL = "spoil"
 def main(argv: list[str]) -> int:
     """Return the exit status of the program."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    import pretrain_vlm
     from megavlm import backend
+    from megavlm.cli import train
 
     marker = Path(argv[argv.index("--run-dir") + 1]) / SPOIL
     activate = backend.activate
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         return chosen
 
     backend.activate = activate_and_watch
-    return pretrain_vlm.run(argv)
+    return train.main(argv)
 
 
 def _watch(marker: Path) -> None:

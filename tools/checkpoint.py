@@ -1,116 +1,12 @@
-"""List, verify, show, prune and copy checkpoints: `python tools/checkpoint.py list|verify|show|prune|copy …`.
+"""List, verify, show, prune and copy checkpoints: `megavlm checkpoint`, out of a clone that need not be installed."""
 
-Without torch. The exit status is 1 if a checkpoint is damaged, 2 for a mistake in the command, else 0.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without an installed package, too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megavlm.checkpoint import inspection, retention
-from megavlm.checkpoint.retention import Keep
-from megavlm.errors import UserError
-
-
-def main(argv: Sequence[str]) -> int:
-    """Return the exit status."""
-    options = _parser().parse_args(argv)
-    try:
-        status: int = options.action(options)
-    except UserError as error:
-        print(f"checkpoint.py: {error}", file=sys.stderr)
-        return 2
-    return status
-
-
-def _list(options: argparse.Namespace) -> int:
-    for entry in inspection.entries(options.run):
-        parts = [entry.folder.name, f"{entry.bytes / 1e9:10.3f} GB", f"{entry.saved:%Y-%m-%d %H:%M:%S}"]
-        parts += [f"{name} {value:.4g}" for name, value in entry.metrics.items()] + ["best"] * entry.is_best
-        print("  ".join([*parts, entry.state]))
-    return 0
-
-
-def _verify(options: argparse.Namespace) -> int:
-    damaged = 0
-    for path in options.paths:
-        for folder in inspection.checkpoints_of(path):
-            problem = inspection.problem_of(folder)
-            damaged += problem is not None
-            print(f"{folder}: {problem or 'whole'}", flush=True)
-    return int(damaged > 0)
-
-
-def _show(options: argparse.Namespace) -> int:
-    print(json.dumps(inspection.summary_of(inspection.checkpoints_of(options.checkpoint)[-1]), indent=2))
-    return 0
-
-
-def _prune(options: argparse.Namespace) -> int:
-    if options.keep < 1:
-        raise UserError("--keep must be at least 1")
-    root = inspection.root_of(options.run)
-    for folder in retention.doomed(root, Keep(options.keep, options.keep_every, options.keep_best, options.mode)):
-        if not options.delete:
-            print(f"{folder} would be deleted: add --delete")
-        else:
-            print(f"{folder} {'is deleted' if retention.delete(folder) else 'stays: somebody loads it'}")
-    return 0
-
-
-def _copy(options: argparse.Namespace) -> int:
-    source = inspection.checkpoints_of(options.checkpoint)[-1]
-    print(f"{inspection.copy(source, options.to)}: copied and verified")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="List, verify, show, prune and copy checkpoints.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    listing = commands.add_parser("list", help="List the checkpoints of a run, and which are damaged at a first look.")
-    listing.add_argument("run", type=Path, metavar="RUN", help="Run folder or its checkpoints folder.")
-    listing.set_defaults(action=_list)
-
-    verify = commands.add_parser("verify", help="Read all files and compare them with their checksums.")
-    verify.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="Checkpoints, or runs: all of theirs.")
-    verify.set_defaults(action=_verify)
-
-    show = commands.add_parser("show", help="Print what a checkpoint is: model, layout, iteration, data.")
-    show.add_argument("checkpoint", type=Path, metavar="PATH", help="Checkpoint, or a run: its latest one.")
-    show.set_defaults(action=_show)
-
-    prune = commands.add_parser("prune", help="Print which checkpoints the rule does not keep, or delete them.")
-    prune.add_argument("run", type=Path, metavar="RUN", help="Run folder or its checkpoints folder.")
-    prune.add_argument("--keep", type=int, required=True, metavar="K", help="Number of latest checkpoints to keep.")
-    prune.add_argument(
-        "--keep-every", type=int, default=0, metavar="N", help="Also keep multiples of this iteration; default: none."
-    )
-    prune.add_argument(
-        "--keep-best", metavar="METRIC", help="Also keep the best one by this number of its iteration; default: none."
-    )
-    prune.add_argument(
-        "--keep-best-mode",
-        choices=("min", "max"),
-        default="min",
-        dest="mode",
-        help="Whether the smallest or the largest value is best; default: min.",
-    )
-    prune.add_argument("--delete", action="store_true", help="Delete them; default: print them only.")
-    prune.set_defaults(action=_prune)
-
-    copy = commands.add_parser("copy", help="Copy a checkpoint and verify the copy.")
-    copy.add_argument("checkpoint", type=Path, metavar="PATH", help="Checkpoint, or a run: its latest one.")
-    copy.add_argument("to", type=Path, metavar="FOLDER", help="Folder to put it into, as RUN/checkpoints.")
-    copy.set_defaults(action=_copy)
-    return parser
-
+from megavlm.cli.checkpoint import main
+from megavlm.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, teardown=True)

@@ -1,104 +1,12 @@
-"""Convert a data set to WebDataset tars: `python tools/prepare_data.py SOURCE OUT_DIR [--image-root DIR]`.
+"""Convert a data set to WebDataset tars: `megavlm prepare`, out of a clone that need not be installed."""
 
-A tar is read sequentially; single image files need many small reads, which are slow on network file systems.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megavlm.config.schema import DatasetConfig
-from megavlm.data.records import is_stream, open_records
-from megavlm.data.records.writing import SKIPPED, Notes, write_shards
-from megavlm.errors import UserError
-
-
-def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
-    options = _parser().parse_args(argv)
-    try:
-        prepare(options)
-    except UserError as error:
-        print(f"prepare_data.py: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Write records and their images as WebDataset tars.")
-    parser.add_argument("source", metavar="SOURCE", help="File of records, or a folder of files of one kind.")
-    parser.add_argument(
-        "out", metavar="OUT_DIR", type=Path, help="New folder; the same command resumes an interrupted run."
-    )
-    parser.add_argument("--image-root", help="Folder that image paths are relative to; default: SOURCE's.")
-    parser.add_argument(
-        "--kind",
-        default="auto",
-        choices=["auto", "llava", "messages", "text"],
-        help="Format of SOURCE; auto detects it.",
-    )
-    parser.add_argument("--shard-mib", type=int, default=256, help="Maximum size of a tar in MiB; default: 256.")
-    parser.add_argument(
-        "--shuffle", type=int, metavar="SEED", help="Shuffle records with this seed; default: keep SOURCE's order."
-    )
-    return parser
-
-
-def prepare(options: argparse.Namespace) -> None:
-    source = DatasetConfig(path=options.source, kind=options.kind, image_root=options.image_root)
-    if options.shard_mib < 1:
-        raise UserError(f"--shard-mib {options.shard_mib} is less than 1: use 64 or more")
-    if is_stream(source):
-        raise UserError(
-            f"{options.source} contains tars, which training reads directly: use --datasets {options.source}"
-        )
-    records = open_records(source)
-    count = len(records)
-    order = np.arange(count) if options.shuffle is None else np.random.default_rng(options.shuffle).permutation(count)
-    recipe = {
-        "source": str(Path(options.source).resolve()),
-        "kind": options.kind,
-        "image_root": options.image_root,
-        "records": count,
-        "shard_mib": options.shard_mib,
-        "shuffle": options.shuffle,
-    }
-    notes = write_shards(
-        records,
-        options.out,
-        recipe=recipe,
-        order=order,
-        shard_bytes=options.shard_mib * 2**20,
-        progress=_progress(count),
-    )
-    print(
-        f"{options.out}: {notes.samples} samples in {notes.shards} tars, {sum(notes.skipped.values())} records skipped"
-    )
-    for reason, number in sorted(notes.skipped.items(), key=lambda item: -item[1]):
-        print(f"  {number} {reason}")
-    if notes.skipped:
-        print(f"  {options.out / SKIPPED} lists them")
-    print(f"train on it: pretrain_vlm.py --datasets {options.out} …")
-
-
-def _progress(total: int) -> Callable[[int, Notes], None]:
-    """Return a callback that prints progress to stderr at most every two seconds."""
-    last = time.monotonic()
-
-    def show(done: int, notes: Notes) -> None:
-        nonlocal last
-        if time.monotonic() - last > 2:
-            last = time.monotonic()
-            print(f"{done} of {total} records, {notes.shards} tars", file=sys.stderr)
-
-    return show
-
+from megavlm.cli.main import run
+from megavlm.cli.prepare import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, teardown=True)

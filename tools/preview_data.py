@@ -1,77 +1,12 @@
-"""Preview the training data: `python tools/preview_data.py CONFIG.yaml`, or with the flags of a run.
+"""Preview the training data: `megavlm preview`, out of a clone that need not be installed."""
 
-Write one self-contained HTML page: images as the model receives them, the text with its trained tokens highlighted,
-the packing of samples into sequences, lengths, the sampling share of each source, and skipped samples with reasons.
-"""
-
-from __future__ import annotations
-
-import argparse
-import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from megavlm.config.cli import parse
-from megavlm.config.rules import check
-from megavlm.config.schema import Config, ParallelConfig
-from megavlm.errors import UserError
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
-    options, rest = _parser().parse_known_args(argv)
-    if rest and not rest[0].startswith("-"):
-        rest = ["--config", *rest]
-    try:
-        path = write(_config(rest), options.out, shown=options.samples)
-    except UserError as error:
-        print(f"preview_data.py: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {path}")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Write an HTML page that shows the training data of a run.",
-        epilog="All flags of pretrain_vlm.py are accepted as well. A leading argument without -- is taken as --config.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="Write the page here.")
-    parser.add_argument("--samples", type=int, default=24, help="Number of samples shown in full; default: 24.")
-    return parser
-
-
-def _config(argv: Sequence[str]) -> Config:
-    """Return the configuration of the run, checked for one process, since a preview does not depend on the layout."""
-    config = parse(argv)
-    options = config.checkpoint
-    if options.init_from or options.vision_from or options.language_from:
-        from megavlm.checkpoint.hf.pretrained import with_pretrained_model
-
-        config = with_pretrained_model(config)
-    check(replace(config, parallel=ParallelConfig()), world=1)
-    return config
-
-
-def write(config: Config, out: Path, *, shown: int) -> Path:
-    """Write the page atomically and return its path."""
-    from megavlm.preview.collect import look
-    from megavlm.preview.page import page
-
-    names = ", ".join(source.name or Path(source.path).stem for source in config.data.datasets)
-    text = page(look(config, shown=shown, title=f"Data of {names}"))
-    temporary = out.with_name(out.name + ".tmp")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, out)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}") from error
-    return out
-
+from megavlm.cli.main import run
+from megavlm.cli.preview import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, teardown=True)

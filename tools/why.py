@@ -1,37 +1,12 @@
-"""Say what holds a run back: `python tools/why.py RUN_DIR`. It reads metrics.jsonl and events.jsonl, no more."""
+"""Say what holds a run back: `megavlm why`, out of a clone that need not be installed."""
 
-from __future__ import annotations
-
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without an installed package, too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megavlm.resilience.account import records_of
-from megavlm.resilience.events import events
-from megavlm.resilience.history import history_of
-from megavlm.resilience.why import findings
-
-
-def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0 done, 2 no run is there."""
-    parser = argparse.ArgumentParser(description="Say what holds a run back, and the remedy.", allow_abbrev=False)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, as given to --run-dir.")
-    run_dir = parser.parse_args(argv).run_dir
-    steps = records_of(run_dir)
-    if not steps:
-        print(f"why.py: {run_dir} has no metrics.jsonl with a step: name the folder of a run", file=sys.stderr)
-        return 2
-    happened = events(run_dir)
-    past = history_of(happened, steps)
-    if past is not None:
-        print(f"{past.goodput:.1%} of {past.wall:,.0f} s went into training ({len(steps)} iterations)")
-    found = findings(steps, past, happened)
-    print("\n".join(str(each) for each in found) if found else "nothing takes as much as 2 % of the time")
-    return 0
-
+from megavlm.cli.main import run
+from megavlm.cli.why import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, teardown=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -26,12 +26,15 @@ RUN_FLAGS = ("--help", "--help-all", "--recipe", "--config", "--print-config")
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-def parse(argv: Sequence[str]) -> Config:
+def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] = lambda config: config) -> Config:
     """Return the configuration that a command line describes.
 
     Flags override a recipe or a YAML file, which overrides the defaults; the last value of a repeated flag wins, except
     that `--datasets` add up. A recipe's schedules are scaled to the flags, and its options without effect return to
-    their defaults. Raises UserError for every mistake. `--help`, `--help-all` and `--print-config` print and exit with status 0.
+    their defaults. Raises UserError for every mistake. `--help`, `--help-all` and `--print-config` print
+    and exit with status 0.
+
+    `complete` returns what `--print-config` prints of a configuration, such as the model of its Hugging Face folder.
     """
     parser = _parser(all_options=True)
     try:
@@ -51,7 +54,7 @@ def parse(argv: Sequence[str]) -> Config:
     if given.print_config:
         from megavlm.config.load import to_yaml  # here and below: YAML is imported only where it is used
 
-        print(to_yaml(config), end="")
+        print(to_yaml(complete(config)), end="")
         raise SystemExit(0)
     return config
 

@@ -59,6 +59,7 @@ RANGES = (
             "train.micro_batch_size",
             "train.global_batch_size",
             "train.seq_length",
+            "run.world_size",
             "precision.fp8_amax_history_len",
             "optimizer.lr_decay_iters",
             "optimizer.loss_scale_window",

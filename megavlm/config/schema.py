@@ -261,6 +261,10 @@ class RunConfig:
         "Print the plan and memory estimate and exit.",
         common=FILES,
     )
+    world_size: int | None = option(
+        None,
+        "Number of processes that --dry-run assumes; default: those that are started, or that a model replica needs.",
+    )
     hang_timeout: float | None = option(
         None,
         "Seconds without progress of any rank after which the run ends, and all ranks write their stacks to RUN_DIR; "

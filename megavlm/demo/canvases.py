@@ -48,7 +48,7 @@ def load_scans() -> Scans:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UserError("--data digits needs scikit-learn: pip install megavlm[demo]") from error
+        raise UserError("--data digits needs scikit-learn: pip install scikit-learn") from error
     data = load_digits()
     return Scans(pixels=data.images.astype(np.uint8), labels=data.target.astype(np.int64))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -20,6 +22,7 @@ class RequiredPackage:
 
     requirement: Requirement
     extra: str | None  # the optional dependency that names it; None: always required
+    cloned: bool = True  # whether commands are for a clone, in its root
 
     def admits(self, version: str) -> bool:
         return self.requirement.specifier.contains(Version(version), prereleases=True)
@@ -27,6 +30,8 @@ class RequiredPackage:
     @property
     def command(self) -> str:
         """Return the command that installs the package."""
+        if not self.cloned:
+            return self.exact_command
         if self.extra is None:
             return "pip install -e ."
         isolation = "--no-build-isolation " if self.extra == _SOURCE_BUILT else ""
@@ -36,7 +41,21 @@ class RequiredPackage:
     def exact_command(self) -> str:
         """Return the command that replaces another version with a supported one."""
         isolation = "--no-build-isolation " if self.extra == _SOURCE_BUILT else ""
-        return f"pip install {isolation}'{self.requirement}'"
+        return f"pip install {isolation}'{self.requirement.name}{self.requirement.specifier}'"
+
+
+def needs(pyproject: Path) -> Mapping[str, RequiredPackage]:
+    """Return the requirements in the `pyproject.toml` of a clone, or those of the installed wheel if there is none."""
+    if pyproject.exists():
+        return needs_of(pyproject)
+    found: dict[str, RequiredPackage] = {}
+    for text in requires("megavlm") or ():
+        requirement = Requirement(text)
+        extra = re.search(r"extra *== *['\"]([a-z]+)", str(requirement.marker or ""))
+        if extra is None or extra[1] != "dev":
+            name = canonicalize_name(requirement.name)
+            found.setdefault(name, RequiredPackage(requirement, extra and extra[1], cloned=False))
+    return found
 
 
 def needs_of(pyproject: Path) -> Mapping[str, RequiredPackage]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT
 from megavlm.planner.timeline import Event, Timeline
 
-# Fill and text of bars by what they do; the second of each pair for chunks that hold vision layers.
-_COLOURS: Mapping[str, tuple[str, str]] = {
-    FORWARD: ("#3b76c4", "#8a63c9"),
-    BACKWARD: ("#3f9a6b", "#c07a2c"),
-    WEIGHT: ("#9bc9ae", "#e3bd8d"),
+# The layers of a chunk, and the colours of its bars by what they do.
+PARTS = ("language", "vision", "vision and language")
+_COLOURS: Mapping[str, tuple[str, str, str]] = {
+    FORWARD: ("#3b76c4", "#8a63c9", "#5f6cc6"),
+    BACKWARD: ("#3f9a6b", "#c07a2c", "#7f8a4c"),
+    WEIGHT: ("#9bc9ae", "#e3bd8d", "#bfc39e"),
 }
 _WORDS = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "backward of weights"}
 _ROW, _GAP, _LEFT, _WIDTH, _AXIS = 26, 6, 58, 1400, 26
@@ -41,14 +42,14 @@ class _Bar:
     title: str
 
 
-def html(timeline: Timeline, *, title: str, sees: Callable[[int], bool] = lambda chunk: False) -> str:
+def html(timeline: Timeline, *, title: str, part_of_chunk: Callable[[int], str] = lambda chunk: "language") -> str:
     """One HTML page without anything from elsewhere; bars say what they are when they are pointed at.
 
     Args:
         timeline: with its events (`simulate(…, keep_events=True)`).
-        sees: whether a chunk holds vision layers, which have colours of their own.
+        part_of_chunk: which of `PARTS` the layers of a chunk are.
     """
-    bars, height = _bars(timeline, sees), _height(timeline)
+    bars, height = _bars(timeline, part_of_chunk), _height(timeline)
     rows = [
         f'<rect x="{_LEFT}" y="{_y(rank)}" width="{_WIDTH}" height="{_ROW}" rx="3" fill="var(--idle)"/>'
         f'<text x="0" y="{_y(rank) + 17}">rank {rank}</text>'
@@ -71,13 +72,12 @@ def html(timeline: Timeline, *, title: str, sees: Callable[[int], bool] = lambda
         for tick in range(5)
     ]
     svg = "\n".join([*rows, *drawn, *marks])
+    there = {part_of_chunk(event.step.chunk) for event in timeline.events}
     keys = "".join(
         f'<span class="key" style="background:{colour}"></span>{part} {_WORDS[kind]}'
         for kind in dict.fromkeys(event.step.kind for event in timeline.events)
-        for part, colour, shown in zip(
-            ("language", "vision"), _COLOURS[kind], (True, _any(timeline, sees)), strict=True
-        )
-        if shown
+        for part, colour in zip(PARTS, _COLOURS[kind], strict=True)
+        if part in there
     )
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title>'
@@ -87,7 +87,9 @@ def html(timeline: Timeline, *, title: str, sees: Callable[[int], bool] = lambda
     )
 
 
-def png(timeline: Timeline, path: Path, *, title: str, sees: Callable[[int], bool] = lambda chunk: False) -> None:
+def png(
+    timeline: Timeline, path: Path, *, title: str, part_of_chunk: Callable[[int], str] = lambda chunk: "language"
+) -> None:
     """The same as a PNG."""
     from PIL import Image, ImageDraw
 
@@ -100,7 +102,7 @@ def png(timeline: Timeline, path: Path, *, title: str, sees: Callable[[int], boo
         y = top + _y(rank)
         draw.rectangle((_LEFT, y, _LEFT + _WIDTH, y + _ROW), fill="#eef0f3")
         draw.text((0, y + 6), f"rank {rank}", fill="#666a73", font_size=12)
-    for bar in _bars(timeline, sees):
+    for bar in _bars(timeline, part_of_chunk):
         box = (bar.x, top + bar.y, bar.x + bar.width, top + bar.y + _ROW)
         draw.rectangle(box, fill=bar.colour, outline="white")
         if bar.number:
@@ -112,32 +114,27 @@ def png(timeline: Timeline, path: Path, *, title: str, sees: Callable[[int], boo
     image.save(path)
 
 
-def _bars(timeline: Timeline, sees: Callable[[int], bool]) -> list[_Bar]:
+def _bars(timeline: Timeline, part_of_chunk: Callable[[int], str]) -> list[_Bar]:
     assert timeline.events, "the events of this timeline were not kept"
     scale = _WIDTH / timeline.seconds
-    return [_bar(event, scale, vision=sees(event.step.chunk)) for event in timeline.events]
+    return [_bar(event, scale, part=part_of_chunk(event.step.chunk)) for event in timeline.events]
 
 
-def _bar(event: Event, scale: float, *, vision: bool) -> _Bar:
+def _bar(event: Event, scale: float, *, part: str) -> _Bar:
     step, width = event.step, (event.end - event.start) * scale
-    part = ", vision" if vision else ""
     return _Bar(
         x=_LEFT + event.start * scale,
         y=_y(event.rank),
         width=width,
-        colour=_COLOURS[step.kind][vision],
+        colour=_COLOURS[step.kind][PARTS.index(part)],
         number=str(step.micro + 1) if width >= _NARROWEST_NUMBER else "",
-        title=f"{_WORDS[step.kind]} of micro-batch {step.micro + 1}, chunk {step.chunk}{part}: "
+        title=f"{_WORDS[step.kind]} of micro-batch {step.micro + 1}, chunk {step.chunk} ({part}): "
         f"{_time(event.start)} to {_time(event.end)}",
     )
 
 
 def _summary(timeline: Timeline) -> str:
     return f"{_time(timeline.seconds)} a step, of which ranks are idle {timeline.bubble:.1%}; numbers are micro-batches"
-
-
-def _any(timeline: Timeline, sees: Callable[[int], bool]) -> bool:
-    return any(sees(event.step.chunk) for event in timeline.events)
 
 
 def _y(rank: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple
 
@@ -12,6 +13,8 @@ from megavlm.planner.host_memory import node_bytes, node_memory_error
 from megavlm.planner.memory import table as memory_table
 from megavlm.planner.search import SearchResult
 
+ERROR = 0.136  # of predicted step times, in the median of 16 configurations: docs/measured.md
+_NUMBER = re.compile(r"\d[\d.,]*")
 _HEADER = (
     "layout",
     "step s",
@@ -40,6 +43,7 @@ def report(outcome: SearchResult) -> str:
     return "\n".join(
         [
             layouts(outcome.best),
+            *ties(outcome.best),
             "",
             f"best: {best.candidate.label}",
             f"  cuts {' '.join(map(str, best.partition.cuts)) or 'none'} ({proof}); seconds: {shares}{ahead}",
@@ -81,6 +85,17 @@ def layouts(estimates: Sequence[Estimate]) -> str:
     )
 
 
+def ties(estimates: Sequence[Estimate]) -> list[str]:
+    """Return a line that says which layouts the planner cannot tell from the first, if there are any."""
+    near = sum(each.step.seconds <= (1 + ERROR) * estimates[0].step.seconds for each in estimates)
+    if near == 1:
+        return []
+    return [
+        f"the first {near} are as good as equal: they differ by less than the planner's own error ({ERROR:.1%} in the "
+        "median). Measure them, or take the one that you know best"
+    ]
+
+
 def _row(estimate: Estimate) -> tuple[str, ...]:
     step = estimate.step
     fullest = max(step.memory, key=lambda memory: memory.total)
@@ -97,9 +112,11 @@ def _row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def reasons(rejected: Sequence[Rejected]) -> list[str]:
-    """Return each reason once, with how many layouts it concerns and one of them."""
-    counts = Counter(each.reason for each in rejected)
-    examples: dict[str, str] = defaultdict(str)
+    """Return each reason once, with how many layouts it concerns and one of them. Reasons that differ in numbers alone
+    are one.
+    """
+    alike: dict[str, list[Rejected]] = defaultdict(list)
     for each in rejected:
-        examples[each.reason] = examples[each.reason] or each.candidate.label
-    return [f"  {count:5d} × {reason} (as {examples[reason]})" for reason, count in counts.most_common()]
+        alike[_NUMBER.sub("", each.reason)].append(each)
+    groups = sorted(alike.values(), key=len, reverse=True)
+    return [f"  {len(group):5d} × {group[0].reason} (as {group[0].candidate.label})" for group in groups]

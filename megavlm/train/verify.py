@@ -90,7 +90,7 @@ def _transformers_model(pretrained: Pretrained) -> torch.nn.Module:
     try:
         import transformers
     except ImportError as error:
-        raise UserError("verify compares with Transformers, which is not installed: pip install megavlm[hf]") from error
+        raise UserError("verify compares with Transformers: pip install transformers") from error
     path = str(pretrained.folder.path)
     model: torch.nn.Module = transformers.AutoModelForImageTextToText.from_pretrained(
         path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True

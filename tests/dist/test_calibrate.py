@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megavlm.cli.calibrate import SIZES, config_of
 from megavlm.planner.fit import fit
 from megavlm.planner.hardware import Link
 from tests.support.pool import Pools
-from tools.calibrate import SIZES, config_of
 
 
 def measured(run_dir: str) -> Any:

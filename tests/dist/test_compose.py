@@ -14,10 +14,10 @@ from tests.support.training import assert_same_curve, metrics, train_composed
 
 activate()  # before the modules below import megatron-core
 
+from megavlm.cli import convert  # noqa: E402
 from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.tiny_models.llava import TEXT, VISION  # noqa: E402
-from tools import convert  # noqa: E402
 
 RUN = "--train-iters 5 --global-batch-size 4 --seq-length 40 --lr 1e-3 --no-tensorboard --image-token 60".split()
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.cli import prepare as prepare_data
 from tests.support.data_files import sources_of, write_all
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
-from tools import prepare_data
 
 # Packing on: about four samples a sequence. The images of the records are resized to the tower's 16 pixels.
 FILES = [

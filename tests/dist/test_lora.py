@@ -17,9 +17,9 @@ from tests.support.training import SMALL, assert_same_curve, metrics, train, tra
 activate()  # before the modules below import megatron-core
 
 from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
+from megavlm.cli import convert  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.tiny_models import llava  # noqa: E402
-from tools import convert  # noqa: E402
 
 # Odd head counts that TP pads, shared embeddings, both parts.
 LORA = (

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
+from megavlm.cli.why import main
 from megavlm.resilience.account import records_of
 from megavlm.resilience.events import events
 from megavlm.resilience.history import DATA, LOST, REWOUND, SAVES, SKIPPED, TRAINING, history_of
@@ -21,7 +22,6 @@ from tests.support.faults import Fault, train_with
 from tests.support.pool import Pools
 from tests.support.torchrun import TINY
 from tests.support.training import metrics, train
-from tools.why import main
 
 LATE = 0.3  # seconds that the cause takes each time
 STEPS = 10

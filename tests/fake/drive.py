@@ -43,9 +43,9 @@ def run(case: dict[str, Any], folder: Path) -> None:
         mistakes.begin()
         mistakes.MISTAKES[" ".join(case["argv"][1:])]()
         return
-    import pretrain_vlm
+    from megavlm.cli.train import train
 
-    pretrain_vlm.main([*case["argv"], "--run-dir", str(folder)])
+    train([*case["argv"], "--run-dir", str(folder)])
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import pytest
 import transformers
 
 from megavlm.checkpoint.manifest import write_manifest
+from megavlm.cli import convert
 from tests.support import hf
 from tests.support.tiny_models.llava import vicuna
-from tools import convert
 
 
 @pytest.fixture(scope="module")

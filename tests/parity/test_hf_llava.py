@@ -10,10 +10,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megavlm.cli import convert
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.tiny_models.llava import IMAGES, llama3_siglip, mistral_tied, vicuna
-from tools import convert
 
 
 @pytest.mark.parametrize("build", [vicuna, mistral_tied, llama3_siglip])

@@ -12,10 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megavlm.cli import convert
 from tests.support import hf
 from tests.support.fresh import run_programs
 from tests.support.tiny_models.llava import vicuna
-from tools import convert
 
 
 @pytest.fixture

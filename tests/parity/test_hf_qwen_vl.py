@@ -12,12 +12,12 @@ import transformers
 
 from megavlm.arch.kinds import local_parameters
 from megavlm.arch.layers import layer_names
+from megavlm.cli import convert
 from megavlm.families import PUBLISHED, family_of, published_model
 from megavlm.families.shared.settings import Settings
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.tiny_models.qwen_vl import IMAGE_TOKEN, IMAGES, qwen2, qwen2_5, qwen3
-from tools import convert
 
 
 @pytest.mark.parametrize("build", [qwen2, qwen2_5, qwen3])

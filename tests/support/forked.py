@@ -43,9 +43,9 @@ def run_program(argv: list[str], output: str, env: Mapping[str, str] | None = No
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
-    import pretrain_vlm
+    from megavlm.cli.train import main
 
-    status = pretrain_vlm.run(argv)
+    status = main(argv)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # as the program: gloo's threads now and then abort the interpreter's teardown

@@ -19,6 +19,7 @@ from megavlm.arch.anyres import TileGroup
 from megavlm.arch.image_tokens import grid_of, tokens_per_image
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
+from megavlm.cli import convert
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from megavlm.data.batch import MicroBatch
@@ -30,7 +31,6 @@ from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine
 from megavlm.train.single_process import unpadded_shapes
 from tests.support.harness import Single, assert_same, random_image, randomize
-from tools import convert
 
 LENGTH = 48
 # The tolerances that users are promised.

@@ -23,8 +23,13 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "lab-notes.md"),
 ]
-TOOLS = ("calibrate", "convert", "doctor", "goodput", "plan", "prepare_data", "preview_data")
-TAKES_RUN_FLAGS = ("convert", "preview_data")
+# Scripts in tools/ that are a command of `megavlm`, by its name.
+TOOLS = {
+    **{name: name for name in ("calibrate", "checkpoint", "convert", "doctor", "goodput", "plan", "why")},
+    "prepare": "prepare_data",
+    "preview": "preview_data",
+}
+TAKES_RUN_FLAGS = ("convert", "preview")
 # Flags of other programs: torchrun, pip, docker, SLURM.
 FOREIGN_FLAGS = {
     *"--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-endpoint --rdzv-id --shutdown-timeout".split(),
@@ -48,11 +53,12 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 def programs() -> dict[str, set[str]]:
     """Return the flags of each program, by its path."""
     run = flags_of(cli._parser(all_options=True))
-    found = {"pretrain_vlm.py": run}
-    for name in TOOLS:
-        own = flags_of(importlib.import_module(f"tools.{name}")._parser())
-        found[f"tools/{name}.py"] = own | run if name in TAKES_RUN_FLAGS else own
-    found["megavlm.launch"] = flags_of(launch._parser()) | run
+    found = {"pretrain_vlm.py": run, "megavlm train": run}
+    for name, script in TOOLS.items():
+        own = flags_of(importlib.import_module(f"megavlm.cli.{name}")._parser())
+        own |= run if name in TAKES_RUN_FLAGS else set()
+        found |= {f"tools/{script}.py": own, f"megavlm {name}": own}
+    found["megavlm.launch"] = found["megavlm launch"] = flags_of(launch._parser()) | run
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         own = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', path.read_text(encoding="utf-8")))
         found[f"benchmarks/{path.name}"] = {*own, "--help"}

@@ -52,6 +52,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.doctor",),
     ("megavlm.preview",),
     ("megavlm.launch",),
+    ("megavlm.cli", "megavlm.__main__"),
     ("pretrain_vlm", "tools", "benchmarks"),
 )
 TORCH_FREE = tuple(name for row in RANKS[: RANKS.index(("megavlm.planner",)) + 1] for name in row)
@@ -315,10 +316,11 @@ def test_the_pure_modules_load_without_torch() -> None:
 
 EARLY = (
     "megavlm.checkpoint.hf.pretrained",
+    "megavlm.cli.convert",
+    "megavlm.cli.train",
     "megavlm.config.cli",
     "megavlm.preview.collect",
     "pretrain_vlm",
-    "tools.convert",
 )
 
 

@@ -50,7 +50,7 @@ class HuggingFaceTokenizer:
             from tokenizers import AddedToken, Tokenizer
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise UserError("Hugging Face tokenizers need their library: pip install 'megavlm[hf]'") from error
+            raise UserError("Hugging Face tokenizers need their libraries: pip install transformers") from error
         _check_is_there(folder)
         with _refusing(folder):
             _check_files(folder)

@@ -14,6 +14,8 @@ import torch
 import yaml
 from safetensors.torch import save
 
+from megavlm.cli import goodput, why
+from megavlm.cli import plan as planner
 from megavlm.config.cli import parse
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -23,8 +25,6 @@ from megavlm.planner.hardware import PROFILES, profile, to_json
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.status import read_status, write_status
 from tests.fuzz.child import Reader
-from tools import goodput, why
-from tools import plan as planner
 
 EVENTS = [
     {"time": "2026-11-22T08:00:00.000+00:00", "kind": "start", "attempt": 0, "rank": 0, "iteration": 0, "world": 2},

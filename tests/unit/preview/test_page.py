@@ -13,6 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
+from megavlm.cli.prepare import main as prepare
+from megavlm.cli.preview import main
 from megavlm.config.cli import parse
 from megavlm.data.images import patchify
 from megavlm.data.types import Reason, Skipped
@@ -21,8 +23,6 @@ from megavlm.preview.collect import look, unpatchified
 from megavlm.preview.content import PackedSegment, PreviewContent, Shown, SourceShare, Stretch, stretches_of
 from megavlm.preview.page import page
 from tests.support.data_files import record, sources_of, write_all
-from tools.prepare_data import main as prepare
-from tools.preview_data import main
 
 EVIL = "</style><script>alert(1)</script>\" ' & <img src=x onerror=alert(1)>"
 VOID = {"meta", "img"}

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from megavlm.cli.goodput import main
 from megavlm.preview.run_charts import duration, ticks_of
 from megavlm.resilience.history import CAUSES
-from tools.goodput import main
 
 BEGIN = datetime(2026, 11, 22, tzinfo=UTC)
 EVIL = "</style><script>alert(1)</script>\" ' & <img src=x onerror=alert(1)>"

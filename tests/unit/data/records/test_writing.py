@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from megavlm.cli.prepare import main
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records, open_stream, prepare_stream, writing
 from megavlm.data.types import Conversation, ImageRef
 from megavlm.errors import UserError
-from tools.prepare_data import main
 
 
 def picture(colour: int, file_format: str = "PNG") -> bytes:
@@ -59,7 +59,7 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mebibytes of a few kilobytes, so that few records make several shards."""
     real = writing.write_shards
     monkeypatch.setattr(
-        "tools.prepare_data.write_shards", lambda *a, shard_bytes, **k: real(*a, shard_bytes=2**14, **k)
+        "megavlm.cli.prepare.write_shards", lambda *a, shard_bytes, **k: real(*a, shard_bytes=2**14, **k)
     )
 
 

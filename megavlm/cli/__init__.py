@@ -1,0 +1,1 @@
+"""The commands of `megavlm`, each a module with `main(argv)`, which returns the exit status."""

@@ -1,0 +1,189 @@
+"""Measure this machine for the planner: `torchrun --nproc-per-node 2 tools/calibrate.py --out mine.json`.
+
+Start as many processes as a training run will have. Each times the layers of small models of several widths and
+lengths, the optimizer and an all-gather; the rates of `megavlm/planner/cost.py` are fitted to these times. Use the
+result with `python tools/plan.py … --profile mine.json` or `pretrain_vlm.py --plan auto --hardware mine.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megavlm.config.rules import check
+from megavlm.config.schema import (
+    Config,
+    DataConfig,
+    LanguageConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+    VisionConfig,
+)
+from megavlm.errors import UserError
+from megavlm.planner.fit import TimedLayer, fit, predicted
+from megavlm.planner.hardware import PROFILES, Hardware, profile, to_json
+
+# (width, head count, tokens of text, image side in patches, vocabulary): small, long and wide
+SIZES = (
+    (128, 4, 128, 8, 512),
+    (128, 4, 1024, 32, 512),  # attention takes more than products
+    (256, 4, 512, 16, 2048),
+    (384, 6, 256, 16, 4096),
+    (512, 8, 512, 12, 8192),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 done, 2 an argument is wrong (reported in one line)."""
+    options = _parser().parse_args(argv)
+    try:
+        calibrate(options)
+    except UserError as error:
+        print(f"calibrate.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Measure this machine's rates and write them as a hardware profile.")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="Write the profile to this file.")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="Data type of the measured layers; default: fp32."
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="Measurements of each size per round; default: 5."
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="Rounds over all sizes; medians over rounds cancel slow drifts of speed. Default: 3.",
+    )
+    return parser
+
+
+def config_of(size: tuple[int, int, int, int, int], precision: str, run_dir: str, *, processes: int) -> Config:
+    """Return a VLM with two vision and two language layers of the given size."""
+    width, heads, tokens, patches, vocabulary = size
+    return Config(
+        model=ModelConfig(
+            vision=VisionConfig(
+                num_layers=2,
+                hidden_size=width,
+                ffn_hidden_size=4 * width,
+                num_attention_heads=heads,
+                image_size=8 * patches,
+            ),
+            language=LanguageConfig(
+                num_layers=2,
+                hidden_size=width,
+                ffn_hidden_size=3 * width,
+                num_attention_heads=heads,
+                vocab_size=vocabulary,
+            ),
+        ),
+        train=TrainConfig(
+            seq_length=max(tokens, patches**2 + 64),
+            global_batch_size=processes,
+        ),
+        precision=PrecisionConfig(dtype="bf16" if precision == "bf16" else "fp32"),
+        run=RunConfig(run_dir=run_dir),
+        data=DataConfig(kind="synthetic"),
+        optimizer=OptimizerConfig(lr=1e-5),
+        logging=LoggingConfig(tensorboard=False),
+    )
+
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def calibrate(options: argparse.Namespace) -> None:
+    from megavlm import backend as backends
+
+    backend = backends.activate()
+    import torch.distributed as dist
+
+    from megavlm.train.calibration import measure_link, timed_layers
+
+    rounds: list[tuple[list[TimedLayer], list[TimedLayer]]] = []
+    rates: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(options.rounds):
+            forward: list[TimedLayer] = []
+            backward: list[TimedLayer] = []
+            for size in SIZES:
+                config = config_of(size, options.precision, folder, processes=world())
+                check(config, world=world())
+                ahead, back, rate = timed_layers(config, backend, repeats=options.repeats)
+                forward, backward, rates = [*forward, *ahead], [*backward, *back], [*rates, rate]
+            rounds.append((forward, backward))
+    forward, backward = (medians([each[side] for each in rounds]) for side in (0, 1))
+    between = measure_link(backend)
+    if dist.get_rank() == 0:
+        base = PROFILES["cpu"] if backend.is_cpu else _similar(backend.name)
+        hardware = replace(
+            base,
+            name=backend.name,
+            source=f"measured with {world()} processes, {options.precision}",
+            memory=_memory(on_cpu=backend.is_cpu),
+            forward=fit(forward),
+            backward=fit(backward),
+            memory_bandwidth=statistics.median(rates),
+            near=between or base.near,
+            devices_per_node=max(base.devices_per_node, world()),
+        )
+        options.out.write_text(json.dumps(to_json(hardware), indent=2) + "\n", encoding="utf-8")
+        print(_summary(hardware, forward, backward))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def medians(rounds: Sequence[Sequence[TimedLayer]]) -> list[TimedLayer]:
+    """Return each layer's median time over the rounds, which list the same layers."""
+    return [replace(same[0], seconds=statistics.median(s.seconds for s in same)) for same in zip(*rounds, strict=True)]
+
+
+def _similar(name: str) -> Hardware:
+    """Return the built-in profile whose name is in the device's name, for the peak and network (not measured)."""
+    known = next((key for key in PROFILES if key in name.lower()), "h100")
+    return profile(known)
+
+
+def _memory(*, on_cpu: bool) -> float:
+    """Return the bytes available to one process's tensors: 90 % of a GPU, or an equal share of 80 % of host memory."""
+    if on_cpu:
+        import psutil
+
+        return float(psutil.virtual_memory().total) * 0.8 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    import torch
+
+    return float(torch.cuda.mem_get_info()[1]) * 0.9
+
+
+def _summary(hardware: Hardware, forward: Sequence[TimedLayer], backward: Sequence[TimedLayer]) -> str:
+    lines = [f"{hardware.name}: {hardware.source}"]
+    for side, rates, samples in (("forward", hardware.forward, forward), ("backward", hardware.backward, backward)):
+        errors = [abs(predicted(sample, rates) / sample.seconds - 1) for sample in samples]
+        lines.append(
+            f"{side:9} matmul {rates.matmul / 1e9:8.1f} GFLOP/s, attention {rates.attention / 1e9:8.1f} GFLOP/s, "
+            f"memory {rates.bandwidth / 1e9:6.2f} GB/s, {rates.overhead * 1e6:4.0f} µs per call; "
+            f"median error {statistics.median(errors):.0%} over {len(errors)} layers"
+        )
+    lines.append(
+        f"optimizer {hardware.memory_bandwidth / 1e9:.2f} GB/s; between processes {hardware.near.bandwidth / 1e9:.2f} "
+        f"GB/s, {hardware.near.latency * 1e6:.0f} µs; {hardware.memory / 2**30:.1f} GiB for tensors"
+    )
+    return "\n".join(lines)

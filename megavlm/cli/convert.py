@@ -1,0 +1,207 @@
+"""Convert between Hugging Face folders and checkpoints: `python tools/convert.py import HF_DIR OUT_DIR`, `export`, …"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megavlm.arch.anyres import TileGroup, Tiling
+from megavlm.arch.image_tokens import grid_of, tokens_per_image
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
+from megavlm.config.cli import parse
+from megavlm.config.load import to_yaml
+from megavlm.config.lora import adapted_parts
+from megavlm.config.resolve import resolve
+from megavlm.config.rules import check
+from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
+from megavlm.errors import UserError
+from megavlm.parallel.dims import dims_of
+from megavlm.planner.plan import make_plan
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 done, 1 verify found a difference, 2 an argument is wrong (reported in one line)."""
+    options, rest = _parser().parse_known_args(argv)
+    try:
+        status: int = options.run(options, rest)
+    except UserError as error:
+        print(f"convert.py: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Convert between Hugging Face folders and megavlm checkpoints.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    into = commands.add_parser("import", help="Convert a Hugging Face folder to a checkpoint for --load (any layout).")
+    into.add_argument("source", metavar="HF_DIR", type=Path)
+    into.add_argument("out", metavar="OUT_DIR", type=Path)
+    into.set_defaults(run=import_)
+    out = commands.add_parser("export", help="Convert a run or checkpoint to a Hugging Face folder.")
+    out.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
+    out.add_argument("out", metavar="HF_OUT_DIR", type=Path)
+    out.set_defaults(run=export, merge=False)
+    merge = commands.add_parser("merge-lora", help="Export a run with its LoRA adapters merged.")
+    merge.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
+    merge.add_argument("out", metavar="HF_OUT_DIR", type=Path)
+    merge.set_defaults(run=export, merge=True)
+    adapters = commands.add_parser("export-lora", help="Export the LoRA adapters of a run as a PEFT folder.")
+    adapters.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
+    adapters.add_argument("out", metavar="PEFT_OUT_DIR", type=Path)
+    adapters.add_argument("--base", help="Name or folder of the base model, for PEFT's config.")
+    adapters.set_defaults(run=export_lora)
+    compare = commands.add_parser("verify", help="Compare logits with Transformers; exit status 1 if they differ.")
+    compare.add_argument("folder", metavar="HF_DIR", type=Path)
+    compare.add_argument("checkpoint", metavar="CHECKPOINT_OR_RUN", type=Path, nargs="?")
+    compare.add_argument("--tolerance", type=float, default=1e-4, help="Maximum logit difference; default: 1e-4.")
+    compare.add_argument("--samples", type=int, default=2, help="Number of random samples; default: 2.")
+    compare.add_argument("--seq-length", type=int, default=None, help="Tokens per sample; default: fits one image.")
+    compare.set_defaults(run=verify)
+    return parser
+
+
+def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Import a Hugging Face folder; flags of a run (--tp 2 …) are checked and stored in config.yaml."""
+    config = with_pretrained_model(parse([*rest, "--init-from", str(options.source)]))
+    parallel = config.parallel
+    world = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    check(config, world=world)
+    given, config = config, resolve(config)
+    make_plan(config, dims_of(config, world=world))
+    pretrained = Pretrained.of(options.source, *ALL_PARTS)
+
+    from megavlm import backend
+
+    chosen = backend.activate()
+
+    from megavlm.checkpoint.hf.importing import import_checkpoint
+    from megavlm.train.single_process import ONE, full_model, single_process_groups, unpadded_shapes
+
+    single = replace(config, parallel=type(parallel)(), train=replace(config.train, micro_batch_size=1))
+    shapes = unpadded_shapes(full_model(single, single_process_groups(chosen), chosen), single)
+    found = [*pretrained.problems(), *sorted(pretrained.wrong_shapes(shapes))]
+    refuse(found, f"{options.source} does not contain the model that its config.json describes")
+    start = time.perf_counter()
+    plan = make_plan(single, ONE)
+    folder = import_checkpoint(pretrained, shapes, config, plan, root=options.out / "checkpoints")
+    (options.out / "config.yaml").write_text(to_yaml(_loading(given, options.out)))
+    parameters = sum(map(math.prod, shapes.values()))
+    print(f"{folder}: {parameters / 1e6:.1f} million parameters in {time.perf_counter() - start:.1f} s")
+    print(f"start from it: torchrun … pretrain_vlm.py --config {options.out / 'config.yaml'} --run-dir RUN")
+    return 0
+
+
+def _loading(config: Config, out: Path) -> Config:
+    return replace(config, checkpoint=replace(config.checkpoint, init_from=None, load=str(out)))
+
+
+def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Export a checkpoint of a run that started from a Hugging Face folder; `merge-lora` merges its adapters."""
+    _nothing_left(rest)
+
+    from megavlm import backend
+
+    backend.activate()
+
+    from megavlm.checkpoint.hf.exporting import export as write
+
+    checkpoint, sidecar, saved = _trained(options.source)
+    if options.merge and not saved.lora.rank:
+        raise UserError(f"{options.source} has no adapters to merge: use export")
+    write(checkpoint, sidecar, saved.model, options.out, merged=saved.lora if options.merge else None)
+    print(options.out)
+    return 0
+
+
+def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Export the adapters of a run in PEFT's format."""
+    _nothing_left(rest)
+
+    from megavlm import backend
+
+    backend.activate()
+
+    from megavlm.checkpoint.hf.adapters import export_adapters, read_adapters, table_in_memory
+    from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
+    from megavlm.checkpoint.hf.exporting import family_at
+
+    checkpoint, sidecar, saved = _trained(options.source)
+    adapters = read_adapters(CheckpointReader(checkpoint), saved.model)
+    if not adapters:
+        raise UserError(f"{options.source} has no adapters: train with --lora-rank, or use export")
+    if left := sorted({"vision", "projector", "language"} - {*saved.model.freeze, *adapted_parts(saved)}):
+        raise UserError(
+            f"{options.source} has also trained the {' and the '.join(left)}, which adapters do not contain: use "
+            f"merge-lora, or train with --freeze {' '.join(sorted({*saved.model.freeze, *left}))}"
+        )
+    table = table_in_memory(family_at(sidecar), saved.model)
+    export_adapters(adapters, table, saved.lora, options.out, base=options.base)
+    print(options.out)
+    return 0
+
+
+def _trained(source: Path) -> tuple[Path, Any, Config]:
+    """Return a checkpoint's folder, its Hugging Face sidecar, and the configuration of its model and adapters."""
+    from megavlm.checkpoint import folders
+    from megavlm.checkpoint.hf.sidecar import read_sidecar
+    from megavlm.checkpoint.summary import model_of, read_summary
+
+    checkpoint = folders.resolve(source)
+    sidecar = read_sidecar(checkpoint)
+    if sidecar is None:
+        raise UserError(
+            f"{source} has no config.json to export: it began with random weights, or with parts that no model of "
+            "Transformers consists of; docs/hugging-face.md says which do"
+        )
+    summary = read_summary(checkpoint)
+    return checkpoint, sidecar, model_of(summary, checkpoint)
+
+
+def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Compare both models' logits in fp32 on the same random images and text."""
+    _nothing_left(rest)
+    asked = Config(checkpoint=CheckpointConfig(init_from=str(options.folder)), precision=PrecisionConfig("fp32"))
+    config = resolve(with_pretrained_model(asked))
+    pretrained = Pretrained.of(options.folder, *ALL_PARTS)
+
+    from megavlm import backend
+
+    chosen = backend.activate()
+
+    from megavlm.train.verify import compare, has_adapters
+
+    if options.checkpoint is not None and has_adapters(options.checkpoint):
+        raise UserError(f"{options.checkpoint} has adapters: fold them in with merge-lora and verify the result")
+    length = options.seq_length or length_for(config.model, pretrained.tiling)
+    config = replace(config, train=replace(config.train, seq_length=length))
+    found = compare(pretrained, options.checkpoint, config, chosen, samples=options.samples)
+    print(
+        f"largest logit difference {found.largest:.2e} (largest logit {found.scale:.2f}), "
+        f"same prediction at {100 * found.same_choice:.2f} % of {options.samples} × {length} positions"
+    )
+    if found.largest > options.tolerance:
+        print(f"convert.py: that is more than --tolerance {options.tolerance}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def length_for(model: ModelConfig, tiling: Tiling | None = None) -> int:
+    """Return the tokens of one image and some text, rounded up to a multiple of 64 so that any TP divides it."""
+    vision, size = model.vision, (model.vision.image_size, model.vision.image_size)
+    groups = []
+    if model.projector.anyres_max_tiles is not None:
+        groups = [TileGroup((1, 1) if tiling is None else tiling(size), size)]
+    tiles = sum(group.tiles for group in groups) or 1
+    features = sum(tokens_per_image([grid_of(*size, vision.patch_size)] * tiles, groups, model.projector))
+    return 64 * -(-(features + 32) // 64)
+
+
+def _nothing_left(rest: Sequence[str]) -> None:
+    if rest:
+        raise UserError(f"unknown option {rest[0]}: --help lists them")

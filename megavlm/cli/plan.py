@@ -1,0 +1,193 @@
+"""Find the fastest layout: `python tools/plan.py --model qwen2_5_vl_7b --gpus 64 --gpu h100 --images 6x1024`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megavlm.arch.layers import part_of
+from megavlm.arch.workload import typical_workload
+from megavlm.config.fields import with_values
+from megavlm.config.load import from_yaml_file, to_yaml
+from megavlm.config.messages import plain
+from megavlm.config.resolve import resolve
+from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
+from megavlm.errors import UserError
+from megavlm.families import PUBLISHED, published_model
+from megavlm.planner.candidates import Space
+from megavlm.planner.gantt import PARTS, html, png
+from megavlm.planner.hardware import PROFILES, profile
+from megavlm.planner.plan import make_plan
+from megavlm.planner.search import SearchResult, search, timeline_of
+from megavlm.planner.search_report import report
+
+VOCABULARY = 256  # of a run on synthetic samples that does not set it
+LEAST_BATCH = 128  # sequences: the batch of published fine-tunes, as LLaVA's
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 done, 1 no layout fits, 2 an argument is wrong (reported in one line)."""
+    options = _parser().parse_args(argv)
+    try:
+        return plan(options)
+    except UserError as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Rank the layouts of a model on a number of devices.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help=f"Plan for a published model: {', '.join(PUBLISHED)}.")
+    what.add_argument("--config", metavar="FILE.yaml", help="Plan for the configuration of a run.")
+    what.add_argument("--hf", metavar="DIR", help="Plan for a Hugging Face folder; only config.json is read.")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="Number of GPUs.")
+    parser.add_argument(
+        "--gpu",
+        "--profile",
+        dest="gpu",
+        default="h100",
+        help=f"Device: {', '.join(PROFILES)}, or a JSON file from tools/calibrate.py; default: h100.",
+    )
+    parser.add_argument(
+        "--seq-length", type=int, metavar="N", help="Sequence length in tokens; default: FILE.yaml's or 4096."
+    )
+    parser.add_argument("--images", metavar="COUNTxSIDE", help="Images per sample and their side in pixels: 6x1024.")
+    parser.add_argument(
+        "--global-batch-size",
+        "--gbs",
+        type=int,
+        metavar="N",
+        help=f"Sequences per step; default: FILE.yaml's, or the least multiple of the GPUs from {LEAST_BATCH}.",
+    )
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="Data type; default: FILE.yaml's or bf16.")
+    parser.add_argument(
+        "--freeze", nargs="*", choices=("vision", "projector", "language"), help="Parts that are not trained."
+    )
+    parser.add_argument("--placement", choices=("stages", "colocated"), help="Search only this placement.")
+    parser.add_argument("--vision-tp", type=int, metavar="N", help="Colocated encoder: ranks that split it.")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="Search only this recomputation.")
+    parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="Number of layouts to list; default: 10.")
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
+    parser.add_argument("--gantt", type=Path, metavar="FILE", help="Draw the best layout's timeline, as .html or .png.")
+    return parser
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Search, write the files that were asked for, and print the report last: its reader may stop early."""
+    if options.gantt is not None and options.gantt.suffix not in (".html", ".png"):
+        raise UserError(f"--gantt {plain(str(options.gantt))} must end in .html or .png")
+    given = configuration(options)
+    config = resolve(given, vocab_size=VOCABULARY)
+    if config.data.kind == "synthetic" and (needed := typical_workload(config).features + 2) > config.train.seq_length:
+        raise UserError(
+            f"a sample of these images needs {needed:,} tokens, more than --seq-length {config.train.seq_length:,}: "
+            f"set --seq-length to at least {needed}, or give fewer or smaller --images"
+        )
+    hardware = profile(options.gpu)
+    space = Space()
+    if options.placement is not None:
+        space = replace(space, placement=(options.placement,))
+    if options.recompute is not None:
+        space = replace(space, recompute=(options.recompute,))
+    if options.no_offload:
+        space = replace(space, offload=())
+    outcome = search(config, options.gpus, hardware, space=space, top=options.top)
+    if outcome.best and options.out is not None:
+        _write(options.out, "--out", to_yaml(to_train(outcome.config(given), options)))
+    if outcome.best and options.gantt is not None:
+        draw(outcome, config, hardware_name=options.gpu, path=options.gantt)
+    batch, length = config.train.global_batch_size, config.train.seq_length
+    print(
+        f"a step has {batch:,} sequences of {length:,} tokens, {batch * length / 1e6:,.1f} million in all"
+        + ("" if options.global_batch_size or options.config else " (--gbs chooses another batch)")
+    )
+    print(report(outcome))
+    return 0 if outcome.best else 1
+
+
+def to_train(config: Config, options: argparse.Namespace) -> Config:
+    """Return the configuration to write: with the number of GPUs, and if it is not of the user's own file without the
+    synthetic samples that stood for the user's data.
+    """
+    config = replace(config, run=replace(config.run, world_size=options.gpus))
+    return config if options.config is not None else replace(config, data=DataConfig())
+
+
+def configuration(options: argparse.Namespace) -> Config:
+    """Return the run to plan for: that of --config, or the model on synthetic data of the given size."""
+    if options.gpus < 1:
+        raise UserError(f"--gpus {options.gpus} must be at least 1")
+    if options.config is not None:
+        config = from_yaml_file(options.config)
+    else:
+        config = Config(
+            precision=PrecisionConfig(dtype="bf16"),
+            train=TrainConfig(seq_length=4096, global_batch_size=options.gpus * -(-LEAST_BATCH // options.gpus)),
+            run=RunConfig(run_dir="runs/planned"),
+        )
+        if options.model is not None:
+            config = replace(config, model=published_model(options.model))
+        else:
+            config = replace(config, checkpoint=CheckpointConfig(init_from=options.hf))
+    if config.checkpoint.init_from is not None:
+        from megavlm.checkpoint.hf.pretrained import with_pretrained_model
+
+        config = with_pretrained_model(config)
+    given = {
+        ("train", "seq_length"): options.seq_length,
+        ("train", "global_batch_size"): options.global_batch_size,
+        ("precision", "dtype"): options.precision,
+    }
+    config = with_values(config, {path: value for path, value in given.items() if value is not None})
+    if options.freeze is not None:
+        config = replace(config, model=replace(config.model, freeze=tuple(options.freeze)))
+    if options.vision_tp is not None:
+        if options.vision_tp < 1:
+            raise UserError(f"--vision-tp {options.vision_tp} must be at least 1")
+        parallel = replace(config.parallel, vision_tensor_model_parallel_size=options.vision_tp)
+        config = replace(config, parallel=parallel)
+    if options.images is not None:
+        count, side = _images(options.images, config.model.vision.patch_size * config.model.projector.pixel_shuffle)
+        config = replace(config, data=replace(config.data, images_per_sample=(count,), image_sizes=(side,)))
+    return config
+
+
+def _images(text: str, multiple: int) -> tuple[int, int]:
+    """Return (6, 1022) for `6x1024`: the side is rounded down to whole features."""
+    count, _, side = text.partition("x")
+    if not (count.isdigit() and side.isdigit() and int(side) >= multiple):
+        raise UserError(f"--images {plain(text)} is not COUNTxSIDE with a side of {multiple} pixels or more, as 6x1024")
+    return int(count), int(side) // multiple * multiple
+
+
+def draw(outcome: SearchResult, config: Config, *, hardware_name: str, path: Path) -> None:
+    """Draw the timeline of the best layout as HTML or PNG, according to the file's suffix."""
+    candidate = outcome.best[0].candidate
+    timeline = timeline_of(outcome.best[0], config, profile(hardware_name))
+    chunks = [
+        {part_of(name) == "vision" for name in names}
+        for names in make_plan(outcome.config(config), candidate.dims).chunks
+    ]
+    title = f"{candidate.label} on {plain(hardware_name)}"
+
+    def part_of_chunk(chunk: int) -> str:
+        return PARTS[2] if len(chunks[chunk]) == 2 else PARTS[chunks[chunk] == {True}]
+
+    if path.suffix == ".png":
+        png(timeline, path, title=title, part_of_chunk=part_of_chunk)
+        print(f"wrote {path}")
+    else:
+        _write(path, "--gantt", html(timeline, title=title, part_of_chunk=part_of_chunk))
+
+
+def _write(path: Path, flag: str, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} {plain(str(path))} cannot be written: {error.strerror}") from None
+    print(f"wrote {path}")

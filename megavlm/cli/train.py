@@ -1,0 +1,138 @@
+"""Train a vision-language model: `torchrun --nproc-per-node 4 -m megavlm train --recipe demo --tp 2 --pp 2`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megavlm.config.cli import parse
+from megavlm.config.derived import launches_in_order
+from megavlm.config.resolve import resolve
+from megavlm.config.rules import check, usable_world
+from megavlm.config.schema import Config
+from megavlm.config.start_defaults import start_table
+from megavlm.errors import RankError, Stopped, UserError
+from megavlm.launch.configuration import with_model, with_plan
+from megavlm.launch.exit_file import note_exit
+from megavlm.parallel.world import World, world_of
+from megavlm.resilience.output import survive_lost_output
+from megavlm.resilience.retry import launch_time, refuse_retry
+from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
+from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
+
+
+def train(argv: Sequence[str]) -> None:
+    """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly."""
+    began = time.time()
+    config = parse(argv, complete=with_model)
+    launched = enter_world()
+    config = with_model(config)
+    world = usable_world(config, launched)
+    config = with_plan(config, world=world)
+    if config.run.dry_run:
+        return dry_run(config, world=world)
+    check(config, world=world)
+    if under_torchrun():
+        refuse_retry(Path(config.run.run_dir), world=world, launched=launch_time())
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost peer is an error of the connection, not the end of the run
+    survive_lost_output()
+    before = read_status(Path(config.run.run_dir))
+    stop = StopRequest()
+    listen(stop, parent=os.getppid() if under_torchrun() else None, patience=torchrun_patience())
+    if world < launched:
+        os.environ["WORLD_SIZE"] = str(world)  # the other ranks know of no spare ones
+        rank = int(os.environ["RANK"])
+        if rank == 0:
+            print(f"{world} of {launched} ranks train; the others are spare", flush=True)
+        if rank >= world:
+            return wait_as_spare(Path(config.run.run_dir), before)
+
+    from megavlm import backend
+
+    chosen = backend.activate(launches_in_order=launches_in_order(config))  # before anything imports megatron-core
+
+    from megavlm.train.build import build
+    from megavlm.train.loop import fit
+
+    fit(build(config, chosen, began=began), stop)
+
+
+def enter_world() -> int:
+    """Return how many processes were started with this one, and set the variables that torchrun would have set."""
+    world = world_of(os.environ)
+    if world.world_size > 1:
+        os.environ.update(world.environment())
+    return world.world_size
+
+
+def dry_run(config: Config, *, world: int) -> None:
+    """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
+    from megavlm.checkpoint.begun import as_begun
+    from megavlm.parallel.dims import dims_of
+    from megavlm.planner.auto import memory_of, offload_line
+    from megavlm.planner.memory import table as memory_table
+    from megavlm.planner.plan import make_plan, table
+    from megavlm.train.source import vocab_size_of
+
+    parallel = config.parallel
+    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    world = max(config.run.world_size or 1 if world == 1 else world, ranks)
+    check(config, world=world)
+    asked, given = config, as_begun(config)
+    config = resolve(given, vocab_size=vocab_size_of(given))
+    dims = dims_of(config, world=world)
+    print(table(make_plan(config, dims), config))
+    print(start_table(given, asked=asked))
+    on_gpu = config.precision.dtype != "fp32"
+    print(memory_table(memory_of(config, dims, on_gpu=on_gpu)))
+    if offloaded := offload_line(config, dims, on_gpu=on_gpu):
+        print(offloaded)
+    if config.data.datasets:
+        from megavlm.data.files import share_table
+
+        print(share_table(config))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit status: 0 finished, 75 stopped by request, 2 configuration or data are wrong,
+    3 losses or gradients are, 71 a device computes wrongly (all in one line). Any other error ends with 1.
+    """
+    try:
+        train(argv)
+    except Stopped:
+        note_exit(STOPPED, os.environ)
+        return STOPPED
+    except UserError as error:
+        note_exit(error.status, os.environ)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if isinstance(error, RankError) or _speaks():
+            print(f"pretrain_vlm.py: {error}", file=sys.stderr, flush=True)
+        if _world_or_alone().world_size > 1:
+            time.sleep(error.wait)
+        return error.status
+    note_exit(0, os.environ)
+    return 0
+
+
+def _speaks() -> bool:
+    """Return whether this rank prints the error: rank 0, or the first rank to reach the run's store if it exists."""
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            return store.add("megavlm/user_error", 1) == 1
+    return _world_or_alone().rank == 0
+
+
+def _world_or_alone() -> World:
+    """Return this process's place; a world of one, of the rank that RANK says, where the environment is the mistake."""
+    try:
+        return world_of(os.environ)
+    except UserError:
+        rank = os.environ.get("RANK", "0")
+        return World(int(rank) if rank.isdecimal() else 0)

@@ -1,0 +1,54 @@
+"""Say why samples were skipped: the commonest reason, an example, and what helps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megavlm.data.types import Reason, Skipped
+
+_LOOK = "see which with tools/preview_data.py and the same flags; docs/data.md has what a record needs"
+_COPY = "copy the image files again, or leave the records out"
+_ROOT = "name the folder of the images: --datasets PATH,image_root=DIR"
+REMEDIES: dict[Reason, str] = {
+    Reason.MISSING: _ROOT,
+    Reason.OUTSIDE: f"{_ROOT}, in which absolute paths must lie, too (image_root=/ allows any)",
+    Reason.TOO_LONG: "raise --seq-length; with Qwen's models, --max-pixels makes images shorter",
+    Reason.TOO_LARGE: "raise --max-image-pixels; with Qwen's models, --max-pixels then shrinks large images",
+    Reason.NOT_AN_IMAGE: _COPY,
+    Reason.TRUNCATED: _COPY,
+    Reason.CORRUPT: _COPY,
+}
+
+
+@dataclass
+class SkipSummary:
+    """Counts skipped samples by reason and keeps an example of each."""
+
+    counts: Counter[Reason] = field(default_factory=Counter)
+    examples: dict[Reason, str] = field(default_factory=dict)
+
+    def add(self, skipped: Iterable[Skipped]) -> SkipSummary:
+        """Add samples that are skipped as a whole; return self."""
+        for skip in skipped:
+            if not skip.partly:
+                self.counts[skip.reason] += 1
+                self.examples.setdefault(skip.reason, f"{skip.label}: {skip.detail}")
+        return self
+
+    def merged(self, others: Iterable[SkipSummary]) -> SkipSummary:
+        """Return the summary of this and the other ranks' samples."""
+        found = SkipSummary(Counter(self.counts), dict(self.examples))
+        for other in others:
+            found.counts += other.counts
+            found.examples = {**other.examples, **found.examples}
+        return found
+
+    def told(self) -> str:
+        """Return the commonest reason with its number, an example, and the remedy."""
+        if not self.counts:
+            return "for reasons that an earlier start of the run has listed"
+        most = max(self.counts.values())
+        reason = min(reason for reason, count in self.counts.items() if count == most)
+        return f"{most} × {reason}, as {self.examples[reason]}. To mend it, {REMEDIES.get(reason, _LOOK)}"
