@@ -53,7 +53,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"Device: {', '.join(PROFILES)}, or a JSON file from tools/calibrate.py; default: h100.",
     )
     parser.add_argument(
-        "--seq-length", type=int, metavar="N", help="Sequence length in tokens; default: FILE.yaml's or 4096."
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="Tokens of a sequence; default: FILE.yaml's, a fine-tune's (--hf), or 4096.",
     )
     parser.add_argument("--images", metavar="COUNTxSIDE", help="Images per sample and their side in pixels: 6x1024.")
     parser.add_argument(
@@ -126,12 +129,12 @@ def configuration(options: argparse.Namespace) -> Config:
         config = from_yaml_file(options.config)
     else:
         config = Config(
-            precision=PrecisionConfig(dtype="bf16"),
-            train=TrainConfig(seq_length=4096, global_batch_size=options.gpus * -(-LEAST_BATCH // options.gpus)),
+            train=TrainConfig(global_batch_size=options.gpus * -(-LEAST_BATCH // options.gpus)),
             run=RunConfig(run_dir="runs/planned"),
         )
         if options.model is not None:
-            config = replace(config, model=published_model(options.model))
+            config = replace(config, model=published_model(options.model), precision=PrecisionConfig(dtype="bf16"))
+            config = replace(config, train=replace(config.train, seq_length=4096))
         else:
             config = replace(config, checkpoint=CheckpointConfig(init_from=options.hf))
     if config.checkpoint.init_from is not None:

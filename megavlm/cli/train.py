@@ -92,9 +92,10 @@ def dry_run(config: Config, *, world: int) -> None:
     if offloaded := offload_line(config, dims, on_gpu=on_gpu):
         print(offloaded)
     if config.data.datasets:
-        from megavlm.data.files import share_table
+        from megavlm.data.streaming import files_source
+        from megavlm.data.summary import data_table
 
-        print(share_table(config))
+        print(data_table(config, files_source(config)))
 
 
 def main(argv: Sequence[str]) -> int:

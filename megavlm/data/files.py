@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megavlm.arch.anyres import TileGroup
-from megavlm.config.resolve import data_kind, resolve
+from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.chat import ChatFormat, Piece, split
 from megavlm.data.costs import CostModel
 from megavlm.data.decode import decode, size_of
 from megavlm.data.images import LoadedImage
-from megavlm.data.order import BLOCK, Order, apportioned
+from megavlm.data.order import Order
 from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
 from megavlm.data.processors import Layout, Processor
 from megavlm.data.records import is_stream, name_of, open_records
@@ -180,20 +180,3 @@ class FilesSource:
         """Return the patches of all tiles of one image. Raises BadSample if it cannot be decoded."""
         pixels = decode(image.source, max_pixels=self._max_pixels).pixels
         return torch.cat(self.processor.tiles(pixels, images=images))
-
-
-def share_table(config: Config) -> str:
-    """Return the lines of `--dry-run`: each data set's records, and its share of the samples; "" for computed data.
-
-    Raises UserError for a data set that cannot be read.
-    """
-    if data_kind(config) != "files":
-        return ""
-    sources = config.data.datasets
-    counts = apportioned([source.weight for source in sources], BLOCK)
-    width = max(len("data"), *(len(name_of(source)) for source in sources))
-    lines = [f"{'data':{width}}  {'records':>12}  share of samples"]
-    for source, count in zip(sources, counts, strict=True):
-        records = "tars" if is_stream(source) else f"{len(open_records(source)):,}"
-        lines.append(f"{name_of(source):{width}}  {records:>12}  {count / BLOCK:7.1%}")
-    return "\n".join(lines)

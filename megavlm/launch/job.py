@@ -5,6 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+
+def program() -> tuple[str, ...]:
+    """Return the program that torchrun starts: the clone's script, or in another folder the installed package."""
+    return ("pretrain_vlm.py",) if Path("pretrain_vlm.py").exists() else ("-m", "megavlm", "train")
 
 
 @dataclass(frozen=True)

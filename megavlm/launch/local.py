@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.launch.exit_file import VARIABLE
-from megavlm.launch.job import Command, Job
+from megavlm.launch.job import Command, Job, program
 
 GRACE = 240  # seconds for the last step and its save
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -32,7 +32,7 @@ def _agent(job: Job, node: int, *, port: int, exit_file: Path) -> Command:
             *("--nproc-per-node", str(job.processes), "--master-addr", "127.0.0.1", "--master-port", str(port)),
             # It would die of SIGUSR1, and would kill its ranks 30 s after a signal.
             *("--signals-to-handle", ",".join(each.name for each in SIGNALS), "--shutdown-timeout", str(GRACE)),
-            *("pretrain_vlm.py", *job.flags),
+            *(*program(), *job.flags),
         ),
         variables,
     )

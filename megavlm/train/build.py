@@ -25,12 +25,13 @@ from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
-from megavlm.config.start_defaults import start_table
+from megavlm.config.start_defaults import start_table, starts_from_weights
 from megavlm.data.data_loader import DataLoader, build_data_loader, prepare_data
 from megavlm.data.files import FilesSource
 from megavlm.data.image_assignment import ImageAssignment
 from megavlm.data.records import data_identity
 from megavlm.data.source import ComputedSource
+from megavlm.data.summary import data_table
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import Sink, SkippedLog
 from megavlm.model.specs import DTYPES
@@ -151,6 +152,8 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
 
     watch.starting("data")
     on_rank_0(partial(prepare_data, config))
+    if isinstance(source, FilesSource):
+        on_rank_0(partial(_tell_data, config, source))
     identity = from_rank_0(partial(data_identity, config), dict[str, Any]())
     data_loader = build_data_loader(
         config,
@@ -205,6 +208,10 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     )
 
 
+def _tell_data(config: Config, source: FilesSource) -> None:
+    print(data_table(config, source), flush=True)
+
+
 def _saver(config: Config) -> Saver | None:
     options = config.checkpoint
     if not options.save:
@@ -214,7 +221,9 @@ def _saver(config: Config) -> Saver | None:
 
 
 def _hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
-    """Yield lines on this machine: why Transformer Engine cannot be loaded, and the limits of `--offload`."""
+    """Yield warnings: given weights without data, Transformer Engine that cannot be loaded, limits of `--offload`."""
+    if starts_from_weights(config) and config.data.kind == "synthetic":
+        yield "warning: the given weights train on synthetic samples: name your data sets with --datasets"
     if config.execution.transformer_impl == "auto" and (error := device_at_hand().te_error):
         yield f"Transformer Engine cannot be loaded ({error}): layers are PyTorch's, which are slower"
     if not config.execution.offload:

@@ -201,14 +201,17 @@ def test_streams_resume_exactly_on_as_many_replicas(pools: Pools, folder: Path, 
         pools(1).run(train, argv, str(tmp_path / "other"))
 
 
-def test_too_many_bad_samples_end_the_run_with_a_checkpoint(pools: Pools, folder: Path, tmp_path: Path) -> None:
+def test_too_many_bad_samples_end_the_run_and_leave_nothing_in_the_way(
+    pools: Pools, folder: Path, tmp_path: Path
+) -> None:
     damaged = tmp_path / "data"
     shutil.copytree(folder, damaged)
     lines = (damaged / "train.jsonl").read_bytes().splitlines()
     (damaged / "train.jsonl").write_bytes(b"\n".join(lines[:20] + [b"{"] * 40) + b"\n")
     argv = [*FILES, *sources_of(damaged), "--packing-window", "64"]
-    with pytest.raises(AssertionError, match=r"--max-bad-sample-rate 0\.05"):
+    with pytest.raises(AssertionError, match=r"--max-bad-sample-rate 0\.05: \d+ × not_a_record, as train.jsonl:2\d: "):
         pools(1).run(train, argv, str(tmp_path / "run"))
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["iter_0000001"]
-    pools(1).run(train, [*argv, "--max-bad-sample-rate", "0.9"], str(tmp_path / "run"))
+    assert not list((tmp_path / "run/checkpoints").glob("*"))
+    mended = ["--max-bad-sample-rate", "0.9", "--seq-length", "128", "--packing-window", "32"]
+    pools(1).run(train, [*argv, *mended], str(tmp_path / "run"))
     assert metrics(tmp_path / "run")[-1]["iteration"] == 12

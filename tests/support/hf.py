@@ -21,7 +21,15 @@ from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.cli import convert
 from megavlm.config.resolve import resolve
-from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from megavlm.config.schema import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.images import Image
@@ -50,6 +58,7 @@ def config_for(folder: Path, **train: Any) -> Config:
     training = TrainConfig(**{"seq_length": LENGTH, **train})
     optimizer = OptimizerConfig(lr=1e-3, lr_decay_style="constant", weight_decay=0.0, adam_beta2=0.999, clip_grad=0.0)
     config = Config(
+        precision=PrecisionConfig("fp32"),
         train=training,
         optimizer=optimizer,
         run=RunConfig(run_dir=str(folder / "run")),

@@ -135,4 +135,6 @@ def export_adapters(
     temporary.mkdir(parents=True)
     save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
     (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # The library lets nobody else read what it writes.
+    shutil.copymode(temporary / "adapter_config.json", temporary / "adapter_model.safetensors")
     temporary.rename(out)

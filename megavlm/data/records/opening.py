@@ -97,6 +97,8 @@ def _open_file(source: DatasetConfig, file: Path) -> Container:
     if suffix == ".parquet":
         try:
             return ParquetFile(file)
+        except UserError:
+            raise
         except (OSError, ValueError) as error:
             raise _wrong(source, f"is no parquet file ({shown(str(error))}): write it again", file) from error
     for start, form in _UNREADABLE.items():

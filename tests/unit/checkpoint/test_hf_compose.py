@@ -27,6 +27,7 @@ def is_llava(vision: str, model: ModelConfig) -> bool:
 
 def test_clip_or_siglip_with_a_plain_mlp_is_a_llava() -> None:
     assert is_llava("siglip", MODEL)
+    assert is_llava("llava", MODEL), "its tower is by default CLIP"
     assert not is_llava("internvl_vision", MODEL)
     assert not is_llava("siglip", replace(MODEL, vision=VisionConfig(post_norm=True)))
 

@@ -116,6 +116,12 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
     assert parse(["--save", "--no-save"]).checkpoint.save is False
 
 
+def test_data_sets_of_a_repeated_flag_add_up(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data: {datasets: [{path: c.json}]}\n")
+    config = parse(["--config", str(tmp_path / "run.yaml"), "--datasets", "a.json", "--datasets", "b.json,weight=2"])
+    assert [(each.path, each.weight) for each in config.data.datasets] == [("a.json", 1.0), ("b.json", 2.0)]
+
+
 @pytest.mark.parametrize(
     ("flags", "schedule"),
     [
@@ -171,7 +177,7 @@ def test_help_all_lists_everything_with_defaults(
         assert f"\n{option.section}:\n" in text
     for name in RECIPES:
         assert name in text.split("Recipes:")[1]
-    assert "Peak learning rate. (default: 0.001)" in text
+    assert "Random seed of weights, data order and dropout. (default: 1234)" in text
     assert "how often. (default: on)" in text
     assert "Parts of the model that are not trained; default: none.\n" in text
     assert "--tensor-model-parallel-size, --tp N\n" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 import zlib
 from collections import Counter
@@ -25,8 +26,9 @@ from megavlm.data.chat import ChatFormat
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator, collate_segments
 from megavlm.data.data_loader import build_batch_sampler
-from megavlm.data.files import FilesSource, share_table
+from megavlm.data.files import FilesSource
 from megavlm.data.rank_loader import RankLoader
+from megavlm.data.summary import data_table
 from megavlm.data.types import Reason, Segment
 from megavlm.data.workers import WorkerPool
 from megavlm.errors import UserError
@@ -215,8 +217,14 @@ def test_every_record_comes_once_an_epoch(tmp_path: Path) -> None:
 
 
 def test_shares_are_told_before_a_run(broken: Path) -> None:
-    lines = share_table(config_for(broken)).splitlines()
-    assert [line.split() for line in lines[1:]] == [["train", "20", "75.0%"], ["book", "1", "25.0%"]]
+    config = config_for(broken)
+    first, *rows, last = data_table(config, FilesSource(config)).splitlines()
+    assert first.split()[:2] == ["data", "records"]
+    assert [row.split()[:4] for row in rows] == [["train", "20", "75.0%", "about"], ["book", "1", "25.0%", "about"]]
+    held = float(re.search(r"holds about ([\d.]+) samples", last)[1])  # type: ignore[index]
+    epochs = float(rows[0].split()[4])
+    drawn = config.train.train_iters * config.train.global_batch_size * held
+    assert epochs == pytest.approx(0.75 * drawn / 20, rel=0.1)
 
 
 MISTAKES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -20,11 +21,12 @@ def step() -> Timeline:
 
 
 def test_a_page_has_a_bar_for_every_pass() -> None:
-    text = html(step(), title="TP2 <& PP2", sees=lambda chunk: chunk == 0)
+    text = html(step(), title="TP2 <& PP2", part_of_chunk=lambda chunk: ("vision and language", "language")[chunk > 0])
     tree = ElementTree.fromstring(text.removeprefix("<!doctype html>"))
     titles = [title.text for title in tree.iter("title")][1:]
     assert len(titles) == 2 * 4 * 4, "forward and backward of four micro-batches through four chunks"
-    assert sum("vision" in (title or "") for title in titles) == 8
+    assert sum("vision and language" in (title or "") for title in titles) == 8
+    assert re.findall("(?<=</span>)[a-z ]+(?=<)", text)[:2] == ["language forward", "vision and language forward"]
     assert "TP2 &lt;&amp; PP2" in text
     assert "http" not in text.replace("http-equiv", "")
 

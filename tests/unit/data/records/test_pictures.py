@@ -45,6 +45,15 @@ def test_images_by_path(value: Any, root: Path) -> None:
     assert image_of(value, lambda name: file_below(root, name)) == ImageRef((root / "a.png").resolve())
 
 
+@pytest.mark.parametrize("spelling", ["{}", "file://{}", "file://localhost{}", "FILE:{}", "file://{}%20two.png"])
+def test_absolute_paths_and_file_urls_inside_the_folder(spelling: str, root: Path) -> None:
+    (root / "a.png two.png").write_bytes(PNG)
+    name = spelling.format(root / "a.png")
+    wanted = ImageRef((root / ("a.png two.png" if "%20" in spelling else "a.png")).resolve())
+    assert image_of(name, lambda name: file_below(root, name)) == wanted
+    assert image_of(name, lambda name: file_below(Path("/"), name)) == wanted
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
@@ -59,7 +68,8 @@ def test_images_by_path(value: Any, root: Path) -> None:
         ("https://example.com/a.png", Reason.UNSUPPORTED),
         ("http://example.com/a.png", Reason.UNSUPPORTED),
         ("s3://bucket/a.png", Reason.UNSUPPORTED),
-        ("file:///etc/passwd", Reason.UNSUPPORTED),
+        ("file:///etc/passwd", Reason.OUTSIDE),
+        ("file://elsewhere/a.png", Reason.UNSUPPORTED),
         ({"url": "HTTPS://example.com/a.png"}, Reason.UNSUPPORTED),
         ("data:image/png,raw", Reason.CORRUPT),
         ("data:image/png;base64,%%%", Reason.CORRUPT),
@@ -77,6 +87,6 @@ def test_reasons(value: Any, reason: Reason, root: Path) -> None:
 
 
 def test_a_long_path_that_begins_like_base64_is_decoded_or_refused(root: Path) -> None:
-    """An absolute path can never be meant, so what begins with "/9j/" and is long is JPEG in base64."""
+    """What begins with "/9j/" and is long is JPEG in base64: nobody has a folder of that name at the root."""
     with pytest.raises(BadSample):
         image_of("/9j/" + "a.b" * 30, lambda name: file_below(root, name))

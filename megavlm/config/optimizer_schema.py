@@ -1,0 +1,55 @@
+"""Options of the optimizer and of the learning rate. `schema.py` says how options are declared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.option import TRAINING, option
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Learning rates and their schedule, AdamW, clipping, and the loss scale of fp16."""
+
+    lr: float = option(
+        None,
+        "Peak learning rate; default: 1e-3, from given weights 1e-5 (LoRA: 1e-4, the projector alone: 1e-3).",
+        common=TRAINING,
+    )
+    min_lr: float = option(0.0, "Learning rate at the end of the decay.")
+    vision_lr: float | None = option(
+        None, "Peak learning rate of the vision encoder; default: --lr, or 2e-6 from given weights without --lr."
+    )
+    projector_lr: float | None = option(
+        None,
+        "Peak learning rate of the projector; default: --lr, or without --lr 2e-5 beside LoRA and 1e-3 for a new one.",
+    )
+    language_lr: float | None = option(
+        None, "Peak learning rate of the language model; default: --lr, or without --lr 2e-5 beside LoRA."
+    )
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option(
+        "cosine", "Shape of the decay after the warm-up.", common=TRAINING
+    )
+    lr_warmup_iters: int = option(
+        None,
+        "Steps of linear learning-rate warm-up; default: 0, from given weights 3 % of the steps until the decay ends.",
+        common=TRAINING,
+    )
+    lr_decay_iters: int = option(None, "Step at which the learning-rate decay ends; default: --train-iters.")
+    lr_wsd_decay_iters: int = option(
+        None, "WSD: number of steps of the final decay; default: a tenth of the steps before the decay ends."
+    )
+    weight_decay: float = option(0.01, "Decoupled weight decay (AdamW); not applied to norms and biases.")
+    adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.")
+    adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.")
+    adam_eps: float = option(1e-8, "Epsilon of AdamW.")
+    clip_grad: float = option(
+        1.0, "Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."
+    )
+    initial_loss_scale: float = option(4096.0, "fp16: initial loss scale, which keeps small gradients above underflow.")
+    min_loss_scale: float = option(1.0, "fp16: lower bound of the loss scale.")
+    loss_scale_window: int = option(1000, "fp16: number of steps without overflow after which the loss scale doubles.")
+    hysteresis: int = option(
+        2, "fp16: number of overflows before the loss scale is halved; each overflow skips its step."
+    )

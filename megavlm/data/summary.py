@@ -1,0 +1,51 @@
+"""Say what a run reads: its data sets, how many samples of each it takes, and how many fit into a sequence."""
+
+from __future__ import annotations
+
+from megavlm.config.schema import Config
+from megavlm.data.files import FilesSource
+from megavlm.data.order import BLOCK, apportioned
+from megavlm.data.records import is_stream, name_of
+
+_LOOKED_AT = 64  # samples whose length is read before the run
+
+
+def data_table(config: Config, source: FilesSource) -> str:
+    """Return a line for each data set: its records, its share of the samples, and the epochs of it that the run reads.
+
+    The last are estimated from the lengths of the first samples. Raises UserError for a data set that cannot be read.
+    """
+    data, train = config.data, config.train
+    shares = [count / BLOCK for count in apportioned([each.weight for each in data.datasets], BLOCK)]
+    sequences = train.train_iters * train.global_batch_size
+    held = samples_per_sequence(config, source)
+    rows = [("data", "records", "share of samples", "epochs of the run")]
+    for number, (each, share) in enumerate(zip(data.datasets, shares, strict=True)):
+        records = None if is_stream(each) else len(source.records[number])
+        epochs = "" if records is None or held is None else f"about {sequences * held * share / records:.2g}"
+        rows.append((name_of(each), "tars" if records is None else f"{records:,}", f"{share:.1%}", epochs))
+    wide, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([name.ljust(wide), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
+        for name, *cells in rows
+    ]
+    lines.append(
+        f"{train.train_iters:,} steps of {train.global_batch_size:,} sequences of {train.seq_length:,} tokens"
+        + ("" if held is None else f"; a sequence holds about {held:.2g} samples")
+    )
+    return "\n".join(lines)
+
+
+def samples_per_sequence(config: Config, source: FilesSource) -> float | None:
+    """Return how many records fill a sequence on average, from the first ones; None for streams, which have no number,
+    and if none can be used.
+    """
+    if any(map(is_stream, config.data.datasets)):
+        return None
+    looked = [source.encode(number) for number in range(_LOOKED_AT)]
+    lengths = [sample.cost.length for record in looked for sample in record.samples]
+    usable = sum(bool(record.samples) for record in looked)
+    if not usable:
+        return None
+    filled = sum(lengths) / config.train.seq_length if config.data.packing else len(lengths)
+    return usable / filled

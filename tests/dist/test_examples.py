@@ -1,0 +1,51 @@
+"""The commands of the documents, page by page, as they are printed there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.examples import PAGES, Example, examples, write_folder
+
+# Runs are shorter than a user's: three steps, of which each saves.
+SHORT = ("--train-iters", "3", "--save-interval", "2", "--num-workers", "0")
+FIRST = ("python", "pretrain_vlm.py", "--init-from", "HF_DIR", "--datasets", "train.jsonl", "--seq-length", "128")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("examples")
+    write_folder(path)
+    (path / "sitting").mkdir()
+    run(path, (*FIRST, *SHORT, "--run-dir", "RUN_DIR"))
+    run(path, (*FIRST, *SHORT, "--train-iters", "1", "--run-dir", "OTHER_RUN"))
+    return path
+
+
+def run(folder: Path, words: tuple[str, ...]) -> None:
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-c", shlex.join(words)], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+
+
+def shortened(example: Example) -> tuple[str, ...]:
+    name, argv = example.command
+    trains = name == "train" and not {"--dry-run", "--help"} & set(argv)
+    return (*example.words, *SHORT) if trains or "local" in argv else example.words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_of_a_page_run(page: Path, folder: Path) -> None:
+    for example in examples(page):
+        if example.elsewhere or example.words[1] == "examples/first_run/small_model.py":
+            continue
+        run(folder, shortened(example))

@@ -1,0 +1,106 @@
+"""The commands that the documents print, and a folder in which they run: what they name is there, in miniature."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "lab-notes.md")]
+PROGRAMS = ("python", "torchrun", "megavlm", "sbatch", "srun", "make", "until", "tools/gpu_check.sh")
+
+# Commands that no test runs from here, by their beginning, and why.
+ELSEWHERE = {
+    "make ": "the Makefile's targets are this suite and the demo",
+    "srun ": "tests/dist/test_cluster.py runs it on a cluster of its own",
+    "sbatch ": "tests/dist/test_cluster.py runs it on a cluster of its own",
+    "python -m megavlm.launch slurm ": "tests/dist/test_cluster.py runs it on a cluster of its own",
+    "until ": "a shell loop around any command",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 ": "it waits for machines",
+    "tools/gpu_check.sh": "it needs a GPU",
+    "python -m pytest tests/fake": "the suite has them",
+    "python benchmarks/": "hours",
+    "python examples/first_run/ask.py": "tests/dist/test_first_run.py asks it, after the whole run",
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    page: str
+    words: tuple[str, ...]  # with the values of variables that stand before the program
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def elsewhere(self) -> bool:
+        return any(self.text.startswith(start) for start in ELSEWHERE)
+
+    @property
+    def world(self) -> int:
+        """Return how many processes it starts."""
+        if self.words[0] != "torchrun":
+            return 1
+        return int(self.words[self.words.index("--nproc-per-node") + 1])
+
+    @property
+    def command(self) -> tuple[str, tuple[str, ...]]:
+        """Return the command of `megavlm` that it runs, and the words after that."""
+        names = {"pretrain_vlm.py": "train", "prepare_data": "prepare", "preview_data": "preview"}
+        for place, word in enumerate(self.words):
+            stem = word.removeprefix("tools/").removesuffix(".py")
+            if word == "pretrain_vlm.py" or word.startswith("tools/"):
+                return names.get(word) or names.get(stem, stem), self.words[place + 1 :]
+            if word == "megavlm":
+                return self.words[place + 1], self.words[place + 2 :]
+            if word == "megavlm.launch":
+                return "launch", self.words[place + 1 :]
+        raise AssertionError(f"{self.page}: no program is known in {self.text}")
+
+
+def examples(page: Path) -> Iterator[Example]:
+    """Yield the commands in the code blocks of a page, in order; what follows a # is left out."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```|((?:^    .*\n)+)", text, flags=re.MULTILINE | re.DOTALL)
+    for fenced, indented in blocks:
+        for line in (fenced or indented).replace("\\\n", " ").splitlines():
+            words = tuple(shlex.split(line, comments=True))
+            first = next((word for word in words if "=" not in word), "")
+            if first in PROGRAMS:
+                yield Example(page.name, words)
+
+
+def write_folder(folder: Path) -> None:
+    """Write what the examples name: programs, data, models, configurations."""
+    import transformers
+
+    from examples.first_run import small_model
+    from tests.support.tiny_models.llava import TEXT, VISION
+
+    for name in ("pretrain_vlm.py", "megavlm", "tools", "launch", "examples", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    records = [json.loads(line) for line in (ROOT / "examples/first_run/train.jsonl").read_text().splitlines()]
+    shutil.copytree(ROOT / "examples/first_run/images", folder / "images")
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records * 4))
+    inside = [{**record, "image": Path(record["image"]).name} for record in records]
+    (folder / "llava_665k.json").write_text(json.dumps(inside * 4))
+    small_model.main(folder / "HF_DIR")
+    for name in ("llava-1.5-7b", "small-llava"):
+        (folder / name).symlink_to(folder / "HF_DIR")
+    transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)).save_pretrained(folder / "CLIP_DIR")
+    transformers.CLIPImageProcessor(size=32, crop_size=32).save_pretrained(folder / "CLIP_DIR")
+    sizes: dict[str, Any] = {**TEXT, "vocab_size": 300}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder / "QWEN_DIR")
+    small_model.tokenizer().save_pretrained(folder / "QWEN_DIR")
+    (folder / "run.yaml").write_text(
+        "model: {vision: {num_attention_heads: 8}, language: {num_attention_heads: 8}}\n"
+        "train: {global_batch_size: 128}\n"
+    )
+    (folder / "CONFIG.yaml").write_text("checkpoint: {init_from: HF_DIR}\ndata: {datasets: [{path: train.jsonl}]}\n")

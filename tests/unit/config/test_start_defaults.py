@@ -1,0 +1,110 @@
+"""Given weights get the defaults of a fine-tune, random ones those of a toy; what the user gave always wins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megavlm.checkpoint.begun import as_begun
+from megavlm.config.cli import parse
+from megavlm.config.fields import value_at
+from megavlm.config.load import from_dict, to_yaml
+from megavlm.config.resolve import resolve
+from megavlm.config.rules import check
+from megavlm.config.schema import Config
+from megavlm.config.start_defaults import START_DEFAULTS, start_table, with_start_defaults
+
+KEYS = [default.option for default in START_DEFAULTS]
+TOY = ["fp32", 1e-3, None, None, None, 0, 64, 0]
+
+
+def values(config: Config) -> list[object]:
+    return [value_at(config, key.split(".")) for key in KEYS]
+
+
+@pytest.mark.parametrize(
+    ("flags", "lr", "vision", "projector", "language"),
+    [
+        ("--init-from F", 1e-5, 2e-6, None, None),
+        ("--load F", 1e-5, 2e-6, None, None),
+        ("--init-from F --freeze vision", 1e-5, None, None, None),
+        ("--init-from F --freeze vision language", 1e-3, None, None, None),
+        ("--init-from F --lora-rank 8 --lora-targets language vision --freeze projector", 1e-4, None, None, None),
+        ("--init-from F --lora-rank 8 --lora-targets language --freeze vision", 1e-4, None, 2e-5, None),
+        ("--init-from F --lora-rank 8 --lora-targets vision", 1e-4, None, 2e-5, 2e-5),
+        ("--vision-from V --language-from L", 1e-5, 2e-6, 1e-3, None),
+        ("--vision-from V --language-from L --freeze vision language", 1e-3, None, None, None),
+        ("--init-from F --lr 3e-4", 3e-4, None, None, None),
+        ("--init-from F --vision-lr 1e-7", 1e-5, 1e-7, None, None),
+    ],
+)
+def test_learning_rates_of_given_weights(
+    flags: str, lr: float, vision: float | None, projector: float | None, language: float | None
+) -> None:
+    config = parse([*flags.split(), "--train-iters", "1000"])
+    found = resolve(config)
+    assert values(found) == ["bf16", lr, vision, projector, language, 30, 8192, 500]
+    assert resolve(found) == found
+    check(config, world=1)
+    check(found, world=1)
+
+
+def test_random_weights_keep_the_defaults_of_a_toy() -> None:
+    assert values(resolve(parse([]))) == TOY
+    assert values(resolve(parse(["--freeze", "vision", "language"]))) == TOY
+
+
+def test_what_is_given_wins_also_where_it_is_the_default_of_a_toy() -> None:
+    given = "--precision fp32 --lr 1e-3 --lr-warmup-iters 0 --seq-length 64 --save-interval 0"
+    assert values(resolve(parse(["--init-from", "F", *given.split()]))) == TOY
+
+
+def test_values_follow_the_run() -> None:
+    config = parse("--init-from F --train-iters 1000 --lr-decay-iters 200 --no-save".split())
+    config = replace(config, model=replace(config.model, language=replace(config.model.language, max_positions=2048)))
+    check(config, world=1)
+    found = resolve(config)
+    assert (found.optimizer.lr_warmup_iters, found.train.seq_length, found.checkpoint.save_interval) == (6, 2048, 0)
+    check(found, world=1)
+    assert resolve(parse("--init-from F --train-iters 3".split())).optimizer.lr_warmup_iters == 0
+
+
+def test_a_run_that_continues_keeps_what_it_began_with(tmp_path: Path) -> None:
+    """An earlier version wrote all its values, those of a toy among them; a later one has another table."""
+    run = tmp_path / "run"
+    (run / "checkpoints/iter_0000005").mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(with_start_defaults(Config())))
+    command = ["--init-from", "F", "--run-dir", str(run)]
+    assert values(resolve(as_begun(parse(command)))) == TOY
+    assert values(resolve(as_begun(parse([*command, "--lr", "5e-5"]))))[1] == 5e-5
+    assert "as this run began" in start_table(as_begun(parse(command)), asked=parse(command))
+    for loaded in (run, run / "checkpoints/iter_0000005"):
+        other = ["--load", str(loaded), "--run-dir", str(tmp_path / "other")]
+        assert values(resolve(as_begun(parse(other)))) == TOY
+    assert values(resolve(parse(command)))[1] == 1e-5, "the test can fail"
+
+
+def test_a_longer_run_does_not_warm_up_again(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/iter_0000100").mkdir(parents=True)
+    command = ["--init-from", "F", "--run-dir", str(tmp_path), "--train-iters"]
+    (tmp_path / "config.yaml").write_text(to_yaml(with_start_defaults(parse([*command, "100"]))))
+    assert resolve(as_begun(parse([*command, "10000"]))).optimizer.lr_warmup_iters == 3
+
+
+def test_a_file_that_leaves_options_open_leaves_them_to_the_run() -> None:
+    import yaml
+
+    written = from_dict(yaml.safe_load(to_yaml(Config())))
+    assert values(written) == [None] * len(KEYS)
+
+
+def test_the_table_tells_where_each_value_comes_from() -> None:
+    lines = start_table(parse("--init-from F --seq-length 512 --lora-rank 8 --freeze vision".split())).splitlines()
+    table = {line.split()[0]: line for line in lines}
+    assert table["--seq-length"].endswith("512  given")
+    assert "0.0001  default for given weights: published for LoRA adapters" in table["--lr"]
+    assert "2e-05" in table["--projector-lr"]
+    assert "--vision-lr" not in table
+    assert all("default for random weights" in line for line in start_table(Config()).splitlines())
