@@ -66,14 +66,14 @@ def part_rate(part: str) -> Callable[[Config], tuple[float | None, str]]:
     """
 
     def rate(config: Config) -> tuple[float | None, str]:
-        whole = trained_whole(config)
-        if config.optimizer.lr is not None or part not in whole or whole == ("projector",):
+        whole, adapted = trained_whole(config), adapted_parts(config)
+        if config.optimizer.lr is not None or part not in whole or (whole == ("projector",) and not adapted):
             return None, ""
         if part == "projector" and new_projector(config):
             return PROJECTOR, "the projector begins with random weights"
         if part == "vision":
             return ENCODER, "published for the vision encoder, which is trained more gently"
-        return (BESIDE_ADAPTERS, "published for parts beside LoRA adapters") if adapted_parts(config) else (None, "")
+        return (BESIDE_ADAPTERS, "published for parts beside LoRA adapters") if adapted else (None, "")
 
     return rate
 

@@ -69,6 +69,11 @@ def test_pickles_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "unpickling can run code" in refusal(folder, capsys)
 
 
+def test_quantized_weights_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_config(folder, quantization_config={"quant_method": "awq"})
+    assert "holds quantized weights" in refusal(folder, capsys)
+
+
 def test_half_a_file_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])

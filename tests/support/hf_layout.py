@@ -64,7 +64,7 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     from tests.support import hf
 
     argv = f"--init-from {reference.folder} --seq-length {hf.LENGTH} --mbs {len(reference.images[0])} --gbs 8 {layout}"
-    argv += " --precision fp32 --data-parallel-sharding none --images-per-sample 0"  # synthetic images, of which none are used
+    argv += " --precision fp32 --data-parallel-sharding none --images-per-sample 0"  # none of the synthetic images
     config = with_pretrained_model(parse(shlex.split(argv)))
     check(config, world=dist.get_world_size())
     config = resolve(config)

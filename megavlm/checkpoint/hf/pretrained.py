@@ -48,6 +48,10 @@ class Pretrained:
         """
         folder = HfFolder(path)
         family = family_of(folder.settings)
+        if folder.settings.values.get("quantization_config") is not None:
+            raise UserError(
+                f"{path} holds quantized weights, which cannot be trained: name the folder of the model itself"
+            )
         if missing := [part for part in parts if part not in family.parts]:
             raise UserError(
                 f"{path} is a {family.name} checkpoint, which has no {' and no '.join(missing)}: give a whole VLM to "
