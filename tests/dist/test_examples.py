@@ -39,7 +39,8 @@ def run(folder: Path, words: tuple[str, ...]) -> None:
 def shortened(example: Example) -> tuple[str, ...]:
     name, argv = example.command
     trains = name == "train" and not {"--dry-run", "--help"} & set(argv)
-    return (*example.words, *SHORT) if trains or "local" in argv else example.words
+    profiled = ("--train-iters", "12") if "--profile" in argv else ()
+    return (*example.words, *SHORT, *profiled) if trains or "local" in argv else example.words
 
 
 @pytest.mark.slow

@@ -68,13 +68,11 @@ class Example:
 def examples(page: Path) -> Iterator[Example]:
     """Yield the commands in the code blocks of a page, in order; what follows a # is left out."""
     text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```bash\n(.*?)^```|((?:^    .*\n)+)", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```bash\n(.*?)^```|((?:^    [^\n]*\n)+)", text, flags=re.MULTILINE | re.DOTALL)
     for fenced, indented in blocks:
         for line in (fenced or indented).replace("\\\n", " ").splitlines():
-            words = tuple(shlex.split(line, comments=True))
-            first = next((word for word in words if "=" not in word), "")
-            if first in PROGRAMS:
-                yield Example(page.name, words)
+            if next((word for word in line.split() if "=" not in word), "") in PROGRAMS:
+                yield Example(page.name, tuple(shlex.split(line, comments=True)))
 
 
 def write_folder(folder: Path) -> None:
