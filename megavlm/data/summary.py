@@ -22,7 +22,7 @@ def data_table(config: Config, source: FilesSource) -> str:
     rows = [("data", "records", "share of samples", "epochs of the run")]
     for number, (each, share) in enumerate(zip(data.datasets, shares, strict=True)):
         records = None if is_stream(each) else len(source.records[number])
-        epochs = "" if records is None or held is None else f"about {sequences * held * share / records:.2g}"
+        epochs = "" if records is None or held is None else f"about {_rounded(sequences * held * share / records)}"
         rows.append((name_of(each), "tars" if records is None else f"{records:,}", f"{share:.1%}", epochs))
     wide, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -31,9 +31,13 @@ def data_table(config: Config, source: FilesSource) -> str:
     ]
     lines.append(
         f"{train.train_iters:,} steps of {train.global_batch_size:,} sequences of {train.seq_length:,} tokens"
-        + ("" if held is None else f"; a sequence holds about {held:.2g} samples")
+        + ("" if held is None else f"; a sequence holds about {_rounded(held)} samples")
     )
     return "\n".join(lines)
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def samples_per_sequence(config: Config, source: FilesSource) -> float | None:
