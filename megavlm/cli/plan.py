@@ -106,7 +106,7 @@ def plan(options: argparse.Namespace) -> int:
         draw(outcome, config, hardware_name=options.gpu, path=options.gantt)
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(
-        f"a step has {batch:,} sequences of {length:,} tokens, {batch * length / 1e6:,.1f} million in all"
+        f"a step has {batch:,} sequences of {length:,} tokens, {batch * length:,} in all"
         + ("" if options.global_batch_size or options.config else " (--gbs chooses another batch)")
     )
     print(report(outcome))
