@@ -121,21 +121,21 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
             saved, overdue = iteration, False
             asked = asked or _anywhere(stop.requested, run)  # during the save
         if iteration < last:
-            end = step.error or tally.too_many_skipped(config, keeps=_keeps(saved, iteration))
+            end = step.error or tally.too_many_skipped(config, keeps=_keeps(run, saved, iteration))
             end = end or (_stopped(stop) if asked else None)
     if isinstance(end, TooManySkipped):
         tally = Tally(0, 0)  # a run that goes on with mended data is not ended by those of before
-    if saved != iteration and (not isinstance(end, TooManySkipped) or _keeps(saved, iteration)):
+    if saved != iteration and (not isinstance(end, TooManySkipped) or _keeps(run, saved, iteration)):
         saves.save(_position(run, iteration, tally, guard), record)
     saves.finish()
     return iteration, end
 
 
-def _keeps(saved: int, iteration: int) -> bool:
+def _keeps(run: Run, saved: int, iteration: int) -> bool:
     """Return whether a run that ends for bad data keeps a checkpoint. One that has hardly begun does not: its place in
     the data would refuse the mended command, and nothing is lost.
     """
-    return saved > 0 or iteration >= _WORTH_KEEPING
+    return run.saver is not None and (saved > 0 or iteration >= _WORTH_KEEPING)
 
 
 @dataclass(frozen=True)
