@@ -47,8 +47,6 @@ class SkipSummary:
 
     def told(self) -> str:
         """Return the commonest reason with its number, an example, and the remedy."""
-        if not self.counts:
-            return "for reasons that an earlier start of the run has listed"
         most = max(self.counts.values())
         reason = min(reason for reason, count in self.counts.items() if count == most)
         return f"{most} × {reason}, as {self.examples[reason]}. To mend it, {REMEDIES.get(reason, _LOOK)}"

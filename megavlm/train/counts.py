@@ -77,31 +77,37 @@ class TooManySkipped(UserError):
 
 @dataclass
 class Tally:
-    """The numbers of samples that the whole run has read and skipped."""
+    """The numbers of samples that the whole run has read and skipped, and those since this start, by which it is judged:
+    data may have been mended before it.
+    """
 
     read: int
     skipped: int
+    read_now: int = 0
+    skipped_now: int = 0
     reasons: SkipSummary = field(default_factory=SkipSummary)  # of the samples that this rank has read
 
     def add(self, counts: Counts, skipped: Sequence[Skipped]) -> None:
         """Add the counts of a step over all ranks, and the skipped samples of this one."""
         self.read += int(counts.read)
         self.skipped += int(counts.skipped)
+        self.read_now += int(counts.read)
+        self.skipped_now += int(counts.skipped)
         self.reasons.add(skipped)
 
     def too_many_skipped(self, config: Config, *, keeps: bool) -> TooManySkipped | None:
-        """Return an error, equal on all ranks, if a larger share of all samples was skipped than the user allows.
+        """Return an error, equal on all ranks, if a larger share of the samples was skipped than the user allows.
 
         `keeps` says whether a checkpoint will be there to go on from. Every rank calls it.
         """
         most = config.data.max_bad_sample_rate
-        if self.skipped < _LEAST_SKIPPED or self.skipped <= most * self.read:
+        if self.skipped_now < _LEAST_SKIPPED or self.skipped_now <= most * self.read_now:
             return None
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, self.reasons)
         after = "continues, with --accept-changed-data if it changes the data" if keeps else "begins anew"
         return TooManySkipped(
-            f"{self.skipped} of {self.read} samples were skipped, more than --max-bad-sample-rate {most}: "
+            f"{self.skipped_now} of {self.read_now} samples were skipped, more than --max-bad-sample-rate {most}: "
             f"{SkipSummary().merged(found).told()}. {Path(config.run.run_dir) / 'skipped'} lists all; the mended "
             f"command {after}"
         )

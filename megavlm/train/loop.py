@@ -123,8 +123,6 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
         if iteration < last:
             end = step.error or tally.too_many_skipped(config, keeps=_keeps(run, saved, iteration))
             end = end or (_stopped(stop) if asked else None)
-    if isinstance(end, TooManySkipped):
-        tally = Tally(0, 0)  # a run that goes on with mended data is not ended by those of before
     if saved != iteration and (not isinstance(end, TooManySkipped) or _keeps(run, saved, iteration)):
         saves.save(_position(run, iteration, tally, guard), record)
     saves.finish()
