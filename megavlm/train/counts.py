@@ -77,8 +77,9 @@ class TooManySkipped(UserError):
 
 @dataclass
 class Tally:
-    """The numbers of samples that the whole run has read and skipped, and those since this start, by which it is judged:
-    data may have been mended before it.
+    """The numbers of samples that the whole run has read and skipped, and those since its last start.
+
+    These alone may end it: the data may have been mended before.
     """
 
     read: int
