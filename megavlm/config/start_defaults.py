@@ -67,7 +67,7 @@ def part_rate(part: str) -> Callable[[Config], tuple[float | None, str]]:
 
     def rate(config: Config) -> tuple[float | None, str]:
         whole, adapted = trained_whole(config), adapted_parts(config)
-        if config.optimizer.lr is not None or part not in whole or (whole == ("projector",) and not adapted):
+        if _given(config, "optimizer.lr") or part not in whole or (whole == ("projector",) and not adapted):
             return None, ""
         if part == "projector" and new_projector(config):
             return PROJECTOR, "the projector begins with random weights"
@@ -113,7 +113,7 @@ def with_start_defaults(config: Config) -> Config:
 def with_values_of(config: Config, earlier: Config) -> Config:
     """Return the configuration with the values of an earlier one for the table's options that are not set."""
     unset = [default for default in START_DEFAULTS if value_at(config, _path(default)) is None]
-    if value_at(config, ("optimizer", "lr")) is not None:  # parts follow the given rate, not the earlier one
+    if _given(config, "optimizer.lr"):  # parts follow the given rate, not the earlier one
         unset = [default for default in unset if not default.option.endswith("_lr")]
     return with_values(config, {_path(default): value_at(earlier, _path(default)) for default in unset})
 
@@ -148,6 +148,10 @@ def _origins(config: Config, asked: Config) -> Iterator[tuple[Option, Any, str]]
             origin = f"{start}: {why}" if why else start
         if value is not None:
             yield known[default.option], value, origin
+
+
+def _given(config: Config, key: str) -> bool:
+    return value_at(config, key.split(".")) is not None
 
 
 def _path(default: StartDefault) -> tuple[str, ...]:
