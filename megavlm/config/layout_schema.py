@@ -160,8 +160,8 @@ class PrecisionConfig:
 
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         None,
-        "Type of parameters and activations; main weights, Adam's moments and gradient sums are fp32. Default: fp32, "
-        "from given weights bf16.",
+        "Type of parameters and activations (main weights and sums of gradients are fp32); default: fp32, from given "
+        "weights bf16.",
         flag="--precision",
         common=PRECISION,
     )

@@ -14,7 +14,7 @@ class OptimizerConfig:
 
     lr: float = option(
         None,
-        "Peak learning rate; default: 1e-3, from given weights 1e-5 (LoRA: 1e-4, the projector alone: 1e-3).",
+        "Peak learning rate; default: 1e-3, from given weights 1e-5.",
         common=TRAINING,
     )
     min_lr: float = option(0.0, "Learning rate at the end of the decay.")
@@ -33,7 +33,7 @@ class OptimizerConfig:
     )
     lr_warmup_iters: int = option(
         None,
-        "Steps of linear learning-rate warm-up; default: 0, from given weights 3 % of the steps until the decay ends.",
+        "Steps of linear warm-up; default: 0, from given weights 3 %.",
         common=TRAINING,
     )
     lr_decay_iters: int = option(None, "Step at which the learning-rate decay ends; default: --train-iters.")

@@ -49,12 +49,7 @@ class TrainConfig:
     train_iters: int = option(100, "Number of optimizer steps of the whole run.", common=TRAINING)
     micro_batch_size: int = option(1, "Sequences per micro-batch of a data-parallel rank.", "--mbs", common=TRAINING)
     global_batch_size: int = option(8, "Sequences per optimizer step over all ranks.", "--gbs", common=TRAINING)
-    seq_length: int = option(
-        None,
-        "Sequence length in tokens, image tokens included; default: 64, from given weights 8192 or the most positions "
-        "of the model.",
-        common=DATA,
-    )
+    seq_length: int = option(None, "Sequence length in tokens; default: 64, from given weights 8192.", common=DATA)
     seed: int = option(1234, "Random seed of weights, data order and dropout.", common=TRAINING)
 
 
@@ -87,8 +82,7 @@ class DataConfig:
     )
     datasets: tuple[DatasetConfig, ...] = option(
         (),
-        "Data sets of --data files, as PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME]; may be repeated. "
-        "Default: none.",
+        "Data sets of --data files, as PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME]; default: none.",
         common=DATA,
     )
     tokenizer: str | None = option(

@@ -23,6 +23,8 @@ ASKED = {
     "backend/transformer_engine.py": "loads it or hides it: tests/unit/backend/test_mcore_patches.py",
     "checkpoint/staging.py": "waits for copies, pins memory: tests/fake (saved)",
     "checkpoint/state.py": "saves the GPU's random state beside the CPU's: tests/fake (saved)",
+    "cli/calibrate.py": "which rates are measured: tests/dist/test_calibrate.py runs the CPU's side alone",
+    "cli/train.py": "the profile of a dry run, by --precision: tests/unit/config/test_cli.py",
     "config/device_defaults.py": "the table of defaults: tests/dist/test_gpu_defaults.py",
     "data/batch.py": "asks the host's tensors alone: tests/fake counts what a step waits for",
     "data/broadcast.py": "pins memory: tests/fake",

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from megavlm.config.cli import RUN_FLAGS, parse
-from megavlm.config.fields import options
+from megavlm.config.fields import Option, options, value_at, with_values
 from megavlm.config.layout_rules import WORLD_RULES
 from megavlm.config.rules import RULES, check
+from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
 
 
@@ -60,12 +62,14 @@ TYPES = (
     Mistake("--tp=", "--tp", "expects an integer, got ''"),
     Mistake("--tp", "--tp", "expects an integer, but no value follows it"),
     Mistake("--train-iters none", "--train-iters", "expects an integer, got 'none'"),
-    Mistake("--lr fast", "--lr", "expects a number, got 'fast'"),
-    Mistake("--lr nan", "--lr", "expects a number, got 'nan'"),
+    Mistake("--lr fast", "--lr", "expects a number or none, got 'fast'"),
+    Mistake("--lr nan", "--lr", "expects a number or none, got 'nan'"),
     Mistake("--clip-grad inf", "--clip-grad", "expects a number, got 'inf'"),
     Mistake("--vision-lr x", "--vision-lr", "expects a number or none, got 'x'"),
     Mistake("--seed 99999999999999999999", "--seed", "more than 64 bits"),
-    Mistake("--precision bf61", "--precision", "expects one of fp32, bf16, fp16, got 'bf61': did you mean bf16?"),
+    Mistake(
+        "--precision bf61", "--precision", "expects one of fp32, bf16, fp16 or none, got 'bf61': did you mean bf16?"
+    ),
     Mistake("--lr-decay-style wsd", "--lr-decay-style", "one of constant, linear, cosine, WSD"),
     Mistake("--freeze vison", "--freeze", "did you mean vision?"),
     Mistake("--freeze vision,projector", "--freeze", "separated by spaces"),
@@ -641,14 +645,23 @@ def test_a_mistake_is_named_with_its_remedy(mistake: Mistake) -> None:
 @pytest.mark.parametrize("mistake", RULE_MISTAKES, ids=lambda mistake: mistake.argv[:60])
 def test_the_remedy_works(mistake: Mistake) -> None:
     assert mistake.fix is not None
-    check(parse(shlex.split(f"{mistake.argv} {mistake.fix}")), world=mistake.world)
+    mistaken = parse(shlex.split(mistake.argv))
+    if "--datasets" in mistake.fix:  # data sets add up: the remedy is in their place
+        mistaken = replace(mistaken, data=replace(mistaken.data, datasets=()))
+    values = {option.path: value_at(parse(shlex.split(mistake.fix)), option.path) for option in given(mistake.fix)}
+    check(with_values(mistaken, values), world=mistake.world)
+
+
+def given(flags: str) -> list[Option]:
+    words = {word.partition("=")[0] for word in shlex.split(flags)}
+    return [option for option in options() if words & {*option.flags, *option.negations}]
 
 
 def test_every_rule_has_a_mistake() -> None:
     """A rule that nothing here trips is a rule that nobody has seen work."""
     tripped = set()
     for mistake in (*MODEL, *LAYOUT, *RUN, *PRECISION, *IDLE):
-        config = parse(shlex.split(mistake.argv))
+        config = with_start_defaults(parse(shlex.split(mistake.argv)))
         # Lazily: a rule may rely on those before it.
         of_config = (rule.__name__ for rule in RULES if rule(config))
         of_world = (rule.__name__ for rule in WORLD_RULES if rule(config, mistake.world))
@@ -675,10 +688,14 @@ YAML_MISTAKES = (
     ("run: {run_dir: 2024-01-01}", "run.run_dir", "expects a text"),
     ("run: {run_dir: 5}", "run.run_dir", "expects a text, got 5"),
     ("run: {dry_run: 1}", "run.dry_run", "expects true or false, got 1"),
-    ("precision: {dtype: fp15}", "precision.dtype", "expects one of fp32, bf16, fp16, got 'fp15': did you mean"),
-    ("optimizer: {lr: fast}", "optimizer.lr", "expects a number, got 'fast'"),
-    ("optimizer: {lr: .nan}", "optimizer.lr", "expects a number, got nan"),
-    ("optimizer: {lr: true}", "optimizer.lr", "expects a number, got True"),
+    (
+        "precision: {dtype: fp15}",
+        "precision.dtype",
+        "expects one of fp32, bf16, fp16 or null, got 'fp15': did you mean",
+    ),
+    ("optimizer: {lr: fast}", "optimizer.lr", "expects a number or null, got 'fast'"),
+    ("optimizer: {lr: .nan}", "optimizer.lr", "expects a number or null, got nan"),
+    ("optimizer: {lr: true}", "optimizer.lr", "expects a number or null, got True"),
     ("optimizer: {vision_lr: none}", "optimizer.vision_lr", "expects a number or null, got 'none'"),
     ("model: {freeze: vision}", "model.freeze", "write it in [brackets]"),
     ("model: {freeze: [visoin]}", "model.freeze", "did you mean vision?"),

@@ -10,13 +10,19 @@ from megavlm.config.resolve import resolve
 
 GIVEN = (
     "--language-num-query-groups 2 --language-kv-channels 16 --language-vocab-size 97 --projector-hidden-size 24 "
-    "--lr-decay-style WSD --lr-decay-iters 40 --lr-wsd-decay-iters 7 --data synthetic"
+    "--lr-decay-style WSD --lr-decay-iters 40 --lr-wsd-decay-iters 7 --data synthetic "
+    "--precision bf16 --seq-length 128 --lr 2e-3 --lr-warmup-iters 1 --save-interval 5"
 ).split()
 FILLED = {
     "model.language.num_query_groups": 4,
     "model.language.kv_channels": 32,
     "model.language.vocab_size": 160,
     "model.projector.hidden_size": 128,
+    "precision.dtype": "fp32",
+    "train.seq_length": 64,
+    "optimizer.lr": 1e-3,
+    "optimizer.lr_warmup_iters": 0,
+    "checkpoint.save_interval": 0,
     "optimizer.lr_decay_iters": 50,
     "optimizer.lr_wsd_decay_iters": 5,
     "data.kind": "files",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megavlm.arch.anyres import TileGroup
-from megavlm.config.resolve import resolve_model
+from megavlm.config.resolve import resolve, resolve_model
 from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.batch import ImageBatch, ImageSizes
 from megavlm.data.collate import CollateSpec
@@ -75,7 +75,7 @@ def test_each_rank_renders_its_images_and_no_other(model: ModelConfig, width: in
     monkeypatch.setattr(Image, "patches", lambda image: rendered.append(image) or patches(image))
     data = DataConfig(images_per_sample=(1, 3, 0), image_sizes=(16, 32))
     source = SyntheticSource(config := Config(model=model, data=data))
-    spec = CollateSpec.of(config, source)
+    spec = CollateSpec.of(resolve(config), source)
     step = [[(Segment(2 * batch),), (Segment(2 * batch + 1),)] for batch in range(3)]
     whole = [made.batch for made in ComputedCollator(source, spec).collate(step)]
     number = len(rendered)

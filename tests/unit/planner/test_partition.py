@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megavlm.arch.scenario import scenario_of
+from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims
 from megavlm.planner.layer_profiles import LayerProfiles, RecomputeProfile
@@ -26,7 +27,7 @@ def drawn(seed: int, layers: int) -> LayerProfiles:
     backward = forward * random.choice([0, 1, 2], layers)
     saved = random.uniform(1, 4, layers)
     return LayerProfiles(
-        scenario=scenario_of(Config(), Dims(1, 1, 1, 1), on_gpu=True),
+        scenario=scenario_of(resolve(Config()), Dims(1, 1, 1, 1), on_gpu=True),
         first=0,
         forward=prefix(forward),
         model_state=prefix(random.uniform(1, 3, layers)),

@@ -12,7 +12,7 @@ from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import layer_names, part_of, trained_below, trained_layers, trains_weights
 from megavlm.arch.workload import Workload, image_workload, typical_workload, window_patches, window_squares
 from megavlm.config.cli import parse
-from megavlm.config.resolve import resolve_model
+from megavlm.config.resolve import resolve, resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, PlacementConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims, dims_of
@@ -240,7 +240,7 @@ def test_a_tiled_image_is_its_base_tile_and_its_grid():
 
 
 def test_parameters_of_a_layer_match_the_textbook():
-    work = typical_workload(Config())
+    work = typical_workload(resolve(Config()))
     llama = resolve_model(
         ModelConfig(
             language=LanguageConfig(hidden_size=8, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2)
