@@ -68,7 +68,7 @@ TYPES = (
     Mistake("--vision-lr x", "--vision-lr", "expects a number or none, got 'x'"),
     Mistake("--seed 99999999999999999999", "--seed", "more than 64 bits"),
     Mistake(
-        "--precision bf61", "--precision", "expects one of fp32, bf16, fp16 or none, got 'bf61': did you mean bf16?"
+        "--precision bf61", "--precision", "fp16 or none, got 'bf61': did you mean bf16?"
     ),
     Mistake("--lr-decay-style wsd", "--lr-decay-style", "one of constant, linear, cosine, WSD"),
     Mistake("--freeze vison", "--freeze", "did you mean vision?"),
@@ -691,7 +691,7 @@ YAML_MISTAKES = (
     (
         "precision: {dtype: fp15}",
         "precision.dtype",
-        "expects one of fp32, bf16, fp16 or null, got 'fp15': did you mean",
+        "bf16, fp16 or null, got 'fp15': did you mean",
     ),
     ("optimizer: {lr: fast}", "optimizer.lr", "expects a number or null, got 'fast'"),
     ("optimizer: {lr: .nan}", "optimizer.lr", "expects a number or null, got nan"),
