@@ -58,6 +58,8 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(
             f"{options.source} contains tars, which training reads directly: use --datasets {options.source}"
         )
+    if options.out.exists() and not options.out.is_dir():
+        raise UserError(f"{options.out} is a file: name a folder to write the tars to")
     records = open_records(source)
     count = len(records)
     order = np.arange(count) if options.shuffle is None else np.random.default_rng(options.shuffle).permutation(count)

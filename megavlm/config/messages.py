@@ -16,12 +16,44 @@ _RENAMED = {
     "use-distributed-optimizer": "--data-parallel-sharding optimizer",
     "no-use-distributed-optimizer": "--data-parallel-sharding none",
 }
+# Options of other trainers (Transformers, LLaMA-Factory, ms-swift): the name there and what does it here.
+_ELSEWHERE = {
+    "model": "--init-from",
+    "model-name-or-path": "--init-from",
+    "dataset": "--datasets",
+    "output-dir": "--run-dir",
+    "learning-rate": "--lr",
+    "warmup-ratio": "--lr-warmup-iters",
+    "warmup-steps": "--lr-warmup-iters",
+    "max-steps": "--train-iters",
+    "max-length": "--seq-length",
+    "model-max-length": "--seq-length",
+    "cutoff-len": "--seq-length",
+    "max-grad-norm": "--clip-grad",
+    "per-device-train-batch-size": "--micro-batch-size",
+    "gradient-accumulation-steps": "--global-batch-size, the sequences of a whole step",
+    "gradient-checkpointing": "--recompute-granularity full",
+    "bf16": "--precision bf16",
+    "fp16": "--precision fp16",
+    "save-steps": "--save-interval",
+    "save-total-limit": "--keep-checkpoints",
+    "logging-steps": "--log-interval",
+    "resume-from-checkpoint": "--load, or the same --run-dir",
+    "freeze-vit": "--freeze vision",
+    "freeze-vision-tower": "--freeze vision",
+    "image-max-pixels": "--max-pixels",
+    "image-min-pixels": "--min-pixels",
+}
 
 
 def renamed(word: str) -> str:
-    """Return `": it is now X"` for an option or key of an earlier version, else an empty string."""
-    now = _RENAMED.get(word.lstrip("-").replace("_", "-"))
-    return f": it is now {now}" if now else ""
+    """Return `": it is now X"` for an option or key of an earlier version, `": here it is X"` for one of another trainer,
+    else an empty string.
+    """
+    name = word.lstrip("-").replace("_", "-")
+    if name in _RENAMED:
+        return f": it is now {_RENAMED[name]}"
+    return f": here it is {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

@@ -62,6 +62,8 @@ TYPES = (
     Mistake("--tp=", "--tp", "expects an integer, got ''"),
     Mistake("--tp", "--tp", "expects an integer, but no value follows it"),
     Mistake("--train-iters none", "--train-iters", "expects an integer, got 'none'"),
+    Mistake("--learning-rate 1e-5", "--learning-rate", "here it is --lr"),
+    Mistake("--bf16", "--bf16", "here it is --precision bf16"),
     Mistake("--lr fast", "--lr", "expects a number or none, got 'fast'"),
     Mistake("--lr nan", "--lr", "expects a number or none, got 'nan'"),
     Mistake("--clip-grad inf", "--clip-grad", "expects a number, got 'inf'"),
