@@ -182,7 +182,7 @@ def test_help_all_lists_everything_with_defaults(
     assert "Parts of the model that are not trained; default: none.\n" in text
     assert "--tensor-model-parallel-size, --tp N\n" in text
     assert "--language-vocab-size N|none " in text
-    assert "--precision {fp32,bf16,fp16}|none " in text
+    assert "--precision {fp32,bf16,fp16}|none\n" in text
 
 
 def test_help_lists_the_common_options_by_task_on_less_than_80_lines(
