@@ -47,8 +47,8 @@ _ELSEWHERE = {
 
 
 def renamed(word: str) -> str:
-    """Return `": it is now X"` for an option or key of an earlier version, `": here it is X"` for one of another trainer,
-    else an empty string.
+    """Return `": it is now X"` for an option of an earlier version, `": here it is X"` for one of another trainer, else
+    an empty string.
     """
     name = word.lstrip("-").replace("_", "-")
     if name in _RENAMED:

@@ -156,7 +156,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save_interval: int = option(None, "Steps between saves; default: 0 (at the end), given weights: 500.", common=FILES)
+    save_interval: int = option(None, "Steps between saves; default: 0 (at end), given weights: 500.", common=FILES)
     keep_checkpoints: int = option(2, "Number of latest checkpoints to keep; 0: keep all.")
     keep_every: int = option(0, "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.")
     keep_best: str | None = option(
