@@ -1,4 +1,4 @@
-"""Settings that every test and every process it starts inherits, set before torch is imported; what runs beside what."""
+"""Settings that every test and its processes inherit, set before torch is imported; what runs beside what."""
 
 import os
 
