@@ -62,7 +62,8 @@ class _Interpreter:
 
     def run(self) -> Any:
         """Return the value that is on top of the stack at the end."""
-        while (opcode := self.number("<B")) != _STOP:
+        while (opcode := self.data[self.at]) != _STOP:
+            self.at += 1
             if opcode in _PUSHED:
                 self.stack.append(_PUSHED[opcode](self))
             elif opcode in _DONE:
