@@ -23,6 +23,9 @@ NEXT_DIR := build/next
 NEXT_TESTS ?= tests/unit/backend tests/parity tests/dist/test_parity.py tests/dist/test_resume.py tests/dist/test_hf.py \
 	tests/dist/test_compose.py
 
+# Two workers share the tests (ARGS='-n 0': none); those that need process groups are all one worker's (tests/conftest.py).
+BESIDE := -n 2 --dist loadgroup
+
 # Several processes share the cores, so each gets one thread unless the caller knows better.
 export OMP_NUM_THREADS ?= 1
 
@@ -42,10 +45,10 @@ demo: $(STAMP) ## Train and evaluate a VLM on handwritten digits with four proce
 	$(VENV)/bin/torchrun --nproc-per-node 4 pretrain_vlm.py --recipe demo --tp 2 --pp 2 --run-dir $(RUN_DIR) $(ARGS)
 
 test-unit: $(STAMP) ## Run the tests of single parts, which start no group of processes (minutes).
-	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS) tests/unit
+	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(BESIDE) $(ARGS) tests/unit
 
 test: $(STAMP) ## Run the CPU tests.
-	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS) tests
+	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(BESIDE) $(ARGS) tests
 
 test-all: $(STAMP) ## Run all CPU tests in pieces and record them in runs/test-all-COMMIT; run it again to go on (hours).
 	$(VENV)/bin/python -m tests.support.pieces $(ARGS)
