@@ -60,9 +60,14 @@ def _of_1024(record: dict[str, Any]) -> float | None:
     return record["processor_seconds"] if record["gpus"] == 1024 else None
 
 
+def _with_processes(processes: int, key: str) -> Value:
+    return lambda record: record.get(key) if record["processes"] == processes else None
+
+
 PLACEMENT = "python benchmarks/placement.py"
 PIPELINE, FROZEN = "PP2, trained encoder", "PP2, frozen encoder, two micro-batches"
 CONVERT, CONVERT_SINCE = "python benchmarks/convert.py", "2026-11-21T09:30"  # pieces on several threads
+CHECKPOINT, CHECKPOINT_SINCE = "python benchmarks/checkpoint.py", "2026-11-22T12:00"  # read once
 CPU_STEP, DATA, IMAGES = (f"python benchmarks/{name}.py" for name in ("cpu_step", "data", "data_images"))
 PLANNER = (
     "torchrun --nproc-per-node 2 tools/calibrate.py --out mine.json && python benchmarks/planner.py --profile mine.json"
@@ -167,6 +172,36 @@ ROWS = (
         at("export", "peak_mib"),
         "{:.0f} MiB",
         since=CONVERT_SINCE,
+    ),
+    *(
+        Row(
+            f"save beside training, {count}: wait beyond the copy into host memory, of a save that training waits for",
+            "checkpoint",
+            CHECKPOINT,
+            _with_processes(processes, "stall_beyond_copy_of_sync"),
+            "{:.1%}",
+            by_the_clock=True,
+            since=CHECKPOINT_SINCE,
+        )
+        for processes, count in ((1, "one process"), (2, "2 processes"))
+    ),
+    *(
+        Row(
+            f"verifying while loading from the page cache, {count}: processor time beyond that of a load",
+            "checkpoint",
+            CHECKPOINT,
+            _with_processes(processes, "verification_of_load_cpu"),
+            "{:.0%}",
+            since=CHECKPOINT_SINCE,
+        )
+        for processes, count in ((1, "one process"), (8, "8 processes"))
+    ),
+    Row(
+        "ten faults in 20 minutes, two processes: time in steps that stay, over that of a run without faults",
+        "goodput",
+        "python benchmarks/goodput.py run",
+        at("run", "ratio"),
+        by_the_clock=True,
     ),
     Row(
         "JPEG to patches, one core: speed over Transformers' processors (median of six families, three sizes)",
