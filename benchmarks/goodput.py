@@ -3,59 +3,28 @@
     python benchmarks/goodput.py simulate --gpus 1024 --stall 2 --restart 300 --detection 90
     python benchmarks/goodput.py run --minutes 20 --every 120
 
-Failures of a job are a Poisson process: each GPU (with its share of host, network and storage) fails at a constant
-rate. Llama 3 (Dubey et al. 2024, section 3.3.4) had 466 interruptions in 54 days on 16,384 GPUs.
+Failures of a job are those of `megavlm/resilience/young_daly.py`, whose formula the simulation checks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without an installed package, too
 
 import record
 
-LLAMA3_PER_GPU_HOUR = 466 / (54 * 24 * 16_384)
+from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
 
 
-@dataclass(frozen=True)
-class Job:
-    """Seconds, but `gpus` and `rate`."""
-
-    gpus: int
-    rate: float  # interruptions per GPU and hour
-    stall: float  # for which training stands still in a save
-    restart: float  # from the end of an attempt to the first step of the next
-    detection: float  # from a failure to the end of the attempt
-
-    @property
-    def between_failures(self) -> float:
-        """Return the mean time between failures of the job."""
-        return 3600 / (self.rate * self.gpus)
-
-    @property
-    def best_interval(self) -> float:
-        """Return the seconds of training between saves that lose the least (Young 1974; Daly 2006, first order).
-
-        Of each second, saves take stall / T. A failure, of which there are 1 / M per second, loses half an interval on
-        average, T / 2, and what does not depend on T. The derivative −stall / T² + 1 / (2 M) is zero at
-        T = √(2 · stall · M).
-        """
-        return math.sqrt(2 * self.stall * self.between_failures)
-
-    def expected(self, interval: float) -> float:
-        """Return the goodput to first order: valid where all that a failure costs is short against M."""
-        per_failure = interval / 2 + self.detection + self.restart
-        return 1 - self.stall / (interval + self.stall) - per_failure / self.between_failures
-
-
-def simulated(job: Job, interval: float, *, failures: int, seed: int) -> float:
+def simulated(job: FailingJob, interval: float, *, failures: int, seed: int) -> float:
     """Return the goodput over this many failures: training that a checkpoint has kept, of all time.
 
     Failures may come in a save, whose interval is then lost, and during detection and restart, which begin anew.
@@ -96,7 +65,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from goodput_run import compared
 
     circumstances = record.circumstances()
@@ -115,13 +83,13 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _simulate(given: argparse.Namespace) -> int:
-    job = Job(given.gpus, given.rate, given.stall, given.restart, given.detection)
+    job = FailingJob(given.gpus, given.rate, given.stall, given.restart, given.detection)
     best = job.best_interval
     print(f"{job.gpus} GPUs: {job.between_failures / 3600:.1f} h between failures; save every {best:.0f} s of training")
     table = {}
     for factor in (0.25, 0.5, 1, 2, 4, 8):
         table[f"{factor * best:.0f}"] = found = simulated(job, factor * best, failures=given.failures, seed=1)
-        print(f"{factor * best:8.0f} s: {found:.3%} simulated, {job.expected(factor * best):.3%} to first order")
+        print(f"{factor * best:8.0f} s: {found:.3%} simulated, {job.goodput(factor * best):.3%} by the formula")
     if given.write:
         record.append("goodput", {**record.circumstances(), "job": asdict(job), "interval": best, "goodput": table})
     return 0

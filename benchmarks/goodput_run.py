@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 from megavlm.resilience.account import Account, records_of
 from megavlm.resilience.events import events
 from megavlm.resilience.history import history_of
+from megavlm.resilience.young_daly import best_interval
 from tests.support.data_files import sources_of, write_all
 from tests.support.torchrun import Launched, last_iteration
 
@@ -187,7 +187,7 @@ def save_costs(records: Sequence[Mapping[str, Any]]) -> SaveCosts:
 
 def save_interval(costs: SaveCosts, *, between_failures: float) -> int:
     """Return the iterations between saves that Young and Daly recommend, and no fewer than a save takes."""
-    best = math.sqrt(2 * costs.stall * between_failures)
+    best = best_interval(stall=costs.stall, between_failures=between_failures)
     return max(1, round(max(best, costs.save) / costs.step))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megavlm.arch.layers import part_of
 from megavlm.arch.workload import typical_workload
+from megavlm.cli.plan_costs import add_cost_options, costs, machine_of
 from megavlm.config.fields import with_values
 from megavlm.config.load import from_yaml_file, to_yaml
 from megavlm.config.messages import plain
@@ -20,6 +21,7 @@ from megavlm.families import PUBLISHED, published_model
 from megavlm.planner.candidates import Space
 from megavlm.planner.gantt import PARTS, html, png
 from megavlm.planner.hardware import PROFILES, profile
+from megavlm.planner.machines import MACHINES
 from megavlm.planner.plan import make_plan
 from megavlm.planner.search import SearchResult, search, timeline_of
 from megavlm.planner.search_report import report
@@ -45,12 +47,18 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--config", metavar="FILE.yaml", help="Plan for the configuration of a run.")
     what.add_argument("--hf", metavar="DIR", help="Plan for a Hugging Face folder; only config.json is read.")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="Number of GPUs.")
-    parser.add_argument(
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument(
         "--gpu",
         "--profile",
         dest="gpu",
-        default="h100",
         help=f"Device: {', '.join(PROFILES)}, or a JSON file from tools/calibrate.py; default: h100.",
+    )
+    device.add_argument(
+        "--machine",
+        metavar="TYPE",
+        help="Plan for a cloud's machines instead of --gpu, with their network, and say what the run costs on them: "
+        f"{', '.join(MACHINES)}.",
     )
     parser.add_argument(
         "--seq-length",
@@ -76,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="Number of layouts to list; default: 10.")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
+    add_cost_options(parser.add_argument_group("cost, with --machine"))
     parser.add_argument("--gantt", type=Path, metavar="FILE", help="Draw the best layout's timeline, as .html or .png.")
     return parser
 
@@ -91,7 +100,9 @@ def plan(options: argparse.Namespace) -> int:
             f"a sample of these images needs {needed:,} tokens, more than --seq-length {config.train.seq_length:,}: "
             f"set --seq-length to at least {needed}, or give fewer or smaller --images"
         )
-    hardware = profile(options.gpu)
+    machine = machine_of(options)
+    name = options.gpu or "h100" if machine is None else machine.name
+    hardware = profile(name)
     space = Space()
     if options.placement is not None:
         space = replace(space, placement=(options.placement,))
@@ -103,13 +114,15 @@ def plan(options: argparse.Namespace) -> int:
     if outcome.best and options.out is not None:
         _write(options.out, "--out", to_yaml(to_train(outcome.config(given), options)))
     if outcome.best and options.gantt is not None:
-        draw(outcome, config, hardware_name=options.gpu, path=options.gantt)
+        draw(outcome, config, hardware_name=name, path=options.gantt)
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(
         f"a step has {batch:,} sequences of {length:,} tokens, {batch * length:,} in all"
         + ("" if options.global_batch_size or options.config else " (--gbs chooses another batch)")
     )
     print(report(outcome))
+    if outcome.best and machine is not None:
+        print("", *costs(options, config, outcome, machine), sep="\n")
     return 0 if outcome.best else 1
 
 

@@ -6,6 +6,7 @@ Rates are what well-shaped work reaches, not peaks: those, which MFU is measured
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 from megavlm.config.messages import did_you_mean, plain
 from megavlm.errors import UserError
 from megavlm.json_files import FLAG, TEXT, Expected, check, number, read_json, whole
+from megavlm.planner.data_sheets import SHEETS, DataSheet
+from megavlm.planner.machines import MACHINES, Machine, find_machine
 from megavlm.planner.peaks import peak_tflops
 
 
@@ -87,113 +90,34 @@ _BUS_SHARE = 0.8  # of a bus's rate that copies of pinned memory reach: assumed,
 _HOST_SHARE = 0.7  # of a processor's memory rate that elementwise passes of all its cores reach: assumed
 HOST_USABLE = 0.75  # of a node's memory: the rest is the system, data loaders and the page cache
 
-# GB/s per direction. PCI Express 4.0 and 5.0: 16 lanes of 16 and 32 GT/s, 128 of 130 bits data (PCI-SIG); NVLink-C2C:
-# 900 GB/s in both directions together (GH200 data sheet).
-_PCIE4, _PCIE5, _C2C = 31.5, 63.0, 450.0
 
-
-def _gpu(
-    name: str,
-    *,
-    products: float,
-    attention: tuple[float, float],
-    gigabytes: float,
-    memory_rate: float,
-    nvlink: float,
-    network: float,
-    host: tuple[float, float, float],
-    devices: int = 8,
-    source: str,
-) -> Hardware:
-    """A profile from TFLOP/s (`products`: of the best square one), gigabytes and GB/s; `nvlink` and `network` are per
-    direction. `host`: of a node the link to each of its `devices`, and of all together the memory's rate and gigabytes.
-    """
-    link, host_rate, host_gigabytes = host
-    bandwidth, peak = memory_rate * _GB * _MEMORY_SHARE, peak_tflops(name, "bf16")
-    matmul = products * _TFLOP * _SHAPE_SHARE
+def _gpu(name: str, sheet: DataSheet) -> Hardware:
+    """Return the profile of a GPU whose data sheet is known."""
+    link, host_rate, host_gigabytes = sheet.host
+    bandwidth, peak = sheet.memory_rate * _GB * _MEMORY_SHARE, peak_tflops(name, "bf16")
+    matmul = sheet.products * _TFLOP * _SHAPE_SHARE
     return Hardware(
         name=name,
-        source=source,
+        source=sheet.source,
         on_gpu=True,
-        memory=gigabytes * _GB * _USABLE,
-        forward=Rates(matmul, attention[0] * _TFLOP, bandwidth, 0.0),
-        backward=Rates(matmul, attention[1] * _TFLOP, bandwidth, 0.0),
+        memory=sheet.gigabytes * _GB * _USABLE,
+        forward=Rates(matmul, sheet.attention[0] * _TFLOP, bandwidth, 0.0),
+        backward=Rates(matmul, sheet.attention[1] * _TFLOP, bandwidth, 0.0),
         memory_bandwidth=bandwidth,
-        near=Link(nvlink * _GB * _LINK_SHARE, 10e-6),
-        far=Link(network * _GB * _LINK_SHARE, 20e-6),
-        devices_per_node=devices,
+        near=Link(sheet.nvlink * _GB * _LINK_SHARE, 10e-6),
+        far=Link(sheet.network * _GB * _LINK_SHARE, 20e-6),
+        devices_per_node=sheet.devices,
         peak=None if peak is None else peak * _TFLOP,
         host=Host(
             Link(link * _GB * _BUS_SHARE, 10e-6),
-            host_rate * _GB * _HOST_SHARE / devices,
+            host_rate * _GB * _HOST_SHARE / sheet.devices,
             host_gigabytes * _GB * HOST_USABLE,
         ),
     )
 
 
-# Products: the "maximum achievable matmul FLOPS" of S. Bekman's ML Engineering book for bf16, except H200, which has
-# H100's arithmetic. Attention: FlashAttention-2 (Dao 2023) on A100, FlashAttention-3 (Shah et al. 2024) on Hopper, head
-# width 128; on B200 an assumption, Hopper's shares of the peak. Memory, links and peaks: NVIDIA's data sheets; network:
-# 200 Gbit/s per GPU on DGX A100, 400 on DGX H100, H200 and B200. Hosts are those of the DGX systems, 2 TB each: two
-# EPYC 7742 with 8 channels of DDR4-3200; two Xeon 8480C or 8570 with 8 of DDR5, which two modules per channel slow to
-# 4400. A bus of its own for each GPU is assumed; where two share a switch's link to the processor, each has half.
 PROFILES: dict[str, Hardware] = {
-    "a100": _gpu(
-        "a100",
-        products=271,
-        attention=(220, 185),
-        gigabytes=80,
-        memory_rate=2039,
-        nvlink=300,
-        network=25,
-        host=(_PCIE4, 410, 2048),
-        source="A100 80GB SXM data sheet; MAMF 271 TFLOP/s; FlashAttention-2",
-    ),
-    "h100": _gpu(
-        "h100",
-        products=794,
-        attention=(600, 500),
-        gigabytes=80,
-        memory_rate=3350,
-        nvlink=450,
-        network=50,
-        host=(_PCIE5, 563, 2048),
-        source="H100 SXM data sheet; MAMF 794 TFLOP/s; FlashAttention-3",
-    ),
-    "h200": _gpu(
-        "h200",
-        products=794,
-        attention=(600, 500),
-        gigabytes=141,
-        memory_rate=4800,
-        nvlink=450,
-        network=50,
-        host=(_PCIE5, 563, 2048),
-        source="H200 SXM data sheet; arithmetic as H100",
-    ),
-    "b200": _gpu(
-        "b200",
-        products=1745,
-        attention=(1360, 1140),
-        gigabytes=180,
-        memory_rate=8000,
-        nvlink=900,
-        network=50,
-        host=(_PCIE5, 563, 2048),
-        source="HGX B200 data sheet; MAMF 1745 TFLOP/s; attention assumed at Hopper's share of the peak",
-    ),
-    "gh200": _gpu(
-        "gh200",
-        products=794,
-        attention=(600, 500),
-        gigabytes=96,
-        memory_rate=4000,
-        nvlink=50,
-        network=50,
-        host=(_C2C, 384, 480),
-        devices=1,
-        source="GH200 data sheet (96 GB HBM3, 480 GB LPDDR5X, NVLink-C2C); arithmetic as H100; one GPU per node",
-    ),
+    **{name: _gpu(name, sheet) for name, sheet in SHEETS.items()},
     # One core of a server processor and gloo on one machine: enough to compare layouts, no more. Calibrate yours.
     "cpu": Hardware(
         name="cpu",
@@ -234,13 +158,43 @@ def for_precision(hardware: Hardware, precision: str) -> Hardware:
     return scaled(hardware, products=0.5) if hardware.on_gpu and precision == "fp32" else hardware
 
 
+def of_machine(machine: Machine) -> Hardware:
+    """Return the profile of a cloud's machine type: that of its GPUs, with its own network, number and host memory."""
+    base = PROFILES[machine.gpu]
+    network = machine.network_gbit / 8 * _GB / machine.gpus * _LINK_SHARE
+    host = base.host and replace(base.host, memory=machine.memory_gb * _GB * HOST_USABLE)
+    return replace(
+        base,
+        source=f"{base.source}; {machine.name}: {machine.source}",
+        far=replace(base.far, bandwidth=network),
+        devices_per_node=machine.gpus,
+        host=host,
+    )
+
+
+def profile_of_device(device_name: str) -> Hardware | None:
+    """Return the built-in profile with the most words in a device's name (`NVIDIA A100-SXM4-40GB`); None for others."""
+    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
+    fitting = [name for name, hardware in PROFILES.items() if hardware.on_gpu and set(name.split("-")) <= words]
+    if not fitting or "mig" in words:
+        return None
+    return PROFILES[max(fitting, key=lambda name: len(name.split("-")))]
+
+
 def profile(name: str) -> Hardware:
-    """Return a profile by name (`h100`) or out of a JSON file that `tools/calibrate.py` wrote. Raises UserError."""
+    """Return a profile by name: of a GPU (`h100`), or of a cloud's machine type (`a3-megagpu-8g`); else out of a JSON
+    file that `tools/calibrate.py` wrote. Raises UserError.
+    """
     if name.lower() in PROFILES:
         return PROFILES[name.lower()]
+    if (machine := find_machine(name)) is not None:
+        return of_machine(machine)
     path = Path(name)
     if not path.is_file():
-        hint = did_you_mean(name, PROFILES) or f": choose {', '.join(PROFILES)} or a file of tools/calibrate.py"
+        hint = (
+            did_you_mean(name, [*PROFILES, *MACHINES])
+            or f": choose {', '.join(PROFILES)} or a file of tools/calibrate.py"
+        )
         raise UserError(f"--gpu/--profile {plain(name)} is neither a known device nor a file{hint}")
     try:
         return from_json(read_json(path, at_most=_LARGEST))

@@ -52,6 +52,7 @@ TABLE: tuple[Peaks, ...] = (
         4500,
         '"NVIDIA Blackwell" data sheet, a GPU of HGX B200: 2.2, 4.5 and 9 PFLOP/s with sparsity',
     ),
+    _row("L40S", 183, 366, 733, '"NVIDIA L40S" data sheet: 366, 733 and 1,466 with sparsity'),
 )
 
 

@@ -1,0 +1,124 @@
+"""Machines and their prices: every line dated and sourced, sums that a hand can check, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megavlm.cli import plan
+from megavlm.errors import UserError
+from megavlm.planner.hardware import PROFILES, profile, profile_of_device
+from megavlm.planner.machines import MACHINES, find_machine
+from megavlm.planner.price import Interruptions, Price, Work, bills, machines_for, price_of, report, rows
+
+A3 = MACHINES["a3-megagpu-8g"]
+
+
+def test_each_price_is_of_a_known_machine_and_has_a_date_and_a_source():
+    names = [row["machine"] for row in rows()]
+    assert len(set(names)) == len(names)
+    assert set(names) <= set(MACHINES)
+    for row in rows():
+        assert re.match(r"20\d\d(-\d\d){0,2}( or later)?$", row["date"]), row
+        assert len(row["source"]) > 10, row
+        amounts = [float(row[way]) for way in ("on_demand", "spot") if row[way]]
+        assert amounts, row
+        assert all(1 < amount < 200 for amount in amounts), row
+        assert amounts == sorted(amounts, reverse=True), row  # spot is cheaper
+
+
+def test_a_machine_has_the_profile_of_its_gpu_and_a_network_of_its_own():
+    for machine in MACHINES.values():
+        hardware = profile(machine.name)
+        assert hardware.devices_per_node == machine.gpus
+        assert hardware.memory == PROFILES[machine.gpu].memory
+        assert hardware.far.bandwidth <= PROFILES[machine.gpu].far.bandwidth * 1.001
+    assert profile("P5.48xlarge").far.bandwidth == PROFILES["h100"].far.bandwidth  # 3,200 Gbit/s are 8 × 50 GB/s
+    assert profile("standard_nd96isr_h100_V5").devices_per_node == 8
+    assert profile("a3-highgpu-8g").far.bandwidth == pytest.approx(0.8 * 800e9 / 8 / 8)
+    with pytest.raises(UserError, match="a3-megagpu-8g"):
+        profile("a3-megagpu-8")
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("CPU", None),
+    ],
+)
+def test_a_device_is_found_by_its_name(device: str, name: str | None):
+    found = profile_of_device(device)
+    assert (None if found is None else found.name) == name
+
+
+def test_a_bill_is_hours_times_dollars_and_grows_with_preemptions():
+    work = Work(step_seconds=3.6, tokens_per_step=1e6, steps=10_000)  # ten hours, 10 billion tokens
+    never = Interruptions(stall=0.0, restart=0.0, detection=0.0, preemptions_per_day=0.0)
+    demand, spot = bills(work, A3, 4, Price(100.0, 40.0, "here"), never)
+    # Llama 3's failures remain; a save costs nothing, so one comes at every moment and no work is lost.
+    assert demand.hours == pytest.approx(10.0)
+    assert demand.dollars == pytest.approx(4000.0)
+    assert demand.per_billion_tokens == pytest.approx(400.0)
+    assert spot.dollars == pytest.approx(1600.0)
+    hours = []
+    for rate in (0.0, 1.0, 10.0):
+        _, spot = bills(work, A3, 4, Price(100.0, 40.0, "here"), Interruptions(preemptions_per_day=rate))
+        hours.append(spot.hours)
+        assert spot.dollars == pytest.approx(spot.hours * 160)
+    assert hours == sorted(hours)
+    # 40 preemptions a day are one in 36 minutes: 6.5 minutes of restart, and half of √(2 · 2 s · 36 min) twice.
+    assert hours[2] == pytest.approx(10 / (1 - (390 + 93) / 2160), rel=0.03)
+
+
+def test_without_a_rate_of_preemptions_spot_machines_have_no_price():
+    work = Work(step_seconds=1.0, tokens_per_step=1e6, steps=None)
+    lines = list(report(work, A3, 1, price_of(A3), Interruptions()))
+    assert "not today's prices" in lines[0]
+    assert "2026-09" in lines[0]
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["on demand", "spot"]
+    assert "--preemptions-per-day" in lines[2]
+    assert find_machine("a3-megagpu-7g") is None
+    with pytest.raises(UserError, match="--gpus 12 is no multiple of the 8 GPUs"):
+        machines_for(12, A3)
+
+
+TINY = "--config {file} --gpus 8 --precision fp32".split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--price-per-hour 3", "--price-per-hour needs --machine"),
+        ("--machine a3-mega", "--machine a3-mega is not known: did you mean a3-megagpu-8g"),
+        ("--machine a2-megagpu-16g", "--gpus 8 is no multiple of the 16 GPUs"),
+        ("--machine p5.48xlarge --samples 3 --train-iters 2", "give one of them"),
+        ("--machine p5.48xlarge --preemptions-per-day -1", "--preemptions-per-day -1.0 must be a number from 0"),
+    ],
+)
+def test_a_mistake_is_one_line(flags: str, line: str, tmp_path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {kind: synthetic}\n")
+    assert plan.main([word.format(file=file) for word in TINY] + flags.split()) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert line in told
+
+
+def test_plan_says_what_a_run_costs(tmp_path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {kind: synthetic}\ntrain: {global_batch_size: 8, train_iters: 1000}\n")
+    flags = "--machine p5.48xlarge --price-per-hour 36 --preemptions-per-day 2 --samples 80000 --top 1"
+    assert plan.main([word.format(file=file) for word in TINY] + flags.split()) == 0
+    told = capsys.readouterr().out
+    assert "1 × p5.48xlarge (8 × h100 each); not today's prices, but of: on demand as given" in told
+    assert "10,000 steps" in told
+    assert re.search(r"  on demand: [\d.,]+ h, \$[\d,]+, \$[\d,]+ per billion tokens at \$36.00 an hour", told), told
+    assert "  spot: " in told
