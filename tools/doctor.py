@@ -9,4 +9,4 @@ from megavlm.cli.doctor import main
 from megavlm.cli.main import run
 
 if __name__ == "__main__":
-    run(main, teardown=True)
+    run(main, teardown=False)

@@ -87,11 +87,11 @@ def _answer(program: str, *arguments: str, timeout: float) -> str | None:
 
 def _with_driver(facts: Facts) -> Facts:
     """Return the facts with the driver and GPUs that nvidia-smi reports, if it is installed."""
-    listed = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    listed = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if listed is None:
         return facts
     drivers = [line.strip() for line in listed.splitlines() if line.strip()]
-    newest = re.search(r"CUDA Version:\s*([\d.]+)", _said("nvidia-smi") or "")
+    newest = re.search(r"CUDA Version:\s*([\d.]+)", said("nvidia-smi") or "")
     return replace(
         facts,
         driver=drivers[0] if drivers else None,
@@ -100,7 +100,8 @@ def _with_driver(facts: Facts) -> Facts:
     )
 
 
-def _said(*command: str) -> str | None:
+def said(*command: str) -> str | None:
+    """Return what a command prints; None if it is not there, fails or takes half a minute."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from megavlm.doctor.facts import Rate
-from megavlm.planner.hardware import PROFILES
+from megavlm.planner.hardware import profile_of_device
 from megavlm.planner.peaks import peak_tflops
 
 _REPEATS = 10
@@ -15,11 +15,11 @@ _REPEATS = 10
 _GPU_SIZES, _CPU_SIZES = (8192, 2**30), (512, 2**24)
 
 
-def rates_of(device_name: str, *, on_gpu: bool) -> tuple[Rate, ...]:
+def rates_of(device_name: str, *, on_gpu: bool, index: int = 0) -> tuple[Rate, ...]:
     """Return the rates of a matrix product (bf16 on a GPU, fp32 on a CPU) and of a copy within the device's memory."""
     import torch
 
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
     width, size = _GPU_SIZES if on_gpu else _CPU_SIZES
     precision = "bf16" if on_gpu else "fp32"
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -27,7 +27,7 @@ def rates_of(device_name: str, *, on_gpu: bool) -> tuple[Rate, ...]:
     product = torch.empty_like(left)
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    settle: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+    settle: Callable[[], None] = (lambda: torch.cuda.synchronize(device)) if on_gpu else lambda: None
     multiplied = _seconds(lambda: torch.mm(left, right, out=product), settle)
     copied = _seconds(lambda: target.copy_(source), settle)
     return (
@@ -54,9 +54,6 @@ def _seconds(call: Callable[[], object], settle: Callable[[], None]) -> float:
 
 
 def _bandwidth(device_name: str) -> float | None:
-    """Return the data sheet's GB/s, for the variants of which the planner has a profile (SXM); else None."""
-    words = device_name.lower().replace("-", " ").split()
-    if {"pcie", "nvl", "mig"} & set(words):
-        return None
-    known = next((hardware for name, hardware in PROFILES.items() if hardware.on_gpu and name in words), None)
+    """Return the data sheet's GB/s of a device that the planner knows; else None."""
+    known = profile_of_device(device_name)
     return None if known is None else known.data_sheet_bandwidth / 1e9

@@ -30,6 +30,11 @@ def as_json(facts: Facts, found: Sequence[Problem]) -> str:
     return json.dumps({"facts": asdict(facts), "problems": [asdict(each) for each in found]}, indent=2)
 
 
+def as_lines(found: Sequence[Problem]) -> list[str]:
+    """Return each problem with its remedy in one line."""
+    return [f"{_SIGNS[each.level]} {each.level}: {each.what}: {each.remedy}" for each in found]
+
+
 def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "python", ".".join(map(str, facts.python))
     for name, package in facts.packages.items():
