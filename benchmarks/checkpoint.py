@@ -77,10 +77,11 @@ def work(folder: Path, *, layers: int) -> None:
     import torch.distributed as dist
 
     from megavlm.config.cli import parse
+    from megavlm.parallel.world import world_of
     from megavlm.train.build import build
     from megavlm.train.loop import close
 
-    world = int(os.environ["WORLD_SIZE"])
+    world = world_of(os.environ).world_size
     argv = [*MODEL, "--global-batch-size", str(world), "--language-num-layers", str(layers), "--run-dir", str(folder)]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(parse(argv), chosen)

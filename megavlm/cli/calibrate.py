@@ -31,8 +31,9 @@ from megavlm.config.schema import (
     VisionConfig,
 )
 from megavlm.errors import UserError
+from megavlm.parallel.world import world_of
 from megavlm.planner.fit import TimedLayer, fit, predicted
-from megavlm.planner.hardware import PROFILES, Hardware, profile, to_json
+from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device, to_json
 
 # (width, head count, tokens of text, image side in patches, vocabulary): small, long and wide
 SIZES = (
@@ -106,11 +107,11 @@ def config_of(size: tuple[int, int, int, int, int], precision: str, run_dir: str
     )
 
 
-def world() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def calibrate(options: argparse.Namespace) -> None:
+    place = world_of(os.environ)
+    if place.world_size > 1:
+        os.environ.update(place.environment())  # srun and mpirun say it in other words
+    world = place.world_size
     from megavlm import backend as backends
 
     backend = backends.activate()
@@ -125,8 +126,8 @@ def calibrate(options: argparse.Namespace) -> None:
             forward: list[TimedLayer] = []
             backward: list[TimedLayer] = []
             for size in SIZES:
-                config = config_of(size, options.precision, folder, processes=world())
-                check(config, world=world())
+                config = config_of(size, options.precision, folder, processes=world)
+                check(config, world=world)
                 ahead, back, rate = timed_layers(config, backend, repeats=options.repeats)
                 forward, backward, rates = [*forward, *ahead], [*backward, *back], [*rates, rate]
             rounds.append((forward, backward))
@@ -137,13 +138,13 @@ def calibrate(options: argparse.Namespace) -> None:
         hardware = replace(
             base,
             name=backend.name,
-            source=f"measured with {world()} processes, {options.precision}",
-            memory=_memory(on_cpu=backend.is_cpu),
+            source=f"measured with {world} processes, {options.precision}",
+            memory=_memory(on_cpu=backend.is_cpu, processes=place.local_world_size or world),
             forward=fit(forward),
             backward=fit(backward),
             memory_bandwidth=statistics.median(rates),
             near=between or base.near,
-            devices_per_node=max(base.devices_per_node, world()),
+            devices_per_node=max(base.devices_per_node, world),
         )
         options.out.write_text(json.dumps(to_json(hardware), indent=2) + "\n", encoding="utf-8")
         print(_summary(hardware, forward, backward))
@@ -157,17 +158,16 @@ def medians(rounds: Sequence[Sequence[TimedLayer]]) -> list[TimedLayer]:
 
 
 def _similar(name: str) -> Hardware:
-    """Return the built-in profile whose name is in the device's name, for the peak and network (not measured)."""
-    known = next((key for key in PROFILES if key in name.lower()), "h100")
-    return profile(known)
+    """Return the built-in profile of a GPU, for the peak and the network (not measured); H100's for one without."""
+    return profile_of_device(name) or PROFILES["h100"]
 
 
-def _memory(*, on_cpu: bool) -> float:
+def _memory(*, on_cpu: bool, processes: int) -> float:
     """Return the bytes available to one process's tensors: 90 % of a GPU, or an equal share of 80 % of host memory."""
     if on_cpu:
         import psutil
 
-        return float(psutil.virtual_memory().total) * 0.8 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return float(psutil.virtual_memory().total) * 0.8 / processes
     import torch
 
     return float(torch.cuda.mem_get_info()[1]) * 0.9

@@ -21,12 +21,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("megavlm.cli.prepare", "Write a data set as WebDataset tars."),
     "doctor": ("megavlm.cli.doctor", "Check this machine, and name the command that mends it."),
     "launch": ("megavlm.launch.__main__", "Start a run on many machines."),
+    "sweep": ("megavlm.cli.sweep", "Train the variants of a run, on a cluster or here, and compare them."),
     "why": ("megavlm.cli.why", "Say what holds a run back."),
     "goodput": ("megavlm.cli.goodput", "Say what the time of runs went to."),
     "checkpoint": ("megavlm.cli.checkpoint", "List, verify, show, prune and copy checkpoints."),
     "calibrate": ("megavlm.cli.calibrate", "Measure this machine for the planner."),
 }
-_NO_TEARDOWN = ("train", "calibrate")
+_NO_TEARDOWN = ("train", "calibrate", "doctor")
 
 
 def program() -> NoReturn:

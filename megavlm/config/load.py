@@ -113,34 +113,44 @@ def _suggestion(name: str, *, prefix: str, table: Mapping[str, Option], sections
 
 def from_yaml_file(path: str | Path) -> Config:
     """Return the configuration in a YAML file. Raises UserError, which names the file, if it cannot be used."""
+    data = read_yaml(path, what="--config")
+    if data is None:
+        raise UserError(
+            f"--config {plain(str(path))} is empty: write options (`train: {{train_iters: 10}}`) or leave out --config"
+        )
+    try:
+        return from_dict(data)
+    except UserError as error:
+        raise UserError(f"--config {plain(str(path))}: {error}") from None
+
+
+def read_yaml(path: str | Path, *, what: str) -> Any:
+    """Return the data in a YAML file; None if it is empty.
+
+    Raises UserError, which begins with `what` and the file's name, for a file that is no YAML, has a key twice in a
+    mapping, or is far larger than options are.
+    """
     name = plain(str(path))
     try:
         text = read_bytes(Path(path), at_most=_LARGEST).decode()
     except UnicodeDecodeError:
-        raise UserError(f"--config {name} cannot be read: it is not UTF-8 text") from None
+        raise UserError(f"{what} {name} cannot be read: it is not UTF-8 text") from None
     except OSError as error:
-        raise UserError(f"--config {name} cannot be read: {error.strerror or plain(str(error))}") from None
+        raise UserError(f"{what} {name} cannot be read: {error.strerror or plain(str(error))}") from None
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if _expanded(root) > _MOST_NODES:
-            raise UserError(
-                f"--config {name} has more than {_MOST_NODES} values with its aliases expanded: write fewer"
-            )
+            raise UserError(f"{what} {name} has more than {_MOST_NODES} values with its aliases expanded: write fewer")
         duplicate = _duplicate_key(root)
         data = yaml.safe_load(text)
     except UserError:
         raise
     # PyYAML raises many types on malformed text: YAMLError, ValueError (dates), KeyError (tags), RecursionError.
     except Exception as error:
-        raise UserError(f"--config {name} is not valid YAML{_place(error)}") from None
+        raise UserError(f"{what} {name} is not valid YAML{_place(error)}") from None
     if duplicate is not None:
-        raise UserError(f"--config {name} has {plain(duplicate)} twice in one mapping: merge them or remove one")
-    if data is None:
-        raise UserError(f"--config {name} is empty: write options (`train: {{train_iters: 10}}`) or leave out --config")
-    try:
-        return from_dict(data)
-    except UserError as error:
-        raise UserError(f"--config {name}: {error}") from None
+        raise UserError(f"{what} {name} has {plain(duplicate)} twice in one mapping: merge them or remove one")
+    return data
 
 
 def _expanded(root: Any) -> float:

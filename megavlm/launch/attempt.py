@@ -1,7 +1,8 @@
 """Keep account of the attempts of a scheduler's job, for the job's own script (launch/slurm.sbatch).
 
     python -m megavlm.launch.attempt begin --job 17 --world 16 -- FLAGS    prints what MEGAVLM_EXIT_FILE is to be
-    python -m megavlm.launch.attempt end --job 17 [--warned] -- FLAGS      prints "again" if the job is to be requeued
+    python -m megavlm.launch.attempt end --job 17 [--warned] -- FLAGS      prints "again" if the job is to be requeued,
+                                                                           and then machines that are to be left out
 
 FLAGS are those of pretrain_vlm.py. `begin` ends with 2 for a configuration that cannot run, before any node is kept
 busy. `end` ends with the status that the job should end with. torchrun cannot say what happened, since it ends with 1
@@ -21,10 +22,11 @@ from typing import Any
 
 from megavlm.checkpoint.folders import complete
 from megavlm.config.cli import parse
-from megavlm.errors import UserError
+from megavlm.errors import DeviceFault, UserError
 from megavlm.launch.configuration import configured
 from megavlm.launch.exit_file import read_exit
 from megavlm.launch.requeue import Attempt, Decision, decide, end_of
+from megavlm.resilience.events import events
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,15 @@ class Account:
         attempts = [*attempts, self._ended(began or 0, warned=warned)]
         self._write(attempts, None)
         return decide(attempts, max_crashes=max_crashes)
+
+    def faulty_machines(self) -> list[str]:
+        """Return the machines whose devices computed wrongly, if that is what ended the last attempt."""
+        if read_exit(self.exit_file) != DeviceFault.status:
+            return []
+        named = [
+            event["hosts"] for event in events(self.run_dir) if event.get("kind") == "mismatch" and "hosts" in event
+        ]
+        return [str(host).partition(".")[0] for host in named[-1]] if named else []
 
     def _ended(self, began: int, *, warned: bool) -> Attempt:
         return Attempt(end_of(read_exit(self.exit_file)), began, self._newest(), warned)
@@ -109,7 +120,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(f"job {options.job} {'is started again' if decision.again else 'ends'}: {decision.reason}", file=sys.stderr)
     if decision.again:
-        print("again")
+        machines = account.faulty_machines()
+        print(" ".join(["again", *([",".join(machines)] if machines else [])]))
         return 0
     return decision.status
 

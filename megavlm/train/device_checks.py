@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -48,7 +49,7 @@ class DeviceChecks:
     def _end(self, iteration: int, found: Difference, what: str) -> None:
         """Report the ranks and their machines, and raise DeviceFault; every rank calls it."""
         hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
+        dist.all_gather_object(hosts, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
         names = [str(rank) for rank in found.ranks]
         ranks = f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
         machines = sorted({hosts[rank] for rank in found.ranks})

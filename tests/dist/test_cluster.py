@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from megavlm.checkpoint.folders import complete
-from megavlm.resilience.events import events
+from megavlm.cli import sweep
+from megavlm.resilience.events import events, record
 from megavlm.resilience.status import read_status
+from megavlm.sweep.grid import read_grid, variants_of
+from megavlm.sweep.results import rows_of
+from megavlm.sweep.state import state_of
 from tests.support.cluster import GPUS, NODES, Cluster, Job, needs_cluster
+from tests.support.forked import PATIENCE, ROOT
 from tests.support.torchrun import TINY, last_iteration
 from tests.support.training import assert_same_curve, metrics, train, without_wall_time
 
@@ -139,6 +146,56 @@ def test_a_mistake_ends_a_job(flags: str, cluster: Cluster, tmp_path: Path):
     run = Run(cluster, tmp_path / "run", *flags.split())
     assert run.job.end() == ("FAILED", 2), run.job.output()
     assert run.job.restarts == 0
+
+
+@pytest.mark.slow
+def test_a_node_whose_device_computes_wrongly_is_left_out(cluster: Cluster, tmp_path: Path):
+    run = Run(cluster, tmp_path / "run", "--save-interval", "5")
+    run.reaches(6)
+    record(run.run_dir, "mismatch", hosts=["fake2"])
+    (run.run_dir / "jobs" / f"{run.job.number}.exit").write_text("71")
+    ranks(run.job)[0].send_signal(signal.SIGKILL)
+    run.job.wait_for(lambda: run.job.shown().get("ExcNodeList") == "fake2")
+    assert run.job.restarts == 1
+    cluster.ask("scancel", run.job.number)
+
+
+@pytest.mark.slow
+def test_an_array_trains_the_variants_of_a_grid(cluster: Cluster, tmp_path: Path, monkeypatch, capsys):
+    """Each task reads its own flags, one of which is wrong; the table has all, and nothing is trained twice."""
+    for name, value in cluster.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "grid.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                **{"run_dir": str(tmp_path / "my runs"), "processes": GPUS, "baseline": "lr-0.001"},
+                "flags": [*FLAGS, *"--tp 2 --train-iters 4".split()],
+                "list": [{"lr": 0.001}, {"lr": 0.002}, {"load": "nowhere"}],
+            }
+        )
+    )
+    grid = read_grid(file)
+    variants = variants_of(grid)
+    flags = [str(file), *"--on slurm --parallel 2 --run-dir-is-shared --time=60".split()]
+    assert sweep.main(flags) == 0
+    assert sweep.main(flags) == 2  # it is in the queue
+    assert "of this sweep is in the queue" in capsys.readouterr().err
+    end = time.monotonic() + PATIENCE
+    while (states := [state_of(variant) for variant in variants]) != ["finished", "finished", "failed"]:
+        assert time.monotonic() < end, (states, cluster.ask("squeue"), cluster.logs())
+        time.sleep(1)
+    while cluster.ask("squeue --noheader"):
+        time.sleep(1)
+    capsys.readouterr()
+    assert sweep.main(flags) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("0 of 3 variants are to train"), told
+    first, second, third = rows_of(grid, variants)
+    assert [row.iteration for row in (first, second, third)] == [4, 4, 0]
+    assert first.mean != second.mean
+    assert (tmp_path / "my runs/sweep.html").exists()
 
 
 @pytest.mark.slow

@@ -198,7 +198,9 @@ class Job:
         while not condition():
             assert time.monotonic() < end, self.output()
             shown = self.shown()
-            assert shown["JobState"] in ("PENDING", "RUNNING", "COMPLETING"), self.output()
+            if shown["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"):
+                assert condition(), self.output()  # it may have ended since the last look
+                return
             if shown["JobState"] == "PENDING" and shown["Reason"] == "BeginTime":
                 self.cluster.ask("scontrol update StartTime=now", f"JobId={self.number}", check=False)
             time.sleep(0.2)

@@ -25,7 +25,7 @@ DOCUMENTS = [
 ]
 # Scripts in tools/ that are a command of `megavlm`, by its name.
 TOOLS = {
-    **{name: name for name in ("calibrate", "checkpoint", "convert", "doctor", "goodput", "plan", "why")},
+    **{name: name for name in ("calibrate", "checkpoint", "convert", "doctor", "goodput", "plan", "sweep", "why")},
     "prepare": "prepare_data",
     "preview": "preview_data",
 }

@@ -52,6 +52,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.doctor",),
     ("megavlm.preview",),
     ("megavlm.launch",),
+    ("megavlm.sweep",),
     ("megavlm.cli", "megavlm.__main__"),
     ("pretrain_vlm", "tools", "benchmarks"),
 )

@@ -13,6 +13,7 @@ from megavlm.checkpoint.manifest import write_manifest
 from megavlm.launch.attempt import main
 from megavlm.launch.exit_file import note_exit
 from megavlm.launch.requeue import Attempt, decide, end_of
+from megavlm.resilience.events import record
 
 FINISHED = Attempt("finished", 8, 12)
 MISTAKE = Attempt("mistake", 0, 0)
@@ -103,6 +104,14 @@ def test_a_job_is_followed_over_its_attempts(tmp_path: Path, capsys: pytest.Capt
     (file,) = (tmp_path / "run" / "jobs").glob("*.json")
     ends = [each["end"] for each in json.loads(file.read_text())["attempts"]]
     assert ends == ["stopped", "crash", "crash", "finished"]
+
+
+def test_a_machine_that_computes_wrongly_is_named_for_the_next_attempt(tmp_path: Path, capsys):
+    job = Job(tmp_path / "run", capsys)
+    job.run_dir.mkdir()
+    record(job.run_dir, "mismatch", hosts=["node7.cluster.local", "node9"])
+    assert job.attempt(1, saves=4) == (0, "again")  # a crash of another kind
+    assert job.attempt(71, saves=8) == (0, "again node7,node9")
 
 
 def test_attempts_that_the_script_did_not_survive_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,12 @@
+"""Train the variants of a run and compare them: `megavlm sweep`, out of a clone that need not be installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megavlm.cli.main import run
+from megavlm.cli.sweep import main
+
+if __name__ == "__main__":
+    run(main, teardown=True)
