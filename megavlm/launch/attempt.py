@@ -25,7 +25,7 @@ from megavlm.config.cli import parse
 from megavlm.errors import DeviceFault, UserError
 from megavlm.launch.configuration import configured
 from megavlm.launch.exit_file import read_exit
-from megavlm.launch.requeue import Attempt, Decision, decide, end_of
+from megavlm.launch.requeue import Attempt, Decision, End, decide, end_of
 from megavlm.resilience.events import events
 
 
@@ -40,14 +40,15 @@ class Account:
     def exit_file(self) -> Path:
         return self.run_dir / "jobs" / f"{self.job}.exit"
 
-    def begin(self, *, max_crashes: int) -> Decision | None:
+    def begin(self, *, max_crashes: int, unfinished: End | None = None) -> Decision | None:
         """Open an attempt; return the decision not to, if the one before never ended and is one too many.
 
         A job is started again without a word of its script where a node is lost or a job with priority takes its place.
+        `unfinished` says what such an attempt counts as; default: what its ranks left, else a crash.
         """
         attempts, began = self._read()
         if began is not None:
-            attempts = [*attempts, self._ended(began, warned=True)]
+            attempts = [*attempts, self._ended(began, warned=True, end=unfinished)]
             decision = decide(attempts, max_crashes=max_crashes)
             if not decision.again:
                 self._write(attempts, None)
@@ -56,10 +57,13 @@ class Account:
         self._write(attempts, self._newest())
         return None
 
-    def end(self, *, warned: bool, max_crashes: int) -> Decision:
-        """Close the open attempt and return whether there is to be another."""
+    def end(self, *, warned: bool, max_crashes: int, end: End | None = None) -> Decision:
+        """Close the open attempt and return whether there is to be another.
+
+        `end` says how it ended; default: what its ranks left, else a crash.
+        """
         attempts, began = self._read()
-        attempts = [*attempts, self._ended(began or 0, warned=warned)]
+        attempts = [*attempts, self._ended(began or 0, warned=warned, end=end)]
         self._write(attempts, None)
         return decide(attempts, max_crashes=max_crashes)
 
@@ -72,8 +76,13 @@ class Account:
         ]
         return [str(host).partition(".")[0] for host in named[-1]] if named else []
 
-    def _ended(self, began: int, *, warned: bool) -> Attempt:
-        return Attempt(end_of(read_exit(self.exit_file)), began, self._newest(), warned)
+    def decided(self, *, max_crashes: int) -> Decision | None:
+        """Return the decision after the last attempt; None if there was none, or if it is still open."""
+        attempts, began = self._read()
+        return decide(attempts, max_crashes=max_crashes) if attempts and began is None else None
+
+    def _ended(self, began: int, *, warned: bool, end: End | None) -> Attempt:
+        return Attempt(end or end_of(read_exit(self.exit_file)), began, self._newest(), warned)
 
     def _newest(self) -> int:
         found = complete(self.run_dir / "checkpoints")

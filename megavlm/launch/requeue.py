@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-End = Literal["finished", "stopped", "mistake", "bad numbers", "crash"]
+End = Literal["finished", "stopped", "mistake", "bad numbers", "crash", "lost"]
 _ENDS: dict[int, End] = {0: "finished", 75: "stopped", 2: "mistake", 3: "bad numbers"}
 
 
@@ -38,7 +38,8 @@ def decide(attempts: Sequence[Attempt], *, max_crashes: int) -> Decision:
     """Return whether a job is started again after the last of its attempts.
 
     It is after a stop that its scheduler asked for, and after a crash; not if it crashed more than `max_crashes` times,
-    nor if each of the last two attempts left no newer checkpoint than it found: a third would do no better.
+    nor if each of the last two attempts left no newer checkpoint than it found: a third would do no better. The loss of
+    a machine says nothing about the run, and counts for neither.
     """
     last = attempts[-1]
     if last.end == "finished":
@@ -47,10 +48,13 @@ def decide(attempts: Sequence[Attempt], *, max_crashes: int) -> Decision:
         return Decision(False, 2, "options or data are wrong, and would be again")
     if last.end == "bad numbers":
         return Decision(False, 3, "losses or gradients are bad, and the same steps would be again")
+    if last.end == "lost":
+        return Decision(True, 1, f"a machine was lost or asked for; the run goes on from iteration {last.saved}")
     if last.end == "stopped" and not last.warned:
         return Decision(False, 75, f"the run was stopped by request; the same command goes on from {last.saved}")
     status = 75 if last.end == "stopped" else 1
-    if len(attempts) > 1 and all(each.saved <= each.began for each in attempts[-2:]):
+    own = [each for each in attempts if each.end != "lost"]
+    if len(own) > 1 and all(each.saved <= each.began for each in own[-2:]):
         return Decision(False, status, f"two attempts in a row left no checkpoint after iteration {last.saved}")
     if last.end == "stopped":
         return Decision(True, status, f"the run was stopped in time and goes on from iteration {last.saved}")

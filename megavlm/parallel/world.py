@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megavlm.errors import UserError
+from megavlm.parallel.nodes import NODES, node_of
 
 _HERE = "127.0.0.1"
 _PORT = 29500  # torchrun's default
@@ -102,6 +103,8 @@ def _alone(environment: Mapping[str, str]) -> World:
         if given := ", ".join(name for name in names if name in environment):
             missing = ", ".join(name for name in names if name not in environment)
             raise UserError(f"the environment has {given} and no {missing}: {_REMEDY}")
+    if ("CLUSTER_SPEC" in environment or NODES in environment) and (nodes := node_of(environment).nodes) > 1:
+        raise UserError(f"this is one of {nodes} machines of a job: start each by python -m megavlm.launch.node")
     return World()
 
 

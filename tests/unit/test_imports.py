@@ -27,7 +27,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.errors", "megavlm.paths", "megavlm.json_files"),
     ("megavlm.resilience",),
     ("megavlm.config", "megavlm.recipes"),  # `config.cli` lists the recipes, and these are configurations
-    ("megavlm.parallel.dims", "megavlm.parallel.world"),
+    ("megavlm.parallel.dims", "megavlm.parallel.nodes", "megavlm.parallel.world"),
     ("megavlm.arch",),
     ("megavlm.planner",),
     ("megavlm.backend",),
