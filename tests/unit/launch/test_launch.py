@@ -15,6 +15,7 @@ from megavlm.launch import slurm
 from megavlm.launch.__main__ import main
 from megavlm.launch.checks import complaints, filesystem_of
 from megavlm.launch.job import Job
+from megavlm.launch.profile import read_profile
 from tests.support.forked import ROOT
 
 MOUNTS = (
@@ -103,7 +104,7 @@ def test_a_slurm_job_is_one_command():
         ("slurm --nodes 2 --gpus-per-node 2 --run-dir-is-shared -- --tp 4", "wider than a node"),
         ("slurm --nodes 0 -- --tp 1", "--nodes and --gpus-per-node must be at least 1"),
         ("slurm --nodes 2 -- --no-such-flag", "--no-such-flag"),
-        ("slurm --nodes 2 --profile warp -- --tp 1", "choose one of aws-efa, ethernet, infiniband, roce"),
+        ("slurm --nodes 2 --profile warp -- --tp 1", "choose one of aws-efa, azure-ndv5, ethernet, gcp-rdma, gcp-tcpx"),
         ("local --nodes 2 --time 3 -- --tp 1", "--time is no option of this program"),
     ],
 )
@@ -131,15 +132,19 @@ def test_a_dry_run_prints_what_would_be_sent(capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/profiles").glob("*.env")), ids=lambda path: path.stem)
-def test_each_setting_of_a_profile_has_its_source_and_a_name_that_is_known(path: Path):
+def test_each_setting_of_a_profile_has_its_source_and_a_name_that_is_known(path: Path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     for paragraph in path.read_text().split("\n\n"):
         assert not paragraph.strip() or paragraph.startswith("#"), paragraph
     lines = path.read_text().splitlines()
     settings = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
     assert settings
     for number in settings:
-        assert re.fullmatch(r"(NCCL|FI|TORCH)_[A-Z0-9_]+=\S+", lines[number]), lines[number]
+        assert re.fullmatch(r"(NCCL|FI|TORCH)_[A-Z0-9_]+=(\S+|\"\S+\")", lines[number]), lines[number]
         assert lines[number - 1].startswith("# Source: https://"), lines[number]
     shell = f"set -aeu; source {path}; env"
     shown = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, env=dict(os.environ))
-    assert {lines[number] for number in settings} <= set(shown.stdout.splitlines())
+    # Containers get them by name and value, a batch script by the shell: both must read the same.
+    read = [f"{name}={value}" for name, value in read_profile(path.stem).items()]
+    assert len(read) == len(settings)
+    assert set(read) <= set(shown.stdout.splitlines())

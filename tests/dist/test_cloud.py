@@ -1,0 +1,87 @@
+"""Vertex AI and Kubernetes, played on this host: one world, which survives the loss of its machines."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from megavlm.launch.job import Job
+from megavlm.launch.kubernetes_job import Options, objects
+from tests.support.replicas import Platform, kubernetes, vertex
+from tests.support.torchrun import TINY, last_iteration
+from tests.support.training import assert_same_curve, metrics, train, without_wall_time
+
+pytestmark = pytest.mark.slow
+
+# How long a job trains is in a file, so that a test can let it end once it has disturbed it, however fast it is.
+FLAGS = [word for word, before in zip(TINY, ["", *TINY], strict=False) if "--train-iters" not in (word, before)]
+LAYOUT = "--pp 2".split()
+
+
+class Run:
+    """A run folder, and the flags of what trains in it."""
+
+    def __init__(self, run_dir: Path, *flags: str) -> None:
+        self.run_dir, self._config = run_dir, run_dir.with_suffix(".yaml")
+        self.last(20_000)
+        self.flags = ["--config", str(self._config), *FLAGS, *LAYOUT, "--save-interval", "5", *flags]
+
+    def last(self, iteration: int) -> None:
+        """Let attempts that begin from now on train to this iteration."""
+        self._config.write_text(f"train: {{train_iters: {iteration}}}\n")
+
+    def replicas(self) -> Platform:
+        return vertex(self.flags, self.run_dir, replicas=2)
+
+    def pods(self) -> Platform:
+        """A Job of two pods, as `python -m megavlm.launch kubernetes` makes it."""
+        job = Job(2, 1, (*self.flags, "--run-dir", str(self.run_dir)))
+        service, made = objects(job, Options("megavlm", "image", volumes=(f"claim:{self.run_dir.parent}",)))
+        assert service["kind"] == "Service"
+        return kubernetes(made, self.run_dir)
+
+    def is_like_one_undisturbed(self, pools, iterations: int) -> None:
+        alone = self.run_dir.with_name("alone")
+        pools(2).run(train, [*FLAGS, *LAYOUT, "--train-iters", str(iterations), "--no-save"], str(alone))
+        assert without_wall_time(metrics(self.run_dir)) == without_wall_time(metrics(alone))
+
+
+def test_replicas_of_vertex_are_one_world_and_survive_the_loss_of_each(pools, tmp_path: Path):
+    run = Run(tmp_path / "run")
+    with run.replicas() as platform:
+        platform.wait_for_iteration(8)
+        platform.lose(1)
+        platform.wait_for_iteration(last_iteration(run.run_dir) + 10)
+        end = last_iteration(run.run_dir) + 30
+        run.last(end)
+        platform.lose(0)  # the primary replica
+        assert platform.end() == 0, platform.output()
+    assert sorted(platform.statuses) == [(0, -9), (0, 0), (1, -9), (1, 0)]
+    run.is_like_one_undisturbed(pools, end)
+    pools(1).run(train, TINY, str(tmp_path / "one"))
+    assert_same_curve(metrics(run.run_dir)[:8], metrics(tmp_path / "one"))
+
+
+def test_a_pod_that_is_asked_for_saves_and_comes_back(pools, tmp_path: Path):
+    """All pods stop with it; the others wait for the one in its place, and no step is done twice."""
+    run = Run(tmp_path / "run")
+    with run.pods() as platform:
+        platform.wait_for_iteration(8)
+        end = last_iteration(run.run_dir) + 200
+        run.last(end)
+        platform.send(1, signal.SIGTERM)
+        assert platform.end() == 0, platform.output()
+    assert sorted(platform.statuses) == [(0, 0), (1, 0), (1, 75)]
+    run.is_like_one_undisturbed(pools, end)
+
+
+def test_a_mistake_ends_the_job_on_both_platforms(tmp_path: Path):
+    with Run(tmp_path / "pods", "--load", "nowhere").pods() as platform:
+        assert platform.end() == 2, platform.output()
+    assert len(platform.statuses) == 1
+    with Run(tmp_path / "replicas", "--load", "nowhere").replicas() as platform:
+        assert platform.end() == 2, platform.output()
+    # Vertex AI starts them again whatever they return, and each ends before it builds anything.
+    assert {status for _, status in platform.statuses} == {2}

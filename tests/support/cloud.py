@@ -1,0 +1,66 @@
+"""Checks of specifications by their publishers' own packages, which live in an environment of their own.
+
+`make cloud-tools` installs google-cloud-aiplatform (hundreds of MB) and kubernetes-validate into build/cloud;
+MEGAVLM_CLOUD_PYTHON names the Python of another such environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forked import ROOT
+
+PYTHON = Path(os.environ.get("MEGAVLM_CLOUD_PYTHON", ROOT / "build/cloud/bin/python"))
+needs_cloud_tools = pytest.mark.skipif(not PYTHON.exists(), reason=f"no {PYTHON}: `make cloud-tools` installs it")
+
+_VERTEX = """
+import json, sys
+from google.cloud.aiplatform_v1.types.custom_job import CustomJob
+from google.protobuf import json_format
+for job in json.load(sys.stdin):
+    try:
+        parsed = json_format.ParseDict(job, CustomJob.pb()())
+        print(json.dumps({"job": json_format.MessageToDict(parsed)}))
+    except json_format.ParseError as error:
+        print(json.dumps({"error": str(error)}))
+"""
+_KUBERNETES = """
+import json, sys
+import kubernetes_validate
+for object_ in json.load(sys.stdin):
+    try:
+        kubernetes_validate.validate(object_, sys.argv[1], strict=True)
+        print(json.dumps({}))
+    except Exception as error:
+        print(json.dumps({"error": str(error).splitlines()[0]}))
+"""
+
+
+def parsed_by_vertex(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each CustomJob as Google's own messages hold it ("job"), or what they say against it ("error")."""
+    return _asked(_VERTEX, jobs)
+
+
+def validated_by_kubernetes(objects: Sequence[dict[str, Any]], version: str) -> list[dict[str, Any]]:
+    """Return what the schemas of a version of Kubernetes say against each object ("error"); empty: nothing."""
+    return _asked(_KUBERNETES, objects, version)
+
+
+def _asked(program: str, given: Sequence[dict[str, Any]], *argv: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [str(PYTHON), "-c", program, *argv],
+        input=json.dumps(list(given)),
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
