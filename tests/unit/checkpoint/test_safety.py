@@ -311,7 +311,7 @@ def test_a_pickle_inside_is_of_tensors_and_plain_values(pickled: bytes):
         torch.zeros(2, dtype=torch.float8_e4m3fn),
         torch.nn.Parameter(torch.ones(2)),
         {"a": [1, 2.5, None, True, "x", b"y", (1, 2)], 3: {"deep": {"er": torch.ones(2)}}, "n": 2**70},
-        torch.get_rng_state(),
+        pytest.param(torch.get_rng_state(), id="random state"),
     ],
     ids=str,
 )

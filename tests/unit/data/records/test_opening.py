@@ -127,7 +127,7 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
         ("d.jsonl", b"garbage\n" * 200, "has no record among its first 100"),
         ("d.jsonl", b'{"question": "x"}\n', "fields 'question', none of conversations, messages, text"),
         ("d.jsonl", '{"text": "x"}'.encode("utf-16"), "is UTF-16"),
-        ("d.jsonl", gzip.compress(b'{"text": "x"}'), "is gzip"),
+        ("d.jsonl", gzip.compress(b'{"text": "x"}', mtime=0), "is gzip"),
         ("d.parquet", b"PAR1 not really", "is no parquet file"),
     ],
 )
