@@ -85,6 +85,8 @@ def test_trained_adapters_are_pefts(pools: Pools, tmp_path: Path, targets: str) 
     assert convert.main(["export-lora", str(run), str(tmp_path / "adapters")]) == 0
     assert convert.main(["merge-lora", str(run), str(tmp_path / "merged")]) == 0
 
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "adapters").iterdir()}
+    assert len(set(modes.values())) == 1, modes
     theirs = peft_model(folder, tmp_path / "start-adapters", trainable=True)
     losses = train_with_peft(theirs, argv, steps=5)
     for ours, expected in zip(metrics(run), losses, strict=True):
