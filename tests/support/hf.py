@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import filecmp
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def save(theirs: transformers.PreTrainedModel, folder: Path, **options: Any) -> 
 def config_for(folder: Path, **train: Any) -> Config:
     """A run that starts from the folder."""
     training = TrainConfig(**{"seq_length": LENGTH, **train})
-    optimizer = OptimizerConfig(lr=1e-3, lr_decay_style="constant", weight_decay=0.0, adam_beta2=0.999, clip_grad=0.0)
+    schedule = OptimizerConfig(lr=1e-3, lr_decay_style="constant", lr_warmup_iters=0)
+    optimizer = replace(schedule, weight_decay=0.0, adam_beta2=0.999, clip_grad=0.0)
     config = Config(
         precision=PrecisionConfig("fp32"),
         train=training,
