@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from megavlm.config.schema import Config, LoraConfig
 
+PARTS = ("vision", "projector", "language")
 LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 VISION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
 GATED_VISION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -72,6 +73,22 @@ def adapted_parts(config: Config) -> tuple[str, ...]:
     targets = config.lora.targets
     found = {name.partition(".")[0] for name in all_names(config) if any(_matches(name, target) for target in targets)}
     return tuple(part for part in ("vision", "language") if part in found)
+
+
+def trained_whole(config: Config) -> tuple[str, ...]:
+    """Return the parts of the model all of whose weights are trained, not adapters alone."""
+    return tuple(part for part in PARTS if part not in (*config.model.freeze, *adapted_parts(config)))
+
+
+def beyond_adapters(config: Config) -> str | None:
+    """Return a warning if a run trains more than adapters, which a file of adapters does not hold; else None."""
+    whole = trained_whole(config)
+    if not adapted_parts(config) or not whole:
+        return None
+    return (
+        f"the {' and the '.join(whole)} trains as a whole beside the adapters, and export-lora refuses that: add "
+        f"--freeze {' '.join(sorted({*config.model.freeze, *whole}))}, or export by merge-lora"
+    )
 
 
 def is_adapter(key: str) -> bool:

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megavlm.config.fields import Option, options, value_at, with_values
-from megavlm.config.lora import adapted_parts
+from megavlm.config.lora import PARTS, adapted_parts, trained_whole
 from megavlm.config.schema import Config
-
-PARTS = ("vision", "projector", "language")
 
 # Published learning rates: scripts/v1_5 of LLaVA (a projector beside adapters 2e-5, a new projector alone 1e-3), the
 # examples of LLaMA-Factory and ms-swift (all weights 1e-5, adapters 1e-4), LLaVA-OneVision (vision encoder 2e-6 beside
@@ -40,11 +38,6 @@ def starts_from_weights(config: Config) -> bool:
     """Return whether a run starts from weights that the user gave."""
     checkpoint = config.checkpoint
     return any((checkpoint.init_from, checkpoint.vision_from, checkpoint.language_from, checkpoint.load))
-
-
-def trained_whole(config: Config) -> tuple[str, ...]:
-    """Return the parts of the model all of whose weights are trained, not adapters alone."""
-    return tuple(part for part in PARTS if part not in (*config.model.freeze, *adapted_parts(config)))
 
 
 def new_projector(config: Config) -> bool:

@@ -22,6 +22,7 @@ from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
 from megavlm.config.derived import overlapped, shards_gradients
 from megavlm.config.device_defaults import with_device_defaults
+from megavlm.config.lora import beyond_adapters
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
@@ -224,6 +225,8 @@ def _hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
     """Yield warnings: given weights without data, Transformer Engine that cannot be loaded, limits of `--offload`."""
     if starts_from_weights(config) and config.data.kind == "synthetic":
         yield "warning: the given weights train on synthetic samples: name your data sets with --datasets"
+    if warning := beyond_adapters(config):
+        yield f"warning: {warning}"
     if config.execution.transformer_impl == "auto" and (error := device_at_hand().te_error):
         yield f"Transformer Engine cannot be loaded ({error}): layers are PyTorch's, which are slower"
     if not config.execution.offload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megavlm.checkpoint.begun import as_begun
 from megavlm.config.cli import parse
 from megavlm.config.fields import value_at
 from megavlm.config.load import from_dict, to_yaml
+from megavlm.config.lora import beyond_adapters
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
@@ -98,6 +100,19 @@ def test_a_file_that_leaves_options_open_leaves_them_to_the_run() -> None:
 
     written = from_dict(yaml.safe_load(to_yaml(Config())))
     assert values(written) == [None] * len(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--freeze vision", "the projector trains as a whole .*: add --freeze projector vision, or"),
+        ("--lora-targets vision", "the projector and the language trains .*: add --freeze language projector, or"),
+        ("--freeze vision projector", None),
+    ],
+)
+def test_what_adapters_do_not_hold_is_said_before_the_training(flags: str, told: str | None) -> None:
+    warning = beyond_adapters(parse(["--lora-rank", "4", *flags.split()]))
+    assert (warning is None) if told is None else re.search(told, warning or "")
 
 
 def test_the_table_tells_where_each_value_comes_from() -> None:
