@@ -15,6 +15,8 @@ def read_profile(name: str | None) -> Mapping[str, str]:
     """Return the variables of a profile, none without a name. Raises UserError for a name that no file has."""
     if name is None:
         return {}
+    if not PROFILES.is_dir():
+        raise UserError(f"--profile needs {PROFILES}, which a clone of the repository has: run this there")
     path = PROFILES / f"{name}.env"
     if not path.exists():
         known = ", ".join(sorted(each.stem for each in PROFILES.glob("*.env")))

@@ -6,6 +6,7 @@ import argparse
 import os
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from megavlm.errors import UserError
 from megavlm.launch.checks import check_flags
@@ -26,6 +27,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def launch(given: argparse.Namespace, more: Sequence[str], flags: tuple[str, ...]) -> int:
     """Check a job and submit it, or print the command; return the exit status. `more` are options of sbatch."""
+    if not Path(SCRIPT).exists():
+        raise UserError(f"{SCRIPT} is not here: submit from a clone of the repository")
     job = Job(given.nodes, given.gpus_per_node or 8, flags)
     check_flags(flags, job, gpu=given.gpu, shared=given.run_dir_is_shared)
     command = specification(job, more, profile=given.profile, image=given.image)

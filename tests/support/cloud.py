@@ -22,11 +22,13 @@ needs_cloud_tools = pytest.mark.skipif(not PYTHON.exists(), reason=f"no {PYTHON}
 
 _VERTEX = """
 import json, sys
-from google.cloud.aiplatform_v1.types.custom_job import CustomJob
+from google.cloud.aiplatform_v1.types import CreateCustomJobRequest, CustomJob
 from google.protobuf import json_format
 for job in json.load(sys.stdin):
     try:
         parsed = json_format.ParseDict(job, CustomJob.pb()())
+        sent = CreateCustomJobRequest(parent="p", custom_job=CustomJob.from_json(json.dumps(job)))  # as vertex.py does
+        assert CustomJob.pb(sent.custom_job) == parsed
         print(json.dumps({"job": json_format.MessageToDict(parsed)}))
     except json_format.ParseError as error:
         print(json.dumps({"error": str(error)}))

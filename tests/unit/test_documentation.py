@@ -33,7 +33,7 @@ TAKES_RUN_FLAGS = ("convert", "preview")
 # Flags of other programs: torchrun, pip, docker, SLURM.
 FOREIGN_FLAGS = {
     *"--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-endpoint --rdzv-id --shutdown-timeout".split(),
-    *"--signals-to-handle --signal --no-build-isolation --shm-size".split(),
+    *"--signals-to-handle --signal --no-build-isolation --shm-size --build-arg".split(),
     *"--time --partition --exclude --batch --ntasks-per-node --gpus-per-task --kill-on-bad-exit".split(),
 }
 SUFFIXES = (".py", ".md", ".sh", ".toml", ".cpp")

@@ -117,6 +117,14 @@ def test_a_mistake_ends_here_and_not_in_the_queue(
     assert re.search(line, told), told
 
 
+@pytest.mark.parametrize("argv", ["slurm -- --tp 1", "local --profile roce -- --tp 1"])
+def test_what_only_a_clone_has_is_named(argv: str, capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv.split()) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "a clone of the repository" in told
+
+
 def test_a_dry_run_prints_what_would_be_sent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     sent = "--nodes 2 --gpus-per-node 2 --run-dir-is-shared --dry-run"
