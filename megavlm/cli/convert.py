@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megavlm.arch.anyres import TileGroup, Tiling
 from megavlm.arch.image_tokens import grid_of, tokens_per_image
@@ -110,8 +109,9 @@ def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
     backend.activate()
 
     from megavlm.checkpoint.hf.exporting import export as write
+    from megavlm.checkpoint.hf.exporting import exportable
 
-    checkpoint, sidecar, saved = _trained(options.source)
+    checkpoint, sidecar, saved = exportable(options.source)
     if options.merge and not saved.lora.rank:
         raise UserError(f"{options.source} has no adapters to merge: use export")
     write(checkpoint, sidecar, saved.model, options.out, merged=saved.lora if options.merge else None)
@@ -129,9 +129,9 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from megavlm.checkpoint.hf.adapters import export_adapters, read_adapters, table_in_memory
     from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
-    from megavlm.checkpoint.hf.exporting import family_at
+    from megavlm.checkpoint.hf.exporting import exportable, family_at
 
-    checkpoint, sidecar, saved = _trained(options.source)
+    checkpoint, sidecar, saved = exportable(options.source)
     adapters = read_adapters(CheckpointReader(checkpoint), saved.model)
     if not adapters:
         raise UserError(f"{options.source} has no adapters: train with --lora-rank, or use export")
@@ -144,23 +144,6 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
     export_adapters(adapters, table, saved.lora, options.out, base=options.base)
     print(options.out)
     return 0
-
-
-def _trained(source: Path) -> tuple[Path, Any, Config]:
-    """Return a checkpoint's folder, its Hugging Face sidecar, and the configuration of its model and adapters."""
-    from megavlm.checkpoint import folders
-    from megavlm.checkpoint.hf.sidecar import read_sidecar
-    from megavlm.checkpoint.summary import model_of, read_summary
-
-    checkpoint = folders.resolve(source)
-    sidecar = read_sidecar(checkpoint)
-    if sidecar is None:
-        raise UserError(
-            f"{source} has no config.json to export: it began with random weights, or with parts that no model of "
-            "Transformers consists of; docs/hugging-face.md says which do"
-        )
-    summary = read_summary(checkpoint)
-    return checkpoint, sidecar, model_of(summary, checkpoint)
 
 
 def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,10 +115,7 @@ class FilesSource:
         try:
             conversation, source = self.conversation(sample_id)
             images = conversation.images
-            layouts = [
-                self.processor.layout(*size_of(image.source, max_pixels=self._max_pixels), images=len(images))
-                for image in images
-            ]
+            layouts = self._layouts(images)
             encoded = self.chat.encode(conversation, [layout.prompt for layout in layouts])
             fitted = split(encoded, self._config.train.seq_length)
         except BadSample as error:
@@ -147,6 +145,28 @@ class FilesSource:
             source=encoded.source,
         )
 
+    def prompt(self, conversation: Conversation) -> Sample:
+        """Return a conversation that ends with a question as the sample that a model continues with its answer.
+
+        Raises BadSample.
+        """
+        images = conversation.images
+        layouts = self._layouts(images)
+        tokens = self.chat.prompt(conversation, [layout.prompt for layout in layouts])
+        return Sample(
+            tokens=tokens,
+            trained=np.zeros(len(tokens), dtype=np.bool_),
+            images=tuple(
+                LoadedImage(
+                    tuple(tile.grid for tile in layout.tiles),
+                    self._patches(image, images=len(images)),
+                    layout.arrangement,
+                )
+                for image, layout in zip(images, layouts, strict=True)
+            ),
+            tile_groups=self._tile_groups(layouts),
+        )
+
     def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
         source, label = self.label(sample_id)
         return Skipped(label, self.names[source], error.reason, error.detail)
@@ -164,17 +184,29 @@ class FilesSource:
             StoredImage(number, tuple(tile.grid for tile in layout.tiles), layout.arrangement)
             for number, layout in shown
         )
-        tiled = self.processor.anyres
         return EncodedSample(
             tokens=piece.tokens,
             trained=piece.trained,
             images=images,
-            tile_groups=tuple(TileGroup(layout.arrangement, layout.size) for _, layout in shown) if tiled else (),
+            tile_groups=self._tile_groups([layout for _, layout in shown]),
             source=source,
             cost=self._costs.cost(
                 length=len(piece), grids=[grid for image in images for grid in image.grids], images=len(images)
             ),
         )
+
+    def _layouts(self, images: Sequence[ImageRef]) -> list[Layout]:
+        """Return the layout of each image, of which only the header is read. Raises BadSample."""
+        return [
+            self.processor.layout(*size_of(image.source, max_pixels=self._max_pixels), images=len(images))
+            for image in images
+        ]
+
+    def _tile_groups(self, layouts: Sequence[Layout]) -> tuple[TileGroup, ...]:
+        """Return the tiles of each image, for a model that reads images as tiles of several resolutions."""
+        if not self.processor.anyres:
+            return ()
+        return tuple(TileGroup(layout.arrangement, layout.size) for layout in layouts)
 
     def _patches(self, image: ImageRef, *, images: int) -> Tensor:
         """Return the patches of all tiles of one image. Raises BadSample if it cannot be decoded."""

@@ -13,6 +13,7 @@ from megavlm.backend import Backend
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import Pretrained
+from megavlm.checkpoint.hf.reference import transformers_model
 from megavlm.checkpoint.summary import read_summary
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
@@ -46,7 +47,7 @@ def compare(
     else:
         state.load_weights([chunk], folder=folders.resolve(checkpoint), config=config)
     chunk.to(backend.device).eval()
-    theirs = _transformers_model(pretrained).to(backend.device)
+    theirs = transformers_model(pretrained.folder.path).to(backend.device)
     worst = scale = 0.0
     same: list[float] = []
     for batch in _batches(config, samples, pretrained.tiling):
@@ -84,15 +85,3 @@ def _grids(batch: MicroBatch) -> str:
 def _batches(config: Config, samples: int, tiling: Tiling | None) -> list[MicroBatch]:
     source = SyntheticSource(config, tiling=tiling)
     return [collate([[source.sample(index)]], CollateSpec.of(config, source)) for index in range(samples)]
-
-
-def _transformers_model(pretrained: Pretrained) -> torch.nn.Module:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError("verify compares with Transformers: pip install transformers") from error
-    path = str(pretrained.folder.path)
-    model: torch.nn.Module = transformers.AutoModelForImageTextToText.from_pretrained(
-        path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
-    return model.eval()

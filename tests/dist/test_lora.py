@@ -17,9 +17,10 @@ from tests.support.training import SMALL, assert_same_curve, metrics, train, tra
 activate()  # before the modules below import megatron-core
 
 from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
-from megavlm.cli import convert  # noqa: E402
+from megavlm.cli import chat, convert  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.tiny_models import llava  # noqa: E402
+from tests.support.whole_models import whole_folder  # noqa: E402
 
 # Odd head counts that TP pads, shared embeddings, both parts.
 LORA = (
@@ -155,3 +156,22 @@ def test_what_adapters_do_not_hold_is_not_lost(
     assert convert.main(["verify", str(folder), str(tmp_path / "run")]) == 2
     assert "fold them in with merge-lora" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_with_adapters_answers_as_its_merged_weights(
+    pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _, _ = whole_folder("llava", tmp_path)
+    argv = (
+        f"--init-from {folder} --data synthetic --lora-rank 3 --lora-targets language --freeze vision projector "
+        "--train-iters 3 --global-batch-size 2 --seq-length 64 --lr 0.1 --lr-warmup-iters 0 --precision fp32 "
+        "--no-tensorboard"
+    ).split()
+    pools(1).run(train, argv, str(tmp_path / "run"), with_pretrained_model)
+    assert convert.main(["merge-lora", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    answers = []
+    for model in (tmp_path / "run", tmp_path / "merged", folder):
+        capsys.readouterr()
+        assert chat.main([str(model), "--prompt", "Which?", "--max-new-tokens", "8", "--device", "cpu"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import folded, read_adapters
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader, Stored
@@ -20,9 +21,10 @@ from megavlm.checkpoint.hf.files import INDEX, HfFolder
 from megavlm.checkpoint.hf.pretrained import copies, refuse
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
 from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
-from megavlm.checkpoint.hf.sidecar import TENSORS, Sidecar, copy_kept
+from megavlm.checkpoint.hf.sidecar import TENSORS, Sidecar, copy_kept, read_sidecar
 from megavlm.checkpoint.hf.sizes import check_size
-from megavlm.config.schema import LoraConfig, ModelConfig
+from megavlm.checkpoint.summary import model_of, read_summary
+from megavlm.config.schema import Config, LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families import family_of
 from megavlm.families.shared.family import ALL_PARTS, Family
@@ -89,6 +91,21 @@ def export(
             writer_of[name].write(name, unused.read(name, slice(None)))
     _write_rest(temporary, files, sidecar)
     rename_flushed(temporary, out)
+
+
+def exportable(source: Path) -> tuple[Path, Sidecar, Config]:
+    """Return a run's or checkpoint's folder, its Hugging Face sidecar, and its model's and adapters' configuration.
+
+    Raises UserError for a run that no folder of Hugging Face files belongs to.
+    """
+    checkpoint = folders.resolve(source)
+    sidecar = read_sidecar(checkpoint)
+    if sidecar is None:
+        raise UserError(
+            f"{source} did not start from a Hugging Face folder, so it has no config.json to export: only "
+            "runs that started with --init-from or an imported checkpoint can be exported"
+        )
+    return checkpoint, sidecar, model_of(read_summary(checkpoint), checkpoint)
 
 
 def _inverted(copies: Mapping[str, str]) -> dict[str, list[str]]:

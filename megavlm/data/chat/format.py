@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
 from megavlm.data.chat.expand import expand
@@ -83,12 +84,7 @@ class ChatFormat:
             raise BadSample(Reason.NOT_A_RECORD, "its turns mix chat roles and plain text")
         if "assistant" not in roles:
             raise BadSample(Reason.EMPTY, "the assistant says nothing")
-        if self.template is None:
-            raise UserError(
-                "the tokenizer has no chat template, and --datasets have conversations: set --chat-template to "
-                f"one of {', '.join(CHAT_TEMPLATES)}, or to a .jinja file"
-            )
-        rendered, spans = self._render(self.template, conversation)
+        rendered, spans = self._render(self._template(), conversation)
         mark = self.end_of_turn.strip()  # an answer of this mark alone is usually a tool call
         answers = [span for span in spans.answers if rendered[slice(*span)].strip() != mark]
         if not answers:
@@ -106,7 +102,32 @@ class ChatFormat:
             cuts=(spans.opening, *spans.cuts),
         )
 
-    def _render(self, template: ChatTemplate, conversation: Conversation) -> tuple[str, TurnSpans]:
+    def prompt(self, conversation: Conversation, prompts: Sequence[Prompt]) -> NDArray[np.int64]:
+        """Return the tokens [L] of a conversation that ends with a question, and of what precedes an answer to it.
+
+        They are the first tokens of what `encode` returns for the conversation with its answer. Raises BadSample and
+        UserError as `encode` does.
+        """
+        _check_texts(conversation, (self.placeholder, self.tokenizer.image_text))
+        try:
+            rendered = self._template().render(self._messages(conversation)[0], generate=True)
+        except TemplateError as error:
+            raise BadSample(Reason.NOT_A_RECORD, f"the chat template cannot render it: {error}") from error
+        encoded = expand(
+            rendered, prompts, placeholder=self.placeholder, tokenizer=self.tokenizer, trained=(), cuts=(0,)
+        )
+        return encoded.tokens
+
+    def _template(self) -> ChatTemplate:
+        if self.template is None:
+            raise UserError(
+                "the tokenizer has no chat template, and --datasets have conversations: set --chat-template to "
+                f"one of {', '.join(CHAT_TEMPLATES)}, or to a .jinja file"
+            )
+        return self.template
+
+    def _messages(self, conversation: Conversation) -> tuple[list[Message], tuple[Kind, ...], list[str]]:
+        """Return a conversation as templates take it, the shape of its turns, and its texts in order."""
         contents = [
             _parts(turn) if self.in_parts else (_joined(turn, self.placeholder),) for turn in conversation.turns
         ]
@@ -122,9 +143,13 @@ class ChatFormat:
             else:
                 messages.append({"role": turn.role, "content": content[0]})
                 shape.append((turn.role, None))
+        return messages, tuple(shape), texts
+
+    def _render(self, template: ChatTemplate, conversation: Conversation) -> tuple[str, TurnSpans]:
+        messages, shape, texts = self._messages(conversation)
         try:
             rendered = template.render(messages)
-            spans = self._skeleton(template, tuple(shape)).spans(rendered, texts)
+            spans = self._skeleton(template, shape).spans(rendered, texts)
             if spans is None:
                 spans = by_prefixes(template, messages, rendered, only_last=self.train_on == "last")
         except TemplateError as error:

@@ -98,9 +98,9 @@ class HuggingFaceTokenizer:
             tokens.ids[tokens.ids == self.image_place] = self.image
         return tokens
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
         places = [self.image_place if token == self.image else int(token) for token in ids]
-        text: str = self.backend.decode(places, skip_special_tokens=False)
+        text: str = self.backend.decode(places, skip_special_tokens=not special)
         return text
 
 

@@ -76,12 +76,12 @@ class SentencePieceTokenizer:
             at += len(stretch)
         return tokens_of(ids, spans)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
         names = {number: text for text, number in self._control.items()}
         parts: list[str | list[int]] = []
         for token in map(int, ids):
             if token in names:
-                parts.append(names[token])
+                parts += [names[token]] if special else []
             elif parts and isinstance(parts[-1], list):
                 parts[-1].append(token)
             else:

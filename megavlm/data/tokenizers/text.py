@@ -38,8 +38,8 @@ class TextTokenizer(Protocol):
         """Tokens of a text. Nothing is added around it; special tokens that are spelt out in it are tokens."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens, special ones included."""
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
+        """Text of tokens, special ones included unless `special` is False."""
         ...
 
 

@@ -1,0 +1,1 @@
+"""Answer questions with a trained model, through Transformers on its exported folder."""

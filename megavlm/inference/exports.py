@@ -1,0 +1,119 @@
+"""Find the Hugging Face folder of a model; a run is exported once for each checkpoint, beside it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.manifest import MANIFEST
+from megavlm.config.load import from_yaml_file
+from megavlm.config.schema import DataConfig
+from megavlm.errors import UserError
+from megavlm.paths import read_bytes
+
+EXPORTS = "exports"  # in a run folder
+# The options of the data that say what text and which pixels a model gets.
+_MAKE_SAMPLES = (
+    *("tokenizer", "chat_template", "image_processor"),
+    *("min_pixels", "max_pixels", "max_image_pixels", "fast_image_resize"),
+)
+_LARGEST = 2**28  # bytes of a manifest
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A Hugging Face folder, and the data options (chat template, tokenizer, image processor) it was trained with."""
+
+    folder: Path
+    data: DataConfig
+    digest: str  # tells its weights from others
+    results: Path  # where results about this model belong by default
+
+
+def model_folder(path: Path, *, say: Callable[[str], None]) -> ModelFolder:
+    """Return the Hugging Face folder at `path`, or the export of the newest checkpoint of the run at `path`.
+
+    A run's export is `RUN_DIR/exports/iter_…`, adapters merged; it is written if it is missing or of other weights.
+    Raises UserError if there is neither, or if the run cannot be exported.
+    """
+    if (path / "config.json").is_file():
+        return ModelFolder(path, DataConfig(), _digest_of_files(path), Path("evaluations") / path.resolve().name)
+    if not path.is_dir():
+        raise UserError(f"{path} is not a folder: name a run folder, or a Hugging Face folder with a config.json")
+    try:
+        checkpoint = folders.resolve(path)
+    except UserError as error:
+        raise UserError(
+            f"{path} has neither a config.json nor a complete checkpoint: name a run folder that has saved, or a "
+            "Hugging Face folder"
+        ) from error
+    run_dir = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+    digest = _digest_of(checkpoint)
+    folder = _exported(checkpoint, run_dir / EXPORTS, digest, say)
+    return ModelFolder(folder, _data_options(run_dir), digest, run_dir / "evaluations" / checkpoint.name)
+
+
+def _digest_of(checkpoint: Path) -> str:
+    """Return a hash of a checkpoint's manifest, which has a checksum of every file."""
+    return hashlib.sha256(read_bytes(checkpoint / MANIFEST, at_most=_LARGEST)).hexdigest()
+
+
+def _digest_of_files(folder: Path) -> str:
+    """Return a hash of the names, sizes and times of a folder's weights: to read all of them would take too long."""
+    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+    listed = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(listed).encode()).hexdigest()
+
+
+def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str], None]) -> Path:
+    """Return the folder in `exports` with a checkpoint's weights; write it, or write it again, where needed."""
+    out, mark = exports / checkpoint.name, exports / f"{checkpoint.name}.sha256"
+    try:
+        exports.mkdir(exist_ok=True)
+        with _locked(exports / "lock"):
+            if not (out.is_dir() and mark.is_file() and mark.read_text() == digest):
+                mark.unlink(missing_ok=True)
+                shutil.rmtree(out, ignore_errors=True)
+                say(f"exporting {checkpoint} to {out} (once)")
+                _export(checkpoint, out)
+                mark.write_text(digest)
+    except OSError as error:
+        raise UserError(
+            f"{exports} cannot be written ({error.strerror or error}): export the run elsewhere with tools/convert.py "
+            "and name that folder"
+        ) from error
+    return out
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock, so that two programs do not export the same run at once; it ends with the process."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _export(checkpoint: Path, out: Path) -> None:
+    from megavlm import backend
+
+    backend.activate()
+
+    from megavlm.checkpoint.hf.exporting import export, exportable
+
+    checkpoint, sidecar, saved = exportable(checkpoint)
+    export(checkpoint, sidecar, saved.model, out, merged=saved.lora if saved.lora.rank else None)
+
+
+def _data_options(run_dir: Path) -> DataConfig:
+    """Return the options by which the run made samples of records."""
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        return DataConfig()
+    data = from_yaml_file(file).data
+    return replace(DataConfig(), **{name: getattr(data, name) for name in _MAKE_SAMPLES})

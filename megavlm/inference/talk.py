@@ -1,0 +1,48 @@
+"""`Talk`: a conversation with a model, turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megavlm.data.decode import size_of
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
+from megavlm.inference.assistant import Assistant, Sampling
+
+
+class Talk:
+    """Keeps what was said. Each answer is generated from the whole conversation, its images included."""
+
+    def __init__(self, assistant: Assistant, sampling: Sampling, *, system: str | None = None) -> None:
+        self._assistant = assistant
+        self._sampling = sampling
+        self._opening = (Turn("system", (system,)),) if system else ()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns and images; the system turn stays."""
+        self._turns: tuple[Turn, ...] = self._opening
+        self._images: list[ImageRef] = []
+
+    def add_image(self, path: str) -> tuple[int, int]:
+        """Show an image with the next message; return its height and width. Raises BadSample if it is no image."""
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise BadSample(Reason.MISSING, f"{path} is not a file")
+        size = size_of(file)
+        self._images.append(ImageRef(file))
+        return size
+
+    def answer(self, message: str, show: Callable[[str], None]) -> str:
+        """Return the answer to a message, and show it piece by piece.
+
+        Raises BadSample for a message that cannot be asked; the conversation is then as it was. An answer that Ctrl-C
+        stops (KeyboardInterrupt) is not kept either.
+        """
+        question = Turn("user", (*self._images, message))
+        turns = (*self._turns, question)
+        sample = self._assistant.source.prompt(Conversation(turns))
+        self._assistant.check_length(sample)
+        text = self._assistant.stream(sample, self._sampling, show)
+        self._turns, self._images = (*turns, Turn("assistant", (text,))), []
+        return text

@@ -1,0 +1,132 @@
+"""Folders of tiny models of each family, with tokenizer, chat template and image processor, as they are published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.models.internvl import InternVLVisionConfig
+
+from tests.support import hf
+from tests.support.processors import CASES, PINPOINTS, bare, tokenizers_in
+from tests.support.tiny_models.gemma3 import TEXT as GEMMA
+from tests.support.tiny_models.llava import TEXT
+
+TOWER: dict[str, Any] = {
+    "hidden_size": 36,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_TOWER: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 36,
+    "num_heads": 3,
+    "out_hidden_size": 32,
+    "intermediate_size": 52,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+
+
+def whole_folder(name: str, root: Path) -> tuple[Path, Any, Any]:
+    """Write the folder `root`/hf of a tiny model of CASES; return it with Transformers' model and whole processor."""
+    case = CASES[name]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers_in(root)[case.tokenizer])
+    model = model_of(name, tokenizer)
+    folder = hf.save(model, root / "hf")
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(case.template)
+    case.image_processor.save_pretrained(folder)
+    processor = bare(
+        case.kind,
+        **case.attributes,
+        image_processor=case.image_processor,
+        tokenizer=tokenizer,
+        chat_template=case.template,
+        image_token_id=model.config.image_token_id,
+    )
+    return folder, model, processor
+
+
+def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
+    """A tiny model of each family, for the images of its processor."""
+    image = tokenizer.convert_tokens_to_ids(CASES[name].attributes["image_token"])
+    text = {**TEXT, "vocab_size": len(tokenizer) + 3, "eos_token_id": tokenizer.eos_token_id}
+    marks = {
+        "video_token_id": len(tokenizer) + 1,
+        "vision_start_token_id": tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        "vision_end_token_id": tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+    }
+    match name:
+        case "llava":
+            config = transformers.LlavaConfig(
+                vision_config=transformers.CLIPVisionConfig(**TOWER),
+                text_config=transformers.LlamaConfig(**text),
+                image_token_index=image,
+            )
+            return transformers.LlavaForConditionalGeneration(config)
+        case "onevision":
+            config = transformers.LlavaOnevisionConfig(
+                vision_config=transformers.SiglipVisionConfig(**TOWER),
+                text_config=transformers.Qwen2Config(**text),
+                image_token_index=image,
+                image_grid_pinpoints=PINPOINTS,
+                vision_aspect_ratio="anyres_max_9",
+            )
+            return transformers.LlavaOnevisionForConditionalGeneration(config)
+        case "internvl":
+            sides = {"image_size": [28, 28], "patch_size": [14, 14]}
+            config = transformers.InternVLConfig(
+                vision_config=InternVLVisionConfig(**{**TOWER, **sides}, attention_bias=True),
+                text_config=transformers.Qwen2Config(**text),
+                image_token_id=image,
+                tie_word_embeddings=False,
+            )
+            return transformers.InternVLForConditionalGeneration(config)
+        case "qwen2-vl":
+            config = transformers.Qwen2VLConfig(
+                vision_config={"depth": 4, "embed_dim": 36, "num_heads": 3, "hidden_size": 32, "patch_size": 14},
+                text_config={**text, "rope_parameters": ROPE},
+                image_token_id=image,
+                **marks,
+            )
+            return transformers.Qwen2VLForConditionalGeneration(config)
+        case "qwen2.5-vl":
+            config = transformers.Qwen2_5_VLConfig(
+                vision_config={**QWEN_TOWER, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1, 3]},
+                text_config={**text, "rope_parameters": ROPE},
+                image_token_id=image,
+                **marks,
+            )
+            return transformers.Qwen2_5_VLForConditionalGeneration(config)
+        case "qwen3-vl":
+            config = transformers.Qwen3VLConfig(
+                vision_config={
+                    **QWEN_TOWER,
+                    "patch_size": 16,
+                    "num_position_embeddings": 36,
+                    "deepstack_visual_indexes": [0, 2],
+                },
+                text_config={**text, "head_dim": 8, "rope_parameters": ROPE},
+                image_token_id=image,
+                **marks,
+            )
+            return transformers.Qwen3VLForConditionalGeneration(config)
+        case "gemma3":
+            config = transformers.Gemma3Config(
+                vision_config=transformers.SiglipVisionConfig(**{**TOWER, "image_size": 56, "patch_size": 7}),
+                text_config=transformers.Gemma3TextConfig(**{**GEMMA, "vocab_size": len(tokenizer) + 3}),
+                mm_tokens_per_image=4,
+                image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+            )
+            return transformers.Gemma3ForConditionalGeneration(config)
+    config = transformers.SmolVLMConfig(
+        vision_config={**TOWER, "image_size": 32, "patch_size": 8},
+        text_config={"model_type": "llama", **text},
+        image_token_id=image,
+        scale_factor=2,
+    )
+    return transformers.SmolVLMForConditionalGeneration(config)

@@ -1,0 +1,12 @@
+"""Talk to a trained model in the terminal: `megavlm chat`, out of a clone that need not be installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megavlm.cli.chat import main
+from megavlm.cli.main import run
+
+if __name__ == "__main__":
+    run(main, teardown=True)
