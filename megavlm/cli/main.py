@@ -17,6 +17,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("megavlm.cli.train", "Train; on several devices: torchrun --nproc-per-node N -m megavlm train …"),
     "plan": ("megavlm.cli.plan", "Find the fastest layout of a model on a number of GPUs."),
     "convert": ("megavlm.cli.convert", "Export to Hugging Face, import, merge adapters, compare logits."),
+    "chat": ("megavlm.cli.chat", "Talk to a trained model in the terminal."),
+    "evaluate": ("megavlm.cli.evaluate", "Score a trained model on questions about images."),
     "preview": ("megavlm.cli.preview", "Show the training data of a run as a page."),
     "prepare": ("megavlm.cli.prepare", "Write a data set as WebDataset tars."),
     "doctor": ("megavlm.cli.doctor", "Check this machine, and name the command that mends it."),

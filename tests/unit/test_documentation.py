@@ -25,7 +25,8 @@ DOCUMENTS = [
 ]
 # Scripts in tools/ that are a command of `megavlm`, by its name.
 TOOLS = {
-    **{name: name for name in ("calibrate", "checkpoint", "convert", "doctor", "goodput", "plan", "sweep", "why")},
+    **{name: name for name in ("calibrate", "chat", "checkpoint", "convert", "doctor", "evaluate", "goodput", "plan")},
+    **{name: name for name in ("sweep", "why")},
     "prepare": "prepare_data",
     "preview": "preview_data",
 }
@@ -34,6 +35,8 @@ TAKES_RUN_FLAGS = ("convert", "preview")
 FOREIGN_FLAGS = {
     *"--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-endpoint --rdzv-id --shutdown-timeout".split(),
     *"--signals-to-handle --signal --no-build-isolation --shm-size --build-arg".split(),
+    *"--tensor-parallel-size --limit-mm-per-prompt --enable-lora --lora-modules --model-path --tp".split(),  # servers
+    *"--model --tasks --include --output --batch".split(),  # lmms-eval's, up to the underscore
     *"--time --partition --exclude --batch --ntasks-per-node --gpus-per-task --kill-on-bad-exit".split(),
 }
 SUFFIXES = (".py", ".md", ".sh", ".toml", ".cpp")

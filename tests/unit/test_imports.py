@@ -51,6 +51,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.train",),
     ("megavlm.doctor",),
     ("megavlm.preview",),
+    ("megavlm.inference", "megavlm.evaluation"),
     ("megavlm.launch",),
     ("megavlm.sweep",),
     ("megavlm.cli", "megavlm.__main__"),

@@ -1,0 +1,69 @@
+"""Ask a model the questions of tasks, in batches, and keep its answers as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from megavlm.data.types import BadSample, Sample
+from megavlm.evaluation.answers import Answer, AnswerFolder
+from megavlm.evaluation.task import Task
+from megavlm.inference.assistant import Assistant, Sampling
+from megavlm.preview.run_charts import duration
+
+Work = Sequence[tuple[Task, int]]  # questions by task and number
+_SECONDS = 10  # between two lines of progress
+
+
+def remaining(tasks: Sequence[Task], folder: AnswerFolder, *, rank: int = 0, world: int = 1) -> list[tuple[Task, int]]:
+    """Return the questions without an answer; of several processes, those of one.
+
+    A question belongs to the same process whatever has been answered, so that processes that start at different
+    moments need not agree.
+    """
+    done = folder.read().keys()
+    everything = [(task, number) for task in tasks for number in range(len(task.questions))]
+    return [(task, number) for task, number in everything[rank::world] if (task.name, number) not in done]
+
+
+def ask(
+    assistant: Assistant,
+    work: Work,
+    folder: AnswerFolder,
+    *,
+    sampling: Sampling,
+    system: str | None,
+    batch_size: int,
+    say: Callable[[str], None],
+) -> None:
+    """Answer questions batch by batch; one that cannot be asked is kept with the reason in place of an answer."""
+    began = said = time.monotonic()
+    for place in range(0, len(work), batch_size):
+        batch = work[place : place + batch_size]
+        folder.append(_answers(assistant, batch, sampling, system))
+        done, now = place + len(batch), time.monotonic()
+        if now - said >= _SECONDS or done == len(work):
+            said = now
+            say(progress(done, len(work), now - began))
+
+
+def _answers(assistant: Assistant, batch: Work, sampling: Sampling, system: str | None) -> Iterator[Answer]:
+    prompts: list[tuple[Task, int, Sample]] = []
+    for task, number in batch:
+        try:
+            sample = assistant.source.prompt(task.conversation(task.questions[number], system))
+            assistant.check_length(sample)
+            prompts.append((task, number, sample))
+        except BadSample as error:
+            yield Answer(task.name, number, "", f"{error.reason}: {error.detail}")
+    if prompts:
+        texts = assistant.answers([sample for _, _, sample in prompts], sampling)
+        for (task, number, _), text in zip(prompts, texts, strict=True):
+            yield Answer(task.name, number, text)
+
+
+def progress(done: int, total: int, seconds: float) -> str:
+    """Return how far an evaluation is, how fast, and how much longer it takes at that rate."""
+    rate = done / seconds if seconds else 0.0
+    left = f", {duration((total - done) / rate)} left" if rate and done < total else ""
+    return f"{done:,} of {total:,} questions, {rate:.2g} a second{left}"

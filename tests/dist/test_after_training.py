@@ -1,0 +1,61 @@
+"""docs/after-training.md: its commands run as they are printed there, after the first run of README.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/after-training.md").read_text(encoding="utf-8")
+pytestmark = pytest.mark.slow
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def run(session: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-ec", session],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which README's first run has been trained and exported."""
+    folder = tmp_path_factory.mktemp("first")
+    for name in ("pretrain_vlm.py", "megavlm", "tools", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv/bin").mkdir(parents=True)
+    (folder / ".venv/bin/activate").touch()  # the tests' own environment is the one that is used
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## First run on your own data")[2]
+    run(blocks(readme)[0], folder)
+    return folder
+
+
+def test_chat_and_evaluation(trained: Path) -> None:
+    printed = run("\n".join(blocks(PAGE)), trained).stdout
+    assert "This is a red circle." in printed.splitlines()
+    for folder in (trained / "runs/first/evaluations/iter_0000120", trained / "scores/first"):
+        tasks = json.loads((folder / "results.json").read_text())["tasks"]
+        assert [each["answer"] for each in tasks["questions"]["answers"]] == [
+            "This is a red circle.",
+            "This is a blue square.",
+            "This is a green triangle.",
+        ]
+        assert (folder / "failures.html").read_text().count("<article>") == 1

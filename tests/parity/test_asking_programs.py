@@ -1,0 +1,182 @@
+"""`tools/chat.py` and `tools/evaluate.py` on a tiny Qwen2.5-VL: a Hugging Face folder, and a run that began with it."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from megavlm.cli import chat, convert, evaluate
+from megavlm.config.schema import DataConfig
+from megavlm.data.types import Conversation, ImageRef, Turn
+from megavlm.inference.assistant import Assistant, Sampling
+from tests.support.processors import picture
+from tests.support.whole_models import whole_folder
+
+SHORT = ["--max-new-tokens", "6", "--device", "cpu"]
+ASKED = "Which is the largest?"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("model")
+    folder, _, _ = whole_folder("qwen2.5-vl", root)
+    for number, size in enumerate([(60, 90), (97, 53)]):
+        Image.fromarray(picture(*size, seed=number)).save(root / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(model: Path) -> Path:
+    out = model.parent / "run"
+    assert convert.main(["import", str(model), str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def assistant(model: Path) -> Assistant:
+    return Assistant.load(model, DataConfig(), device=torch.device("cpu"))
+
+
+def expected(assistant: Assistant, *turns: Turn) -> str:
+    (answer,) = assistant.answers([assistant.source.prompt(Conversation(turns))], Sampling(6))
+    return answer
+
+
+def test_one_answer_of_a_folder_and_of_a_run(
+    model: Path, run: Path, assistant: Assistant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(run, tmp_path / "run")
+    image = model.parent / "0.png"
+    answer = expected(assistant, Turn("user", (ImageRef(image), ASKED)))
+    asked = ["--image", str(image), "--prompt", ASKED, *SHORT]
+    assert chat.main([str(model), *asked]) == 0
+    assert capsys.readouterr().out == f"{answer}\n"
+    assert chat.main([str(run), *asked]) == 0
+    first = capsys.readouterr()
+    assert first.out == f"{answer}\n"
+    assert "exporting" in first.err
+    export = run / "exports/iter_0000000"
+    assert chat.main([str(export), *asked]) == chat.main([str(run), *asked]) == 0
+    assert "exporting" not in capsys.readouterr().err, "the export is there"
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("chat_template: auto", "chat_template: plain"))
+    plain = Assistant.load(model, DataConfig(chat_template="plain"), device=torch.device("cpu"))
+    answer = expected(plain, Turn("user", (ImageRef(image), ASKED)))
+    assert chat.main([str(run), *asked]) == 0
+    assert capsys.readouterr().out == f"{answer}\n"
+    (run / "exports/iter_0000000.sha256").write_text("of other weights")
+    (export / "model.safetensors").unlink()
+    assert chat.main([str(run), *asked]) == 0
+    assert "exporting" in capsys.readouterr().err
+
+
+def test_a_conversation_of_several_turns(
+    model: Path, assistant: Assistant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [model.parent / "0.png", model.parent / "1.png"]
+    first = Turn("user", (ImageRef(files[0]), ASKED))
+    said = expected(assistant, first)
+    second = Turn("user", (ImageRef(files[1]), "How many?"))
+    answers = [
+        said,
+        expected(assistant, first, Turn("assistant", (said,)), second),
+        expected(assistant, Turn("user", ("How many?",))),
+    ]
+    lines = [f"/image {files[0]}", ASKED, "/image nowhere.png", "/loudly", "", f"/image {files[1]}", "How many?"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*lines, "/reset", "How many?", "/quit", "not read"])))
+    assert chat.main([str(model), *SHORT]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "".join(f"{answer}\n" for answer in answers)
+    assert "nowhere.png is not a file" in printed.err
+    assert "unknown command /loudly" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("nowhere --prompt x", "nowhere is not a folder"),
+        ("{root} --prompt x", "neither a config.json nor a complete checkpoint"),
+        ("{model} --prompt x --image {root}/none.png", "none.png is not a file"),
+        ("{model} --prompt x --image {model}/config.json", "not of a known image format"),
+        ("{model} --prompt x --temperature -1", "--temperature -1.0 must be 0 or more"),
+        ("{model} --prompt x --max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
+        ("{model} --prompt x --device cuda:7", "--device cuda:7: this machine has"),
+        ("{model} --prompt x --device gpu", "--device gpu is unknown"),
+        ("{model} --prompt x --chat-template latin", "--chat-template latin is unknown"),
+        ("{model} --prompt x<|image_pad|>", "marks images"),
+    ],
+)
+def test_a_mistake_is_one_line(model: Path, flags: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [word.format(model=model, root=model.parent) for word in flags.split()]
+    assert chat.main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("chat.py: ")
+    assert says in line
+
+
+def questions(model: Path, assistant: Assistant) -> Path:
+    """Six questions: two that the model answers as the reference says, one whose image is missing."""
+    image = ImageRef(model.parent / "0.png")
+    right = expected(assistant, Turn("user", (image, ASKED)))
+    records: list[dict[str, Any]] = [
+        {"image": "0.png", "question": ASKED, "answers": [right]},
+        {"image": "missing.png", "question": ASKED, "answers": [right]},
+        {"question": "How many?", "answers": [expected(assistant, Turn("user", ("How many?",)))]},
+        *({"image": ["0.png", "1.png"], "question": f"{number}?", "answers": ["no"]} for number in range(3)),
+    ]
+    path = model.parent / "questions.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def test_a_task_is_scored_and_continued_by_any_number_of_processes(
+    model: Path,
+    assistant: Assistant,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = [str(model), "--task", str(questions(model, assistant)), "--out", str(tmp_path), "--batch-size", "2", *SHORT]
+    for rank in (1, 0):  # as torchrun starts them; rank 1 has answered all of its questions when rank 0 begins
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}
+        for name, value in place.items():
+            monkeypatch.setenv(name, str(value))
+        assert evaluate.main(argv) == 0
+    for name in place:
+        monkeypatch.delenv(name)
+    printed = capsys.readouterr().out
+    assert "questions: exact_match 33.3% (9.7% to 70.0% with 95% confidence), 6 questions, 1 not asked" in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [each["score"] for each in results["tasks"]["questions"]["answers"]] == [1, 0, 1, 0, 0, 0]
+    assert "missing_file" in results["tasks"]["questions"]["answers"][1]["error"]
+    assert (tmp_path / "failures.html").read_text().count("<article>") == 4
+
+    lines = (tmp_path / "answers-0.jsonl").read_text().splitlines()
+    (tmp_path / "answers-0.jsonl").write_text("\n".join([lines[0], lines[1][:10]]))
+    (tmp_path / "results.json").unlink()
+    asked: list[int] = []
+    answer = Assistant.answers
+    monkeypatch.setattr(
+        Assistant, "answers", lambda self, samples, how: asked.append(len(samples)) or answer(self, samples, how)
+    )
+    assert evaluate.main(argv) == 0
+    assert asked == [2], "only what is missing"
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    capsys.readouterr()
+    assert evaluate.main([*argv, "--temperature", "1"]) == 2
+    assert "another temperature" in capsys.readouterr().err
+
+
+def test_a_run_has_its_results_beside_its_checkpoints(model: Path, run: Path, assistant: Assistant) -> None:
+    file = questions(model, assistant)
+    shutil.copy(file, model.parent / "more.jsonl")
+    assert evaluate.main([str(run), "--task", str(file), str(model.parent / "more.jsonl"), "--limit", "1", *SHORT]) == 0
+    results = json.loads((run / "evaluations/iter_0000000/results.json").read_text())
+    assert [task["scores"][0]["mean"] for task in results["tasks"].values()] == [1.0, 1.0]

@@ -1,0 +1,146 @@
+"""Task files: what they may hold, which files their images may be, and answers that outlive an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from megavlm.data.types import BadSample, Reason
+from megavlm.errors import UserError
+from megavlm.evaluation.answers import Answer, AnswerFolder
+from megavlm.evaluation.asking import progress, remaining
+from megavlm.evaluation.page import failures_page
+from megavlm.evaluation.scores import results_json, scored, scores_of
+from megavlm.evaluation.task import check_names, read_task, task_option
+
+RECORDS: list[dict[str, Any]] = [
+    {"image": "cat.png", "question": "What is it?", "answers": ["cat", "a cat"]},
+    {"image": ["cat.png", "cat.png"], "question": "Which?", "choices": ["cat", "dog"], "answers": "A"},
+    {"question": "6 · 7?", "answer": 42, "metric": "relaxed"},
+    {"image": "../secret.png", "question": "<script>?", "answers": ["<b>x</b>"], "metric": "anls"},
+]
+
+
+def written(folder: Path, records: list[Any], name: str = "task.jsonl") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return folder / name
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    Image.new("RGB", (700, 500), "red").save(tmp_path / "secret.png")
+    path = written(tmp_path / "data", RECORDS)
+    Image.new("RGB", (700, 500), "red").save(path.parent / "cat.png")
+    return path
+
+
+def test_records_become_questions_with_a_metric_each(file: Path) -> None:
+    task = read_task(task_option(str(file)))
+    assert [question.metric for question in task.questions] == ["exact_match", "multiple_choice", "relaxed", "anls"]
+    assert [len(task.pictures(question)) for question in task.questions[:3]] == [1, 2, 0]
+    assert task.questions[2].score("41") == 1.0
+    (turn,) = task.conversation(task.questions[1], None).turns
+    assert turn.parts[2] == task.questions[1].asked
+    assert task.conversation(task.questions[0], "Be brief.").turns[0].role == "system"
+    array = file.with_name("array.json")
+    array.write_text(json.dumps(RECORDS))
+    assert read_task(task_option(str(array))).digest == task.digest
+    changed = written(file.parent, [{**RECORDS[0], "question": "What?"}, *RECORDS[1:]], "other.jsonl")
+    assert read_task(task_option(str(changed))).digest != task.digest
+
+
+def test_images_outside_of_the_root_are_refused(file: Path) -> None:
+    task = read_task(task_option(str(file)))
+    with pytest.raises(BadSample) as error:
+        task.pictures(task.questions[3])
+    assert error.value.reason == Reason.OUTSIDE
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ([], "a question is an object"),
+        ({"answers": ["x"]}, "no field `question`"),
+        ({"question": "x?"}, "needs a field `answers`"),
+        ({"question": "x?", "answers": []}, "needs a field `answers`"),
+        ({"question": "x?", "answers": ["x"], "metric": "bleu"}, "metric 'bleu' is not one of exact_match"),
+        ({"question": "x?", "answers": ["x"], "metric": "vqa"}, "10 annotators, and there are 1"),
+        ({"question": "x?", "answers": ["C"], "choices": ["a", "b"]}, "neither the letter nor the text"),
+        ({"question": "x?", "answers": ["A"], "choices": ["a"]}, "needs 2 to 26"),
+        ({"question": "x?", "answers": ["A"], "metric": "multiple_choice"}, "needs 2 to 26"),
+    ],
+)
+def test_a_bad_record_is_named_in_one_line(tmp_path: Path, record: Any, says: str) -> None:
+    path = written(tmp_path, [RECORDS[2], record])
+    with pytest.raises(UserError, match=r"--task task\.jsonl:2") as error:
+        read_task(task_option(str(path)))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("{file},metric=bleu", "bleu"),
+        ("{file},images=x", "is not one of image_root=DIR"),
+        ("{file},image_root=nowhere", "nowhere is not a folder"),
+        ("{file}x", "cannot be read: No such file"),
+    ],
+)
+def test_a_mistake_in_an_option_is_named(file: Path, given: str, says: str) -> None:
+    with pytest.raises(UserError, match="--task") as error:
+        read_task(task_option(given.format(file=file)))
+    assert says in str(error.value)
+    with pytest.raises(UserError, match="two tasks named task"):
+        check_names([task_option(str(file))] * 2)
+
+
+def test_answers_are_continued_after_a_line_was_cut_short(file: Path, tmp_path: Path) -> None:
+    task = read_task(task_option(str(file)))
+    first = AnswerFolder(tmp_path / "out", rank=0)
+    first.claim({"weights": "x"})
+    assert [number for _, number in remaining([task], first, rank=1, world=2)] == [1, 3]
+    first.append([Answer(task.name, 0, "\ud800\u2028cat\n"), Answer(task.name, 1, "A")])
+    path = tmp_path / "out/answers-0.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])  # killed while it wrote
+    assert [number for _, number in remaining([task], first)] == [1, 2, 3]
+    AnswerFolder(tmp_path / "out", rank=1).append([Answer(task.name, 3, "", "missing_file: x")])
+    first.append([Answer(task.name, 1, "B"), Answer(task.name, 2, "40")])
+    assert remaining([task], first) == []
+    assert first.read()[task.name, 0].text == "\ud800\u2028cat\n"
+    with pytest.raises(UserError, match="another weights"):
+        first.claim({"weights": "y"})
+
+
+def test_scores_and_the_page_of_failures(file: Path) -> None:
+    task = read_task(task_option(str(file)))
+    texts = ["cat", "B: <i>dog</i>", "40", ""]
+    answers = {(task.name, number): Answer(task.name, number, text) for number, text in enumerate(texts)}
+    answers[task.name, 3] = Answer(task.name, 3, "", "path_outside_root: it leaves")
+    found = scored(task, answers)
+    assert [each.score for each in found] == [1.0, 0.0, 1.0, 0.0]
+    assert [(score.metric, score.mean, score.not_asked) for score in scores_of(found)] == [
+        ("exact_match", 1.0, 0),
+        ("anls", 0.0, 1),
+        ("relaxed", 1.0, 0),
+        ("multiple_choice", 0.0, 0),
+    ]
+    assert json.loads(json.dumps(results_json([(task, found)], {})))["tasks"]["task"]["answers"][1]["score"] == 0.0
+    page = failures_page("x", [("model", "y")], [(task, found)], most=5)
+    assert page.count("<article>") == 2
+    assert "&lt;i&gt;dog" in page
+    assert "<script>" not in page.partition("</style>")[2]
+    assert page.count('src="data:image/jpeg;base64,') == 2
+    assert 'width="320" height="229"' in page
+    assert "leads out of image_root" in page
+    assert failures_page("x", [], [(task, found)], most=1).count("<article>") == 1
+
+
+def test_progress_says_what_is_left() -> None:
+    assert progress(10, 40, 20.0) == "10 of 40 questions, 0.5 a second, 1 min left"
+    assert progress(40, 40, 20.0) == "40 of 40 questions, 2 a second"
