@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             return dry_run(options, more, grid, variants, waiting)
         note_flags(Path(grid.run_dir), variants)
-        print(f"{len(waiting)} of {len(variants)} variants are to train", flush=True)
+        failed = sum(state_of(variant) == "failed" for variant in variants if variant not in waiting)
+        hint = f"; {failed} failed: --retry-failed starts them again" if failed else ""
+        print(f"{len(waiting)} of {len(variants)} variants are to train{hint}", flush=True)
         status = start(options, more, grid, waiting) if waiting else 0
         if options.on == "local" or not waiting:
             report(options.grid.stem, grid, variants)
