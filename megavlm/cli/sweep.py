@@ -15,14 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megavlm.errors import UserError
+from megavlm.launch.__main__ import main as launch
 from megavlm.launch.checks import check_job
 from megavlm.launch.job import Job
-from megavlm.sweep import array
+from megavlm.launch.profile import read_profile
+from megavlm.sweep import array, jobs
 from megavlm.sweep.grid import Grid, Variant, check_variants, read_grid, variants_of
 from megavlm.sweep.local import train_here
 from megavlm.sweep.page import page
 from megavlm.sweep.results import as_markdown, as_text, as_tsv, best_of, columns, rows_of
-from megavlm.sweep.state import note_flags, state_of, to_train, write_whole
+from megavlm.sweep.state import note_flags, note_submitted, state_of, to_train, unsubmitted, write_whole
+
+_EACH = ("vertex", "kubernetes")  # a job for each variant
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
             return report(options.grid.stem, grid, variants)
         _check(options, more, grid, variants)
         waiting = to_train(variants, retry_failed=options.retry_failed)
+        if options.on in _EACH:
+            waiting = unsubmitted(Path(grid.run_dir), waiting, again=options.retry_failed)
         if options.dry_run:
             return dry_run(options, more, grid, variants, waiting)
         note_flags(Path(grid.run_dir), variants)
@@ -52,13 +58,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(options: argparse.Namespace, more: Sequence[str], grid: Grid, variants: Sequence[Variant]) -> None:
     if more and options.on == "local":
-        raise UserError(f"{more[0]} is no option of this program; options of sbatch need --on slurm")
+        raise UserError(f"{more[0]} is no option of this program; options of a scheduler need --on")
+    read_profile(options.profile)
+    if options.parallel is not None and options.on in _EACH:
+        raise UserError(f"--parallel does not limit jobs of --on {options.on}: a queue of that service does")
     if options.parallel is not None and options.parallel < 1:
         raise UserError(f"--parallel {options.parallel} must be at least 1")
     if options.on == "local" and grid.nodes > 1:
         raise UserError(f"grid: nodes {grid.nodes} need --on slurm: here a variant trains on this machine")
     job = Job(grid.nodes, grid.processes, ())
-    shared = options.on == "local" or options.run_dir_is_shared
+    shared = options.on != "slurm" or options.run_dir_is_shared
     check_variants(grid, variants, further=lambda config: check_job(config, job, gpu=options.gpu, shared=shared))
 
 
@@ -66,6 +75,12 @@ def start(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiting:
     """Train or submit the variants that wait; return the exit status."""
     if options.on == "local":
         return train_here(grid, waiting, parallel=options.parallel or 1, say=lambda line: print(line, flush=True))
+    if options.on in _EACH:
+        words = [_words(options, more, grid, variant) for variant in waiting]
+        folder = Path(grid.run_dir)
+        return jobs.check_all(launch, words) or jobs.submit_all(
+            launch, words, submitted=lambda number: note_submitted(folder, waiting[number])
+        )
     array.refuse_second(grid)
     array.write_flags(grid, waiting)
     return array.submit(grid, _command(options, more, grid, waiting), dict(os.environ))
@@ -84,7 +99,18 @@ def dry_run(
     print(f"{len(waiting)} of {len(variants)} variants would train")
     if options.on == "slurm" and waiting:
         print(_command(options, more, grid, waiting))
+    if options.on in _EACH:
+        words = [_words(options, more, grid, variant) for variant in waiting]
+        for each in words:
+            print(shlex.join(["python", "-m", "megavlm.launch", *each]))
+        return jobs.check_all(launch, words)
     return 0
+
+
+def _words(options: argparse.Namespace, more: Sequence[str], grid: Grid, variant: Variant) -> list[str]:
+    given = {"--gpu": options.gpu, "--profile": options.profile, "--image": options.image}
+    own = [word for name, value in given.items() if value is not None for word in (name, value)]
+    return jobs.command(options.on, grid, variant, [*own, *more], title=options.grid.stem)
 
 
 def _command(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiting: Sequence[Variant]) -> array.Command:
@@ -111,15 +137,16 @@ def report(title: str, grid: Grid, variants: Sequence[Variant]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train the variants of a run that a grid describes, and compare what came out.",
-        epilog="With --on slurm, options that are not listed go to sbatch: --time 2-0 --partition gpu.",
+        epilog="Options that are not listed go to sbatch (--time 2-0), or to `megavlm launch vertex | kubernetes`.",
         allow_abbrev=False,
     )
     parser.add_argument("grid", type=Path, metavar="GRID.yaml", help="What varies, and what is compared.")
     parser.add_argument(
         "--on",
-        choices=("local", "slurm"),
+        choices=("local", "slurm", *_EACH),
         default="local",
-        help="local: train here. slurm: submit one array job. Default: local.",
+        help="local: train here. slurm: submit one array job. vertex, kubernetes: submit a job for each variant. "
+        "Default: local.",
     )
     parser.add_argument(
         "--parallel", type=int, metavar="K", help="Variants at a time; default: 1 here, no limit on a cluster."

@@ -65,6 +65,8 @@ def read_grid(path: Path) -> Grid:
     for key, fits, what in _KINDS:
         if (value := values.get(key)) is not None and not fits(value):
             raise UserError(f"grid: {key} must be {what}, got {shown(value)}")
+    if "://" in str(values.get("run_dir", "")):
+        raise UserError(f"grid: run_dir {values['run_dir']} is no folder: mount the storage, and name the folder there")
     if "run_dir" not in values:
         raise UserError("grid has no run_dir: the variants train in folders of it")
     if "--run-dir" in values["flags"] or any(word.startswith("--run-dir=") for word in values["flags"]):

@@ -15,7 +15,7 @@ from megavlm.sweep.grid import Variant
 
 State = Literal["to do", "running", "stopped", "failed", "finished"]
 _ALIVE = 30.0  # seconds: a run touches its lock every five
-_FILE = "sweep.json"
+_FILE, _SENT = "sweep.json", "submitted.txt"
 
 
 def run_dir_of(variant: Variant) -> Path:
@@ -55,6 +55,25 @@ def note_flags(folder: Path, variants: Sequence[Variant]) -> None:
                 f"remove {run_dir_of(variant)}"
             )
     write_whole(folder / _FILE, json.dumps({**before, **{each.name: each.flags for each in variants}}, indent=1) + "\n")
+
+
+def note_submitted(folder: Path, variant: Variant) -> None:
+    """Write down that a variant was sent to a service whose queue is not looked at here."""
+    sent = dict.fromkeys([*_submitted(folder), variant.name])
+    write_whole(folder / _SENT, "".join(f"{name}\n" for name in sent))
+
+
+def unsubmitted(folder: Path, variants: Sequence[Variant], *, again: bool) -> list[Variant]:
+    """Return the variants that were not sent before; with `again` also those that were sent and then failed."""
+    sent = set(_submitted(folder))
+    return [each for each in variants if each.name not in sent or (again and state_of(each) == "failed")]
+
+
+def _submitted(folder: Path) -> list[str]:
+    try:
+        return (folder / _SENT).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def noted(folder: Path) -> dict[str, list[str]]:

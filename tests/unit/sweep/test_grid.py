@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,11 +13,11 @@ import yaml
 from megavlm.cli import sweep
 from megavlm.launch.job import Job
 from megavlm.resilience.status import write_status
-from megavlm.sweep import array
+from megavlm.sweep import array, jobs
 from megavlm.sweep.grid import Grid, Variant, read_grid, variants_of
 from megavlm.sweep.page import page
 from megavlm.sweep.results import as_markdown, as_tsv, best_of, columns, rows_of
-from megavlm.sweep.state import note_flags, run_dir_of, state_of, to_train
+from megavlm.sweep.state import note_flags, note_submitted, run_dir_of, state_of, to_train, unsubmitted
 
 FLAGS = "--recipe demo --train-iters 4"
 
@@ -164,6 +165,39 @@ def test_the_page_needs_nothing_else_and_escapes_names(tmp_path: Path):
     assert "script" not in seen
     assert EVIL not in text
     assert "none finished yet" not in text
+
+
+def test_variants_are_jobs_of_their_own_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """All are checked before one is sent, and none is sent twice."""
+    file = tmp_path / "My_grid.yaml"
+    text = {"run_dir": str(tmp_path / "runs"), "flags": FLAGS, "product": {"lr": [1, 2]}, "processes": 2}
+    file.write_text(yaml.safe_dump(text))
+    flags = [str(file), *f"--on kubernetes --image registry/megavlm:1 --volume data:{tmp_path}".split()]
+    assert sweep.main([*flags, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "megavlm.launch kubernetes --nodes 1 --gpus-per-node 2 --name my-grid-lr-1-" in told
+    assert sweep.main([*flags, "--dry-run", "--jobsetz"]) == 2
+    assert "--jobsetz is no option of this program" in capsys.readouterr().err
+    variants = variants_of(read_grid(file))
+    sent: list[list[str]] = []
+
+    def launch(words: Sequence[str]) -> int:
+        sent.append(list(words))
+        return 0 if "--lr 1" in " ".join(words) or "--dry-run" in words else 3
+
+    words = [jobs.command("kubernetes", read_grid(file), each, [], title="x") for each in variants]
+    assert jobs.check_all(launch, words) == 0
+    assert all("--dry-run" in each[: each.index("--")] for each in sent)
+    done: list[int] = []
+    assert jobs.submit_all(launch, words, submitted=done.append) == 3
+    assert done == [0]
+    note_submitted(tmp_path, variants[0])
+    assert unsubmitted(tmp_path, variants, again=False) == variants[1:]
+    ended(variants[0], "failed")
+    assert unsubmitted(tmp_path, variants, again=True) == variants
+    assert jobs.job_name("2026_LR", "1").startswith("lr-1-")
+    assert len({jobs.job_name("x" * 60, each.name) for each in variants}) == 2
+    assert all(len(jobs.job_name("x" * 60, each.name)) <= 52 for each in variants)
 
 
 def test_an_array_job_is_one_command(tmp_path: Path):
