@@ -21,6 +21,7 @@ ELSEWHERE = {
     "srun ": "tests/dist/test_cluster.py runs it on a cluster of its own",
     "sbatch ": "tests/dist/test_cluster.py runs it on a cluster of its own",
     "python -m megavlm.launch slurm ": "tests/dist/test_cluster.py runs it on a cluster of its own",
+    "python -m megavlm.launch.node ": "it is one container of a job, and the tests of launchers run it as such",
     "until ": "a shell loop around any command",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 ": "it waits for machines",
     "tools/gpu_check.sh": "it needs a GPU",
