@@ -13,7 +13,7 @@ from megavlm.launch.configuration import configured
 from tests.support.examples import ELSEWHERE, PAGES, Example, examples, write_folder
 
 EXAMPLES = [example for page in PAGES for example in examples(page)]
-TAKES_RUN_FLAGS = ("convert", "preview", "launch")
+TAKES_RUN_FLAGS = ("convert", "preview", "launch", "sweep")
 
 
 @pytest.fixture(scope="module")
