@@ -171,6 +171,13 @@ EFFECTS = (
         "add --profile",
     ),
     Effect(
+        "logging",
+        ("tracker_project", "tracker_run_name"),
+        lambda config: bool(config.logging.tracker),
+        "without a tracker",
+        "add --tracker wandb or mlflow",
+    ),
+    Effect(
         "checkpoint",
         ("save_interval", "keep_checkpoints", "keep_every", "keep_best", "async_save"),
         lambda config: config.checkpoint.save,

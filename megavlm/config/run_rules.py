@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +113,20 @@ def profile_sees_iterations(config: Config) -> str | None:
     return None
 
 
+def callbacks_are_classes(config: Config) -> str | None:
+    logging = config.logging
+    for name in logging.callback:
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
+            return f"--callback {shown(name)} is not MODULE:CLASS: write it as in my_package.my_module:MyCallback"
+    for name in (*logging.callback, *logging.tracker):
+        if (*logging.callback, *logging.tracker).count(name) > 1:
+            flag = "--callback" if ":" in name else "--tracker"
+            return f"{flag} names {shown(name)} twice: leave one of them out"
+    if logging.tracker and not logging.tracker_project:
+        return "--tracker-project is empty: name the project, or leave it out"
+    return None
+
+
 def run_dir_is_a_folder(config: Config) -> str | None:
     run_dir = config.run.run_dir
     if not run_dir:
@@ -179,6 +194,7 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     imageless_samples_exist,
     files_have_datasets,
     profile_sees_iterations,
+    callbacks_are_classes,
     run_dir_is_a_folder,
     load_is_a_path,
     iterations_to_skip_are_numbers,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megavlm.config.layout_schema import ExecutionConfig, ParallelConfig, PlacementConfig, PrecisionConfig
+from megavlm.config.logging_schema import LoggingConfig
 from megavlm.config.model_schema import LanguageConfig, LoraConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.config.numerics_schema import NumericsConfig
 from megavlm.config.optimizer_schema import OptimizerConfig
@@ -226,18 +227,6 @@ class EvaluationConfig:
         0, "Number of steps between evaluations; 0: only one at the end. Only --data digits has an evaluation."
     )
     eval_samples: int = option(96, "Number of questions of each kind in an evaluation.")
-
-
-@dataclass(frozen=True)
-class LoggingConfig:
-    log_interval: int = option(1, "Steps between progress lines; metrics.jsonl records every step.")
-    tensorboard: bool = option(True, "Write TensorBoard files to RUN_DIR/tensorboard.")
-    profile: bool = option(
-        False, "Profile steps with torch.profiler: write RUN_DIR/profile/rank-N.json.gz and the most expensive kernels."
-    )
-    profile_step_start: int = option(10, "Profiler: number of steps that run before the trace starts.")
-    profile_step_end: int = option(12, "Profiler: last step of the trace.")
-    profile_ranks: tuple[int, ...] = option((0,), "Profiler: ranks that write a trace.")
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ import statistics
 from collections import deque
 from typing import TextIO
 
-from megavlm.metrics.sinks import Record, Value
+from megavlm.metrics.callback import Callback, Record, StepEnd, Stop, Value
 
 _WINDOW = 50  # steps whose median time gives the ETA: enough to be stable, few enough to follow changes
 _CLEAR_LINE = "\r\x1b[K"
 
 
-class ProgressLine:
-    """A sink that prints one line, rewritten in place, on a terminal, and a line every `log_interval` elsewhere.
+class ProgressLine(Callback):
+    """Prints one line, rewritten in place, on a terminal, and a line every `log_interval` elsewhere.
 
     The ETA is the median of the last step times, multiplied by the number of remaining iterations, so that one slow
     step (warm-up, a save, an evaluation) does not change it.
@@ -29,11 +29,10 @@ class ProgressLine:
         self._drawn = False  # whether the cursor is on a live line
         self._step_times: deque[float] = deque(maxlen=_WINDOW)
 
-    def log(self, record: Record) -> None:
+    def on_step_end(self, step: StepEnd) -> None:
         """Show an iteration; reads `iteration` and, if present, `loss`, `grad_norm`, `learning_rate`,
         `tokens_per_second`, `step_time_s` and `slow` (words on a slow rank)."""
-        iteration = record["iteration"]
-        assert isinstance(iteration, int)
+        record, iteration = step.record, step.iteration
         step_time = record.get("step_time_s")
         if isinstance(step_time, float):
             self._step_times.append(step_time)
@@ -54,7 +53,7 @@ class ProgressLine:
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def close(self) -> None:
+    def on_stop(self, stop: Stop) -> None:
         """End the last live line with a newline."""
         if self._drawn:
             self._stream.write("\n")

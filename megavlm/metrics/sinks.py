@@ -1,4 +1,4 @@
-"""Write the metrics of each iteration to `metrics.jsonl` and to TensorBoard, and skipped samples to RUN_DIR/skipped.
+"""Write the metrics of each iteration to `metrics.jsonl`, and skipped samples to RUN_DIR/skipped.
 
 A record maps `iteration` (counted from 1) and other names to values, or to values by name; None means unknown. One
 rank has the sinks. Iteration k must be logged before its checkpoint is committed: a run that resumes at k then finds
@@ -9,32 +9,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megavlm.data.types import Skipped
 from megavlm.errors import UserError
+from megavlm.metrics.callback import Callback, StepEnd, Stop
 from megavlm.paths import open_regular
 
-Value = float | int | bool | str | None | Mapping[str, float | None]
-Record = Mapping[str, Value]
 
-
-class Sink(Protocol):
-    def log(self, record: Record) -> None:
-        """Write the metrics of one iteration."""
-
-    def close(self) -> None:
-        """Write pending records; `log` must not be called afterwards."""
-
-
-class JsonlSink:
+class JsonlSink(Callback):
     """Writes one JSON object per iteration and line, with floats in full precision.
 
-    Each line is passed to the operating system before `log` returns, so that a killed process loses at most the line
-    that it was writing; a full disk loses none. Non-finite floats are written as `NaN`, `Infinity` and `-Infinity`,
-    which Python's json module reads but the JSON standard does not have.
+    Each line is passed to the operating system before `on_step_end` returns, so that a killed process loses at most the
+    line that it was writing; a full disk loses none. Non-finite floats are written as `NaN`, `Infinity` and
+    `-Infinity`, which Python's json module reads but the JSON standard does not have.
     """
 
     def __init__(self, path: Path, *, resume_iteration: int = 0) -> None:
@@ -56,12 +46,13 @@ class JsonlSink:
         except OSError as error:
             raise UserError(f"{path} cannot be read and written ({error.strerror or error}): move it away") from error
 
-    def log(self, record: Record) -> None:
-        assert "iteration" in record
+    def on_step_end(self, step: StepEnd) -> None:
+        assert "iteration" in step.record
         # A single write per line: a line is incomplete only if the process is killed inside the system call.
-        self._lines.append(json.dumps(dict(record)).encode() + b"\n")
+        self._lines.append(json.dumps(dict(step.record)).encode() + b"\n")
 
-    def close(self) -> None:
+    def on_stop(self, stop: Stop) -> None:
+        """Write lines that wait."""
         self._lines.close()
 
 
@@ -159,54 +150,6 @@ def _record_in(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # not JSON, or not even UTF-8
         return None
     return record if isinstance(record, dict) and isinstance(record.get("iteration"), int) else None
-
-
-class TensorBoardSink:
-    """Writes TensorBoard event files, one chart per metric. Values that are not numbers (None, text) are skipped."""
-
-    def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
-        """Write to `directory`; TensorBoard ignores points of earlier event files from iteration `purge_step` on.
-
-        A run that resumes at iteration k passes k + 1.
-        """
-        from torch.utils.tensorboard import SummaryWriter  # the import takes a second, and only one rank needs it
-
-        self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
-
-    def log(self, record: Record) -> None:
-        if self._writer is not None:
-            try:
-                self._log(record)
-            except OSError as error:  # of the writer's thread
-                self._end(error)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            try:
-                self._writer.close()
-            except OSError as error:
-                self._end(error)
-
-    def _end(self, error: OSError) -> None:
-        self._writer = None
-        print(
-            f"warning: TensorBoard's files cannot be written ({error.strerror or error}): "
-            "the run goes on without charts; metrics.jsonl has the same figures",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def _log(self, record: Record) -> None:
-        iteration = record["iteration"]
-        for name, value in record.items():
-            parts = (
-                {f"{name}/{part}": each for part, each in value.items()}
-                if isinstance(value, Mapping)
-                else {name: value}
-            )
-            for chart, number in parts.items():
-                if chart != "iteration" and isinstance(number, float | int):
-                    self._writer.add_scalar(chart, number, iteration)
 
 
 class SkippedLog:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,9 @@ from megavlm.data.image_assignment import ImageAssignment
 from megavlm.data.records import data_identity
 from megavlm.data.source import ComputedSource
 from megavlm.data.summary import data_table
+from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.progress import ProgressLine
-from megavlm.metrics.sinks import Sink, SkippedLog
+from megavlm.metrics.sinks import SkippedLog
 from megavlm.model.specs import DTYPES
 from megavlm.parallel.dims import dims_of
 from megavlm.parallel.groups import Groups, build_groups, from_rank_0, meet, on_rank_0, start
@@ -46,9 +47,10 @@ from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import Phases
 from megavlm.resilience.status import note_failure
 from megavlm.train.build_engine import build_engine
+from megavlm.train.callbacks import Callbacks
 from megavlm.train.engine import Engine
 from megavlm.train.initial_state import choose_checkpoints, initial_weights, restore
-from megavlm.train.outputs import note_start, outputs
+from megavlm.train.outputs import callbacks_of, note_start, outputs
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
 from megavlm.train.watch import Watch
@@ -67,7 +69,7 @@ class Run:
     position: Position  # what is already done
     run_dir: Path
     progress: ProgressLine | None  # on rank 0
-    sinks: Sequence[Sink]  # on rank 0; empty elsewhere
+    callbacks: Callbacks  # empty but on rank 0
     skipped: SkippedLog  # writes on ranks that read data
     saver: Saver | None  # None with --no-save
     data_identity: dict[str, Any]  # what a place in the data depends on
@@ -127,6 +129,9 @@ def _locked(config: Config, backend: Backend, saver: Saver | None, watch: Watch,
 def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None, watch: Watch, began: float) -> Run:
     timeout = config.parallel.distributed_timeout_minutes
     rank, run_dir = dist.get_rank(), Path(config.run.run_dir)
+    watch.starting("callbacks")
+    users: list[Callback] = []
+    on_rank_0(lambda: users.extend(callbacks_of(config)))
     watch.starting("tokenizer and process groups")
     world = dist.get_world_size()
     asked, config = config, from_rank_0(partial(as_begun, config), config)
@@ -185,11 +190,13 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     position = restore(engine, data_loader, config, plan, choices, identity)
     dist.barrier()  # others may still read what rank 0 holds for them
     holds.release()
-    written: tuple[ProgressLine | None, list[Sink]] = (None, [])
+    callbacks, progress = Callbacks(watch.phases), None
     if rank == 0:
         spent = {"seconds": time.time() - began, "load_seconds": time.time() - built}
         note_start(config, run_dir, position.iteration, world=dims.world, **spent)
-        written = outputs(config, run_dir, position.iteration)
+        progress, own = outputs(config, run_dir, position.iteration)
+        callbacks = Callbacks(watch.phases, own, list(zip(config.logging.callback, users, strict=True)))
+        callbacks.on_start(Start(run_dir, config, position.iteration, dims.world, backend.name))
     return Run(
         config=config,
         plan=plan,
@@ -199,8 +206,8 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         engine=engine,
         position=position,
         run_dir=run_dir,
-        progress=written[0],
-        sinks=written[1],
+        progress=progress,
+        callbacks=callbacks,
         saver=saver,
         data_identity=identity,
         lock=lock,

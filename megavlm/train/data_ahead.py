@@ -1,9 +1,9 @@
 """Let all ranks hear, before they wait for one another, of what must end the run and one of them knows.
 
-That is data of the next step that cannot be read, or a save that found state that is not finite. A rank reports with
-the sums of a step whether its next data are there, late, or spoilt. So a step whose data were prefetched in time waits
-for nothing and sends nothing more. Where some are late, all ranks wait for them after the update has been launched, and
-one small sum more tells how it went.
+That is data of the next step that cannot be read, a save that found state that is not finite, or a user's callback that
+raised. A rank reports with the sums of a step whether its next data are there, late, or spoilt. So a step whose data
+were prefetched in time waits for nothing and sends nothing more. Where some are late, all ranks wait for them after the
+update has been launched, and one small sum more tells how it went.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class DataAhead:
         late = self.needed and not self.run.data_loader.is_ahead()
         if self.needed and not late:
             self.failure = self._data_failure()
-        self.failure = self.saves.bad() or self.failure
-        return replace(self.counts, stop=self.stop.requested, failed=self.failure is not None, late=late).values()
+        self.failure = self.saves.bad() or self.run.callbacks.failure or self.failure
+        stop = self.stop.requested or self.run.callbacks.stop is not None
+        return replace(self.counts, stop=stop, failed=self.failure is not None, late=late).values()
 
     def settled(self, counts: Counts) -> Counts:
         """Return the sums over ranks once the next data of all are there or spoilt; every rank calls it.

@@ -12,7 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 from megavlm.data.collate import CollateSpec
 from megavlm.data.source import Source
 from megavlm.data.types import Sample
-from megavlm.metrics.sinks import Value
+from megavlm.metrics.callback import Validation, Value
+from megavlm.metrics.tags import tag_of
 from megavlm.resilience.phases import EVALUATION, OTHER
 from megavlm.train.build import Run
 from megavlm.train.engine import Engine
@@ -106,8 +107,10 @@ def report(examination: Examination, run_dir: Path) -> str:
     return table
 
 
-def interval_evaluation(run: Run, say: Callable[[str], None]) -> dict[str, Value]:
-    """Return the scores on a third of the final evaluation's questions, and its time; empty if there are none."""
+def interval_evaluation(run: Run, iteration: int, say: Callable[[str], None]) -> dict[str, Value]:
+    """Return the scores after `iteration` on a third of the final evaluation's questions, and its time; empty if there
+    are none.
+    """
     if not isinstance(run.source, Examiner):
         return {}
     questions = run.source.questions(max(1, run.config.evaluation.eval_samples // 3))
@@ -124,6 +127,7 @@ def interval_evaluation(run: Run, say: Callable[[str], None]) -> dict[str, Value
     scores = exact_match(questions, predictions)
     say("held-out exact match: " + ", ".join(f"{kind} {score:.0%}" for kind, score in scores.items()))
     named = {f"eval_{kind.replace(' ', '_')}": score for kind, score in scores.items()}
+    run.callbacks.on_validation(Validation(iteration, {tag_of(name): score for name, score in named.items()}))
     return {**named, "eval_time_s": time.perf_counter() - began}
 
 

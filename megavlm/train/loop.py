@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint import state
 from megavlm.data.types import StepData
 from megavlm.errors import BadNumbers, Stopped, UserError
-from megavlm.metrics.sinks import Value
+from megavlm.metrics.callback import StepEnd, Value
 from megavlm.planner.out_of_memory import explain
 from megavlm.resilience import events
 from megavlm.resilience.cut_short import CutShort, StepCutShort
@@ -37,8 +38,9 @@ _WORTH_KEEPING = 100  # steps
 def fit(run: Run, stop: StopRequest | None = None) -> None:
     """Train to the last iteration or a request to stop, save a checkpoint, and evaluate a run that finished.
 
-    Raises Stopped after a request, UserError if too many samples were skipped or if data cannot be read, each after a
-    save; BadNumbers, without one, if too many steps in a row were bad or state that is to be saved is not finite.
+    Raises Stopped after a request, UserError if too many samples were skipped, data cannot be read or a user's callback
+    raised, each after a save; BadNumbers, without one, if too many steps in a row were bad or state that is to be saved
+    is not finite.
     """
     stop = stop or StopRequest()
     tracer = Tracer(run.engine, run.config.logging, rank=dist.get_rank(), run_dir=run.run_dir, say=partial(_say, run))
@@ -67,7 +69,7 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
         raise
     finally:
         tracer.close()
-        close(run)
+        close(run, sys.exception())
 
 
 def _out_of_memory(run: Run) -> UserError:
@@ -98,7 +100,7 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
             say(f"gives step {iteration} up: it would take too long to end")
             iteration -= 1
             run.data_loader.step_back()
-            end = _stopped(stop)
+            end = _stopped(run, stop)
             break
         tracer.after(iteration)
         guard.note(step.result)
@@ -106,10 +108,10 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
         run.skipped.write(iteration, step.data.skipped)
         record = step.record | watch.end_step(iteration, step.seconds) | {"skipped_steps": guard.skipped}
         if _due(iteration, config.evaluation.eval_interval) and iteration < last:
-            record |= interval_evaluation(run, say)
+            record |= interval_evaluation(run, iteration, say)
         record |= saves.news()
-        for sink in run.sinks:
-            sink.log(record)
+        run.callbacks.on_step_end(StepEnd(record))
+        saves.tell()
         guard.act(iteration, step.data, step.result)
         patience.step(step.seconds)
         if isinstance(step.error, BadNumbers):
@@ -122,10 +124,13 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
             asked = asked or _anywhere(stop.requested, run)  # during the save
         if iteration < last:
             end = step.error or tally.too_many_skipped(config, keeps=_keeps(run, saved, iteration))
-            end = end or (_stopped(stop) if asked else None)
+            end = end or (_stopped(run, stop) if asked else None)
     if saved != iteration and (not isinstance(end, TooManySkipped) or _keeps(run, saved, iteration)):
         saves.save(_position(run, iteration, tally, guard), record)
     saves.finish()
+    saves.tell()
+    if config.logging.callback:
+        end = end or run.callbacks.agreed_failure()
     return iteration, end
 
 
@@ -179,8 +184,8 @@ def _cut_short(run: Run, stop: StopRequest) -> CutShort:
     return cut
 
 
-def _stopped(stop: StopRequest) -> Stopped:
-    return Stopped(stop.reason or "another rank was asked to stop")
+def _stopped(run: Run, stop: StopRequest) -> Stopped:
+    return Stopped(stop.reason or run.callbacks.stop or "another rank was asked to stop")
 
 
 def _anywhere(value: bool, run: Run) -> bool:
@@ -197,9 +202,9 @@ def _note(run: Run, kind: str, state: State, *, iteration: int, reason: str | No
         write_status(run.run_dir, state, iteration=iteration, reason=reason)
 
 
-def close(run: Run) -> None:
-    """Stop the data loader's workers, free the engine, close all files, release the lock on the run folder, and stop
-    watching.
+def close(run: Run, error: BaseException | None = None) -> None:
+    """Stop the data loader's workers, free the engine, tell the callbacks of the end (by an error, if there is one),
+    release the lock on the run folder, and stop watching.
     """
     run.watch.ending()
     run.data_loader.close()
@@ -207,8 +212,7 @@ def close(run: Run) -> None:
     if run.saver is not None:
         run.saver.close()
     run.engine.close()
-    for sink in run.sinks:
-        sink.close()
+    run.callbacks.on_stop(error)
     run.lock.release()
     run.watch.close()
 

@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 from megavlm.config.schema import Config
+from megavlm.metrics.callback import Callback
 from megavlm.metrics.progress import ProgressLine
-from megavlm.metrics.sinks import JsonlSink, Sink, TensorBoardSink, lost_steps
+from megavlm.metrics.sinks import JsonlSink, lost_steps
+from megavlm.metrics.tensorboard import TensorBoardSink
+from megavlm.metrics.trackers import check_installed, trackers_of
+from megavlm.metrics.user_callbacks import load
 from megavlm.resilience import events
 from megavlm.resilience.status import write_status
 
@@ -32,10 +36,16 @@ def note_start(
     write_status(run_dir, "running", iteration=iteration, train_iters=config.train.train_iters)
 
 
-def outputs(config: Config, run_dir: Path, iteration: int) -> tuple[ProgressLine, list[Sink]]:
-    """Return the progress line and all sinks of metrics, which go on after `iteration`."""
+def callbacks_of(config: Config) -> list[Callback]:
+    """Return the user's callbacks. Raises UserError if one cannot be made or a tracker is not installed."""
+    check_installed(config.logging.tracker)
+    return load(config.logging.callback)
+
+
+def outputs(config: Config, run_dir: Path, iteration: int) -> tuple[ProgressLine, list[Callback]]:
+    """Return the progress line, and all sinks and trackers of metrics, which go on after `iteration`."""
     progress = ProgressLine(config.train.train_iters, sys.stderr, log_interval=config.logging.log_interval)
-    sinks: list[Sink] = [progress, JsonlSink(run_dir / _METRICS, resume_iteration=iteration)]
+    sinks: list[Callback] = [progress, JsonlSink(run_dir / _METRICS, resume_iteration=iteration)]
     if config.logging.tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", purge_step=iteration + 1 if iteration else None))
-    return progress, sinks
+    return progress, [*sinks, *trackers_of(config, run_dir)]

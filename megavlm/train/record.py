@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 
 from megavlm.arch.flops import step_flops
 from megavlm.arch.workload import Workload
+from megavlm.backend.memory import peak_memory
 from megavlm.data.types import StepData
 from megavlm.metrics import throughput
-from megavlm.metrics.sinks import Value
+from megavlm.metrics.callback import Value
 from megavlm.train.build import Run
 from megavlm.train.counts import Counts
 from megavlm.train.step_result import StepResult
@@ -50,6 +51,7 @@ def record_of(
         "images_per_second": counts.images / seconds,
         "model_tflops_per_device": tflops,
         "mfu": throughput.mfu(tflops, peak),
+        "peak_memory_gib": peak_memory(run.backend.device) / 2**30,  # of rank 0, whose record is written
     }
     if result.refused is not None:
         record["refused"] = result.refused

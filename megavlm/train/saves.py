@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.saving import SaveReport
 from megavlm.errors import BadNumbers, UserError
-from megavlm.metrics.sinks import Value
+from megavlm.metrics.callback import Saved, Value
 from megavlm.resilience import events
 from megavlm.resilience.phases import SAVE
 from megavlm.resilience.status import write_status
@@ -29,6 +29,7 @@ class Saves:
         self._news: dict[str, Value] = {}
         self._last: SaveReport | None = None
         self._said = False  # that a metric is missing
+        self._complete: list[Saved] = []  # on rank 0, of which callbacks have not heard
         self._bad: BadNumbers | None = None  # on rank 0, and on a rank whose state is not finite
 
     def save(self, position: state.Position, record: Mapping[str, Value]) -> None:
@@ -80,6 +81,12 @@ class Saves:
         self._look()
         news, self._news = self._news, {}
         return news
+
+    def tell(self) -> None:
+        """Tell the callbacks of checkpoints that are complete since the last call."""
+        complete, self._complete = self._complete, []
+        for saved in complete:
+            self._run.callbacks.on_save(saved)
 
     def finish(self) -> None:
         """Wait for the save that is under way. Every rank calls it.
@@ -142,3 +149,4 @@ class Saves:
         events.record(run_dir, "save", iteration=report.iteration, seconds=seconds, folder=report.folder)
         write_status(run_dir, "running", iteration=report.iteration, checkpoint=str(report.folder))
         self._say(f"saved {report.folder} in {report.seconds:.1f} s")
+        self._complete.append(Saved(report.iteration, report.folder, report.seconds))

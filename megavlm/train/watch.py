@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.workers import ATTEMPTS
-from megavlm.metrics.sinks import Value
+from megavlm.metrics.callback import Value
 from megavlm.parallel.rendezvous import Meeting
 from megavlm.resilience import events
 from megavlm.resilience.phases import END, START, Phases

@@ -19,6 +19,7 @@ ASKED = {
     "backend/__init__.py": "chooses the backend: tests/unit/backend/test_mcore_patches.py, tests/fake",
     "backend/clock.py": "events on a stream: tests/unit/backend/test_clock.py with a stand-in",
     "backend/host_copies.py": "pins memory, copies on streams: tests/unit/backend/test_host_copies.py with stand-ins",
+    "backend/memory.py": "the peak of a GPU's memory: tests/fake runs it",
     "backend/streams.py": "a second stream: tests/unit/backend/test_streams.py with stand-ins",
     "backend/transformer_engine.py": "loads it or hides it: tests/unit/backend/test_mcore_patches.py",
     "checkpoint/staging.py": "waits for copies, pins memory: tests/fake (saved)",

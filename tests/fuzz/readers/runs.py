@@ -19,6 +19,7 @@ from megavlm.cli import plan as planner
 from megavlm.config.cli import parse
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
+from megavlm.metrics.callback import StepEnd, Stop
 from megavlm.metrics.sinks import JsonlSink
 from megavlm.pipeline.feature_cache import FeatureCache
 from megavlm.planner.hardware import PROFILES, profile, to_json
@@ -78,8 +79,8 @@ def events(folder: Path, data: bytes) -> None:
 def metrics(folder: Path, data: bytes) -> None:
     past(folder, data, name="metrics.jsonl")
     sink = JsonlSink(folder / "metrics.jsonl", resume_iteration=3)
-    sink.log({"iteration": 4})
-    sink.close()
+    sink.on_step_end(StepEnd({"iteration": 4}))
+    sink.on_stop(Stop(0, "finished"))
 
 
 def status(folder: Path, data: bytes) -> None:

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from megavlm.metrics.callback import StepEnd, Stop
 from megavlm.metrics.progress import ProgressLine, duration
 
 
@@ -28,8 +29,8 @@ def test_a_file_gets_a_plain_line_every_interval_and_at_the_end() -> None:
     stream = io.StringIO()
     progress = ProgressLine(7, stream, log_interval=3)
     for iteration in range(1, 8):
-        progress.log(record(iteration))
-    progress.close()
+        progress.on_step_end(StepEnd(record(iteration)))
+    progress.on_stop(Stop(0, "finished"))
     lines = stream.getvalue().splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["iteration 3/7", "iteration 6/7", "iteration 7/7"]
     assert lines[0] == (
@@ -42,8 +43,8 @@ def test_a_terminal_gets_one_line_that_rewrites_itself() -> None:
     stream = Terminal()
     progress = ProgressLine(3, stream, log_interval=100)
     for iteration in range(1, 4):
-        progress.log(record(iteration))
-    progress.close()
+        progress.on_step_end(StepEnd(record(iteration)))
+    progress.on_stop(Stop(0, "finished"))
     text = stream.getvalue()
     assert text.count("\r") == 3
     assert text.count("\n") == 1
@@ -53,16 +54,16 @@ def test_a_terminal_gets_one_line_that_rewrites_itself() -> None:
 def test_a_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((20, 10)))
     stream = Terminal()
-    ProgressLine(3, stream).log(record(1))
+    ProgressLine(3, stream).on_step_end(StepEnd(record(1)))
     assert stream.getvalue() == "\r\x1b[Kiteration 1/3 | loss"[:23]
 
 
 def test_a_message_replaces_the_live_line() -> None:
     stream = Terminal()
     progress = ProgressLine(3, stream)
-    progress.log(record(1))
+    progress.on_step_end(StepEnd(record(1)))
     progress.message("evaluation: 90 %")
-    progress.close()
+    progress.on_stop(Stop(0, "finished"))
     assert stream.getvalue().endswith("\r\x1b[Kevaluation: 90 %\n")
 
 
@@ -70,7 +71,7 @@ def test_one_slow_step_does_not_move_the_eta() -> None:
     stream = io.StringIO()
     progress = ProgressLine(100, stream)
     for iteration, step_time in enumerate([60.0, 1.0, 1.0, 1.0, 1.0], start=1):
-        progress.log(record(iteration, step_time))
+        progress.on_step_end(StepEnd(record(iteration, step_time)))
     assert stream.getvalue().splitlines()[-1].endswith("ETA 1:35")
 
 
@@ -78,13 +79,13 @@ def test_the_eta_follows_a_lasting_change() -> None:
     stream = io.StringIO()
     progress = ProgressLine(201, stream)
     for iteration in range(1, 201):
-        progress.log(record(iteration, 1.0 if iteration <= 100 else 3.0))
+        progress.on_step_end(StepEnd(record(iteration, 1.0 if iteration <= 100 else 3.0)))
     assert stream.getvalue().splitlines()[-1].endswith("ETA 0:03")
 
 
 def test_numbers_that_are_missing_are_left_out() -> None:
     stream = io.StringIO()
-    ProgressLine(5, stream).log({"iteration": 1, "loss": 1.0, "grad_norm": None})
+    ProgressLine(5, stream).on_step_end(StepEnd({"iteration": 1, "loss": 1.0, "grad_norm": None}))
     assert stream.getvalue() == "iteration 1/5 | loss 1.0000\n"
 
 
@@ -98,5 +99,7 @@ def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
 
 def test_a_slow_rank_is_on_the_line():
     stream = io.StringIO()
-    ProgressLine(10, stream).log({"iteration": 1, "slow": "rank 3 (node7) 45% slower than the median, in data"})
+    ProgressLine(10, stream).on_step_end(
+        StepEnd({"iteration": 1, "slow": "rank 3 (node7) 45% slower than the median, in data"})
+    )
     assert "rank 3 (node7) 45% slower" in stream.getvalue()

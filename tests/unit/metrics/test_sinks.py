@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megavlm.errors import UserError
-from megavlm.metrics.sinks import JsonlSink, TensorBoardSink, kept_lines, lost_steps
+from megavlm.metrics.callback import Generation, Samples, StepEnd, Stop
+from megavlm.metrics.sinks import JsonlSink, kept_lines, lost_steps
+from megavlm.metrics.tensorboard import TensorBoardSink
+
+END = Stop(0, "finished")
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -26,24 +30,24 @@ def records(path: Path) -> list[dict[str, Any]]:
 def write(path: Path, *, first: int, last: int, resume_iteration: int = 0) -> None:
     sink = JsonlSink(path, resume_iteration=resume_iteration)
     for iteration in range(first, last + 1):
-        sink.log({"iteration": iteration, "loss": 1 / iteration, "mfu": None})
-    sink.close()
+        sink.on_step_end(StepEnd({"iteration": iteration, "loss": 1 / iteration, "mfu": None}))
+    sink.on_stop(END)
 
 
 @given(st.floats(allow_nan=False))
 def test_a_float_reads_back_as_the_same_float(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
     path = tmp_path_factory.mktemp("jsonl") / "metrics.jsonl"
     sink = JsonlSink(path)
-    sink.log({"iteration": 1, "loss": value, "grad_norm": np.float64(value)})
-    sink.close()
+    sink.on_step_end(StepEnd({"iteration": 1, "loss": value, "grad_norm": np.float64(value)}))
+    sink.on_stop(END)
     [record] = records(path)
     assert record["loss"].hex() == record["grad_norm"].hex() == value.hex()
 
 
 def test_python_reads_back_what_is_not_finite(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl")
-    sink.log({"iteration": 1, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "mfu": None})
-    sink.close()
+    sink.on_step_end(StepEnd({"iteration": 1, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "mfu": None}))
+    sink.on_stop(END)
     [record] = records(tmp_path / "metrics.jsonl")
     assert math.isnan(record["loss"])
     assert (record["grad_norm"], record["lr"], record["mfu"]) == (math.inf, -math.inf, None)
@@ -51,17 +55,18 @@ def test_python_reads_back_what_is_not_finite(tmp_path: Path) -> None:
 
 def test_a_line_is_readable_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "RUN" / "metrics.jsonl")
-    sink.log({"iteration": 1, "loss": 0.5})
+    sink.on_step_end(StepEnd({"iteration": 1, "loss": 0.5}))
     assert records(tmp_path / "RUN" / "metrics.jsonl") == [{"iteration": 1, "loss": 0.5}]
-    sink.close()
+    sink.on_stop(END)
 
 
 def test_kill_9_loses_no_logged_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     program = (
         "import os, signal, sys; from pathlib import Path; from megavlm.metrics.sinks import JsonlSink\n"
+        "from megavlm.metrics.callback import StepEnd\n"
         "sink = JsonlSink(Path(sys.argv[1]))\n"
-        "for i in range(1, 8): sink.log({'iteration': i})\n"
+        "for i in range(1, 8): sink.on_step_end(StepEnd({'iteration': i}))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     root = Path(__file__).parents[3]
@@ -87,7 +92,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     write(path, first=1, last=2)
     before = path.read_bytes()
     path.write_bytes(before + torn)
-    JsonlSink(path, resume_iteration=5).close()
+    JsonlSink(path, resume_iteration=5).on_stop(END)
     assert path.read_bytes() == before
 
 
@@ -133,38 +138,54 @@ def test_a_path_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path]
 def test_lines_wait_until_a_full_disk_has_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path)
-    sink.log({"iteration": 1})
+    sink.on_step_end(StepEnd({"iteration": 1}))
     file = sink._lines._file.fileno()
     disk, full = os.dup(file), os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, file)
-    sink.log({"iteration": 2})
-    sink.log({"iteration": 3})
+    sink.on_step_end(StepEnd({"iteration": 2}))
+    sink.on_step_end(StepEnd({"iteration": 3}))
     os.dup2(disk, file)
     assert [record["iteration"] for record in records(path)] == [1]
     assert capsys.readouterr().err.count("No space left") == 1
-    sink.log({"iteration": 4})
+    sink.on_step_end(StepEnd({"iteration": 4}))
     assert [record["iteration"] for record in records(path)] == [1, 2, 3, 4]
-    sink.close()
+    sink.on_stop(END)
 
 
 def test_a_value_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     with pytest.raises(TypeError, match="float32"):
-        sink.log({"iteration": 1, "loss": np.float32(0.1)})  # type: ignore[dict-item]
-    sink.close()
+        sink.on_step_end(StepEnd({"iteration": 1, "loss": np.float32(0.1)}))  # type: ignore[dict-item]
+    sink.on_stop(END)
 
 
 def test_tensorboard_charts_numbers_and_purges_on_resume(tmp_path: Path) -> None:
     first = TensorBoardSink(tmp_path)
     for iteration in range(1, 6):
-        first.log({"iteration": iteration, "loss": float(iteration), "tokens": 8, "mfu": None, "device": "CPU"})
-    first.close()
+        first.on_step_end(
+            StepEnd({"iteration": iteration, "loss": float(iteration), "tokens": 8, "mfu": None, "device": "CPU"})
+        )
+    first.on_stop(END)
     resumed = TensorBoardSink(tmp_path, purge_step=4)
-    resumed.log({"iteration": 4, "loss": 40.0, "tokens": 8, "mfu": None})
-    resumed.close()
+    resumed.on_step_end(StepEnd({"iteration": 4, "loss": 40.0, "tokens": 8, "mfu": None}))
+    resumed.on_stop(END)
     charts = EventAccumulator(str(tmp_path)).Reload()
-    assert sorted(charts.Tags()["scalars"]) == ["loss", "tokens"]
-    assert [(point.step, point.value) for point in charts.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    assert sorted(charts.Tags()["scalars"]) == ["data/tokens", "train/loss"]
+    assert [(point.step, point.value) for point in charts.Scalars("train/loss")] == [
+        *((1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0))
+    ]
+
+
+def test_tensorboard_shows_samples_with_their_pictures(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    picture = np.full((4, 6, 3), 200, dtype=np.uint8)
+    sink.on_samples(Samples(3, [Generation("What is it?", "a wall", "a grey wall", [picture])]))
+    sink.on_stop(END)
+    shown = EventAccumulator(str(tmp_path)).Reload()
+    (image,) = shown.Images("samples/0/0")
+    assert (image.step, image.width, image.height) == (3, 6, 4)
+    (text,) = shown.Tensors("samples/0/text_summary")
+    assert b"a wall" in text.tensor_proto.string_val[0]
 
 
 def test_a_run_that_resumes_learns_which_steps_were_lost(tmp_path: Path) -> None:
@@ -175,7 +196,7 @@ def test_a_run_that_resumes_learns_which_steps_were_lost(tmp_path: Path) -> None
     )
     assert lost_steps(path, resume_iteration=3) == {"lost_steps": 4, "last_lost": "T7"}
     assert lost_steps(path, resume_iteration=7) == {"lost_steps": None, "last_lost": None}
-    JsonlSink(path, resume_iteration=3).close()
+    JsonlSink(path, resume_iteration=3).on_stop(END)
     assert len(records(path)) == 3
 
 
@@ -187,9 +208,9 @@ def test_a_full_disk_ends_the_charts_and_not_the_run(tmp_path: Path, capsys, mon
     sink = TensorBoardSink(tmp_path)
     monkeypatch.setattr(sink._writer, call, full)
     for iteration in (1, 2):
-        sink.log({"iteration": iteration, "loss": 1.0})
-    sink.close()
-    sink.close()
+        sink.on_step_end(StepEnd({"iteration": iteration, "loss": 1.0}))
+    sink.on_stop(END)
+    sink.on_stop(END)
     (line,) = capsys.readouterr().err.splitlines()
     assert "No space left on device" in line
     assert "goes on without charts" in line

@@ -1,0 +1,33 @@
+"""Options about what a run tells others while it trains; `schema.py` defines how options are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.option import option
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    log_interval: int = option(1, "Steps between progress lines; metrics.jsonl records every step.")
+    tensorboard: bool = option(True, "Write TensorBoard files to RUN_DIR/tensorboard.")
+    tracker: tuple[Literal["wandb", "mlflow"], ...] = option(
+        (),
+        "Send metrics, options and samples to Weights & Biases (wandb) or MLflow (mlflow) as well; default: neither.",
+    )
+    tracker_project: str = option(
+        "megavlm", "Project (Weights & Biases) or experiment (MLflow) of the run.", "--wandb-project"
+    )
+    tracker_run_name: str | None = option(
+        None, "Name of the run in the trackers; default: that of --run-dir.", "--wandb-exp-name"
+    )
+    callback: tuple[str, ...] = option(
+        (), "Call your own code at each step, evaluation, save and at the end: MODULE:CLASS of each; default: none."
+    )
+    profile: bool = option(
+        False, "Profile steps with torch.profiler: write RUN_DIR/profile/rank-N.json.gz and the most expensive kernels."
+    )
+    profile_step_start: int = option(10, "Profiler: number of steps that run before the trace starts.")
+    profile_step_end: int = option(12, "Profiler: last step of the trace.")
+    profile_ranks: tuple[int, ...] = option((0,), "Profiler: ranks that write a trace.")

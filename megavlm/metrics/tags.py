@@ -1,0 +1,64 @@
+"""What TensorBoard and the trackers call the numbers of metrics.jsonl, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megavlm.metrics.callback import Record
+
+TAGS = {
+    "loss": "train/loss",
+    "loss_by_source": "train/loss_by_source",
+    "aux_loss": "train/aux_loss",
+    "grad_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate",
+    "loss_scale": "train/loss_scale",
+    "updated": "train/updated",
+    "skipped_steps": "train/skipped_steps",
+    "epoch": "train/epoch",
+    "tokens": "data/tokens",
+    "trained_tokens": "data/trained_tokens",
+    "image_tokens": "data/image_tokens",
+    "images": "data/images",
+    "skipped_samples": "data/skipped_samples",
+    "split_samples": "data/split_samples",
+    "packing_efficiency": "data/packing_efficiency",
+    "data_time_s": "perf/data_time_s",
+    "step_time_s": "perf/step_time_s",
+    "tokens_per_second": "perf/tokens_per_second",
+    "images_per_second": "perf/images_per_second",
+    "model_tflops_per_device": "perf/model_tflops_per_device",
+    "mfu": "perf/mfu",
+    "peak_memory_gib": "perf/peak_memory_gib",
+    "phase_seconds": "perf/phase_seconds",
+    "slowest_rank": "perf/slowest_rank",
+    "slowest_rank_s": "perf/slowest_rank_s",
+    "slowest_rank_excess": "perf/slowest_rank_excess",
+    "save_stall_s": "perf/save_stall_s",
+    "save_time_s": "perf/save_time_s",
+    "eval_time_s": "perf/eval_time_s",
+}
+# Of names that begin so, the beginning is replaced; names with a slash are tags already.
+PREFIXES = {"eval_": "validation/", "imbalance_": "data/imbalance_"}
+_NO_METRIC = ("iteration",)
+
+
+def tag_of(name: str) -> str:
+    """Return the tag of a name in metrics.jsonl; `other/NAME` for a name that nobody has put into the table."""
+    if name in TAGS or "/" in name:
+        return TAGS.get(name, name)
+    for prefix, instead in PREFIXES.items():
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return f"other/{name}"
+
+
+def tagged(record: Record) -> dict[str, float]:
+    """Return the numbers of a record by tag. What is unknown (None) or text is left out; parts are `TAG/PART`."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        parts = {f"/{part}": each for part, each in value.items()} if isinstance(value, Mapping) else {"": value}
+        for part, number in parts.items():
+            if name not in _NO_METRIC and isinstance(number, float | int):
+                found[tag_of(name) + part] = number
+    return found

@@ -1,0 +1,59 @@
+"""Write the metrics of each iteration and samples to TensorBoard."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megavlm.metrics.callback import Callback, Samples, StepEnd, Stop
+from megavlm.metrics.tags import tagged
+
+
+class TensorBoardSink(Callback):
+    """Writes TensorBoard event files: one chart per number, under its tag, and samples with their pictures."""
+
+    def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
+        """Write to `directory`; TensorBoard ignores points of earlier event files from iteration `purge_step` on.
+
+        A run that resumes at iteration k passes k + 1.
+        """
+        from torch.utils.tensorboard import SummaryWriter  # the import takes a second, and only one rank needs it
+
+        self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
+
+    def on_step_end(self, step: StepEnd) -> None:
+        def add(writer: Any) -> None:
+            for tag, number in tagged(step.record).items():
+                writer.add_scalar(tag, number, step.iteration)
+
+        self._write(add)
+
+    def on_samples(self, samples: Samples) -> None:
+        def add(writer: Any) -> None:
+            for number, each in enumerate(samples.generations):
+                text = f"{each.prompt}\n\n**{each.answer}**\n\n{each.reference}"
+                writer.add_text(f"samples/{number}", text, samples.iteration)
+                for place, image in enumerate(each.images):
+                    writer.add_image(f"samples/{number}/{place}", image, samples.iteration, dataformats="HWC")
+
+        self._write(add)
+
+    def on_stop(self, stop: Stop) -> None:
+        self._write(lambda writer: writer.close())
+
+    def _write(self, call: Callable[[Any], object]) -> None:
+        """Call the writer; after an error of its thread, go on without."""
+        if self._writer is None:
+            return
+        try:
+            call(self._writer)
+        except OSError as error:
+            self._writer = None
+            print(
+                f"warning: TensorBoard's files cannot be written ({error.strerror or error}): "
+                "the run goes on without charts; metrics.jsonl has the same figures",
+                file=sys.stderr,
+                flush=True,
+            )

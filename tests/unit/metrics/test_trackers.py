@@ -1,0 +1,93 @@
+"""The real libraries, offline: wandb in its offline mode, mlflow with files; skipped where they are not installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megavlm.config.cli import parse
+from megavlm.errors import UserError
+from megavlm.metrics import trackers
+from megavlm.metrics.callback import Generation, Samples, Start, StepEnd, Stop
+from megavlm.metrics.trackers import check_installed, known_id, remember_id
+
+PICTURE = np.full((8, 8, 3), 120, dtype=np.uint8)
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+
+
+def needs(name: str) -> None:
+    pytest.importorskip(name, reason=f"pip install 'megavlm[{name}]' lets this run")
+
+
+def train(run_dir: Path, tracker: str, *, first: int, last: int) -> str:
+    """Tell a tracker of a run's steps, in this process and without its thread; return its id."""
+    argv = f"--run-dir {run_dir} --tracker {tracker} --tracker-project tests --datasets https://me:pw@host/a.json"
+    config = parse(argv.split())
+    each = trackers._make(tracker, "tests", "a-run")
+    each.on_start(Start(run_dir, config, first - 1, 2, "CPU"))
+    for iteration in range(first, last + 1):
+        each.on_step_end(StepEnd({"iteration": iteration, "loss": 1 / iteration, "mfu": None, "time": "now"}))
+    each.on_samples(Samples(last, [Generation("What is it?", "a wall", "a grey wall", [PICTURE])]))
+    each.on_stop(Stop(last, "finished"))
+    identity = known_id(run_dir, tracker)
+    assert identity is not None
+    return identity
+
+
+def test_an_id_is_remembered_and_a_damaged_one_is_not_used(tmp_path: Path) -> None:
+    assert known_id(tmp_path, "wandb") is None
+    remember_id(tmp_path, "wandb", "abc-123")
+    assert known_id(tmp_path, "wandb") == "abc-123"
+    assert known_id(tmp_path, "mlflow") is None
+    (tmp_path / "wandb-run-id.txt").write_text("../../etc\n")
+    assert known_id(tmp_path, "wandb") is None
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"--tracker mlflow .* pip install 'megavlm\[mlflow\]'"):
+        check_installed(["mlflow"])
+
+
+@pytest.mark.slow
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("SOME_API_KEY", SECRET)
+    identity = train(tmp_path, "wandb", first=1, last=3)
+    assert train(tmp_path, "wandb", first=3, last=5) == identity
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    assert all(folder.name.endswith(identity) for folder in folders)
+    written = b"".join(path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file())
+    assert b"train/loss" in written
+    assert b"optimizer.lr" in written
+    assert b"a grey wall" in written
+    assert SECRET.encode() not in written
+    assert b"me:pw" not in written
+    assert list((tmp_path / "wandb").rglob("*.png"))
+
+
+@pytest.mark.slow
+def test_mlflow_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    identity = train(tmp_path, "mlflow", first=1, last=3)
+    assert train(tmp_path, "mlflow", first=4, last=5) == identity
+    import mlflow
+
+    client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
+    run = client.get_run(identity)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optimizer.lr"] == "0.001"
+    assert "me:pw" not in str(run.data.params)
+    history = client.get_metric_history(identity, "train/loss")
+    assert [(point.step, point.value) for point in history] == [(n, 1 / n) for n in range(1, 6)]
+    assert [each.path for each in client.list_artifacts(identity, "samples")] == [
+        "samples/iter_0000003.json",
+        "samples/iter_0000005.json",
+    ]
+    assert client.list_artifacts(identity, "images")
