@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megavlm.errors import UserError
 from megavlm.preview.goodput import LIMIT, page
+from megavlm.preview.html import write_page
 from megavlm.preview.run_charts import duration
 from megavlm.resilience.account import Account, Scaling, point_of, records_of, scaling_of
 from megavlm.resilience.events import events
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         accounts = [_account(run) for run in given.runs]
         scaling = _scaling(given.runs) if given.scaling else None
-        _write(page(accounts, scaling), given.out)
+        write_page(page(accounts, scaling), given.out)
     except UserError as error:
         print(f"goodput.py: {error}", file=sys.stderr)
         return 2
@@ -107,13 +107,3 @@ def _as_json(accounts: Sequence[Account], scaling: Scaling | None) -> dict[str, 
         "runs": [account.as_json() for account in accounts],
         "scaling": [{**vars(point), "per_device": point.per_device, "share": share} for point, share in points],
     }
-
-
-def _write(text: str, out: Path) -> None:
-    temporary = out.with_name(out.name + ".tmp")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, out)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}") from error

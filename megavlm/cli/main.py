@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sweep": ("megavlm.cli.sweep", "Train the variants of a run, on a cluster or here, and compare them."),
     "why": ("megavlm.cli.why", "Say what holds a run back."),
     "goodput": ("megavlm.cli.goodput", "Say what the time of runs went to."),
+    "report": ("megavlm.cli.report", "Compare runs on one page."),
     "checkpoint": ("megavlm.cli.checkpoint", "List, verify, show, prune and copy checkpoints."),
     "calibrate": ("megavlm.cli.calibrate", "Measure this machine for the planner."),
 }

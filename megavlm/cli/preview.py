@@ -7,7 +7,6 @@ the packing of samples into sequences, lengths, the sampling share of each sourc
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,15 +58,10 @@ def _config(argv: Sequence[str]) -> Config:
 def write(config: Config, out: Path, *, shown: int) -> Path:
     """Write the page atomically and return its path."""
     from megavlm.preview.collect import look
+    from megavlm.preview.html import write_page
     from megavlm.preview.page import page
 
     names = ", ".join(source.name or Path(source.path).stem for source in config.data.datasets)
     text = page(look(config, shown=shown, title=f"Data of {names}"))
-    temporary = out.with_name(out.name + ".tmp")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, out)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}") from error
+    write_page(text, out)
     return out

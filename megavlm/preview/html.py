@@ -1,11 +1,25 @@
-"""Put the parts of a page together: HTML that needs no script, font, other file or network."""
+"""Put the parts of a page together, and write it: HTML that needs no script, font, other file or network."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from html import escape
+from pathlib import Path
 
+from megavlm.errors import UserError
 from megavlm.preview.style import STYLE
+
+
+def write_page(text: str, out: Path) -> None:
+    """Write a page, whole or not at all. Raises UserError, which names --out, if the file cannot be written."""
+    temporary = out.with_name(out.name + ".tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(temporary, out)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written: {error.strerror}") from error
 
 
 def document(title: str, body: Iterable[str]) -> str:

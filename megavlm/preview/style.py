@@ -74,6 +74,18 @@ svg.attempts{height:8px;margin-top:3px}
 .cell svg.whole{height:10px;margin:0}
 svg.scaling{max-width:640px}
 .scroll{overflow-x:auto}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr));gap:18px 26px;margin:0 0 12px}
+figure{margin:0;min-width:0}
+figcaption{font-size:13px;margin:0 0 8px}
+.plot{position:relative;height:190px;margin:0 6px 24px 52px}
+.plot svg{width:100%;height:100%;overflow:visible}
+.plot span{position:absolute;font-size:11px;color:var(--quiet);white-space:nowrap;font-variant-numeric:tabular-nums}
+.plot .y{right:100%;margin-right:7px;transform:translateY(-50%)}
+.plot .x{top:100%;margin-top:5px;transform:translateX(-50%)}
+.plot svg .run{fill:none;stroke-width:1.6;vector-effect:non-scaling-stroke}
+.plot svg .grid{vector-effect:non-scaling-stroke}
+td>small{min-width:150px}
+.across{font-size:12px;color:var(--quiet);text-align:right;margin:-4px 6px 0 0}
 small{display:block;margin-left:18px;font-size:12px;color:var(--quiet)}
 .marks,.ticks{position:relative;height:20px;font-size:12px;color:var(--quiet);font-variant-numeric:tabular-nums}
 .marks b,.ticks span{position:absolute;transform:translateX(-50%);white-space:nowrap;cursor:default}

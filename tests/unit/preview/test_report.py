@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megavlm.cli import report
+from megavlm.config.cli import parse
+from megavlm.config.load import to_yaml
+from megavlm.preview.lines import Line, chart, short, thinned, ticks
+from megavlm.preview.run_data import differing, read_run
+
+VOID = ("meta", "br", "img")
+
+
+class Balanced(HTMLParser):
+    """Asserts that every element is closed in the order in which it was opened; collects text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None: ...
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def write_run(folder: Path, *, steps: int, lr: str = "1e-3", speed: float = 100.0, **more: object) -> Path:
+    folder.mkdir()
+    config = parse(["--lr", lr, "--run-dir", str(folder)])
+    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "environment.json").write_text(json.dumps({"device": "NVIDIA <b>H100</b>"}))
+    start = {"time": "2026-01-01T00:00:00+00:00", "kind": "start", "iteration": 0, "world": 4, "attempt": 0, "rank": 0}
+    bad = {"time": "2026-01-01T00:00:09+00:00", "kind": "skip", "iteration": 2, "reason": "nan in <script>", "rank": 0}
+    (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (start, bad)))
+    records = [
+        {
+            **{
+                "iteration": n,
+                "time": f"2026-01-01T00:{n // 60:02}:{n % 60:02}+00:00",
+                "loss": 4.0 / n,
+                "tokens": 1000,
+            },
+            **{"step_time_s": 1.0, "data_time_s": 0.25, "tokens_per_second": speed, "mfu": 0.4, "grad_norm": 1.0},
+            **{"learning_rate": 1e-3, "packing_efficiency": 0.9, "skipped_samples": 1, "skipped_steps": 1},
+            **{"peak_memory_gib": 10.0 + n / 10, "updated": True},
+            **more,
+        }
+        for n in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def told(page: str) -> str:
+    reader = Balanced()
+    reader.feed(page)
+    reader.close()
+    assert not reader.open
+    return " ".join(" ".join(reader.text).split())
+
+
+def test_a_page_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_run(tmp_path / "one", steps=40, **{"validation/loss": 1.5})
+    two = write_run(tmp_path / "two & more", steps=20, lr="5e-4", speed=180.0)
+    out = tmp_path / "deep" / "report.html"
+    assert report.main([str(one), str(two), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote {out}\n"
+    page = out.read_text()
+    text = told(page)
+    for expected in ("one", "two & more", "4 × NVIDIA <b>H100</b>", "40.0%", "25.0%", "14.0 GiB", "12.0 GiB", "1 skip"):
+        assert expected in text, expected
+    assert "optimizer.lr 0.001 0.0005" in text
+    assert "run.run_dir" not in text
+    assert "validation/loss" in text
+    assert "nan in <script>" in text
+    assert "<script" not in page
+    assert not re.search(r"(?:src|href)=", page)
+    # Loss over three axes, held-out loss over steps, …: each run has a line in each chart for which it has values.
+    assert page.count('<polyline class="run"') == 2 * (3 + 4 + 2 + 2) + 1
+
+
+def test_one_run_shows_what_differs_from_the_defaults(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "one", steps=3, lr="7e-4"))
+    assert differing([run]) == {"optimizer.lr": [7e-4]}
+    assert differing([run, run]) == {}
+
+
+def test_a_damaged_run_is_told_with_what_can_be_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", steps=3)
+    (run / "config.yaml").write_text("train: {no_such_option: 1}")
+    (run / "environment.json").write_text("[")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 4, "loss": NaN, "tokens": 1e300, "mfu": "x", "step_time_s": null}\n{"iter')
+    read = read_run(run)
+    assert read.settings == {}
+    assert read.values("loss") == [4.0, 2.0, 4 / 3]
+    assert read.axes["tokens"] == [1000, 2000, 3000, 3000]
+    out = tmp_path / "report.html"
+    assert report.main([str(run), "--out", str(out)]) == 0
+    assert "No config.yaml can be read." in told(out.read_text())
+
+
+@pytest.mark.parametrize("name", ["none", "file"])
+def test_what_is_no_run_is_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert report.main([str(tmp_path / name)]) == 2
+    assert "name the folder of a run" in capsys.readouterr().err
+
+
+def test_a_chart_places_the_extremes_at_its_edges() -> None:
+    drawn = chart("loss", [Line("a", "red", [(10, 2.0), (20, 4.0)])], across="steps")
+    assert 'points="0.0,1000.0 1000.0,0.0"' in drawn
+    assert "2" in told(drawn)
+    assert "No values" in chart("loss", [Line("a", "red", [])], across="steps")
+    assert 'points="0.0,500.0' not in chart("flat", [Line("a", "red", [(1, 3.0), (2, 3.0)])], across="steps")
+
+
+def test_long_lines_are_averaged() -> None:
+    points = [(float(n), float(n % 2)) for n in range(1, 4001)]
+    few = thinned(points)
+    assert len(few) == 400
+    assert few[-1] == (4000.0, 0.5)
+    assert thinned(points[:3]) == points[:3]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 10, [0, 2, 4, 6, 8, 10]), (0.13, 0.19, [0.13, 0.14, 0.15, 0.16, 0.17, 0.18, 0.19]), (5, 5, [5])],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_numbers_are_short() -> None:
+    assert [short(x) for x in (0, 0.00012, 1.5, 340, 12_000, 3_400_000, 2e10)] == [
+        *("0", "0.00012", "1.5", "340", "12k", "3.4M", "20G")
+    ]

@@ -1,0 +1,12 @@
+"""Compare runs on one page: `megavlm report`, out of a clone that need not be installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megavlm.cli.main import run
+from megavlm.cli.report import main
+
+if __name__ == "__main__":
+    run(main, teardown=True)
