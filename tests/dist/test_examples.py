@@ -30,7 +30,13 @@ def run(folder: Path, words: tuple[str, ...]) -> None:
     paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        ["bash", "-c", shlex.join(words)], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        ["bash", "-c", shlex.join(words)],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
 

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "python -m megavlm.launch.node ": "it is one container of a job, and the tests of launchers run it as such",
     "python -m megavlm.launch vertex ": "tests/unit/launch has what it would submit",
     "python -m megavlm.launch kubernetes ": "tests/unit/launch has what it would submit",
+    "python tools/sweep.py lr.yaml ": "a grid of hours; tests/unit/sweep has small ones",
     "until ": "a shell loop around any command",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 ": "it waits for machines",
     "tools/gpu_check.sh": "it needs a GPU",

@@ -13,7 +13,7 @@ from megavlm.launch.configuration import configured
 from tests.support.examples import ELSEWHERE, PAGES, Example, examples, write_folder
 
 EXAMPLES = [example for page in PAGES for example in examples(page)]
-TAKES_RUN_FLAGS = ("convert", "preview", "launch", "sweep")
+TAKES_MORE = ("convert", "preview", "launch", "sweep")  # flags of a run, options of a scheduler
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_every_example_is_taken_as_printed(folder: Path, monkeypatch: pytest.Mon
         elif name != "train":
             parser = importlib.import_module(COMMANDS[name][0])._parser()
             _, rest = parser.parse_known_args(argv[: argv.index("--")] if "--" in argv else argv)
-            assert not rest or name in TAKES_RUN_FLAGS, f"{example.page}: {rest} in {example.text}"
+            assert not rest or name in TAKES_MORE, f"{example.page}: {rest} in {example.text}"
 
 
 def replica(argv: tuple[str, ...]) -> int:
