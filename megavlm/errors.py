@@ -29,6 +29,12 @@ class DeviceFault(BadNumbers):
     status = 71
 
 
+class StoreLost(UserError):
+    """An object store did not answer, or not as it should: another attempt may succeed, so the exit status is 1."""
+
+    status = 1
+
+
 class Stopped(Exception):
     """A run that ended before its last iteration because it was asked to. The message says by what; the exit status is
     75, and the same command continues the run."""

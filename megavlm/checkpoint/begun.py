@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
-from megavlm.checkpoint import folders
+from megavlm.checkpoint import folders, remote
 from megavlm.config.load import from_yaml_file
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import with_values_of
 from megavlm.errors import UserError
+from megavlm.storage.store import StoreError
+from megavlm.storage.urls import is_url
+
+_LARGEST = 2**19  # bytes of a configuration
 
 
 def as_begun(config: Config) -> Config:
@@ -17,14 +22,41 @@ def as_begun(config: Config) -> Config:
     Those of `start_defaults` that nobody set: another version's table, or a longer run, must not change the learning
     rate of a run that is under way.
     """
-    places = [Path(config.run.run_dir)]
-    if not folders.checkpoints(places[0] / "checkpoints") and config.checkpoint.load is not None:
-        given = Path(config.checkpoint.load)
-        places = [given, given.parent.parent]
-    for place in places:
-        if folders.checkpoints(place / "checkpoints") and (place / "config.yaml").exists():
-            try:
-                return with_values_of(config, from_yaml_file(place / "config.yaml"))
-            except UserError as error:
-                print(f"warning: {error}: options that are not given take their defaults", flush=True)
+    options, run_dir = config.checkpoint, Path(config.run.run_dir)
+    if folders.checkpoints(run_dir / "checkpoints"):
+        return _with_values_in(config, run_dir / "config.yaml")
+    if options.checkpoint_dir is not None and (stored := _stored(options.checkpoint_dir)) is not None:
+        return _with_stored(config, stored)
+    if options.load is None:
+        return config
+    if is_url(options.load):
+        stored = _stored(options.load)
+        return config if stored is None else _with_stored(config, stored)
+    given = Path(options.load)
+    places = [place for place in (given, given.parent.parent) if folders.checkpoints(place / "checkpoints")]
+    return _with_values_in(config, places[0] / "config.yaml") if places else config
+
+
+def _with_stored(config: Config, content: bytes) -> Config:
+    with NamedTemporaryFile(suffix=".yaml") as file:
+        Path(file.name).write_bytes(content)
+        return _with_values_in(config, Path(file.name))
+
+
+def _with_values_in(config: Config, file: Path) -> Config:
+    if not file.exists():
+        return config
+    try:
+        return with_values_of(config, from_yaml_file(file))
+    except UserError as error:
+        print(f"warning: {error}: options that are not given take their defaults", flush=True)
     return config
+
+
+def _stored(url: str) -> bytes | None:
+    """Return the config.yaml beside the checkpoints of a store; None if there is none, or no checkpoint."""
+    try:
+        store, _ = remote.place_of(url)
+        return store.read("config.yaml", at_most=_LARGEST) if remote.complete_in(store) else None
+    except StoreError:  # who copies the checkpoint says what is wrong
+        return None

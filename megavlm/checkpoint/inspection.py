@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from megavlm.checkpoint import folders, manifest
+from megavlm.checkpoint import folders, manifest, retention
 from megavlm.checkpoint.manifest import MANIFEST, SUMMARY, FileSum
-from megavlm.checkpoint.retention import Holds, best_of, metrics_of
+from megavlm.checkpoint.retention import Holds, Keep, best_of, metrics_of
 from megavlm.errors import UserError
 from megavlm.paths import open_regular, read_bytes
 
+Named = TypeVar("Named")
 _PIECE = 4 * 2**20  # bytes
 
 
@@ -24,7 +25,7 @@ _PIECE = 4 * 2**20  # bytes
 class Entry:
     """What a list of checkpoints says of one of them."""
 
-    folder: Path
+    name: str
     iteration: int
     bytes: int
     saved: datetime
@@ -50,16 +51,18 @@ def entries(path: Path) -> Iterator[Entry]:
     """Yield the checkpoints of a run, oldest first."""
     found = folders.checkpoints(root_of(path))
     metrics = {iteration: metrics_of(folder) for iteration, folder in found}
-    best = _best(found[-1][1], metrics)
+    best = best_by(found[-1][1], metrics, summary_of)
     for iteration, folder in found:
         problem = manifest.first_look(folder)
         state = problem or ("whole" if manifest.is_verifiable(folder) else "unverifiable: of an earlier version")
         sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
         saved = datetime.fromtimestamp(folder.stat().st_mtime)
-        yield Entry(folder, iteration, sum(sizes), saved, metrics[iteration], iteration == best, state)
+        yield Entry(folder.name, iteration, sum(sizes), saved, metrics[iteration], iteration == best, state)
 
 
-def _best(newest: Path, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
+def best_by(
+    newest: Named, metrics: Mapping[int, Mapping[str, float]], summary_of: Callable[[Named], Mapping[str, Any]]
+) -> int | None:
     """Return the iteration of the best checkpoint by the rule that the newest one names; None if there is no rule."""
     try:
         metric, mode = summary_of(newest)["keep_best"]
@@ -86,6 +89,16 @@ def summary_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder}: {SUMMARY} cannot be read ({error})") from error
     return summary
+
+
+def doomed(path: Path, rule: Keep) -> list[Path]:
+    """Return the checkpoints of a run that the rule does not keep, oldest first."""
+    return retention.doomed(root_of(path), rule)
+
+
+def delete(folder: Path) -> bool:
+    """Delete a checkpoint; return whether it is gone: nothing is deleted while somebody loads it."""
+    return retention.delete(folder)
 
 
 def copy(source: Path, to: Path) -> Path:

@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 SUMMARY = "megavlm.json"  # in every checkpoint: what it is
 ANNOUNCED = "manifest"  # the key of the summary that says that there is a manifest
 _PIECE = 2**18  # bytes that are read, written or summed at once: what is summed is still in the core's cache
-_LARGEST = 2**28  # bytes of a manifest: ten million items
+LARGEST = 2**28  # bytes of a manifest: ten million items
 TENSORS = ".distcp"  # what files of tensors end in: they are verified while they are loaded, all others before
 
 
@@ -112,8 +112,16 @@ def write_manifest(folder: Path, known: Mapping[str, FileSum], *, attempt: str |
 def attempt_of(folder: Path) -> str | None:
     """Return which save wrote a checkpoint; None if that is not known, or if it is none."""
     try:
-        found = json.loads(read_bytes(folder / MANIFEST, at_most=_LARGEST))["attempt"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return attempt_in(read_bytes(folder / MANIFEST, at_most=LARGEST))
+    except OSError:
+        return None
+
+
+def attempt_in(manifest: bytes) -> str | None:
+    """Return which save wrote the checkpoint that has this manifest; None if it does not say."""
+    try:
+        found = json.loads(manifest)["attempt"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) else None
 
@@ -135,8 +143,13 @@ def _whole(value: Any) -> int:
 
 def read_manifest(folder: Path) -> dict[str, FileSum]:
     """Return the sums of a checkpoint's files by name. Raises ValueError where the manifest is damaged."""
+    return sums_in(read_bytes(folder / MANIFEST, at_most=LARGEST))
+
+
+def sums_in(manifest: bytes) -> dict[str, FileSum]:
+    """Return the sums of files by name that a manifest lists. Raises ValueError where it is damaged."""
     try:
-        files = json.loads(read_bytes(folder / MANIFEST, at_most=_LARGEST))["files"]
+        files = json.loads(manifest)["files"]
         sums = {name: _from_json(entry) for name, entry in files.items()}
         for name in sums:
             for part in name.split("/"):
@@ -158,7 +171,7 @@ def is_complete(folder: Path) -> bool:
     if is_verifiable(folder):
         return True
     try:
-        summary = json.loads(read_bytes(folder / SUMMARY, at_most=_LARGEST))
+        summary = json.loads(read_bytes(folder / SUMMARY, at_most=LARGEST))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(summary, dict) and ANNOUNCED not in summary

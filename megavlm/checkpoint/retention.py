@@ -61,9 +61,17 @@ def best_of(metric: Mapping[int, float], mode: Literal["min", "max"]) -> int | N
 def metrics_of(folder: Path) -> dict[str, float]:
     """Return the metrics that a checkpoint's description has; those of earlier versions and imports have none."""
     try:
-        found = json.loads(read_bytes(folder / SUMMARY, at_most=2**24))["metrics"]
+        return metrics_in(read_bytes(folder / SUMMARY, at_most=2**24))
+    except OSError:
+        return {}
+
+
+def metrics_in(description: bytes) -> dict[str, float]:
+    """Return the metrics in a checkpoint's description, `megavlm.json`."""
+    try:
+        found = json.loads(description)["metrics"]
         return {str(name): float(value) for name, value in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 

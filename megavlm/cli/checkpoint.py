@@ -10,10 +10,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
-from megavlm.checkpoint import inspection, retention
+from megavlm.checkpoint import inspection, store_inspection
 from megavlm.checkpoint.retention import Keep
 from megavlm.errors import UserError
+from megavlm.storage.store import StoreError
+from megavlm.storage.urls import is_url
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,15 +24,21 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         status: int = options.action(options)
-    except UserError as error:
+    except (UserError, StoreError) as error:
         print(f"checkpoint.py: {error}", file=sys.stderr)
         return 2
     return status
 
 
+def _at(text: str) -> tuple[ModuleType, Path | str]:
+    """Return the functions for a place, which is a path or a URL, and the place as they take it."""
+    return (store_inspection, text) if is_url(text) else (inspection, Path(text))
+
+
 def _list(options: argparse.Namespace) -> int:
-    for entry in inspection.entries(options.run):
-        parts = [entry.folder.name, f"{entry.bytes / 1e9:10.3f} GB", f"{entry.saved:%Y-%m-%d %H:%M:%S}"]
+    functions, run = _at(options.run)
+    for entry in functions.entries(run):
+        parts = [entry.name, f"{entry.bytes / 1e9:10.3f} GB", f"{entry.saved:%Y-%m-%d %H:%M:%S}"]
         parts += [f"{name} {value:.4g}" for name, value in entry.metrics.items()] + ["best"] * entry.is_best
         print("  ".join([*parts, entry.state]))
     return 0
@@ -37,34 +46,40 @@ def _list(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     damaged = 0
-    for path in options.paths:
-        for folder in inspection.checkpoints_of(path):
-            problem = inspection.problem_of(folder)
+    for text in options.paths:
+        functions, place = _at(text)
+        for checkpoint in functions.checkpoints_of(place):
+            problem = functions.problem_of(checkpoint)
             damaged += problem is not None
-            print(f"{folder}: {problem or 'whole'}", flush=True)
+            print(f"{checkpoint}: {problem or 'whole'}", flush=True)
     return int(damaged > 0)
 
 
 def _show(options: argparse.Namespace) -> int:
-    print(json.dumps(inspection.summary_of(inspection.checkpoints_of(options.checkpoint)[-1]), indent=2))
+    functions, place = _at(options.checkpoint)
+    print(json.dumps(functions.summary_of(functions.checkpoints_of(place)[-1]), indent=2))
     return 0
 
 
 def _prune(options: argparse.Namespace) -> int:
     if options.keep < 1:
         raise UserError("--keep must be at least 1")
-    root = inspection.root_of(options.run)
-    for folder in retention.doomed(root, Keep(options.keep, options.keep_every, options.keep_best, options.mode)):
+    functions, run = _at(options.run)
+    rule = Keep(options.keep, options.keep_every, options.keep_best, options.mode)
+    for checkpoint in functions.doomed(run, rule):
         if not options.delete:
-            print(f"{folder} would be deleted: add --delete")
+            print(f"{checkpoint} would be deleted: add --delete")
         else:
-            print(f"{folder} {'is deleted' if retention.delete(folder) else 'stays: somebody loads it'}")
+            print(f"{checkpoint} {'is deleted' if functions.delete(checkpoint) else 'stays: somebody loads it'}")
     return 0
 
 
 def _copy(options: argparse.Namespace) -> int:
-    source = inspection.checkpoints_of(options.checkpoint)[-1]
-    print(f"{inspection.copy(source, options.to)}: copied and verified")
+    functions, place = _at(options.checkpoint)
+    source = functions.checkpoints_of(place)[-1]
+    in_a_store = is_url(options.checkpoint) or is_url(options.to)
+    copied = store_inspection.copy(source, options.to) if in_a_store else inspection.copy(source, Path(options.to))
+    print(f"{copied}: copied and verified")
     return 0
 
 
@@ -73,19 +88,21 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     listing = commands.add_parser("list", help="List the checkpoints of a run, and which are damaged at a first look.")
-    listing.add_argument("run", type=Path, metavar="RUN", help="Run folder or its checkpoints folder.")
+    listing.add_argument("run", metavar="RUN", help="Run folder, its checkpoints folder, or a URL.")
     listing.set_defaults(action=_list)
 
     verify = commands.add_parser("verify", help="Read all files and compare them with their checksums.")
-    verify.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="Checkpoints, or runs: all of theirs.")
+    verify.add_argument(
+        "paths", nargs="+", metavar="PATH", help="Checkpoints, or runs: all of theirs. Folders or URLs."
+    )
     verify.set_defaults(action=_verify)
 
     show = commands.add_parser("show", help="Print what a checkpoint is: model, layout, iteration, data.")
-    show.add_argument("checkpoint", type=Path, metavar="PATH", help="Checkpoint, or a run: its latest one.")
+    show.add_argument("checkpoint", metavar="PATH", help="Checkpoint, or a run: its latest one. A folder or a URL.")
     show.set_defaults(action=_show)
 
     prune = commands.add_parser("prune", help="Print which checkpoints the rule does not keep, or delete them.")
-    prune.add_argument("run", type=Path, metavar="RUN", help="Run folder or its checkpoints folder.")
+    prune.add_argument("run", metavar="RUN", help="Run folder, its checkpoints folder, or a URL.")
     prune.add_argument("--keep", type=int, required=True, metavar="K", help="Number of latest checkpoints to keep.")
     prune.add_argument(
         "--keep-every", type=int, default=0, metavar="N", help="Also keep multiples of this iteration; default: none."
@@ -104,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     prune.set_defaults(action=_prune)
 
     copy = commands.add_parser("copy", help="Copy a checkpoint and verify the copy.")
-    copy.add_argument("checkpoint", type=Path, metavar="PATH", help="Checkpoint, or a run: its latest one.")
-    copy.add_argument("to", type=Path, metavar="FOLDER", help="Folder to put it into, as RUN/checkpoints.")
+    copy.add_argument("checkpoint", metavar="PATH", help="Checkpoint, or a run: its latest one. A folder or a URL.")
+    copy.add_argument("to", metavar="FOLDER", help="Folder or URL to put it into, as RUN/checkpoints.")
     copy.set_defaults(action=_copy)
     return parser

@@ -10,6 +10,8 @@ from megavlm.config.messages import shown
 from megavlm.config.resolve import is_set, resolve
 from megavlm.config.schema import Config
 from megavlm.resilience.bad_steps import iterations
+from megavlm.storage.urls import complaint as url_complaint
+from megavlm.storage.urls import is_url, without_secrets
 
 
 def lr_decays_downwards(config: Config) -> str | None:
@@ -131,6 +133,11 @@ def run_dir_is_a_folder(config: Config) -> str | None:
     run_dir = config.run.run_dir
     if not run_dir:
         return "--run-dir is empty: name the folder to write to"
+    if is_url(run_dir):
+        return (
+            f"--run-dir {shown(without_secrets(run_dir))} is a URL, but a run writes to a disk first: use "
+            f"--run-dir runs/NAME --checkpoint-dir {shown(without_secrets(run_dir))}"
+        )
     if run_dir.startswith("~"):
         return f"--run-dir {shown(run_dir)} starts with ~, which only a shell expands: write the full path"
     path = Path(run_dir)
@@ -143,9 +150,28 @@ def run_dir_is_a_folder(config: Config) -> str | None:
     return None
 
 
+def checkpoint_dir_is_another_place(config: Config) -> str | None:
+    place = config.checkpoint.checkpoint_dir
+    if place is None:
+        return None
+    if not config.checkpoint.save:
+        return "--checkpoint-dir has copies of checkpoints, but --no-save writes none: leave one of them out"
+    if place == "" or place.startswith("~"):
+        return f"--checkpoint-dir {shown(place)} is no place: write a URL or a full path, or leave it out"
+    if is_url(place):
+        problem = url_complaint(place)
+        return f"--checkpoint-dir {shown(without_secrets(place))} {problem}" if problem else None
+    if Path(place).resolve() == Path(config.run.run_dir, "checkpoints").resolve():
+        return f"--checkpoint-dir {shown(place)} is where --run-dir has its checkpoints: name another place for copies"
+    return None
+
+
 def load_is_a_path(config: Config) -> str | None:
     if config.checkpoint.load == "":
         return "--load is empty: name a run or a checkpoint, or leave it out"
+    if config.checkpoint.load is not None and is_url(config.checkpoint.load):
+        problem = url_complaint(config.checkpoint.load)
+        return f"--load {shown(without_secrets(config.checkpoint.load))} {problem}" if problem else None
     if config.checkpoint.load is not None and config.checkpoint.load.startswith("~"):
         return f"--load {shown(config.checkpoint.load)} starts with ~, which only a shell expands: write the full path"
     return None
@@ -196,6 +222,7 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     profile_sees_iterations,
     callbacks_are_classes,
     run_dir_is_a_folder,
+    checkpoint_dir_is_another_place,
     load_is_a_path,
     iterations_to_skip_are_numbers,
     rewinding_has_checkpoints,

@@ -58,7 +58,9 @@ class TrainConfig:
 class DatasetConfig:
     """One data set of the user (`data.datasets`, or `--datasets PATH,weight=2,image_root=DIR …`)."""
 
-    path: str = option("", "File of records, or for webdataset the folder of tars or its meta-dataset file.")
+    path: str = option(
+        "", "File of records, or for webdataset the folder of tars or its meta-dataset file; or its URL."
+    )
     kind: Literal["auto", "llava", "messages", "text", "webdataset"] = option(
         "auto",
         "Format: LLaVA JSON or JSONL, messages JSONL or parquet, plain text, or WebDataset tars; auto detects it.",
@@ -66,7 +68,7 @@ class DatasetConfig:
     weight: float = option(1.0, "Sampling weight relative to the other data sets.")
     image_root: str | None = option(
         None,
-        "Folder that contains all image files; their paths are relative to it, or absolute and inside it. "
+        "Folder, or its URL, of all image files; their paths are relative to it, or absolute and inside it. "
         "Default: the folder of the path.",
     )
     name: str | None = option(None, "Name in metrics; default: the file name.")
@@ -170,9 +172,14 @@ class CheckpointConfig:
     async_save: bool = option(
         True, "Write checkpoints while training goes on; off: training waits until they are written."
     )
+    checkpoint_dir: str | None = option(
+        None,
+        "Folder or URL (gs://…, s3://…) for copies of checkpoints, from which a run goes on if --run-dir has none as "
+        "new; default: none.",
+    )
     load: str | None = option(
         None,
-        "Run folder or checkpoint to continue from if --run-dir has no checkpoint; default: none.",
+        "Run folder, checkpoint or URL to continue from if --run-dir has no checkpoint; default: none.",
         common=FILES,
     )
     fallback: bool = option(
@@ -185,15 +192,17 @@ class CheckpointConfig:
     )
     init_from: str | None = option(
         None,
-        "Hugging Face folder with the model's configuration and initial weights; default: random weights.",
+        "Hugging Face folder or URL with the model's configuration and initial weights; default: random weights.",
         common=MODEL,
     )
     vision_from: str | None = option(
         None,
-        "Hugging Face folder of the vision encoder; the projector starts random. Default: none.",
+        "Hugging Face folder or URL of the vision encoder; the projector starts random. Default: none.",
         common=MODEL,
     )
-    language_from: str | None = option(None, "Hugging Face folder of the language model; default: none.", common=MODEL)
+    language_from: str | None = option(
+        None, "Hugging Face folder or URL of the language model; default: none.", common=MODEL
+    )
 
 
 @dataclass(frozen=True)

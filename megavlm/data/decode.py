@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from megavlm.data.types import BadSample, Reason
+from megavlm.storage.store import StoreError
+from megavlm.storage.stored_file import StoredFile
 
 MAX_PIXELS = 2**26  # 67 megapixels: 192 MiB as RGB
 # A list, because Pillow also reads formats that start other programs (EPS) or that do not hold photos.
@@ -28,6 +30,7 @@ FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
 
 # A JPEG has at least one bit for each block of 8×8 pixels. Where the data end early, its decoder paints the rest grey.
 _PIXELS_PER_BYTE = 8 * 64
+_LARGEST = 2**29  # bytes of an image file in a store
 _HEADER = 4096  # bytes in which the header of a PPM ends
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -92,23 +95,33 @@ def _resolved(root: Path) -> Path:
     return root.resolve()
 
 
-def size_of(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def size_of(source: bytes | Path | StoredFile, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Return the (height, width) in pixels of the image that `decode` will return, read from the file's header alone.
 
     Raises BadSample if the file is not an image or has more than `max_pixels` pixels.
     """
     try:
-        with _open(source, max_pixels) as image:
+        with _open(content_of(source), max_pixels) as image:
             width, height = image.size
             return (width, height) if _orientation(image) >= 5 else (height, width)
     except _DAMAGED as error:
         raise _typed(error) from error
 
 
-def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Decoded:
+def content_of(source: bytes | Path | StoredFile) -> bytes | Path:
+    """Return what can be opened. Raises BadSample for a file that its store does not have."""
+    if not isinstance(source, StoredFile):
+        return source
+    try:
+        return source.read(at_most=_LARGEST)
+    except StoreError as error:
+        raise BadSample(Reason.MISSING, str(error)) from error
+
+
+def decode(source: bytes | Path | StoredFile, *, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Return the pixels of an image file, upright and opaque. Raises BadSample for any file that cannot be decoded."""
     try:
-        with _open(source, max_pixels) as image:
+        with _open(content_of(source), max_pixels) as image:
             animated = bool(getattr(image, "is_animated", False))  # without counting its frames
             orientation = _orientation(image)
             image.load()

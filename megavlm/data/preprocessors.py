@@ -19,6 +19,7 @@ from megavlm.errors import UserError
 from megavlm.families import kind_of, processor_from
 from megavlm.families.shared.qwen_vl import NativeResolution
 from megavlm.json_files import read_json
+from megavlm.storage.cache import local_path
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -34,7 +35,7 @@ def processor_for(config: Config) -> Processor:
     data = config.data
     if given is None:
         processor: Processor = _plain(model, fast=data.fast_image_resize)
-    elif (settings := _settings(Path(given))) is not None:
+    elif (settings := _settings(local_path(given, "--image-processor"))) is not None:
         processor = processor_from(settings, model, fast=data.fast_image_resize)
     elif data.image_processor:
         raise UserError(f"--image-processor {given} has no {' and no '.join(_FILES)}: name a folder with one")
@@ -136,7 +137,7 @@ def tokenizer_path(config: Config) -> Path:
             "--datasets need a tokenizer: give --tokenizer a Hugging Face folder or a SentencePiece model, or a "
             "model to --init-from"
         )
-    return Path(given)
+    return local_path(given, "--tokenizer")
 
 
 def model_type(path: Path) -> str | None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.arch.anyres import TileGroup
+from megavlm.storage.stored_file import StoredFile
 
 if TYPE_CHECKING:  # families read their errors from here, and run without torch
     from torch import Tensor
@@ -79,7 +80,7 @@ Role = Literal["system", "user", "assistant", "text"]
 class ImageRef:
     """An image that has not been opened: its encoded bytes, or a file whose path has been checked."""
 
-    source: bytes | Path
+    source: bytes | Path | StoredFile
 
 
 @dataclass(frozen=True)

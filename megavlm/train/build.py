@@ -49,10 +49,12 @@ from megavlm.resilience.status import note_failure
 from megavlm.train.build_engine import build_engine
 from megavlm.train.callbacks import Callbacks
 from megavlm.train.engine import Engine
+from megavlm.train.fetch import fetch
 from megavlm.train.initial_state import choose_checkpoints, initial_weights, restore
 from megavlm.train.outputs import callbacks_of, note_start, outputs
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
+from megavlm.train.uploads import Uploads
 from megavlm.train.watch import Watch
 
 
@@ -72,6 +74,7 @@ class Run:
     callbacks: Callbacks  # empty but on rank 0
     skipped: SkippedLog  # writes on ranks that read data
     saver: Saver | None  # None with --no-save
+    uploads: Uploads | None  # None without --checkpoint-dir
     data_identity: dict[str, Any]  # what a place in the data depends on
     lock: RunLock  # held by rank 0: nobody else writes to the run folder
     watch: Watch
@@ -170,6 +173,8 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         vision_group=_vision_group(plan, groups),
         assignment=ImageAssignment.of(config, ranks=groups.mp.size()) if plan.encoder else None,
     )
+    watch.starting("checkpoint of a store")
+    fetch(config, run_dir, watch.phases)
     watch.starting("model")
     holds = Holds()
     choices = choose_checkpoints(config, run_dir, holds)
@@ -209,6 +214,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         progress=progress,
         callbacks=callbacks,
         saver=saver,
+        uploads=_uploads(config),
         data_identity=identity,
         lock=lock,
         watch=watch,
@@ -221,11 +227,17 @@ def _tell_data(config: Config, source: FilesSource) -> None:
 
 
 def _saver(config: Config) -> Saver | None:
+    return Saver(Path(config.run.run_dir) / "checkpoints", _keep(config)) if config.checkpoint.save else None
+
+
+def _uploads(config: Config) -> Uploads | None:
+    store = config.checkpoint.checkpoint_dir
+    return None if store is None else Uploads(Path(config.run.run_dir), store, _keep(config))
+
+
+def _keep(config: Config) -> Keep:
     options = config.checkpoint
-    if not options.save:
-        return None
-    rule = Keep(options.keep_checkpoints, options.keep_every, options.keep_best, options.keep_best_mode)
-    return Saver(Path(config.run.run_dir) / "checkpoints", rule)
+    return Keep(options.keep_checkpoints, options.keep_every, options.keep_best, options.keep_best_mode)
 
 
 def _hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:

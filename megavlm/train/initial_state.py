@@ -23,6 +23,7 @@ from megavlm.planner.plan import Plan
 from megavlm.resilience import events
 from megavlm.train.build_engine import WeightInit
 from megavlm.train.engine import Engine
+from megavlm.train.fetch import load_path
 
 
 def choose_checkpoints(config: Config, run_dir: Path, holds: Holds) -> Choices:
@@ -35,7 +36,7 @@ def choose_checkpoints(config: Config, run_dir: Path, holds: Holds) -> Choices:
         options = config.checkpoint
         choices = choices_in(run_dir / "checkpoints", holds, fallback=options.fallback)
         if not choices.folders and options.load is not None:
-            choices = choices_of(Path(options.load), holds, fallback=options.fallback)
+            choices = choices_of(load_path(options.load, run_dir), holds, fallback=options.fallback)
         for remark in choices.remarks:
             _warn(run_dir, remark)
         return choices

@@ -54,11 +54,17 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
             _note(run, "stop", "stopped", iteration=iteration, reason=str(end))
             _say(run, f"stopped at iteration {iteration}; the same command continues from here")
         if end is not None:
+            _finish_uploads(run)
             raise end
         _note(run, "finish", "finished", iteration=iteration)
         _say(run, "finished")
         stop.saved()
         final_evaluation(run, partial(_say, run))
+        if not _finish_uploads(run):
+            raise UserError(
+                f"not all checkpoints are copied to --checkpoint-dir {run.config.checkpoint.checkpoint_dir} "
+                f"(RUN_DIR/events.jsonl says why): python tools/checkpoint.py copy {run.run_dir} copies the last one"
+            )
     except torch.OutOfMemoryError as error:
         told = _out_of_memory(run)
         note_failure(run.run_dir, told)
@@ -70,6 +76,14 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
     finally:
         tracer.close()
         close(run, sys.exception())
+
+
+def _finish_uploads(run: Run) -> bool:
+    """Wait until all checkpoints are copied to --checkpoint-dir; return whether they are. Every rank calls it."""
+    if run.uploads is None or run.uploads.finish(run.engine.schedule.phases):
+        return True
+    _say(run, f"NOT ALL CHECKPOINTS ARE COPIED to {run.config.checkpoint.checkpoint_dir}: they are in {run.run_dir}")
+    return False
 
 
 def _out_of_memory(run: Run) -> UserError:
@@ -211,6 +225,8 @@ def close(run: Run, error: BaseException | None = None) -> None:
     run.skipped.close()
     if run.saver is not None:
         run.saver.close()
+    if run.uploads is not None:
+        run.uploads.close()
     run.engine.close()
     run.callbacks.on_stop(error)
     run.lock.release()

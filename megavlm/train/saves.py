@@ -41,6 +41,8 @@ class Saves:
             return
         run = self._run
         run.engine.schedule.phases.enter(SAVE)
+        if run.uploads is not None:
+            run.uploads.ensure()
         began = time.perf_counter()
         state.save(
             run.engine.trained(),

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 # to the first row that names something in the package, because importing that runs the __init__ first.
 RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.errors", "megavlm.paths", "megavlm.json_files"),
-    ("megavlm.resilience",),
+    ("megavlm.resilience", "megavlm.storage"),
     ("megavlm.config", "megavlm.recipes"),  # `config.cli` lists the recipes, and these are configurations
     ("megavlm.parallel.dims", "megavlm.parallel.nodes", "megavlm.parallel.world"),
     ("megavlm.arch",),

@@ -21,6 +21,7 @@ from megavlm.errors import UserError
 from megavlm.families import family_of
 from megavlm.families.shared.family import ALL_PARTS, Family
 from megavlm.families.shared.table import RowPair, Rule, Shape, Table, Transpose, fits, row_pairs
+from megavlm.storage.cache import local_path
 
 
 @dataclass(frozen=True)
@@ -153,14 +154,16 @@ def pretrained_of(config: Config) -> list[Pretrained]:
     if options.init_from is not None:
         if options.vision_from is not None or options.language_from is not None:
             raise UserError("--init-from brings a whole VLM: leave out --vision-from and --language-from")
-        return [Pretrained.of(Path(options.init_from), *ALL_PARTS)]
+        return [Pretrained.of(local_path(options.init_from, "--init-from"), *ALL_PARTS)]
     pretrained_list = []
     if options.vision_from is not None:
         layer = config.model.vision.feature_layer
         chosen = layer if layer != VisionConfig().feature_layer else None
-        pretrained_list.append(Pretrained.of(Path(options.vision_from), "vision", feature_layer=chosen))
+        folder = local_path(options.vision_from, "--vision-from")
+        pretrained_list.append(Pretrained.of(folder, "vision", feature_layer=chosen))
     if options.language_from is not None:
-        pretrained_list.append(Pretrained.of(Path(options.language_from), "language"))
+        folder = local_path(options.language_from, "--language-from")
+        pretrained_list.append(Pretrained.of(folder, "language"))
     return pretrained_list
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -12,16 +11,17 @@ from megavlm.config.schema import DatasetConfig
 from megavlm.data.records.arrays import NotAnArray, array_spans
 from megavlm.data.records.container import Container, FileRecords, Joined
 from megavlm.data.records.parquet import ParquetFile
-from megavlm.data.records.pictures import file_below
+from megavlm.data.records.pictures import FindFile, file_below, stored_below
 from megavlm.data.records.spans import BOM, SpanFile, line_spans
 from megavlm.data.records.turns import FIELD, Shape, conversation_of, shape_of
 from megavlm.data.types import BadSample, Records
 from megavlm.errors import UserError
 from megavlm.paths import open_regular
+from megavlm.storage.cache import local_path
+from megavlm.storage.urls import complaint, is_url, without_secrets
 
 _FILES = (".json", ".jsonl", ".ndjson", ".parquet", ".txt")  # suffixes of the files that are read in a folder
 _LOOKED_AT = 100  # most records that are read to find a good one
-_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _UNREADABLE = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
@@ -36,16 +36,12 @@ def name_of(source: DatasetConfig) -> str:
     return source.name or Path(source.path).stem
 
 
-def is_remote(path: str) -> bool:
-    return bool(_REMOTE.match(path))
-
-
 def is_stream(source: DatasetConfig) -> bool:
     """Return whether a data set is WebDataset tars, which are read in order, not by number (`Records`)."""
     if source.kind != "auto":
         return source.kind == "webdataset"
     path = Path(source.path)
-    if is_remote(source.path) or path.suffix in (".tar", ".yaml", ".yml"):
+    if path.suffix in (".tar", ".yaml", ".yml") or (is_url(source.path) and path.suffix.lower() not in _FILES):
         return True
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in (".nv-meta", "*.tar"))
 
@@ -56,24 +52,38 @@ def open_records(source: DatasetConfig) -> Records:
     Raises UserError if the data set as a whole cannot be used. For a single bad record, `read` raises BadSample.
     """
     assert not is_stream(source)
-    if is_remote(source.path):
-        raise _wrong(source, f"is remote, which only kind=webdataset can be: download it, or kind={source.kind} tars")
-    path = Path(source.path)
+    path = _local(source)
     containers = [_open_file(source, file) for file in files_of(source)]
     container = containers[0] if len(containers) == 1 else Joined(containers)
     if not len(container):
         raise _wrong(source, "has no records: name a file that has some")
-    folder = path if path.is_dir() else path.parent
-    root = Path(source.image_root) if source.image_root is not None else folder
-    if not root.is_dir():
-        raise _wrong(source, f"has image_root={source.image_root}, which is not a folder: name the one with the images")
-    convert = partial(conversation_of, shape=_shape(source, container), find=partial(file_below, root))
+    convert = partial(conversation_of, shape=_shape(source, container), find=_finder(source, path))
     return FileRecords(name_of(source), container, convert)
+
+
+def _local(source: DatasetConfig) -> Path:
+    """Return the file or folder of a data set; of a URL, its copy on this machine."""
+    return local_path(source.path, "--datasets")
+
+
+def _finder(source: DatasetConfig, path: Path) -> FindFile:
+    """Return the function that finds the images that records name: on a disk, or in a store."""
+    root = source.image_root
+    if root is None:
+        place = source.path.rstrip("/")
+        root = place if path.is_dir() else place.rpartition("/")[0] if is_url(place) else str(path.parent)
+    if is_url(root):
+        if problem := complaint(root):
+            raise _wrong(source, f"has image_root={without_secrets(root)}, which {problem}")
+        return partial(stored_below, root.rstrip("/"))
+    if not Path(root).is_dir():
+        raise _wrong(source, f"has image_root={source.image_root}, which is not a folder: name the one with the images")
+    return partial(file_below, Path(root))
 
 
 def files_of(source: DatasetConfig) -> list[Path]:
     """Return the files of a data set that is not a stream, in order. Raises UserError if there are none."""
-    path = Path(source.path)
+    path = _local(source)
     if path.is_file():
         return [path]
     if not path.is_dir():

@@ -12,6 +12,8 @@ from urllib.parse import unquote
 from megavlm.config.messages import shown
 from megavlm.data.decode import resolve_inside
 from megavlm.data.types import BadSample, ImageRef, Reason
+from megavlm.paths import Escapes, plain
+from megavlm.storage.stored_file import StoredFile
 
 FindFile = Callable[[str], ImageRef]
 """Returns the image that a record refers to by its name; raises BadSample if there is none."""
@@ -28,6 +30,14 @@ _LEAST_BASE64 = 64  # characters; the smallest image files are longer
 def file_below(root: Path, name: str) -> ImageRef:
     """Return the image file `name` in the folder `root`. Raises BadSample if it is missing or lies outside."""
     return ImageRef(resolve_inside(root, name))
+
+
+def stored_below(root: str, name: str) -> ImageRef:
+    """Return the image file `name` in the folder at the URL `root`. Raises BadSample if its name leads out of it."""
+    try:
+        return ImageRef(StoredFile(root, "/".join(plain(part) for part in name.split("/") if part != ".")))
+    except Escapes as error:
+        raise BadSample(Reason.OUTSIDE, f"the path {name[:200]!r} leaves {root}: {error}") from error
 
 
 def image_of(value: Any, find: FindFile) -> ImageRef:

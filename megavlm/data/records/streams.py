@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import tars
-from megavlm.data.records.opening import is_remote, name_of
+from megavlm.data.records.opening import name_of
 from megavlm.errors import UserError
+from megavlm.storage.urls import is_url
 
 if TYPE_CHECKING:
     from megavlm.data.records.energon import EnergonStream
@@ -22,7 +23,7 @@ def prepare_stream(source: DatasetConfig, *, run_dir: Path, log: Callable[[str],
     once. Raises UserError if there are no tars with samples.
     """
     path = Path(source.path)
-    if is_remote(source.path) or path.suffix in (".yaml", ".yml"):
+    if is_url(source.path) or path.suffix in (".yaml", ".yml"):
         return
     if not path.exists():
         raise UserError(f"--datasets {source.path} is not a file or folder: check the path")
@@ -47,7 +48,7 @@ def open_stream(
             "pip install 'megatron-energon>=7.4,<8'"
         ) from error
     path = Path(source.path)
-    local = not is_remote(source.path) and path.suffix not in (".yaml", ".yml")
+    local = not is_url(source.path) and path.suffix not in (".yaml", ".yml")
     place = str(tars.home_of(path, cache=_cache(run_dir))) if local else source.path
     return EnergonStream(
         place,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.decode import size_of
+from megavlm.data.decode import content_of, size_of
 from megavlm.data.records import tars
 from megavlm.data.records.turns import TAG
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Records, Turn
@@ -118,7 +118,7 @@ def parts_of(conversation: Conversation, label: str) -> Parts:
     names = [""] if len(conversation.images) == 1 else [f"{number}." for number in range(len(conversation.images))]
     for name, image in zip(names, conversation.images, strict=True):
         data = _bytes(image)
-        size_of(image.source)
+        size_of(data)
         parts[name + _extension(data)] = data
     record: dict[str, Any] = {"id": label}
     if conversation.turns[0].role == "text":
@@ -193,10 +193,11 @@ def _text(turn: Turn) -> str:
 
 
 def _bytes(image: ImageRef) -> bytes:
-    if isinstance(image.source, bytes):
-        return image.source
+    content = content_of(image.source)
+    if isinstance(content, bytes):
+        return content
     try:
-        return image.source.read_bytes()
+        return content.read_bytes()
     except OSError as error:
         raise BadSample(Reason.MISSING, str(error)) from error
 

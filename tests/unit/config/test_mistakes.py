@@ -497,6 +497,22 @@ RUN = (
     Mistake(f"--run-dir {__file__}", "--run-dir", "is a file: choose another", "--run-dir a"),
     Mistake(f"--run-dir {__file__}/below", "--run-dir", "is a file: choose another", "--run-dir a"),
     Mistake(f"--run-dir {'x' * 300}", "--run-dir", "cannot be used", "--run-dir a"),
+    Mistake(
+        "--run-dir gs://bucket/run",
+        "--run-dir 'gs://bucket/run'",
+        "use --run-dir runs/NAME --checkpoint-dir 'gs://bucket/run'",
+        "--run-dir runs/NAME --checkpoint-dir gs://bucket/run",
+    ),
+    Mistake("--checkpoint-dir=", "--checkpoint-dir", "write a URL or a full path", "--checkpoint-dir gs://b/run"),
+    Mistake("--checkpoint-dir=~/a", "--checkpoint-dir", "write a URL or a full path", "--checkpoint-dir /a"),
+    Mistake("--checkpoint-dir s3://b/a --no-save", "--checkpoint-dir", "--no-save writes none", "--save"),
+    Mistake(
+        "--checkpoint-dir r/checkpoints --run-dir r", "--checkpoint-dir", "name another place", "--checkpoint-dir /a"
+    ),
+    Mistake(
+        "--checkpoint-dir s3://user:pw@b/a", "--checkpoint-dir 's3://b/a'", "environment", "--checkpoint-dir s3://b/a"
+    ),
+    Mistake("--load s3://b/a?signature=x", "--load 's3://b/a", "environment", "--load s3://b/a"),
     Mistake("--load=", "--load", "leave it out", "--load none"),
     Mistake("--load=~/runs", "--load", "write the full path", "--load none"),
 )

@@ -175,8 +175,8 @@ def test_which_sources_are_streams(folder: Path) -> None:
     assert all(is_stream(DatasetConfig(path=path)) for path in streams)
     assert not is_stream(DatasetConfig(path=str(folder)))
     assert is_stream(DatasetConfig(path=str(folder), kind="webdataset"))
-    with pytest.raises(UserError, match="is remote"):
-        open_records(DatasetConfig(path="s3://bucket/d.jsonl", kind="llava"))
+    assert not is_stream(DatasetConfig(path="s3://bucket/d.jsonl"))
+    assert not is_stream(DatasetConfig(path="s3://bucket/shards", kind="llava"))
 
 
 def test_names(folder: Path) -> None:

@@ -1,0 +1,243 @@
+"""Copy each checkpoint of a run to a store while the run trains on: `python -m megavlm.checkpoint.uploader`.
+
+A process of its own does it, beside the one that writes. It remembers nothing: what is in RUN_DIR/checkpoints and not
+in the store is to be copied, the newest first; where one is killed, another goes on. It ends with the run that started
+it. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megavlm.checkpoint import folders, remote
+from megavlm.checkpoint.manifest import LARGEST, MANIFEST, SUMMARY, attempt_in, attempt_of, is_verifiable, read_manifest
+from megavlm.checkpoint.remote import RemoteCheckpoint
+from megavlm.checkpoint.retention import Holds, Keep, kept, metrics_in, metrics_of
+from megavlm.checkpoint.upload_shares import Nodes, answer
+from megavlm.errors import UserError
+from megavlm.resilience import events
+from megavlm.storage.store import Store, StoreError
+
+FINISH = "finish\n"  # what the run writes when no checkpoint will follow
+_LOOK = 1.0  # seconds between looks for checkpoints
+_LONGEST_PAUSE = 60.0  # seconds between attempts
+_TELL_AGAIN = 600.0  # seconds after which a failure that lasts is told again
+GIVE_UP = 600.0  # seconds without a success, once no checkpoint will follow
+
+
+@dataclass
+class Mirror:
+    """The checkpoints of a run and their copies in a store."""
+
+    root: Path  # RUN_DIR/checkpoints
+    store: Store
+    keep: Keep
+    nodes: Nodes
+    _there: dict[int, str | None] | None = None  # complete in the store → which save wrote it
+    _metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    _parts: dict[tuple[int, str | None], set[str]] = field(default_factory=dict)  # files that are copied already
+    refused: set[tuple[int, str | None]] = field(default_factory=set)  # not what was saved
+
+    def due(self) -> Path | None:
+        """Return the newest checkpoint that is to be copied next; None if there is none. Raises StoreError."""
+        here = self._here()
+        wanted = self._wanted(here)
+        for iteration in sorted(wanted & here.keys(), reverse=True):
+            attempt = attempt_of(here[iteration])
+            if self._copies().get(iteration, "") != attempt and (iteration, attempt) not in self.refused:
+                return here[iteration]
+        return None
+
+    def copy(self, folder: Path, go_on: remote.GoOn) -> int:
+        """Copy a checkpoint, with the other nodes' help at the first attempt; return its bytes.
+
+        Raises StoreError, and UserError for one that is not what was saved.
+        """
+        iteration, attempt = int(folder.name[5:]), attempt_of(folder)
+        holds = Holds()
+        try:
+            if not holds.add(folder):
+                return 0
+            self._copies().pop(iteration, None)
+            done = self._parts.setdefault((iteration, attempt), set())
+            sums, first = read_manifest(folder), not done
+            remote.clear(folder, self.store, done=done)
+            if first:
+                self.nodes.ask(folder)
+            remote.send(folder, self.store, self.nodes.share(sums, 0) if first else sums, done=done, go_on=go_on)
+            if first:
+                self.nodes.wait(folder, go_on)
+            remote.complete(folder, self.store, done=done)
+        except UserError:
+            self.refused.add((iteration, attempt))
+            raise
+        finally:
+            holds.release()
+        self._copies()[iteration] = attempt
+        self._parts.clear()
+        return sum(total.bytes for total in sums.values())
+
+    def _here(self) -> dict[int, Path]:
+        """Return the checkpoints of this machine that can be verified, by iteration."""
+        return {iteration: path for iteration, path in folders.complete(self.root) if is_verifiable(path)}
+
+    def _copies(self) -> dict[int, str | None]:
+        if self._there is None:
+            found = remote.complete_in(self.store)
+            self._metrics |= {each.iteration: _metrics(each) for each in found} if self.keep.best else {}
+            self._there = {each.iteration: _attempt(each) for each in found}
+        return self._there
+
+    def _wanted(self, here: Mapping[int, Path]) -> set[int]:
+        """Return the iterations that the rule keeps, of those on either side.
+
+        One in the store that is newer than all here is of a future that this run went back from: it does not count.
+        """
+        if not here:
+            return set()
+        best = self.keep.best
+        for iteration, path in here.items():
+            if best is not None and iteration not in self._metrics:
+                self._metrics[iteration] = metrics_of(path)
+        both = here.keys() | {each for each in self._copies() if each <= max(here)}
+        metric = {each: found[best] for each, found in self._metrics.items() if best is not None and best in found}
+        return kept(sorted(both), self.keep, metric)
+
+    def prune(self) -> None:
+        """Delete the copies that the rule does not keep. Raises StoreError."""
+        here = self._here()
+        wanted = self._wanted(here)
+        newest = max(here, default=-1)
+        for iteration in [each for each in self._copies() if each <= newest and each not in wanted]:
+            remote.remove(self.store.below(folders.folder_for(Path(), iteration).name))
+            del self._copies()[iteration]
+
+
+def _attempt(found: RemoteCheckpoint) -> str | None:
+    return attempt_in(found.folder.read(MANIFEST, at_most=LARGEST))
+
+
+def _metrics(found: RemoteCheckpoint) -> dict[str, float]:
+    return metrics_in(found.folder.read(SUMMARY, at_most=2**24)) if SUMMARY in found.files else {}
+
+
+class Uploader:
+    """Copies what is due, again and again, and tells how it went in RUN_DIR/events.jsonl."""
+
+    def __init__(self, run_dir: Path, mirror: Mirror) -> None:
+        self._run_dir, self._mirror = run_dir, mirror
+        self._failing: str | None = None  # what was told of a failure that lasts
+        self._told = 0.0
+        self._pause = 1.0
+        self.success = time.monotonic()
+
+    def turn(self) -> bool:
+        """Copy one checkpoint if one is due; return whether nothing is. After a failure, wait a little."""
+        began, folder = time.monotonic(), None
+        try:
+            if (folder := self._mirror.due()) is None:
+                self.success = time.monotonic()
+                return True
+            moved = self._mirror.copy(folder, self._beat)
+        except (StoreError, UserError, OSError, ValueError) as error:
+            self._fail(folder, str(error))
+            return False
+        seconds = time.monotonic() - began
+        self.success, self._failing, self._pause = time.monotonic(), None, 1.0
+        where = f"{self._mirror.store.url}/{folder.name}"
+        details = {"iteration": int(folder.name[5:]), "seconds": round(seconds, 3), "bytes": moved, "folder": where}
+        events.record(self._run_dir, "upload", **details)  # type: ignore[arg-type]
+        _say(f"uploaded {where}: {moved / 1e9:.3f} GB in {seconds:.1f} s")
+        try:
+            self._mirror.prune()
+        except StoreError as error:
+            self._fail(None, f"older copies stay: {error}")
+        return False
+
+    def help(self, node: int) -> bool:
+        """Copy what rank 0's process asks this node for; return whether that is nothing. After a failure, wait."""
+        try:
+            nothing = not answer(self._mirror.nodes, node, self._mirror.root, self._mirror.store)
+            self._failing, self._pause = None, 1.0
+            return nothing
+        except (StoreError, UserError, OSError, ValueError) as error:
+            self._fail(None, str(error))
+            return False
+
+    def _beat(self, moved: int) -> None:
+        self.success = time.monotonic()
+
+    def _fail(self, folder: Path | None, reason: str) -> None:
+        if folder is not None and not folder.is_dir():
+            return  # it was deleted meanwhile, which --keep-checkpoints asks for
+        if reason != self._failing or time.monotonic() - self._told > _TELL_AGAIN:
+            iteration = int(folder.name[5:]) if folder is not None else None
+            events.record(self._run_dir, "upload_failed", iteration=iteration, reason=reason)
+            what = self._mirror.store.url if folder is None else folder.name
+            _say(f"{what} NOT UPLOADED: {reason}. Training goes on, and so do the attempts")
+            self._failing, self._told = reason, time.monotonic()
+        time.sleep(self._pause * random.uniform(0.5, 1.5))
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # a terminal that was closed, a log on a full disk
+        print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Read what to do from a line of stdin, and do it until stdin ends, or until all is copied after FINISH."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # meant for the rank, which ends this process when it ends
+    os.nice(5)  # training comes first
+    job = json.loads(sys.stdin.readline())
+    finish = threading.Event()
+    threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
+    threading.Thread(target=_listen, args=(finish,), daemon=True).start()
+    run_dir = Path(job["run_dir"])
+    nodes = Nodes(run_dir / "uploads", *job["nodes"])
+    mirror = Mirror(run_dir / "checkpoints", Store.at(job["store"]), Keep(**job["keep"]), nodes)
+    uploader = Uploader(run_dir, mirror)
+    if job["node"]:
+        while True:
+            if uploader.help(job["node"]):
+                time.sleep(_LOOK)
+    shutil.rmtree(nodes.folder, ignore_errors=True)  # what an earlier attempt asked for
+    while True:
+        nothing_due = uploader.turn()
+        if finish.is_set() and nothing_due:
+            os._exit(1 if mirror.refused else 0)
+        if finish.is_set() and time.monotonic() - uploader.success > GIVE_UP:
+            os._exit(1)
+        if nothing_due:
+            finish.wait(_LOOK)
+
+
+def _listen(finish: threading.Event) -> None:
+    """End with the run: a checkpoint that is copied in part has no manifest, and the next run copies it."""
+    for line in sys.stdin:
+        if line == FINISH:
+            finish.set()
+    os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """End when the run's process has ended, although another process may hold its end of stdin."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

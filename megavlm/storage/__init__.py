@@ -1,0 +1,1 @@
+"""Folders in object stores and other file systems that fsspec knows, named by URLs."""

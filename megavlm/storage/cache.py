@@ -1,0 +1,148 @@
+"""Copies on this machine of folders and files that URLs name: made once for all processes, deleted when room is needed.
+
+A copy is a folder whose name is a hash of the URL and of the versions of the files in it, so that a copy never changes.
+The processes that use it share a lock; who needs room deletes those that nobody has locked, the oldest first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from megavlm.errors import StoreLost, UserError
+from megavlm.paths import Escapes, plain
+from megavlm.storage.store import Moved, Store, StoreError
+from megavlm.storage.transfer import move, with_retries
+from megavlm.storage.urls import complaint, is_url, without_secrets
+
+# What is copied of a folder: no code, and no second copy of the weights in another format.
+SUFFIXES = (
+    *(".json", ".txt", ".model", ".jinja", ".tiktoken", ".safetensors"),  # Hugging Face folders
+    *(".jsonl", ".ndjson", ".parquet"),  # data sets
+)
+_LIMIT = 500.0  # GB, unless MEGAVLM_CACHE_GB says otherwise
+_held: list[int] = []  # locks of the copies that this process uses
+
+
+def local_path(place: str, option: str) -> Path:
+    """Return a path as it is, and for a URL the folder or file on this machine that has its content.
+
+    Of a folder, the files with a suffix of SUFFIXES are copied, and none of folders in it. `option` names the flag in
+    messages. Raises UserError for a place that is not there, StoreLost where the store does not answer.
+    """
+    if not is_url(place):
+        return Path(place)
+    if problem := complaint(place):
+        raise UserError(f"{option} {without_secrets(place)} {problem}")
+    try:
+        return _copied(place)
+    except StoreError as error:
+        raise (UserError if error.final else StoreLost)(f"{option}: {error}") from error
+    except (UserError, Escapes) as error:
+        raise UserError(f"{option} {place} {error}") from error
+
+
+@functools.cache
+def _copied(url: str) -> Path:
+    store, files, is_folder = with_retries(functools.partial(_listed, url))
+    if not files:
+        raise UserError("is not there, or has no file that is used: look at its name")
+    key = hashlib.sha256(json.dumps([url, sorted(files.items())]).encode()).hexdigest()[:16]
+    folder = home() / key
+    while True:
+        shared = _lock(folder, fcntl.LOCK_SH)  # waits for another process that copies
+        assert shared is not None
+        if folder.is_dir():
+            os.utime(folder)
+            _held.append(shared)
+            return folder if is_folder else folder / next(iter(files))
+        os.close(shared)
+        if (alone := _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+            try:
+                _copy(folder, store, {name: size for name, (size, _) in files.items()})
+            finally:
+                os.close(alone)
+
+
+def home() -> Path:
+    """Return the folder of copies, which is made: MEGAVLM_CACHE, or megavlm in the user's cache."""
+    given = os.environ.get("MEGAVLM_CACHE") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megavlm"
+    )
+    Path(given).mkdir(parents=True, exist_ok=True)
+    return Path(given)
+
+
+def _listed(url: str) -> tuple[Store, dict[str, tuple[int, str]], bool]:
+    """Return the store, the size and version of each file that is copied, and whether the URL is a folder."""
+    store = Store.at(url)
+    found = {name: each for name, each in store.versions().items() if "/" not in name and name.endswith(SUFFIXES)}
+    if found:
+        return store, {plain(name): each for name, each in found.items()}, True
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if not name.endswith(SUFFIXES):
+        return store, {}, True
+    store = Store.at(parent)
+    return store, {plain(name): store.version(name)}, False
+
+
+def _copy(folder: Path, store: Store, sizes: Mapping[str, int]) -> None:
+    """Copy files into a folder that appears when all are there."""
+    if folder.is_dir():  # another process was faster
+        return
+    needed, temporary = sum(sizes.values()), folder.with_name(f"tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    _make_room(needed)
+    print(f"copies {store.url} ({needed / 1e9:.3f} GB) to {folder}", flush=True)
+
+    def fetch(name: str, moved: Moved) -> None:
+        store.download(name, temporary / name, moved)
+        if (found := (temporary / name).stat().st_size) != sizes[name]:
+            raise StoreError(f"{store.url}/{name} came with {found:,} bytes, not {sizes[name]:,}")
+
+    try:
+        move(sorted(sizes, key=lambda name: -sizes[name]), fetch)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _make_room(needed: int) -> None:
+    """Delete copies that nobody uses, the oldest first, until there is room. Raises UserError if that is too little."""
+    limit = float(os.environ.get("MEGAVLM_CACHE_GB") or _LIMIT) * 1e9
+    copies = sorted((each for each in home().iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime)
+    used = {each: sum(file.stat().st_size for file in each.iterdir()) for each in copies}
+    for each in copies:
+        if _fits(needed, sum(used.values()), limit):
+            return
+        if (lock := _lock(each, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+            shutil.rmtree(each, ignore_errors=True)
+            os.close(lock)
+            del used[each]
+    if not _fits(needed, sum(used.values()), limit):
+        free = shutil.disk_usage(home()).free
+        raise UserError(
+            f"needs {needed / 1e9:.1f} GB in {home()}, where {free / 1e9:.1f} are free and {limit / 1e9:.0f} "
+            "allowed: set MEGAVLM_CACHE to a folder on a larger disk, or raise MEGAVLM_CACHE_GB"
+        )
+
+
+def _fits(needed: int, used: int, limit: float) -> bool:
+    return used + needed <= limit and needed < shutil.disk_usage(home()).free
+
+
+def _lock(folder: Path, kind: int) -> int | None:
+    """Lock a copy; return the descriptor that holds the lock, or None if another process has it and none is to wait."""
+    lock = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, kind)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock

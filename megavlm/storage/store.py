@@ -1,0 +1,209 @@
+"""A folder in an object store, through fsspec: list, read, write, upload, download and delete the files in it.
+
+fsspec and the libraries of a protocol (s3fs, gcsfs) are imported when a store is opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megavlm.errors import UserError
+from megavlm.paths import open_regular
+from megavlm.storage.urls import complaint, without_secrets
+
+Moved = Callable[[int], None]  # is called with the number of bytes that went through
+
+_PIECE = 2**22  # bytes that are copied at once where fsspec does not do it
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # protocol → optional dependencies of megavlm
+# One answer may be late, but a connection that is silent for longer is dead. A file goes in several parts at once.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "s3": {"max_concurrency": 4, "config_kwargs": {"connect_timeout": 20, "read_timeout": 60}},
+    "file": {"auto_mkdir": True},
+}
+
+
+class StoreError(OSError):
+    """A store did not do what it was asked for. The message is one line; `final` says that to try again is useless."""
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of a store. Names of files in it are relative, with "/" between folders."""
+
+    url: str
+    _system: Any
+    _root: str
+
+    @classmethod
+    def at(cls, url: str) -> Store:
+        """Open the folder at a URL or path, which need not exist. Raises UserError where nothing can open it."""
+        if problem := complaint(url) if "://" in url else None:
+            raise UserError(f"{without_secrets(url)} {problem}")
+        from fsspec.core import url_to_fs
+        from fsspec.utils import get_protocol
+
+        protocol = {"s3a": "s3", "local": "file"}.get(get_protocol(url), get_protocol(url))
+        try:
+            system, root = url_to_fs(url, use_listings_cache=False, **_SETTINGS.get(protocol, {}))
+        except ImportError as error:
+            extra = _EXTRAS.get(protocol)
+            needed = f"pip install 'megavlm[{extra}]'" if extra else without_secrets(str(error))
+            raise UserError(f"{url} needs a library that is not installed: {needed}") from error
+        except ValueError as error:
+            raise UserError(f"{url} cannot be opened: {without_secrets(str(error))}") from error
+        except Exception as error:
+            raise UserError(f"{url} cannot be opened ({_words(error)}): look at the credentials") from error
+        return cls(url.rstrip("/"), system, root.rstrip("/"))
+
+    def below(self, name: str) -> Store:
+        """Return a folder in this one."""
+        return Store(f"{self.url}/{name}", self._system, f"{self._root}/{name}")
+
+    def files(self) -> dict[str, int]:
+        """Return the sizes of all files in the folder and below, by name; none if there is no such folder."""
+        return {name: int(entry["size"] or 0) for name, entry in self._entries().items()}
+
+    def versions(self) -> dict[str, tuple[int, str]]:
+        """Return, for each file in the folder and below, its size, and a text that changes when the file does."""
+        return {name: (int(entry["size"] or 0), _version(entry)) for name, entry in self._entries().items()}
+
+    def version(self, name: str) -> tuple[int, str]:
+        """Return the size of a file, and a text that changes when the file does."""
+        with self._errors("be read", name):
+            entry = self._system.info(self._path(name))
+            return int(entry["size"] or 0), _version(entry)
+
+    def _entries(self) -> dict[str, Any]:
+        with self._errors("be listed"):
+            try:
+                found = self._system.find(self._root, detail=True, withdirs=False)
+            except FileNotFoundError:
+                return {}
+        start = f"{self._root}/"
+        return {
+            name.removeprefix(start): entry
+            for name, entry in found.items()
+            if name.startswith(start) and entry["type"] == "file"
+        }
+
+    def read(self, name: str, *, at_most: int) -> bytes:
+        """Return the content of a file. Raises StoreError for one of more than `at_most` bytes."""
+        with self._errors("be read", name):
+            path = self._path(name)
+            if (size := int(self._system.info(path)["size"])) > at_most:
+                raise StoreError(f"{self.url}/{name} has {size} bytes, more than {at_most}", final=True)
+            content: bytes = self._system.cat_file(path)
+            return content
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """Yield the content of a file, a few megabytes at a time."""
+        with self._errors("be read", name), self._system.open(self._path(name), "rb", block_size=_PIECE) as file:
+            while piece := file.read(_PIECE):
+                yield piece
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file whole."""
+        with self._errors("be written", name):
+            self._make_folder(name)
+            self._system.pipe_file(self._path(name), content)
+
+    def upload(self, source: Path, name: str, moved: Moved = lambda count: None) -> None:
+        """Copy a local file to the store."""
+        with self._errors("be written", name):
+            self._make_folder(name)
+            if self._system.async_impl:
+                self._system.put_file(str(source), self._path(name), callback=_callback(moved))
+                return
+            with open_regular(source) as reading, self._system.open(self._path(name), "wb") as writing:
+                while piece := reading.read(_PIECE):
+                    writing.write(piece)
+                    moved(len(piece))
+
+    def download(self, name: str, target: Path, moved: Moved = lambda count: None) -> None:
+        """Copy a file of the store to a local file, whose folder is made."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with self._errors("be read", name):
+            if self._system.async_impl:
+                self._system.get_file(self._path(name), str(target), callback=_callback(moved))
+                return
+            with self._system.open(self._path(name), "rb") as reading, target.open("wb") as writing:
+                while piece := reading.read(_PIECE):
+                    writing.write(piece)
+                    moved(len(piece))
+
+    def modified(self, name: str) -> datetime:
+        """Return when a file was written."""
+        with self._errors("be read", name):
+            when: datetime = self._system.modified(self._path(name))
+            return when
+
+    def remove(self, name: str) -> None:
+        """Delete a file; it may be missing."""
+        with self._errors("be deleted", name):
+            try:
+                self._system.rm_file(self._path(name))
+            except FileNotFoundError:
+                return
+
+    def remove_all(self) -> None:
+        """Delete the folder with all that is in it; it may be missing."""
+        with self._errors("be deleted"):
+            try:
+                self._system.rm(self._root, recursive=True)
+            except FileNotFoundError:
+                return
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _make_folder(self, name: str) -> None:
+        if not self._system.async_impl:  # object stores have no folders
+            self._system.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+
+    @contextmanager
+    def _errors(self, what: str, name: str = "") -> Iterator[None]:
+        """Let whatever a library raises be a StoreError that names the file."""
+        try:
+            yield
+        except (StoreError, MemoryError):
+            raise
+        except Exception as error:
+            where = f"{self.url}/{name}" if name else self.url
+            final = isinstance(error, (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError))
+            raise StoreError(f"{where} cannot {what} ({_words(error)})", final=final) from error
+
+
+def _version(entry: Mapping[str, Any]) -> str:
+    return str(next((entry[name] for name in ("ETag", "etag", "md5Hash", "mtime", "created") if name in entry), ""))
+
+
+def _callback(moved: Moved) -> Any:
+    from fsspec.callbacks import Callback
+
+    class Counting(Callback):
+        def relative_update(self, inc: int = 1) -> None:
+            moved(inc)
+
+    return Counting()
+
+
+def _words(error: BaseException) -> str:
+    """Return an error in one line, without what may be a secret."""
+    text = without_secrets(str(error)).strip().splitlines()
+    first = text[0][:200] if text else ""
+    if first.startswith("{"):  # gcsfs prints the answer as JSON
+        try:
+            first = str(json.loads(first)["error"]["message"])[:200]
+        except (ValueError, KeyError, TypeError):
+            first = first[:80]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

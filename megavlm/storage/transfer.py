@@ -1,0 +1,112 @@
+"""Move many files at once in a few threads: what fails is tried again, and where nothing moves any more it ends."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from megavlm.storage.store import Moved, StoreError
+
+THREADS = 4  # files at once; s3fs holds up to four parts of 50 MB of each in memory
+ATTEMPTS = 5
+PATIENCE = 300.0  # seconds in which nothing moves; a slow connection may take that long for a part
+Result = TypeVar("Result")
+_FIRST_PAUSE = 0.5  # seconds; each further one is twice as long …
+_LONGEST_PAUSE = 30.0  # … up to this
+
+
+def move(
+    names: Sequence[str],
+    act: Callable[[str, Moved], None],
+    *,
+    go_on: Callable[[int], None] = lambda moved: None,
+    patience: float = PATIENCE,
+) -> int:
+    """Call `act(name, moved)` for each name, several at a time; return the bytes that they moved.
+
+    `go_on` is called about once a second with the bytes so far. Raises what the first name that failed for good raised,
+    and StoreError if nothing has moved for `patience` seconds. Threads that hang are left behind.
+    """
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in names:
+        waiting.put(name)
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    state, stop = _Count(), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                name = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                with_retries(lambda name=name: act(name, state.add), stop)  # type: ignore[misc]
+            except BaseException as error:
+                ended.put(error)
+                return
+            ended.put(None)
+
+    for _ in range(min(THREADS, len(names))):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        _wait(len(names), ended, state, go_on, patience)
+    finally:
+        stop.set()
+    return state.bytes
+
+
+class _Count:
+    """Counts bytes of several threads, and notes when the last ones moved."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.bytes, self.last = 0, time.monotonic()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self.bytes += count
+            self.last = time.monotonic()
+
+
+def _wait(
+    count: int,
+    ended: queue.SimpleQueue[BaseException | None],
+    state: _Count,
+    go_on: Callable[[int], None],
+    patience: float,
+) -> None:
+    done, told = 0, time.monotonic()
+    while done < count:
+        try:
+            error = ended.get(timeout=1.0)
+            done, state.last = done + 1, time.monotonic()
+        except queue.Empty:
+            error = None
+        if error is not None:
+            raise error
+        if time.monotonic() - told > 1.0:
+            go_on(state.bytes)
+            told = time.monotonic()
+        if time.monotonic() - state.last > patience:
+            raise StoreError(f"nothing has moved for {patience:.0f} s: the store does not answer")
+
+
+def with_retries(act: Callable[[], Result], stop: threading.Event | None = None, *, attempts: int = ATTEMPTS) -> Result:
+    """Return what `act` returns, called again while it fails, at most `attempts` times and until `stop`.
+
+    Raises its last error, and at once one that is final.
+    """
+    stop, pause = stop or threading.Event(), _FIRST_PAUSE
+    for _ in range(attempts - 1):
+        try:
+            return act()
+        except StoreError as error:
+            if error.final or stop.is_set():
+                raise
+            stop.wait(pause * random.uniform(0.5, 1.5))  # so that not all nodes come back at once
+            pause = min(2 * pause, _LONGEST_PAUSE)
+    return act()

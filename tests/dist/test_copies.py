@@ -1,0 +1,77 @@
+"""Runs that copy their checkpoints to --checkpoint-dir, and go on from there on a new disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.checkpoint import folders, manifest
+from tests.support.pool import Pools
+from tests.support.training import SMALL, metrics, train, without_wall_time
+
+TINY = [
+    *SMALL,
+    *"--vision-num-layers 1 --language-num-layers 1 --lr-warmup-iters 1 --save-interval 2 --keep-checkpoints 1".split(),
+]
+
+
+def of_kind(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if event["kind"] == kind]
+
+
+def complaint(argv: list[str], run_dir: str) -> str:
+    """Train; return the user's error."""
+    from megavlm.errors import UserError
+
+    try:
+        train(argv, run_dir)
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def whole(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole")
+    pools(2).run(train, [*TINY, "--tp", "2", "--train-iters", "6"], str(run_dir))
+    return run_dir
+
+
+def test_a_new_machine_goes_on_where_the_lost_one_was(pools: Pools, whole: Path, tmp_path: Path) -> None:
+    """The disk is lost, and the newest copy is damaged: the one before it is taken, then a link to either by --load."""
+    store = tmp_path / "store"
+    argv = [*TINY, "--tp", "2", "--keep-checkpoints", "2", "--checkpoint-dir", f"file://{store}"]
+    pools(2).run(train, [*argv, "--train-iters", "4"], str(tmp_path / "run"))
+    assert [iteration for iteration, _ in folders.complete(store)] == [2, 4]
+    assert all(manifest.damage(folder) is None for _, folder in folders.complete(store))
+    assert {event["iteration"] for event in of_kind(tmp_path / "run", "upload")} == {2, 4}
+    shutil.rmtree(tmp_path / "run")
+
+    damaged = store / "iter_0000004/__1_0.distcp"
+    damaged.write_bytes(b"X" + damaged.read_bytes()[1:])
+    pools(2).run(train, [*argv, "--train-iters", "6"], str(tmp_path / "run"))
+    assert without_wall_time(metrics(tmp_path / "run")) == without_wall_time(metrics(whole))[2:]
+    assert "__1_0.distcp is damaged" in of_kind(tmp_path / "run", "damage")[0]["reason"]
+    assert [event["iteration"] for event in of_kind(tmp_path / "run", "download")] == [2]
+    assert [iteration for iteration, _ in folders.complete(store)] == [4, 6]
+    assert all(manifest.damage(folder) is None for _, folder in folders.complete(store))  # 4 is the new one
+
+    argv = [*TINY, "--tp", "2", "--train-iters", "6", "--load", f"file://{store}/iter_0000004"]
+    pools(2).run(train, argv, str(tmp_path / "loaded"))
+    assert without_wall_time(metrics(tmp_path / "loaded")) == without_wall_time(metrics(whole))[4:]
+
+
+def test_a_place_that_cannot_be_written_is_refused_at_the_start(pools: Pools, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    argv = [*TINY, "--train-iters", "2", "--checkpoint-dir", f"file://{tmp_path}/file/below"]
+    (error,) = pools(1).run(complaint, argv, str(tmp_path / "run"))
+    assert "--checkpoint-dir" in error
+    assert "rights" in error
+    argv = [*TINY, "--train-iters", "2", "--load", f"file://{tmp_path}/nothing"]
+    (error,) = pools(1).run(complaint, argv, str(tmp_path / "run"))
+    assert "no complete checkpoint" in error

@@ -1,0 +1,282 @@
+"""Checkpoints in a store: whole or not there, whatever is cut short, damaged or hostile."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from megavlm.checkpoint import folders, manifest, remote, store_inspection, upload_shares
+from megavlm.checkpoint.manifest import MANIFEST, SUMMARY
+from megavlm.checkpoint.remote import DamagedInStore
+from megavlm.checkpoint.retention import Keep
+from megavlm.checkpoint.upload_shares import Nodes, answer
+from megavlm.checkpoint.uploader import Mirror
+from megavlm.errors import UserError
+from megavlm.storage import transfer
+from megavlm.storage.store import Store, StoreError
+
+FILES = {"__0_0.distcp": b"tensors" * 1000, "__1_0.distcp": b"others" * 900, "common.pt": b"c", "hf/config.json": b"{}"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_FIRST_PAUSE", 0.001)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    yield Store.at(f"memory://{tmp_path.name}")
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run/checkpoints"
+
+
+def save(root: Path, iteration: int, *, attempt: str = "a", loss: float = 0.0) -> Path:
+    folder = folders.prepare(root, iteration)
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content + attempt.encode())
+    summary = {"format": 1, "iteration": iteration, "metrics": {"loss": loss}, "keep_best": ["loss", "min"]}
+    (folder / SUMMARY).write_text(json.dumps(summary))
+    return folders.commit(root, iteration, attempt=attempt)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def fetch(checkpoint: remote.RemoteCheckpoint, root: Path, world: int = 1) -> Path:
+    sums = checkpoint.sums()
+    for rank in range(world):
+        remote.download(checkpoint, root, remote.share(sums, rank=rank, world=world), sums)
+    return remote.commit_download(checkpoint, root)
+
+
+def mirror_of(root: Path, store: Store, *, nodes: int = 1, **keep: Any) -> Mirror:
+    return Mirror(root, store, Keep(**keep), Nodes(root.parent / "uploads", nodes, 1))
+
+
+class Failing:
+    """A file system that fails at the calls that `fails` chooses by name of the method and path."""
+
+    def __init__(self, system: Any, fails: Any) -> None:
+        self._system, self._fails = system, fails
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._system, name)
+        if not callable(found):
+            return found
+
+        def call(path: Any = "", *args: Any, **kwargs: Any) -> Any:
+            if self._fails(name, str(path)):
+                raise ConnectionResetError("cut")
+            return found(path, *args, **kwargs)
+
+        return call
+
+
+def test_a_checkpoint_comes_back_byte_by_byte(store: Store, root: Path, tmp_path: Path) -> None:
+    folder = save(root, 100)
+    remote.upload(folder, store, done=set())
+    (there,) = remote.complete_in(store)
+    assert (there.iteration, there.name) == (100, "iter_0000100")
+    assert remote.first_look(there) is None
+    assert remote.damage(there) is None
+    assert contents(fetch(there, tmp_path / "other", world=3)) == contents(folder)
+    assert not list((tmp_path / "other").glob("tmp-*"))
+
+
+@pytest.mark.parametrize("file", [*FILES, SUMMARY, MANIFEST])
+def test_an_upload_that_is_cut_short_is_no_checkpoint_and_goes_on(store: Store, root: Path, file: str) -> None:
+    folder, written, cut = save(root, 100), [], [True]
+
+    def fails(method: str, path: str) -> bool:
+        writes = method in ("open", "pipe_file") and folder.name in path
+        written.extend([path] * writes)
+        return cut[0] and writes and path.endswith(file)
+
+    failing = replace(store, _system=Failing(store._system, fails))
+    done: set[str] = set()
+    with pytest.raises(StoreError, match="ConnectionResetError: cut"):
+        remote.upload(folder, failing, done=done)
+    assert remote.complete_in(store) == []
+    cut[0] = False
+    written.clear()
+    before = set(done)
+    remote.upload(folder, failing, done=done)
+    assert remote.damage(remote.complete_in(store)[0]) is None
+    assert not [path for path in written for name in before if path.endswith(f"/{name}")]  # nothing is copied twice
+    assert written[-1].endswith(MANIFEST)
+
+
+def test_another_save_of_the_iteration_takes_the_place_of_the_first(store: Store, root: Path) -> None:
+    remote.upload(save(root, 100), store, done=set())
+    again, seen = save(root, 100, attempt="b"), []
+
+    def fails(method: str, path: str) -> bool:
+        if method == "open":
+            seen.append(remote.complete_in(store))
+        return False
+
+    remote.upload(again, replace(store, _system=Failing(store._system, fails)), done=set())
+    assert not any(seen)  # no manifest stands beside files of another save
+    assert remote.damage(remote.complete_in(store)[0]) is None
+
+
+def test_damage_on_either_side_is_found_and_named(store: Store, root: Path, tmp_path: Path) -> None:
+    folder = save(root, 100)
+    remote.upload(folder, store, done=set())
+    (there,) = remote.complete_in(store)
+    there.folder.write("__1_0.distcp", b"X" + FILES["__1_0.distcp"][1:] + b"a")
+    assert remote.first_look(there) is None  # the size is right
+    assert "__1_0.distcp is damaged" in str(remote.damage(there))
+    with pytest.raises(DamagedInStore, match=r"__1_0\.distcp is damaged"):
+        fetch(there, tmp_path / "other")
+    assert folders.complete(tmp_path / "other") == []
+    there.folder.write("__1_0.distcp", b"short")
+    assert "has 5 bytes, not" in str(remote.first_look(remote.complete_in(store)[0]))
+    there.folder.remove("common.pt")
+    assert remote.first_look(remote.complete_in(store)[0]) in (
+        "common.pt is missing",
+        "__1_0.distcp has 5 bytes, not 5,401",
+    )
+    (folder / "common.pt").write_bytes(b"Xa")
+    with pytest.raises(UserError, match=r"common\.pt is damaged"):
+        remote.upload(folder, store, done=set())
+    assert remote.complete_in(store) == []
+
+
+def test_a_download_goes_on_where_it_was(store: Store, root: Path, tmp_path: Path) -> None:
+    remote.upload(save(root, 100), store, done=set())
+    (there,) = remote.complete_in(store)
+    read: list[str] = []
+
+    def fails(method: str, path: str) -> bool:
+        read.extend([path] * (method == "open"))
+        return False
+
+    watched = replace(there, folder=replace(there.folder, _system=Failing(store._system, fails)))
+    sums = there.sums()
+    remote.download(watched, tmp_path / "other", ["__0_0.distcp"], sums)
+    remote.download(watched, tmp_path / "other", sums, sums)
+    assert len([path for path in read if path.endswith("__0_0.distcp")]) == 1
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/outside", "a/../../outside", "", "a\x00b"])
+def test_a_hostile_manifest_writes_nothing(store: Store, root: Path, tmp_path: Path, name: str) -> None:
+    remote.upload(save(root, 100), store, done=set())
+    (there,) = remote.complete_in(store)
+    hostile = {"files": {name: {"bytes": 1, "crc32": 0}, SUMMARY: {"bytes": 1, "crc32": 0}}}
+    there.folder.write(MANIFEST, json.dumps(hostile).encode())
+    assert "outside of it" in str(remote.first_look(there))
+    with pytest.raises(ValueError, match="outside of it"):
+        fetch(there, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_newest_goes_first_and_the_rule_holds_in_the_store(store: Store, root: Path) -> None:
+    mirror = mirror_of(root, store, newest=2, every=40, best="loss")
+    assert mirror.due() is None
+    for iteration, loss in ((10, 3.0), (20, 1.0), (30, 2.0)):
+        save(root, iteration, loss=loss)
+    order = []
+    while (folder := mirror.due()) is not None:
+        order.append(folder.name[-2:])
+        mirror.copy(folder, lambda moved: None)
+    assert order == ["30", "20"]  # 10 is not kept
+    for iteration in (40, 50, 60, 70):
+        mirror.copy(save(root, iteration, loss=5.0), lambda moved: None)
+        mirror.prune()
+    assert [each.iteration for each in remote.complete_in(store)] == [20, 40, 60, 70]
+    fresh = mirror_of(root, store, newest=2, every=40, best="loss")  # as after a restart
+    assert fresh.due() is None
+    save(root, 70, attempt="b")
+    assert fresh.due() == root / "iter_0000070"
+
+
+def test_what_a_run_went_back_from_does_not_count(store: Store, root: Path, tmp_path: Path) -> None:
+    """A checkpoint of a future, which could not be loaded, neither keeps new ones out nor is deleted."""
+    remote.upload(save(tmp_path / "future", 1000), store, done=set())
+    mirror = mirror_of(root, store, newest=1)
+    for iteration in (10, 20):
+        save(root, iteration)
+        folder = mirror.due()
+        assert folder is not None
+        mirror.copy(folder, lambda moved: None)
+        mirror.prune()
+    assert [each.iteration for each in remote.complete_in(store)] == [20, 1000]
+
+
+def test_a_checkpoint_that_is_damaged_here_is_refused_once(store: Store, root: Path) -> None:
+    folder = save(root, 10)
+    (folder / "common.pt").write_bytes(b"Xa")
+    mirror = mirror_of(root, store, newest=2)
+    with pytest.raises(UserError, match="damaged"):
+        mirror.copy(folder, lambda moved: None)
+    assert mirror.due() is None
+    assert mirror.refused
+
+
+def test_each_node_copies_what_its_ranks_wrote(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not answer loses nothing: the next attempt copies its files, too."""
+    sent: list[set[str]] = []
+    send = remote.send
+
+    def sending(folder: Path, to: Store, names: Any, **options: Any) -> int:
+        sent.append(set(names) - options["done"])
+        return send(folder, to, names, **options)
+
+    monkeypatch.setattr(remote, "send", sending)
+    mirror = mirror_of(root, store, newest=2, nodes=2)
+    folder, ended = save(root, 10), threading.Event()
+
+    def help_out() -> None:
+        while not ended.is_set():
+            answer(mirror.nodes, 1, root, store)
+            time.sleep(0.01)
+
+    other = threading.Thread(target=help_out)
+    other.start()
+    mirror.copy(folder, lambda moved: None)
+    ended.set()
+    other.join()
+    assert sorted(map(len, sent)) == [1, 4]
+    assert {"__1_0.distcp"} in sent
+    assert remote.damage(remote.complete_in(store)[0]) is None
+    assert not list((root.parent / "uploads").iterdir())
+
+    monkeypatch.setattr(upload_shares, "_SILENCE", 0.1)
+    folder = save(root, 20)
+    with pytest.raises(StoreError, match=r"__1_0\.distcp has None bytes"):
+        mirror.copy(folder, lambda moved: None)
+    sent.clear()
+    mirror.copy(folder, lambda moved: None)
+    assert sent == [{"__1_0.distcp"}]
+    assert [each.iteration for each in remote.complete_in(store)] == [10, 20]
+
+
+def test_copies_between_disk_and_store_are_verified(store: Store, root: Path, tmp_path: Path) -> None:
+    folder = save(root, 10, loss=1.0)
+    assert store_inspection.copy(folder, store.url) == f"{store.url}/iter_0000010"
+    with pytest.raises(UserError, match="already there"):
+        store_inspection.copy(folder, store.url)
+    (entry,) = store_inspection.entries(store.url)
+    assert (entry.iteration, entry.state, entry.is_best) == (10, "whole", True)
+    (there,) = store_inspection.checkpoints_of(f"{store.url}/iter_0000010")
+    assert store_inspection.summary_of(there)["iteration"] == 10
+    copied = Path(store_inspection.copy(there, str(tmp_path / "back")))
+    assert contents(copied) == contents(folder)
+    assert manifest.damage(copied) is None
+    with pytest.raises(UserError, match="copy it to a folder first"):
+        store_inspection.copy(there, "memory://elsewhere")

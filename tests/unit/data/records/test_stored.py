@@ -1,0 +1,81 @@
+"""Records and images that URLs name: as on a disk, within their folder, never skipped for a failure of the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megavlm.config.schema import DatasetConfig
+from megavlm.data.decode import decode, size_of
+from megavlm.data.records import open_records
+from megavlm.data.records.identity import _of_dataset
+from megavlm.data.records.pictures import stored_below
+from megavlm.data.types import BadSample, Reason
+from megavlm.errors import UserError
+from megavlm.storage import transfer
+from megavlm.storage.store import Store, StoreError
+from megavlm.storage.stored_file import StoredFile
+from tests.support.data_files import write_llava
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAVLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(transfer, "_FIRST_PAUSE", 0.001)
+
+
+@pytest.mark.parametrize("image_root", ["images", None])
+def test_records_and_images_of_a_store_are_those_of_the_disk(tmp_path: Path, image_root: str | None) -> None:
+    path = write_llava(tmp_path / "data", samples=6)
+    if image_root is None:  # by default beside the records
+        path = path.rename(path.parent / "images" / path.name)
+    root = {} if image_root is None else {"image_root": f"file://{path.parent}/{image_root}"}
+    here, there = (
+        open_records(DatasetConfig(path=f"{start}{path}", **{name: start + value[7:] for name, value in root.items()}))
+        for start in ("", "file://")
+    )
+    assert len(here) == len(there) == 6
+    images = 0
+    for index in range(6):
+        one, other = here.read(index), there.read(index)
+        assert [turn.role for turn in one.turns] == [turn.role for turn in other.turns]
+        for mine, theirs in zip(one.images, other.images, strict=True):
+            images += 1
+            assert isinstance(theirs.source, StoredFile)
+            assert size_of(theirs.source) == size_of(mine.source)
+            assert np.array_equal(decode(theirs.source).pixels, decode(mine.source).pixels)
+    assert images > 3
+    identity = [_of_dataset(DatasetConfig(path=f"{start}{path}")) for start in ("", "file://")]
+    assert identity[0] == identity[1]  # a run may go on where the data were moved to a store
+
+
+@pytest.mark.parametrize("name", ["../a.jpg", "/etc/passwd", "a/../../b.jpg", "a//b.jpg", "a\0.jpg", "..", ""])
+def test_images_of_a_store_lie_below_their_folder(name: str) -> None:
+    with pytest.raises(BadSample) as refused:
+        stored_below("s3://bucket/images", name)
+    assert refused.value.reason == Reason.OUTSIDE
+
+
+def test_a_missing_image_is_a_bad_sample_and_a_store_that_fails_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BadSample) as missing:
+        decode(StoredFile(f"file://{tmp_path}", "no.jpg"))
+    assert missing.value.reason == Reason.MISSING
+    (tmp_path / "a").write_bytes(b"content")
+    calls, read = [], Store.read
+
+    def failing(self: Store, *args: Any, **kwargs: Any) -> bytes:
+        calls.append(args)
+        if len(calls) < 9:
+            raise StoreError("503")
+        return read(self, *args, **kwargs)
+
+    monkeypatch.setattr(Store, "read", failing)
+    monkeypatch.setattr(transfer, "_LONGEST_PAUSE", 0.002)
+    assert StoredFile(f"file://{tmp_path}", "a").read(at_most=10) == b"content"
+    with pytest.raises(UserError, match="image_root"):
+        open_records(DatasetConfig(path=str(write_llava(tmp_path / "d", samples=2)), image_root="s3://user:pw@b/x"))

@@ -1,0 +1,129 @@
+"""URLs that are refused, what a store does with files, and moving many of them while some fail."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from megavlm.errors import UserError
+from megavlm.storage import transfer
+from megavlm.storage.store import Moved, Store, StoreError
+from megavlm.storage.transfer import move, with_retries
+from megavlm.storage.urls import complaint, is_url, without_secrets
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_FIRST_PAUSE", 0.001)
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    yield Store.at(f"memory://{tmp_path.name}" if request.param == "memory" else f"file://{tmp_path}/store")
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://key:secret@bucket/run", "password"),
+        ("s3://bucket/run?X-Amz-Signature=abc", "signature"),
+        ("simplecache::s3://bucket/run", "chains"),
+        ("gs://bucket/../other", "whole URL"),
+        ("gs://", "names no bucket"),
+    ],
+)
+def test_urls_that_would_not_do_what_they_seem_to_are_refused(url: str, words: str) -> None:
+    assert words in (complaint(url.replace("simplecache::s3", "s3://a::s3")) or "")
+    with pytest.raises(UserError) as refused:
+        Store.at(url)
+    assert "secret" not in str(refused.value)
+    assert "abc" not in str(refused.value)
+
+
+def test_urls_and_paths_are_told_apart() -> None:
+    assert all(map(is_url, ("gs://b/x", "s3://b", "file:///tmp/x", "memory://x")))
+    assert not any(map(is_url, ("runs/x", "/data/a:b", "C:/x", "gs:/b", "")))
+    assert complaint("gs://bucket/run-1/a.b") is None
+
+
+def test_messages_of_libraries_lose_what_may_be_secret() -> None:
+    said = "403, url='https://user:pw@host/o?uploadType=x&upload_id=TOKEN' refused"
+    assert without_secrets(said) == "403, url='https://host/o refused"
+
+
+def test_a_protocol_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = importlib.import_module("fsspec.registry")
+    monkeypatch.setitem(registry.known_implementations, "gs", {"class": "not.there.GCS", "err": "Please install"})
+    monkeypatch.delitem(registry._registry, "gs", raising=False)
+    with pytest.raises(UserError, match=r"pip install 'megavlm\[gcs\]'"):
+        Store.at("gs://bucket/run")
+
+
+def test_files_come_back_as_they_went(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(range(256)) * 100)
+    assert store.files() == {}
+    moved: list[int] = []
+    store.upload(tmp_path / "a", "deep/er/a", moved.append)
+    store.below("deep").write("b", b"xyz")
+    assert store.files() == {"deep/er/a": 25600, "deep/b": 3}
+    assert sum(moved) == 25600
+    store.below("deep").download("er/a", tmp_path / "back/a")
+    assert (tmp_path / "back/a").read_bytes() == (tmp_path / "a").read_bytes()
+    assert b"".join(store.pieces("deep/er/a")) == (tmp_path / "a").read_bytes()
+    assert store.read("deep/b", at_most=3) == b"xyz"
+    with pytest.raises(StoreError, match="more than 2"):
+        store.read("deep/b", at_most=2)
+    with pytest.raises(StoreError, match="no/such cannot be read") as missing:
+        store.read("no/such", at_most=10)
+    assert missing.value.final
+    store.remove("deep/b")
+    store.remove("deep/b")
+    store.below("deep").remove_all()
+    store.below("deep").remove_all()
+    assert store.files() == {}
+
+
+def test_what_fails_is_tried_again_and_what_cannot_succeed_is_not() -> None:
+    calls: dict[str, int] = {}
+
+    def act(name: str, moved: Moved) -> None:
+        calls[name] = calls.get(name, 0) + 1
+        if name == "gone":
+            raise StoreError("no such file", final=True)
+        if calls[name] < transfer.ATTEMPTS:
+            raise StoreError("503")
+        moved(10)
+
+    assert move(["a", "b", "c"], act) == 30
+    assert set(calls.values()) == {transfer.ATTEMPTS}
+    with pytest.raises(StoreError, match="no such file"):
+        move(["gone"], act)
+    assert calls["gone"] == 1
+
+    def refused() -> None:
+        calls["refused"] = calls.get("refused", 0) + 1
+        raise StoreError("503")
+
+    with pytest.raises(StoreError, match="503"):
+        with_retries(refused)
+    assert calls["refused"] == transfer.ATTEMPTS
+
+
+def test_a_store_that_does_not_answer_is_given_up() -> None:
+    waits = threading.Event()
+
+    def act(name: str, moved: Moved) -> None:
+        waits.wait(60)
+
+    began = time.monotonic()
+    with pytest.raises(StoreError, match="nothing has moved"):
+        move(["a"], act, patience=0.5)
+    waits.set()
+    assert time.monotonic() - began < 30
