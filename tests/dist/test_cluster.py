@@ -39,12 +39,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 class Run:
     """A run folder and the job that trains in it."""
 
-    def __init__(self, cluster: Cluster, run_dir: Path, *flags: str, iterations: int = 20_000) -> None:
+    def __init__(
+        self, cluster: Cluster, run_dir: Path, *flags: str, iterations: int = 20_000, grace: int = 240
+    ) -> None:
         self.run_dir, self._config = run_dir, run_dir.with_suffix(".yaml")
         self.last(iterations)
         options = [f"--nodes={len(NODES)}", f"--gpus-per-node={GPUS}", f"--output={run_dir.with_suffix('.out')}"]
         argv = ["--config", str(self._config), *FLAGS, *LAYOUT, *flags, "--run-dir", str(run_dir)]
-        self.job = cluster.submit(*options, "--time=60", "--signal=B:USR1@100", "launch/slurm.sbatch", *argv)
+        words = [*options, "--time=60", "--signal=B:USR1@100", "launch/slurm.sbatch", *argv]
+        self.job = cluster.submit(*words, MEGAVLM_GRACE=str(grace))
 
     def last(self, iteration: int) -> None:
         """Let attempts that begin from now on train to this iteration."""
@@ -64,16 +67,18 @@ class Run:
 
 
 def ranks(job: Job) -> dict[int, psutil.Process]:
-    """The processes of a job's ranks."""
+    """The processes of a job's ranks, without those that they forked, which write checkpoints."""
     found = {}
     for process in psutil.process_iter():
         try:
-            variables = process.environ() if "pretrain_vlm.py" in process.cmdline() else {}
+            command, parent = process.cmdline(), process.parent()
+            own = command[1:2] == ["-u"] and (parent is None or parent.cmdline()[1:2] != ["-u"])
+            variables = process.environ() if own and "pretrain_vlm.py" in command else {}
         except psutil.Error:
             continue
         if variables.get("SLURM_JOB_ID") == job.number and "LOCAL_RANK" in variables:
             found[int(variables["RANK"])] = process
-    return {rank: process for rank, process in found.items() if process.cmdline()[1:2] == ["-u"]}
+    return found
 
 
 def test_tasks_of_srun_are_one_world_in_the_order_of_the_nodes(cluster: Cluster):
@@ -200,7 +205,8 @@ def test_an_array_trains_the_variants_of_a_grid(cluster: Cluster, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_job_that_crashes_without_progress_ends(cluster: Cluster, tmp_path: Path):
-    run = Run(cluster, tmp_path / "run")
+    """A rank may die before the others have met it: they are waited for no longer than the grace."""
+    run = Run(cluster, tmp_path / "run", grace=15)
     for restarts in (0, 1):
         run.job.wait_for(lambda restarts=restarts: run.job.restarts == restarts and len(ranks(run.job)) == 4)
         ranks(run.job)[3].send_signal(signal.SIGKILL)
