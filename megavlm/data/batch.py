@@ -20,6 +20,7 @@ from torch import Tensor
 from megavlm.arch.anyres import TileGroup
 from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.config.schema import ProjectorConfig
+from megavlm.data.kv_cache import Continuation
 
 Mask = NDArray[np.bool_]
 
@@ -138,6 +139,7 @@ class MicroBatch:
     image_sizes: ImageSizes  # of all images of the text
     images: ImageBatch | None = None  # those that this rank encodes; None on a rank without vision layers
     features: LocalFeatures | None = None  # set once a colocated encoder has run
+    continuation: Continuation | None = None  # set while answers are generated
 
     @classmethod
     def of_images(cls, images: ImageBatch) -> MicroBatch:
@@ -169,7 +171,7 @@ class MicroBatch:
             features = replace(features, positions=tensors["local_positions"])
         copied: dict[str, Any] = {name: tensors[name] for name in self.text.tensors() if name in tensors}
         text = replace(self.text, **copied)
-        return MicroBatch(text, self.image_sizes, images, features)
+        return replace(self, text=text, images=images, features=features)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on another device; what the host reads stays on the host, so that it never waits."""

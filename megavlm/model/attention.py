@@ -106,6 +106,8 @@ class CoreAttention(nn.Module):
         if packed_seq_params is None:
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal=causal)
             return out.permute(2, 0, 1, 3).flatten(2)
+        if packed_seq_params.cached is not None:
+            return packed_seq_params.cached.attend(self, query, key, value, scale=self.scale)
         q, k, v = (in_sequence(packed_seq_params, x) for x in (query, key, value))
         if packed_seq_params.masked:
             with sdpa_kernel(ANY_SHAPE):

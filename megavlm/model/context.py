@@ -16,6 +16,8 @@ from megavlm.arch.workload import window_patches
 from megavlm.config.derived import sequence_multiple, sequence_parallel
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.batch import MicroBatch
+from megavlm.data.kv_cache import Continuation
+from megavlm.model.cached_attention import cached_attention
 from megavlm.model.deepstack import add_features
 from megavlm.model.language import rope
 from megavlm.model.masks import image_runs, masked_spans
@@ -64,6 +66,8 @@ class MicroBatchContext:
     @cached_property
     def language_packing(self) -> Packing | None:
         """Return the sequences and masks of layers without a window; None if each row is one causal sequence."""
+        if self.batch.continuation is not None:
+            return self._cached(self.batch.continuation, window=None)
         if self.config.model.language.bidirectional_images:
             return self._masked_packing(window=None)
         return None if self.batch.text.cu_seqlens is None else packed(self._bounds, self.device)
@@ -71,24 +75,44 @@ class MicroBatchContext:
     @cached_property
     def sliding_packing(self) -> Packing:
         """Return the sequences and masks of layers with a sliding window."""
-        return self._masked_packing(window=self.config.model.language.window_size)
+        window = self.config.model.language.window_size
+        if self.batch.continuation is not None:
+            return self._cached(self.batch.continuation, window=window)
+        return self._masked_packing(window=window)
 
     def _masked_packing(self, *, window: int | None) -> Packing:
         """Return the sequences and masks of layers with a window of this many tokens (None: without a window)."""
-        model, runs, counts = self.config.model, None, [0]
-        if model.language.bidirectional_images:
-            assert model.image_token is not None, "refused by the configuration rules"
-            counts = self.batch.image_sizes.image_tokens(model.projector) or [0]
-            runs = image_runs(self.batch.text.tokens, model.image_token, counts)
         spans = masked_spans(
             self._bounds,
             window=window,
-            runs=runs,
-            longest=max(counts),
+            runs=self._image_runs,
+            longest=max(self._image_tokens),
             device=self.device,
             dtype=DTYPES[self.config.precision.dtype],
         )
         return packed(self._bounds, self.device, masked=spans)
+
+    def _cached(self, rows: Continuation, *, window: int | None) -> Packing:
+        """Return how layers with a window of this many tokens (None: without a window) attend to a cache."""
+        samples, length = self.batch.text.tokens.shape
+        runs = None if self._image_runs is None else self._image_runs.view(samples, length)
+        return Packing(qkv_format="sbhd", cached=cached_attention(rows, length, window=window, runs=runs))
+
+    @cached_property
+    def _image_runs(self) -> Tensor | None:
+        """Return in which run of image tokens each token is, [B·S]; None where no token attends to later ones."""
+        model = self.config.model
+        if not model.language.bidirectional_images:
+            return None
+        assert model.image_token is not None, "refused by the configuration rules"
+        return image_runs(self.batch.text.tokens, model.image_token, self._image_tokens)
+
+    @cached_property
+    def _image_tokens(self) -> list[int]:
+        """Return the tokens of each image that attends to itself both ways; one of none if there are no such images."""
+        model = self.config.model
+        counts = self.batch.image_sizes.image_tokens(model.projector) if model.language.bidirectional_images else []
+        return counts or [0]
 
     @property
     def _bounds(self) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -181,7 +182,9 @@ def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
 
 def _run_output(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
     part: Any = chunk.parts[name]
-    scores = part.logits(hidden, chunk.tied_weight)
+    scores, rows = part.logits(hidden, chunk.tied_weight), context.batch.continuation
+    if rows is not None:
+        scores = scores[rows.last, torch.arange(scores.shape[1], device=scores.device)][None]
     return part.gather(scores) if context.wants_logits else part.loss(scores, context.batch.text.labels)
 
 

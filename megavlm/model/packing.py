@@ -16,6 +16,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megavlm.model.cached_attention import CachedAttention
 from megavlm.model.masks import MaskedSpan
 
 Run = tuple[int, int, int]  # (start, sequences, length)
@@ -33,6 +34,7 @@ class Packing(PackedSeqParams):
     batch: tuple[int, int] = (0, 0)  # (sequences, length) of equal ones at the beginning, for one call without bounds
     rest: PackedSeqParams | None = None  # of the sequences after them, where there are any
     masked: tuple[MaskedSpan, ...] = ()  # the masks by which tokens attend, where sequences alone do not say it
+    cached: CachedAttention | None = None  # set while answers are generated: nothing else above is set then
 
 
 def packed(

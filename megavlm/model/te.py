@@ -133,6 +133,10 @@ def flattened(attention: type) -> type:
     """
 
     class FlattenedAttention(attention, _without_idle_generator(attention)):  # type: ignore[misc, unused-ignore]
+        def __init__(self, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+            super().__init__(*args, softmax_scale=softmax_scale, **kwargs)
+            self.cached_scale = softmax_scale
+
         def forward(
             self,
             query: Tensor,
@@ -147,6 +151,8 @@ def flattened(attention: type) -> type:
             if packed_seq_params is None:
                 return super().forward(query, key, value, attention_mask, *args, **kwargs)
             packing = packed_seq_params
+            if packing.cached is not None:
+                return packing.cached.attend(self, query, key, value, scale=self.cached_scale)
             inputs = tuple(in_sequence(packing, x) for x in (query, key, value))
             outputs = [
                 super(FlattenedAttention, self)

@@ -120,7 +120,8 @@ class VLMChunk(MegatronModule):
 
         Returns:
             The hidden tensor for the next chunk; from the last chunk the cross entropies [B, S], or with
-            `logits=True` the logits [B, S, vocabulary] (whole on every tensor-parallel rank).
+            `logits=True` the logits [B, S, vocabulary] (whole on every tensor-parallel rank); of a batch with a
+            continuation those after the last position of each row, [B, 1, vocabulary].
         """
         if self.offload is None or not torch.is_grad_enabled():
             return self._forward(batch, logits=logits)

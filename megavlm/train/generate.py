@@ -1,70 +1,122 @@
-"""Greedy generation through the training pipeline. There is no key/value cache: each token is a full forward pass."""
+"""Greedy generation through the training pipeline, with a key/value cache: a token costs one position of the text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megavlm.data.batch import ImageBatch, ImageSizes, MicroBatch, TextBatch
 from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.kv_cache import Continuation, KeyValueCache
 from megavlm.data.types import Sample
 from megavlm.parallel.groups import broadcast_from_last_stage
 from megavlm.train.engine import Engine
 
 
 def generate(
-    engine: Engine, spec: CollateSpec, prompts: Sequence[Sample], *, micro_batch_size: int, max_new_tokens: int
+    engine: Engine,
+    spec: CollateSpec,
+    prompts: Sequence[Sample],
+    *,
+    micro_batch_size: int,
+    max_new_tokens: int,
+    stop: Collection[int] = (),
 ) -> list[list[int]]:
-    """Return `max_new_tokens` tokens for each prompt, each the most likely next token; equal on all ranks.
+    """Return up to `max_new_tokens` tokens for each prompt, each the most likely next token; equal on all ranks.
 
-    Each data-parallel rank takes every DP-th prompt. A rank repeats prompts until the number of its micro-batches is
-    a multiple of PP, as the interleaved schedule requires.
+    An answer ends before the first token of `stop`. Each data-parallel rank takes every DP-th prompt. All ranks have as
+    many micro-batches, since sharded weights (ZeRO-3) are gathered by all of them for each pass, and a multiple of PP,
+    as the interleaved schedule requires: prompts are repeated until there are so many.
     """
     groups = engine.groups
     mine = list(prompts[groups.coords.dp :: groups.dims.dp])
-    round_size = micro_batch_size * groups.dims.pp
-    work = [*mine, *[prompts[0]] * (-max(len(mine), 1) % round_size + (0 if mine else 1))]
-    answers: list[list[int]] = [[] for _ in work]
-    longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
+    most, round_size = -(-len(prompts) // groups.dims.dp), micro_batch_size * groups.dims.pp
+    work = [*mine, *[prompts[0]] * (-(-most // round_size) * round_size - len(mine))]
     multiple = engine.sequence_multiple
+    longest = max(len(prompt.tokens) for prompt in work)
     spec = replace(spec, seq_length=-(-longest // multiple) * multiple)
+    room = spec.seq_length + max_new_tokens + multiple
+    device = engine.schedule.backend.device
+    samples = [work[i : i + micro_batch_size] for i in range(0, len(work), micro_batch_size)]
+    batches = [_prompts(each, spec, room=room, device=device) for each in samples]
+    following = torch.stack([_next_position(batch.text, row) for batch in batches for row in range(micro_batch_size)])
+    chosen: list[list[int]] = []
     engine.evaluating(True)
-    for _ in range(max_new_tokens):
-        extended = [_extend(prompt, answer) for prompt, answer in zip(work, answers, strict=True)]
-        batches = [
-            collate([[sample] for sample in extended[i : i + micro_batch_size]], spec)
-            for i in range(0, len(extended), micro_batch_size)
-        ]
-        lengths = torch.tensor([len(sample.tokens) for sample in extended])
+    while len(chosen) < max_new_tokens:
         logits = engine.schedule.logits(batches)
-        tokens = _next_tokens(engine, logits, lengths, never=spec.image_token)
-        for answer, token in zip(answers, tokens, strict=True):
-            answer.append(token)
+        chosen.append(_next_tokens(engine, logits, count=len(work), never=spec.image_token))
+        if stop and _all_ended(chosen, stop, device):
+            break
+        places = (following + len(chosen) - 1).split(micro_batch_size)
+        tokens = torch.tensor(chosen[-1]).split(micro_batch_size)
+        batches = [_next(*each, spec, width=multiple) for each in zip(batches, tokens, places, strict=True)]
     engine.evaluating(False)
+    answers = [_until(stop, answer) for answer in zip(*chosen, strict=True)]
     return _interleave(engine, answers[: len(mine)], total=len(prompts))
 
 
-def _extend(prompt: Sample, answer: Sequence[int]) -> Sample:
-    tokens = np.concatenate([prompt.tokens, np.asarray(answer, dtype=prompt.tokens.dtype)])
-    return replace(prompt, tokens=tokens, trained=np.zeros(len(tokens), dtype=np.bool_))
+def _prompts(samples: Sequence[Sample], spec: CollateSpec, *, room: int, device: torch.device) -> MicroBatch:
+    """Return a micro-batch of prompts with an empty cache that has room for so many positions of each."""
+    last = torch.tensor([len(sample.tokens) - 1 for sample in samples]).to(device)
+    batch = collate([[sample] for sample in samples], spec)
+    return replace(batch, continuation=Continuation(KeyValueCache(room), torch.zeros_like(last), last))
 
 
-def _next_tokens(engine: Engine, logits: Sequence[torch.Tensor], lengths: torch.Tensor, *, never: int) -> list[int]:
-    """Return the most likely token after each sequence, on all pipeline stages.
+def _next_position(text: TextBatch, row: int) -> Tensor:
+    """Return the rotary position of the token that follows a prompt; with M-RoPE all three axes have the same."""
+    length = text.lengths[row]
+    return text.positions[..., row, length - 1].max() + 1
+
+
+def _next(batch: MicroBatch, tokens: Tensor, places: Tensor, spec: CollateSpec, *, width: int) -> MicroBatch:
+    """Return the micro-batch for one more token [B] of each row, padded to `width` positions, and no images.
+
+    `places` [B] are the rotary positions of these tokens.
+    """
+    assert batch.continuation is not None
+    ids = torch.full((len(tokens), width), spec.pad_token)
+    ids[:, 0] = tokens
+    positions = places[:, None] + torch.arange(width)
+    text = TextBatch(
+        tokens=ids,
+        labels=torch.full_like(ids, spec.pad_token),
+        loss_mask=torch.zeros(ids.shape),
+        positions=positions.expand(3, -1, -1) if spec.mrope else positions,
+        feature_positions=torch.empty(0, dtype=torch.int64),
+        lengths=(1,) * len(tokens),
+    )
+    images = ImageBatch(ImageSizes(), torch.empty(0, spec.patch_dim))
+    return MicroBatch(text, ImageSizes(), images, continuation=batch.continuation.advanced())
+
+
+def _next_tokens(engine: Engine, logits: Sequence[Tensor], *, count: int, never: int) -> list[int]:
+    """Return the most likely token after each of so many rows, on all pipeline stages.
 
     `never`, the image token, is masked out: generated text has no image features.
     """
-    device = engine.schedule.backend.device
-    chosen = torch.zeros(len(lengths), dtype=torch.long, device=device)
+    chosen = torch.zeros(count, dtype=torch.long, device=engine.schedule.backend.device)
     if logits:
-        scores = torch.cat(list(logits))
-        last = scores[torch.arange(len(lengths), device=device), lengths.to(device) - 1]
-        last[:, never] = -torch.inf
-        chosen = last.argmax(-1)
+        scores = torch.cat(list(logits))[:, -1]
+        scores[:, never] = -torch.inf
+        chosen = scores.argmax(-1)
     return broadcast_from_last_stage(chosen, engine.groups).tolist()
+
+
+def _all_ended(chosen: Sequence[Sequence[int]], stop: Collection[int], device: torch.device) -> bool:
+    """Return whether every answer, of all ranks, has a token of `stop`."""
+    ended = torch.tensor(all(not set(stop).isdisjoint(answer) for answer in zip(*chosen, strict=True))).to(device)
+    ended = ended.int()
+    dist.all_reduce(ended, dist.ReduceOp.MIN)
+    return bool(ended.item())
+
+
+def _until(stop: Collection[int], answer: Sequence[int]) -> list[int]:
+    end = next((place for place, token in enumerate(answer) if token in stop), len(answer))
+    return list(answer[:end])
 
 
 def _interleave(engine: Engine, mine: list[list[int]], *, total: int) -> list[list[int]]:

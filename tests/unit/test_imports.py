@@ -38,6 +38,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "megavlm.data.types",
         "megavlm.data.images",
         "megavlm.data.batch",
+        "megavlm.data.kv_cache",
         "megavlm.data.processors",
     ),
     ("megavlm.families",),

@@ -17,15 +17,15 @@ from megavlm.data.synthetic import SyntheticSource
 from megavlm.train import generate
 
 
-@pytest.mark.parametrize(("multiple", "length"), [(1, 23), (2, 24), (32, 32)])
-def test_sequences_are_as_long_as_layers_take_them(multiple: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("multiple", "length"), [(1, 20), (3, 21), (32, 32)])
+def test_a_token_costs_as_few_positions_as_layers_take(multiple: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequence parallelism shards them, and FP8 takes multiples of 16 on each rank."""
     monkeypatch.setattr(generate, "_interleave", lambda engine, mine, *, total: mine)
     shapes = []
 
     def logits(batches: list[MicroBatch]) -> list[Tensor]:
         shapes.extend(tuple(batch.text.tokens.shape) for batch in batches)
-        scores = torch.zeros(2, length, 256)
+        scores = torch.zeros(2, 1, 256)
         scores[..., 7] = 1
         return [scores] * len(batches)
 
@@ -41,4 +41,4 @@ def test_sequences_are_as_long_as_layers_take_them(multiple: int, length: int, m
         schedule=SimpleNamespace(logits=logits, backend=SimpleNamespace(device="cpu")),
     )
     assert generate.generate(engine, spec, prompts, micro_batch_size=2, max_new_tokens=3) == [[7] * 3] * 2
-    assert shapes == [(2, length)] * 3
+    assert shapes == [(2, length), (2, multiple), (2, multiple)]

@@ -1,0 +1,56 @@
+"""Answers with a key/value cache at any layout are those of one process without a cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.answers import NEW_TOKENS, answers
+from tests.support.flags import MODELS
+from tests.support.pool import Pools
+from tests.support.training import SMALL
+
+CASES = [
+    (1, "rich", ""),
+    (1, "qwen2.5-vl", ""),
+    (2, "gemma3", "--tp 2"),
+    (2, "llava-onevision", "--pp 2 --vpp 2"),
+    (2, "qwen3-vl", "--tp 2 --placement colocated"),
+    (2, "shared-kv", "--data-parallel-sharding full"),
+    (4, "qwen3-vl", "--tp 2 --pp 2 --vpp 2"),
+]
+
+
+def argv(model: str, *flags: str) -> list[str]:
+    # Larger weights than training begins with: no two tokens are nearly as likely.
+    return [*SMALL, "--no-save", "--init-method-std", "0.2", *MODELS[model].split(), *flags]
+
+
+@pytest.mark.parametrize(("world", "model", "flags"), CASES)
+def test_answers_are_those_of_a_model_without_a_cache(
+    pools: Pools, tmp_path: Path, world: int, model: str, flags: str
+) -> None:
+    (expected,) = pools(1).run(_uncached, argv(model), str(tmp_path / "one"))
+    found = pools(world).run(answers, argv(model, *flags.split()), str(tmp_path / "many"))
+    assert len({tuple(answer) for answer in expected}) > 1, "the prompts make no difference"
+    assert found == [expected] * world
+
+
+def test_an_answer_ends_before_a_stop_token(pools: Pools, tmp_path: Path) -> None:
+    (whole,) = pools(1).run(answers, argv("plain"), str(tmp_path / "whole"))
+    stop = [whole[0][2], whole[1][0]]
+    for world, flags in ((1, ()), (2, ("--pp", "2"))):
+        found = pools(world).run(_stopped, argv("plain", *flags), str(tmp_path / "stopped"), stop)
+        expected = [
+            answer[: next((i for i, token in enumerate(answer) if token in stop), NEW_TOKENS)] for answer in whole
+        ]
+        assert found == [expected] * world
+
+
+def _uncached(flags: list[str], run_dir: str) -> list[list[int]]:
+    return answers(flags, run_dir, with_cache=False)
+
+
+def _stopped(flags: list[str], run_dir: str, stop: list[int]) -> list[list[int]]:
+    return answers(flags, run_dir, stop=stop)

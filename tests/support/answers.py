@@ -1,0 +1,62 @@
+"""Answers of an untrained model: by the program's generation, and token by token with no cache."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+NEW_TOKENS = 7
+
+
+def answers(argv: Sequence[str], run_dir: str, *, with_cache: bool = True, stop: Sequence[int] = ()) -> list[list[int]]:
+    """Return the answers to five prompts of several lengths, with no image up to two."""
+    import torch.distributed as dist
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.config.rules import check
+    from megavlm.data.collate import CollateSpec
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.generate import generate
+    from megavlm.train.loop import close
+
+    config = parse([*argv, "--run-dir", run_dir])
+    check(config, world=dist.get_world_size())
+    destroy_groups()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        run = build(config, backend.activate())
+    spec = CollateSpec.of(run.config, run.source)
+    prompts = [_prompt(run.source.sample(index), spec.image_token, number) for number, index in enumerate(range(5))]
+    if with_cache:
+        found = generate(run.engine, spec, prompts, micro_batch_size=2, max_new_tokens=NEW_TOKENS, stop=stop)
+    else:
+        found = [_without_cache(run, spec, prompt) for prompt in prompts]
+    close(run)
+    return found
+
+
+def _prompt(sample: Any, image_token: int, number: int) -> Any:
+    """Return the beginning of a sample up to some tokens after its last image."""
+    images = np.flatnonzero(sample.tokens == image_token)
+    length = (int(images[-1]) + 1 if len(images) else 3) + number
+    return replace(sample, tokens=sample.tokens[:length], trained=sample.trained[:length])
+
+
+def _without_cache(run: Any, spec: Any, prompt: Any) -> list[int]:
+    from megavlm.data.collate import collate
+
+    tokens = prompt.tokens
+    run.engine.evaluating(True)
+    for _ in range(NEW_TOKENS):
+        whole = replace(prompt, tokens=tokens, trained=np.zeros(len(tokens), dtype=np.bool_))
+        (scores,) = run.engine.schedule.logits([collate([[whole]], replace(spec, seq_length=len(tokens)))])
+        last = scores[0, -1]
+        last[spec.image_token] = -np.inf
+        tokens = np.append(tokens, int(last.argmax()))
+    return tokens[len(prompt.tokens) :].tolist()
