@@ -18,7 +18,7 @@ from megavlm.train import generate
 
 
 @pytest.mark.parametrize(("multiple", "length"), [(1, 20), (3, 21), (32, 32)])
-def test_a_token_costs_as_few_positions_as_layers_take(multiple: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_costs_few_positions(multiple: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequence parallelism shards them, and FP8 takes multiples of 16 on each rank."""
     monkeypatch.setattr(generate, "_interleave", lambda engine, mine, *, total: mine)
     shapes = []
