@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,16 +110,22 @@ class Mirror:
         for iteration, path in here.items():
             if best is not None and iteration not in self._metrics:
                 self._metrics[iteration] = metrics_of(path)
-        both = here.keys() | {each for each in self._copies() if each <= max(here)}
+        return self._kept(here.keys() | {each for each in self._copies() if each <= max(here)})
+
+    def _kept(self, iterations: Iterable[int]) -> set[int]:
+        best = self.keep.best
         metric = {each: found[best] for each, found in self._metrics.items() if best is not None and best in found}
-        return kept(sorted(both), self.keep, metric)
+        return kept(sorted(iterations), self.keep, metric)
 
     def prune(self) -> None:
-        """Delete the copies that the rule does not keep. Raises StoreError."""
-        here = self._here()
-        wanted = self._wanted(here)
-        newest = max(here, default=-1)
-        for iteration in [each for each in self._copies() if each <= newest and each not in wanted]:
+        """Delete the copies that the rule does not keep. Raises StoreError.
+
+        It is asked of the copies alone: newer checkpoints that are not copied yet must not take their place.
+        """
+        newest = max(self._here(), default=-1)
+        there = [iteration for iteration in self._copies() if iteration <= newest]
+        wanted = self._kept(there)
+        for iteration in [each for each in there if each not in wanted]:
             remote.remove(self.store.below(folders.folder_for(Path(), iteration).name))
             del self._copies()[iteration]
 

@@ -205,6 +205,17 @@ def test_the_newest_goes_first_and_the_rule_holds_in_the_store(store: Store, roo
     assert fresh.due() == root / "iter_0000070"
 
 
+def test_copies_stay_until_newer_ones_are_there(store: Store, root: Path) -> None:
+    """A store that is slower than the run: what is saved meanwhile is not copied yet."""
+    mirror = mirror_of(root, store, newest=1)
+    folder = save(root, 10)
+    save(root, 20)
+    save(root, 30)
+    mirror.copy(folder, lambda moved: None)
+    mirror.prune()
+    assert [each.iteration for each in remote.complete_in(store)] == [10]
+
+
 def test_what_a_run_went_back_from_does_not_count(store: Store, root: Path, tmp_path: Path) -> None:
     """A checkpoint of a future, which could not be loaded, neither keeps new ones out nor is deleted."""
     remote.upload(save(tmp_path / "future", 1000), store, done=set())
