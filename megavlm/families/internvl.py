@@ -135,7 +135,26 @@ FAMILY = Family(
                 "num_key_value_heads": 4,
                 "vocab_size": 151674,
             },
-        }
+        },
+        "internvl3_38b": {
+            "vision_config": {
+                "num_hidden_layers": 45,
+                "hidden_size": 3200,
+                "intermediate_size": 12800,
+                "num_attention_heads": 25,
+                "norm_type": "rms_norm",
+                "use_qk_norm": True,
+            },
+            "text_config": {
+                "model_type": "qwen2",
+                "num_hidden_layers": 64,
+                "hidden_size": 5120,
+                "intermediate_size": 27648,
+                "num_attention_heads": 40,
+                "num_key_value_heads": 8,
+                "vocab_size": 151674,
+            },
+        },
     },
     unused=(r".*vision_tower\.encoder\.layer\..*", r".*vision_tower\.layernorm\..*", r".*\.embeddings\.mask_token"),
 )

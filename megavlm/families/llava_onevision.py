@@ -186,6 +186,28 @@ FAMILY = Family(
         ),
     ),
     chat_template=CHATML,
+    published={
+        "llava_onevision_7b": {
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "num_hidden_layers": 26,
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_attention_heads": 16,
+                "image_size": 384,
+                "patch_size": 14,
+            },
+            "text_config": {
+                "model_type": "qwen2",
+                "num_hidden_layers": 28,
+                "hidden_size": 3584,
+                "intermediate_size": 18944,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "vocab_size": 152000,
+            },
+        }
+    },
     # Layers after the features', and what makes SigLIP's pooled output.
     unused=(
         r".*vision_tower\.(vision_model\.)?(encoder\.layers|post_layernorm|head)\..*",

@@ -92,6 +92,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "vision_config": {"hidden_size": 1280},
     },
+    "qwen2_5_vl_32b": {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vision_config": {"hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 5120},
+    },
     "qwen2_5_vl_72b": {"vision_config": {"hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 8192}},
 }
 

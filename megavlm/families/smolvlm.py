@@ -135,5 +135,28 @@ FAMILY = Family(
         ),
     ),
     chat_template=CHAT,
+    published={
+        "smolvlm_2b": {
+            "scale_factor": 3,
+            "vision_config": {
+                "num_hidden_layers": 27,
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_attention_heads": 16,
+                "image_size": 384,
+                "patch_size": 14,
+            },
+            "text_config": {
+                "model_type": "llama",
+                "num_hidden_layers": 24,
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 32,
+                "vocab_size": 49155,
+                "rms_norm_eps": 1e-5,
+            },
+        }
+    },
     unused=(r".*\.rotary_emb\.inv_freq", r".*\.position_ids"),
 )

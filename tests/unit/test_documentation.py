@@ -26,7 +26,7 @@ DOCUMENTS = [
 # Scripts in tools/ that are a command of `megavlm`, by its name.
 TOOLS = {
     **{name: name for name in ("calibrate", "chat", "checkpoint", "convert", "doctor", "evaluate", "goodput", "plan")},
-    **{name: name for name in ("sweep", "why")},
+    **{name: name for name in ("report", "sweep", "why")},
     "prepare": "prepare_data",
     "preview": "preview_data",
 }

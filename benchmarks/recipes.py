@@ -1,0 +1,132 @@
+"""Plan for every recipe: whether it fits, how fast it is, and whether another layout is faster.
+
+    python benchmarks/recipes.py [NAME …] [--write]     # --write: into the comments of recipes/*.yaml, too
+
+A recipe says in a comment (`# plan: …`) for which model, devices and images its layout was chosen. All numbers are the
+planner's: nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from megavlm.arch.flops import step_flops
+from megavlm.arch.workload import times, typical_workload
+from megavlm.config.load import from_yaml_file
+from megavlm.config.resolve import resolve
+from megavlm.config.schema import Config
+from megavlm.families import published_model
+from megavlm.parallel.dims import dims_of
+from megavlm.planner.auto import predict
+from megavlm.planner.evaluator import GIB, Estimate
+from megavlm.planner.hardware import Hardware, for_precision, profile
+from megavlm.planner.search import search
+from megavlm.planner.step import StepEstimate
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+MARK = "# planner: "
+CLOSE = 0.03  # layouts that differ by less are taken for equally fast: the model is not better than that
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe and the workload that its layout was chosen for."""
+
+    path: Path
+    config: Config  # with the model and the images of the plan, resolved
+    gpus: int
+    hardware: Hardware
+
+    @cached_property
+    def step(self) -> StepEstimate:
+        """Return the estimate of a step of the recipe's own layout."""
+        return predict(self.config, dims_of(self.config, world=self.gpus), self.hardware)
+
+    @property
+    def peak(self) -> float:
+        """Return the bytes of the fullest rank."""
+        return max(memory.total for memory in self.step.memory)
+
+    @property
+    def mfu(self) -> float:
+        assert self.hardware.peak is not None
+        work = times(typical_workload(self.config), self.config.train.global_batch_size)
+        return step_flops(self.config, work) / self.step.seconds / self.gpus / self.hardware.peak
+
+    @property
+    def own_line(self) -> str:
+        """Return what the planner says of the recipe's layout."""
+        return (
+            f"{self.step.seconds:.2f} s a step, {self.mfu:.1%} MFU, {self.peak / GIB:.1f} of "
+            f"{self.hardware.memory / GIB:.1f} GiB on the fullest rank"
+        )
+
+    def fastest(self) -> Estimate:
+        """Return the fastest layout that a search finds."""
+        return search(self.config, self.gpus, self.hardware, top=1).best[0]
+
+    def line(self) -> str:
+        """Return the whole comment: the recipe's layout, and the fastest one if it is clearly faster."""
+        best = self.fastest()
+        gain = self.step.seconds / best.step.seconds - 1
+        found = f"{gain:.0%} faster: {best.candidate.label}" if gain > CLOSE else "no layout is clearly faster"
+        return f"{self.own_line}; {found}"
+
+
+def recipes(names: Sequence[str] = ()) -> list[Recipe]:
+    """Return the recipes of these names, or all."""
+    files = [FOLDER / f"{name}.yaml" for name in names] or sorted(FOLDER.glob("*.yaml"))
+    return [read(file) for file in files]
+
+
+def read(path: Path) -> Recipe:
+    """Return the recipe in a file."""
+    (found,) = re.findall(r"^# plan: (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    plan = _plan_parser().parse_args(found.split())
+    config = from_yaml_file(path)
+    if plan.model is not None:
+        config = replace(config, model=replace(published_model(plan.model), freeze=config.model.freeze))
+    count, side = map(int, plan.images.split("x"))
+    data = replace(config.data, kind="synthetic", images_per_sample=(count,), image_sizes=(side,))
+    hardware = for_precision(profile(plan.gpu), config.precision.dtype)
+    return Recipe(path, resolve(replace(config, data=data)), plan.gpus, hardware)
+
+
+def said(path: Path) -> str:
+    """Return the planner's comment in a recipe."""
+    return next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(MARK))
+
+
+def _plan_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--gpu", required=True)
+    parser.add_argument("--images", required=True)
+    return parser
+
+
+def main() -> None:
+    given = _parser().parse_args()
+    for recipe in recipes(given.names):
+        line = f"{MARK}{recipe.line()}"
+        print(f"{recipe.path.stem}: {line.removeprefix(MARK)}", flush=True)
+        if given.write:
+            text = recipe.path.read_text(encoding="utf-8")
+            recipe.path.write_text(text.replace(said(recipe.path), line), encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="Recipes to plan for; default: all.")
+    parser.add_argument("--write", action="store_true", help="Write the results into the recipes, too.")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

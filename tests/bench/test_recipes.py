@@ -1,0 +1,84 @@
+"""Each recipe is a run: its layout is valid, the planner says that it fits, and why a faster one is not taken."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megavlm.config.load import from_yaml_file
+from megavlm.config.rules import check
+from megavlm.config.schema import DatasetConfig
+from megavlm.families import published_model
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+import what_fits  # type: ignore[import-not-found]  # noqa: E402
+
+import recipes  # type: ignore[import-not-found]  # noqa: E402
+
+FILES = sorted((ROOT / "recipes").glob("*.yaml"))
+# Options that a recipe must say, because their defaults are for toys or differ with the kind of run.
+EXPLICIT = {
+    "model": {"freeze"},
+    "parallel": {"data_parallel_sharding"},
+    "execution": {"recompute_granularity"},
+    "precision": {"dtype"},
+    "train": {"micro_batch_size", "global_batch_size", "seq_length", "train_iters"},
+    "optimizer": {"lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad"},
+    "checkpoint": {"save_interval"},
+}
+
+
+def test_there_are_recipes() -> None:
+    assert len(FILES) >= 20
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_is_a_run_that_fits(path: Path) -> None:
+    text, data = path.read_text(), yaml.safe_load(path.read_text())
+    for section, names in EXPLICIT.items():
+        assert names <= set(data[section]), f"{section} of {path.name} leaves {names - set(data[section])} out"
+    # Every value outside of the layout has a source or says that it is ours.
+    for line in text.partition("\ntrain:\n")[2].partition("checkpoint:")[0].splitlines():
+        if line.startswith("  ") and "micro_batch_size" not in line:
+            assert re.search(r"# .*(\[\d\]|ours)", line), f"{path.name}: {line} names no source"
+    for number in set(re.findall(r"\[(\d)\]", text)):
+        assert f"# [{number}] " in text
+    recipe = recipes.read(path)
+    config = from_yaml_file(path)
+    if "--model" in text:
+        model = published_model(re.findall(r"--model (\w+)", text)[0])
+        config = replace(config, model=replace(model, freeze=config.model.freeze))
+        config = replace(config, data=replace(config.data, datasets=(DatasetConfig(path="my.json"),)))
+    check(config, world=recipe.gpus)
+    assert recipe.peak <= recipe.hardware.memory
+    assert recipes.said(path).startswith(f"{recipes.MARK}{recipe.own_line}; "), "python benchmarks/recipes.py --write"
+    assert re.search(r"^# layout: .{10,}$", text, flags=re.MULTILINE), "say why this layout"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_fastest_layout_is_taken_or_named(path: Path) -> None:
+    assert recipes.said(path) == f"{recipes.MARK}{recipes.read(path).line()}", "python benchmarks/recipes.py --write"
+
+
+SAMPLED = ("qwen2_5_vl_7b h100 8192 full", "smolvlm_2b a100 2048 LoRA", "llava_1_5_7b b200 2048 frozen tower")
+
+
+def test_what_fits_is_as_documented() -> None:
+    text = what_fits.DOCUMENT.read_text(encoding="utf-8")
+    assert what_fits.documented(text) == text, "renew it: python benchmarks/what_fits.py --write"
+    assert len(what_fits.known()) == len(list(what_fits.cases(list(what_fits.MODELS)))) == 288
+
+
+@pytest.mark.parametrize("key", SAMPLED)
+def test_a_sample_of_what_fits_is_what_the_planner_says(key: str) -> None:
+    (case,) = (each for each in what_fits.cases(list(what_fits.MODELS)) if each.key == key)
+    kept, now = what_fits.known()[key], what_fits.answer(case)
+    assert (now.gpus, now.layout) == (kept.gpus, kept.layout)
+    assert now.rate == pytest.approx(kept.rate, rel=1e-6)
