@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -70,7 +71,6 @@ def until_over(machine: Host | Guest) -> object:
 
 
 def test_attempts_begin_and_end_together():
-    """A decision and the next beginning may arrive in one piece, and both are heard."""
     with job_of(3, lambda parts: Decision(len(job.heard) < 2, 0, "enough")) as job:
         for attempt in (1, 2):
             assert job.all(lambda machine: machine.begin(idle)) == [attempt] * 3
@@ -108,6 +108,33 @@ def test_a_machine_that_leaves_is_waited_for():
         assert job.guests[0].begin(idle) == host.result(WAIT) == 2
 
 
+def test_a_machine_that_comes_twice_was_replaced():
+    """TCP has not noticed that the first is gone."""
+    with job_of(2) as job, closing(job.guest(1)) as second:
+        job.all(lambda machine: machine.begin(idle))
+        coming = job.start(lambda: second.begin(idle))
+        assert until_over(job.host) == (None,)
+        job.host.agree(Part(None))
+        assert job.heard[-1][1] == Part(None, gone=True)
+        assert job.host.begin(idle) == coming.result(WAIT) == 2
+
+
+def test_a_decision_and_the_next_beginning_may_come_in_one_piece():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as machine_0,
+        closing(Guest(Node(1, 2, *machine_0.getsockname()), "job")) as guest,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        begun = thread.submit(guest.begin, idle)
+        connection, _ = machine_0.accept()
+        with connection:
+            connection.sendall(b'{"begin": 1}\n')
+            assert begun.result(WAIT) == 1
+            connection.sendall(b'{"again": true, "status": 1, "reason": "again"}\n{"begin": 2}\n')
+            assert guest.agree(Part(None)) == GO_ON
+            assert thread.submit(guest.begin, idle).result(WAIT) == 2
+
+
 def test_guests_outlive_machine_0():
     with job_of(2) as job:
         job.all(lambda machine: machine.begin(idle))
@@ -119,8 +146,6 @@ def test_guests_outlive_machine_0():
 
 
 def test_a_machine_of_another_job_is_refused_and_a_stranger_ignored():
-    import socket
-
     with job_of(2) as job, socket.create_connection(("127.0.0.1", job.node.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         begun = job.start(lambda: job.host.begin(idle))

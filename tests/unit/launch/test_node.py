@@ -36,11 +36,13 @@ def attempts(account: Account, *ends: str, crashes: int = 10) -> list[tuple[bool
         account.begin(max_crashes=crashes, unfinished="lost")
         decision = account.end(warned=True, max_crashes=crashes, end=end)  # type: ignore[arg-type]
         told.append((decision.again, decision.status))
+        assert ("a machine was lost" in decision.reason) == (end == "lost")
     return told
 
 
 def test_lost_machines_never_end_a_job_and_crashes_do(tmp_path: Path):
     assert attempts(Account(tmp_path / "lost", "j"), *["lost"] * 5) == [(True, 1)] * 5
+    assert attempts(Account(tmp_path / "one", "j"), "lost", "crash") == [(True, 1), (True, 1)]
     assert attempts(Account(tmp_path / "mixed", "j"), "crash", "lost", "crash")[1:] == [(True, 1), (False, 1)]
     assert attempts(Account(tmp_path / "mistake", "j"), "lost", "mistake") == [(True, 1), (False, 2)]
 
