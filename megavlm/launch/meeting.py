@@ -92,9 +92,10 @@ class Host:
             self._close(number, self._members[number])
         decision = self._decide(self._parts)
         self._tell(asdict(decision))
+        for number, line in self._members.items():
+            if self._parts[number].gone and self._guests.get(number) is line:
+                del self._guests[number]  # it, or the machine in its place, comes anew
         self._members = {}
-        for number in [number for number, part in self._parts.items() if part.gone]:
-            self._guests.pop(number, None)  # it, or the machine in its place, comes anew
         return decision
 
     def close(self) -> None:
