@@ -22,8 +22,17 @@ GO_ON = Decision(True, 1, "again")
 WAIT = 20  # seconds
 
 
+_began = [0.0]
+
+
+@pytest.fixture(autouse=True)
+def clock() -> None:
+    _began[0] = time.monotonic()
+
+
 def idle() -> None:
-    """Nothing asks these machines to stop."""
+    """Nothing asks these machines to stop; but a test that waits for ever fails."""
+    assert time.monotonic() - _began[0] < WAIT
 
 
 class Job:
@@ -66,6 +75,7 @@ def job_of(nodes: int, decide: Callable[[Parts], Decision] = lambda _: GO_ON) ->
 
 def until_over(machine: Host | Guest) -> object:
     while (over := machine.over()) is None:
+        idle()
         time.sleep(0.01)
     return over
 
