@@ -89,6 +89,7 @@ def test_anls(answer: str, references: list[str], score: float) -> None:
         ("-10.4", "-10", True),
         ("0.1", "0", False),  # a reference of 0 must be met
         ("0", "0", True),
+        ("0.0", "0", False),  # as a text
         ("12%", "0.12", True),
         ("12", "0.12", False),
         ("nan", "5", False),
