@@ -98,8 +98,8 @@ small{display:block;margin-left:18px;font-size:12px;color:var(--quiet)}
   background:repeating-linear-gradient(135deg,var(--line) 0 2px,transparent 2px 6px)}
 .sequence i{height:100%;flex:none;border-right:1px solid var(--card)}
 article{border-top:1px solid var(--line);padding:16px 0}
-.images{display:flex;flex-wrap:wrap;gap:14px;margin:0 0 12px}
-.tiles{display:flex;flex-wrap:wrap;gap:3px;max-width:100%}
+.images{display:flex;align-items:flex-start;flex-wrap:wrap;gap:14px;margin:0 0 12px}
+.tiles{display:flex;align-items:flex-start;flex-wrap:wrap;gap:3px;max-width:100%}
 .tiles img{max-width:min(100%,360px);height:auto;min-width:48px;border-radius:3px;outline:1px solid var(--line);
   image-rendering:auto}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.65 ui-monospace,"DejaVu Sans Mono",monospace}
