@@ -22,7 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("examples")
     write_folder(path)
     run(path, (*FIRST, *SHORT, "--run-dir", "RUN_DIR"))
-    run(path, (*FIRST, "--train-iters", "4", "--no-save", "--num-workers", "0", "--run-dir", "OTHER_RUN"))
+    other = ("--train-iters", "4", "--no-save", "--num-workers", "0", "--run-dir", "OTHER_RUN")
+    run(path, ("torchrun", "--nproc-per-node", "2", *FIRST[1:], *other))
     return path
 
 
