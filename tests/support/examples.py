@@ -102,6 +102,7 @@ def write_folder(folder: Path) -> None:
     sizes: dict[str, Any] = {**TEXT, "vocab_size": 300}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder / "QWEN_DIR")
     small_model.tokenizer().save_pretrained(folder / "QWEN_DIR")
+    shutil.copy(folder / "HF_DIR/chat_template.jinja", folder / "QWEN_DIR")
     (folder / "run.yaml").write_text(
         "model: {vision: {num_attention_heads: 8}, language: {num_attention_heads: 8}}\n"
         "train: {global_batch_size: 128}\n"
