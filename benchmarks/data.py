@@ -27,6 +27,7 @@ from megavlm.data.costs import CostModel
 from megavlm.data.packing import assign, imbalance, pack
 from megavlm.data.rank_loader import costs_of
 from megavlm.data.types import EncodedRecord, EncodedSample
+from megavlm.data.windows import Windows
 from megavlm.families import published_model
 
 MERGE = 2
@@ -125,7 +126,7 @@ def balance(options: argparse.Namespace) -> dict[str, Any]:
     sampler = PackedBatchSampler(
         lambda number: [sample(i, seq_length=options.seq_length) for i in range(number * size, (number + 1) * size)],
         count=ranks * places,
-        window=size,
+        windows=Windows(size),
         seq_length=options.seq_length,
         packing=True,
     )

@@ -77,13 +77,15 @@ class Ours(Side):
 
     def _on_files(self, config: Any, groups: Any) -> Callable[[], float]:
         """Return a step on batches of the data loader, as `train/loop.py` runs it."""
-        from megavlm.data.data_loader import build_data_loader, prepare_data
+        from megavlm.data.epochs import prepare_data
+        from megavlm.data.loaders import build_loaders
         from megavlm.data.rank_loader import stats
         from megavlm.train.source import build_source
 
         prepare_data(config)
         source = build_source(config, run_dir=Path(config.run.run_dir), rank=0, barrier=lambda: None)
-        self.data_loader = build_data_loader(config, source, groups, device=self.backend.device, vision_group=groups.tp)
+        loaders = build_loaders(config, source, groups, device=self.backend.device, vision_group=groups.tp)
+        self.data_loader = loaders.training
 
         def step() -> float:
             began = time.perf_counter()

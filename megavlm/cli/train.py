@@ -73,7 +73,7 @@ def dry_run(config: Config, *, world: int) -> None:
     """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
     from megavlm.checkpoint.begun import as_begun
     from megavlm.parallel.dims import dims_of
-    from megavlm.planner.auto import memory_of, offload_line
+    from megavlm.planner.auto import duration_line, memory_of, offload_line
     from megavlm.planner.memory import table as memory_table
     from megavlm.planner.plan import make_plan, table
     from megavlm.train.source import vocab_size_of
@@ -92,10 +92,15 @@ def dry_run(config: Config, *, world: int) -> None:
     if offloaded := offload_line(config, dims, on_gpu=on_gpu):
         print(offloaded)
     if config.data.datasets:
+        from megavlm.data.epochs import with_counted_length
         from megavlm.data.streaming import files_source
         from megavlm.data.summary import data_table
 
-        print(data_table(config, files_source(config)))
+        source = files_source(config)
+        config = with_counted_length(config, source)
+        print(data_table(config, source))
+    if config.train.train_iters is not None:
+        print(duration_line(config, dims, on_gpu=on_gpu))
 
 
 def main(argv: Sequence[str]) -> int:

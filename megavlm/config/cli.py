@@ -47,6 +47,7 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] = lambda 
         raise UserError("--recipe and --config cannot be combined: keep one of them; flags override either")
     given_values = vars(given)
     values = {option.path: given_values[option.key] for option in options() if option.key in given_values}
+    values = _without_others(values)
     if given.recipe is not None:
         config = without_idle(with_user_values(recipe(given.recipe), values), values)
     else:
@@ -57,6 +58,20 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] = lambda 
         print(to_yaml(complete(config)), end="")
         raise SystemExit(0)
     return config
+
+
+# Options that say the same in two ways: a flag of one takes the place of the other in a recipe or file.
+_EITHER_OR = (
+    (("train", "epochs"), ("train", "train_iters")),
+    (("optimizer", "lr_warmup_fraction"), ("optimizer", "lr_warmup_iters")),
+)
+
+
+def _without_others(values: dict[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
+    """Return the values of flags, with the default for the other option of each pair of which one is given."""
+    defaults = {option.path: option.default for option in options()}
+    pairs = [pair for either in _EITHER_OR for pair in (either, either[::-1])]
+    return {other: defaults[other] for one, other in pairs if values.get(one) is not None} | values
 
 
 def _from_file(path: str) -> Config:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megavlm.config.fields import Option, options, value_at, with_values
 from megavlm.config.lora import adapted_parts
-from megavlm.config.resolve import data_kind
+from megavlm.config.resolve import data_kind, has_validation
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import is_start_default
 
@@ -44,11 +44,12 @@ _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 EFFECTS = (
     Effect(
         "evaluation",
-        ("eval_interval", "eval_samples"),
-        _data("digits"),
-        "on data without held-out questions",
-        "use --data digits",
+        ("eval_interval", "eval_iters"),
+        has_validation,
+        "without validation data",
+        "add --validation PATH or --validation-split 0.01",
     ),
+    Effect("evaluation", ("eval_samples",), _data("digits"), "except on digits", "use --data digits"),
     Effect(
         "data",
         ("images_per_sample", "image_sizes", "imageless_share", "imageless_samples", "answer_share"),
@@ -62,11 +63,13 @@ EFFECTS = (
             *("tokenizer", "chat_template", "train_on", "image_processor", "fast_image_resize", "max_image_pixels"),
             *("min_pixels", "max_pixels"),
             *("shuffle", "packing", "packing_window", "balance", "max_bad_sample_rate", "worker_timeout"),
+            *("validation", "validation_split"),
         ),
         _data("files"),
         "without --datasets",
         "name your data sets with --datasets",
     ),
+    Effect("train", ("epochs",), _data("files"), "without --datasets", "name your data sets with --datasets"),
     Effect("data", ("packing_window",), lambda config: config.data.packing, "with --no-packing", "use --packing"),
     Effect(
         "parallel",

@@ -108,8 +108,8 @@ class PlacementConfig:
     )
     hardware: str = option(
         "cpu",
-        "Device for --plan auto: a100, h100, h200, b200, gh200, cpu, or a JSON file from tools/calibrate.py.",
-        common=LAYOUT,
+        "Device for --plan auto, and for the duration that --dry-run foretells: a100, h100, h200, b200, gh200, cpu, or "
+        "a JSON file from tools/calibrate.py.",
     )
     pipeline_cuts: tuple[int, ...] | None = option(
         None,

@@ -36,6 +36,9 @@ class OptimizerConfig:
         "Steps of linear warm-up; default: 0, from given weights 3 %.",
         common=TRAINING,
     )
+    lr_warmup_fraction: float | None = option(
+        None, "Warm-up as a fraction of the steps before the decay ends, in place of --lr-warmup-iters; default: none."
+    )
     lr_decay_iters: int = option(None, "Step at which the learning-rate decay ends; default: --train-iters.")
     lr_wsd_decay_iters: int = option(
         None, "WSD: number of steps of the final decay; default: a tenth of the steps before the decay ends."

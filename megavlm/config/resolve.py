@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megavlm.config.schema import Config, ModelConfig
-from megavlm.config.start_defaults import with_start_defaults
+from megavlm.config.start_defaults import steps, with_start_defaults
 
 
 def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
@@ -14,16 +14,22 @@ def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
 
     `vocab_size` is the tokenizer's size, the default of `--language-vocab-size`. Given values stay, so that resolving
     again changes nothing. Defaults that follow from the layout or the device are not filled in here, because the
-    planner varies both: `layout_rules.overlapped` and `device_defaults` do that.
+    planner varies both: `layout_rules.overlapped` and `device_defaults` do that. With `--epochs`, the number of steps,
+    and what follows from it, is filled in where the data are known (`run_rules.with_train_iters`).
     """
-    config = with_start_defaults(config)
-    optimizer = _filled(config.optimizer, lr_decay_iters=config.train.train_iters)
-    if optimizer.lr_decay_style == "WSD":
-        optimizer = _filled(optimizer, lr_wsd_decay_iters=max(1, optimizer.lr_decay_iters // 10))
+    train = _filled(config.train, train_iters=steps(config))
+    optimizer = _filled(config.optimizer, lr_decay_iters=train.train_iters)
+    if is_set(optimizer, "lr_decay_iters"):
+        if optimizer.lr_decay_style == "WSD":
+            optimizer = _filled(optimizer, lr_wsd_decay_iters=max(1, optimizer.lr_decay_iters // 10))
+        if optimizer.lr_warmup_fraction is not None:
+            warmup = int(optimizer.lr_warmup_fraction * optimizer.lr_decay_iters)
+            optimizer = replace(optimizer, lr_warmup_iters=warmup, lr_warmup_fraction=None)
+    config = with_start_defaults(replace(config, train=train, optimizer=optimizer))
     return replace(
         config,
         model=resolve_model(config.model, vocab_size=vocab_size),
-        optimizer=optimizer,
+        evaluation=_filled(config.evaluation, eval_interval=config.checkpoint.save_interval),
         data=_filled(config.data, kind="files" if config.data.datasets else "synthetic"),
     )
 
@@ -42,6 +48,11 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
 def data_kind(config: Config) -> str:
     """Return `--data` or its default, for code that runs before `resolve`."""
     return resolve(config).data.kind
+
+
+def has_validation(config: Config) -> bool:
+    """Return whether a run has samples that it does not train on, whose loss it measures."""
+    return bool(config.data.validation) or config.data.validation_split > 0 or data_kind(config) == "digits"
 
 
 def is_set(section: Any, name: str) -> bool:

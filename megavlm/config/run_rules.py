@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megavlm.config.messages import shown
-from megavlm.config.resolve import is_set, resolve
-from megavlm.config.schema import Config
+from megavlm.config.resolve import has_validation, is_set, resolve
+from megavlm.config.schema import Config, DatasetConfig
+from megavlm.errors import UserError
 from megavlm.resilience.bad_steps import iterations
 from megavlm.storage.urls import complaint as url_complaint
 from megavlm.storage.urls import is_url, without_secrets
+
+
+def with_train_iters(config: Config, iterations: int) -> Config:
+    """Return the resolved configuration of a run of `--epochs` with its number of steps, and what follows from it.
+
+    Raises UserError if the schedule does not fit into so many steps.
+    """
+    config = resolve(replace(config, train=replace(config.train, train_iters=iterations)))
+    for rule in (warmup_fits, wsd_decay_fits, profile_sees_iterations):
+        if complaint := rule(config):
+            raise UserError(f"--epochs {config.train.epochs:g} makes {iterations} iterations: {complaint}")
+    return config
+
+
+def one_length(config: Config) -> str | None:
+    train, optimizer = config.train, config.optimizer
+    if train.epochs is not None and is_set(train, "train_iters"):
+        return (
+            f"--epochs {train.epochs:g} and --train-iters {train.train_iters} both say how long to train: leave one of "
+            "them out"
+        )
+    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
+        return (
+            f"--lr-warmup-fraction {optimizer.lr_warmup_fraction} and --lr-warmup-iters {optimizer.lr_warmup_iters} "
+            "both say how long to warm up: leave one of them out"
+        )
+    return None
 
 
 def lr_decays_downwards(config: Config) -> str | None:
@@ -23,8 +52,11 @@ def lr_decays_downwards(config: Config) -> str | None:
 
 
 def warmup_fits(config: Config) -> str | None:
-    warmup, iterations = config.optimizer.lr_warmup_iters, config.train.train_iters
-    if warmup > iterations:
+    run = resolve(config)
+    if not is_set(run.optimizer, "lr_decay_iters"):  # --epochs: the data have not been looked at
+        return None
+    warmup, iterations = run.optimizer.lr_warmup_iters, run.train.train_iters
+    if is_set(run.train, "train_iters") and warmup > iterations:
         return (
             f"--lr-warmup-iters {warmup} is longer than --train-iters {iterations}: shorten the warm-up or train longer"
         )
@@ -41,8 +73,11 @@ def wsd_decay_fits(config: Config) -> str | None:
             f"--lr-wsd-decay-iters belongs to --lr-decay-style WSD, but that is {optimizer.lr_decay_style}: change the "
             f"style, or set --lr-wsd-decay-iters none"
         )
+    optimizer = resolve(config).optimizer
+    if not is_set(optimizer, "lr_decay_iters"):
+        return None
     flag, end = _decay_end(config)
-    length = resolve(config).optimizer.lr_wsd_decay_iters
+    length = optimizer.lr_wsd_decay_iters
     if optimizer.lr_decay_style == "WSD" and optimizer.lr_warmup_iters + length > end:
         return (
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} + --lr-wsd-decay-iters {length} do not fit into {flag} "
@@ -87,17 +122,32 @@ def files_have_datasets(config: Config) -> str | None:
         return f"--data {data.kind} does not use --datasets: leave one of them out"
     if data.kind == "files" and not data.datasets:
         return "--data files needs --datasets: name your data sets, for example --datasets PATH,image_root=DIR"
-    for dataset in data.datasets:
+    return _complaint_about("--datasets", data.datasets)
+
+
+def validation_is_apart(config: Config) -> str | None:
+    """Validation data are a split of the data sets, or other data sets."""
+    data = config.data
+    if data.validation and data.validation_split:
+        return "--validation and --validation-split both say what is not trained on: leave one of them out"
+    for dataset in data.validation:
+        if dataset.weight != 1:
+            return f"--validation {shown(dataset.path)} has a weight, but each of its samples counts once: leave it out"
+    return _complaint_about("--validation", data.validation)
+
+
+def _complaint_about(flag: str, datasets: Sequence[DatasetConfig]) -> str | None:
+    for dataset in datasets:
         if not dataset.path:
-            return "--datasets has an entry without a path: write path: FILE"
+            return f"{flag} has an entry without a path: write path: FILE"
         if dataset.path.startswith("~"):
-            return f"--datasets {shown(dataset.path)} starts with ~, which only a shell expands: write the full path"
+            return f"{flag} {shown(dataset.path)} starts with ~, which only a shell expands: write the full path"
         if dataset.weight <= 0:
-            return f"--datasets {shown(dataset.path)} has weight {dataset.weight}: it must be greater than 0"
-    names = [dataset.name or Path(dataset.path).stem for dataset in data.datasets]
+            return f"{flag} {shown(dataset.path)} has weight {dataset.weight}: it must be greater than 0"
+    names = [dataset.name or Path(dataset.path).stem for dataset in datasets]
     for name in names:
         if names.count(name) > 1:
-            return f"--datasets has two data sets named {shown(name)}: set different names (name=…)"
+            return f"{flag} has two data sets named {shown(name)}: set different names (name=…)"
     return None
 
 
@@ -105,10 +155,10 @@ def profile_sees_iterations(config: Config) -> str | None:
     logging = config.logging
     if not logging.profile:
         return None
-    start, end, last = logging.profile_step_start, logging.profile_step_end, config.train.train_iters
+    start, end, last = logging.profile_step_start, logging.profile_step_end, resolve(config).train.train_iters
     if start >= end:
         return f"--profile-step-start {start} is not before --profile-step-end {end}: use at most {end - 1}"
-    if start >= last:
+    if last is not None and start >= last:
         return f"--profile-step-start {start} is not less than --train-iters {last}: use at most {last - 1}"
     if not logging.profile_ranks:
         return "--profile-ranks is empty: name ranks, or leave --profile out"
@@ -195,11 +245,15 @@ def rewinding_has_checkpoints(config: Config) -> str | None:
 
 def best_checkpoint_has_its_score(config: Config) -> str | None:
     best, every = config.checkpoint.keep_best, config.checkpoint.save_interval
-    interval = config.evaluation.eval_interval
-    if best is None or not best.startswith("eval_") or (interval and every and every % interval == 0):
+    if best is None or not best.startswith("validation/"):
+        return None
+    if not has_validation(config):
+        return f"--keep-best {shown(best)} needs validation data: add --validation PATH or --validation-split 0.01"
+    interval = resolve(config).evaluation.eval_interval
+    if interval and every and every % interval == 0:
         return None
     return (
-        f"--keep-best {shown(best)} needs an evaluation with every checkpoint: make --save-interval {every} a multiple "
+        f"--keep-best {shown(best)} needs a validation with every checkpoint: make --save-interval {every} a multiple "
         f"of --eval-interval {interval}, both above 0, or use --keep-best loss"
     )
 
@@ -208,10 +262,11 @@ def _decay_end(config: Config) -> tuple[str, int]:
     """Return the option that sets the end of the decay, and its value."""
     if is_set(config.optimizer, "lr_decay_iters"):
         return "--lr-decay-iters", config.optimizer.lr_decay_iters
-    return "--train-iters", config.train.train_iters
+    return "--train-iters", resolve(config).train.train_iters
 
 
 RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
+    one_length,
     lr_decays_downwards,
     warmup_fits,
     wsd_decay_fits,
@@ -219,6 +274,7 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     one_optimizer_scales_the_loss,
     imageless_samples_exist,
     files_have_datasets,
+    validation_is_apart,
     profile_sees_iterations,
     callbacks_are_classes,
     run_dir_is_a_folder,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megavlm.config.evaluation_schema import EvaluationConfig
 from megavlm.config.layout_schema import ExecutionConfig, ParallelConfig, PlacementConfig, PrecisionConfig
 from megavlm.config.logging_schema import LoggingConfig
 from megavlm.config.model_schema import LanguageConfig, LoraConfig, ModelConfig, ProjectorConfig, VisionConfig
@@ -47,7 +48,10 @@ __all__ = [
 class TrainConfig:
     """How long a run trains, and on what batches."""
 
-    train_iters: int = option(100, "Number of optimizer steps of the whole run.", common=TRAINING)
+    train_iters: int = option(None, "Number of optimizer steps; default: 100, or what --epochs makes.", common=TRAINING)
+    epochs: float | None = option(
+        None, "Times to read all --datasets, not --train-iters; default: none.", common=TRAINING
+    )
     micro_batch_size: int = option(1, "Sequences per micro-batch of a data-parallel rank.", "--mbs", common=TRAINING)
     global_batch_size: int = option(8, "Sequences per optimizer step over all ranks.", "--gbs", common=TRAINING)
     seq_length: int = option(None, "Sequence length in tokens; default: 64, from given weights 8192.", common=DATA)
@@ -88,6 +92,10 @@ class DataConfig:
         "Data sets of --data files, as PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME]; default: none.",
         common=DATA,
     )
+    validation: tuple[DatasetConfig, ...] = option(
+        (), "Data sets that only the loss is measured on; default: none.", common=DATA
+    )
+    validation_split: float = option(0.0, "Fraction of --datasets that is held out for that.", common=DATA)
     tokenizer: str | None = option(
         None,
         "Hugging Face tokenizer folder or SentencePiece file; default: that of --init-from or --language-from.",
@@ -165,7 +173,7 @@ class CheckpointConfig:
     keep_best: str | None = option(
         None,
         "Also keep the checkpoint with the best value of this metric at its iteration: loss, or any other number that "
-        "metrics.jsonl has then, as eval_count; default: none.",
+        "metrics.jsonl has then, as validation/loss; default: none.",
     )
     keep_best_mode: Literal["min", "max"] = option("min", "Whether the smallest or the largest value is the best one.")
     save: bool = option(True, "Write checkpoints; --save-interval sets how often.")
@@ -192,17 +200,15 @@ class CheckpointConfig:
     )
     init_from: str | None = option(
         None,
-        "Hugging Face folder or URL with the model's configuration and initial weights; default: random weights.",
+        "Hugging Face folder or URL to begin with; default: none.",
         common=MODEL,
     )
     vision_from: str | None = option(
         None,
-        "Hugging Face folder or URL of the vision encoder; the projector starts random. Default: none.",
+        "Folder or URL of the vision encoder; default: none.",
         common=MODEL,
     )
-    language_from: str | None = option(
-        None, "Hugging Face folder or URL of the language model; default: none.", common=MODEL
-    )
+    language_from: str | None = option(None, "Folder or URL of the language model; default: none.", common=MODEL)
 
 
 @dataclass(frozen=True)
@@ -228,14 +234,6 @@ class RunConfig:
         "Seconds without progress of any rank after which the run ends, and all ranks write their stacks to RUN_DIR; "
         "0: never. Default: ten times the median step, at least 60.",
     )
-
-
-@dataclass(frozen=True)
-class EvaluationConfig:
-    eval_interval: int = option(
-        0, "Number of steps between evaluations; 0: only one at the end. Only --data digits has an evaluation."
-    )
-    eval_samples: int = option(96, "Number of questions of each kind in an evaluation.")
 
 
 @dataclass(frozen=True)

@@ -71,9 +71,16 @@ def part_rate(part: str) -> Callable[[Config], tuple[float | None, str]]:
     return rate
 
 
-def warmup(config: Config) -> tuple[int, str]:
-    steps = config.optimizer.lr_decay_iters or config.train.train_iters
-    return round(WARMUP * steps), f"{WARMUP:.0%} of the steps until the decay ends"
+def steps(config: Config) -> int | None:
+    """Return the number of optimizer steps; None with `--epochs`, as long as nobody has counted how many they make."""
+    return config.train.train_iters or (100 if config.train.epochs is None else None)
+
+
+def warmup(config: Config) -> tuple[int | None, str]:
+    end = config.optimizer.lr_decay_iters or steps(config)
+    if end is None or config.optimizer.lr_warmup_fraction is not None:
+        return None, ""
+    return round(WARMUP * end), f"{WARMUP:.0%} of the steps until the decay ends"
 
 
 def length(config: Config) -> tuple[int, str]:

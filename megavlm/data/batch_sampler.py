@@ -17,6 +17,7 @@ from typing import Protocol
 from megavlm.data.packing import pack
 from megavlm.data.skips import SkipSummary
 from megavlm.data.types import EncodedRecord, GlobalBatch, LoaderState, Segment, Segments, Skipped
+from megavlm.data.windows import Windows
 from megavlm.errors import UserError
 
 # Consecutive windows without a usable sample after which a run ends.
@@ -59,7 +60,9 @@ class SequentialBatchSampler:
 
 
 @dataclass(frozen=True)
-class _Window:
+class Window:
+    """The sequences of samples that were packed together, of how many that were read."""
+
     sequences: tuple[Segments, ...]
     read: int
     skipped: tuple[Skipped, ...]
@@ -76,21 +79,22 @@ class PackedBatchSampler:
         encode: Callable[[int], Sequence[EncodedRecord]],
         *,
         count: int,
-        window: int,
+        windows: Windows,
         seq_length: int,
         packing: bool,
     ) -> None:
         self._encode = encode
         self._count = count
-        self._size = window
+        self._divided = windows
         self._seq_length = seq_length
         self._packing = packing
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampler")
-        self._windows: OrderedDict[int, Future[_Window]] = OrderedDict()
+        self._windows: OrderedDict[int, Future[Window]] = OrderedDict()
 
     @property
     def start(self) -> LoaderState:
-        return {"window": 0, "taken": 0, "window_size": self._size, "seq_length": self._seq_length}
+        start = {"window": 0, "taken": 0, "window_size": self._divided.size, "seq_length": self._seq_length}
+        return start | ({"epoch": self._divided.epoch} if self._divided.within_epochs else {})
 
     def batch_at(self, state: LoaderState) -> GlobalBatch:
         """Return the global batch that begins at `state`.
@@ -102,6 +106,7 @@ class PackedBatchSampler:
         sequences: list[Segments] = []
         skipped: list[Skipped] = []
         read = empty = 0
+        epochs: float | None = None
         while len(sequences) < self._count:
             window = self._window(number)
             if taken == 0:
@@ -113,9 +118,12 @@ class PackedBatchSampler:
             empty = 0 if window.sequences else empty + 1
             if empty == _EMPTY_WINDOWS:
                 raise UserError(f"--datasets: none of {read} samples can be used: {SkipSummary().add(skipped).told()}")
+            done = taken / max(len(window.sequences), 1)
+            epochs = self._divided.epochs(number, done)
             if taken == len(window.sequences):
                 number, taken = number + 1, 0
-        return GlobalBatch(tuple(sequences), {**self.start, "window": number, "taken": taken}, read, tuple(skipped))
+        after = {**self.start, "window": number, "taken": taken}
+        return GlobalBatch(tuple(sequences), after, read, tuple(skipped), epochs)
 
     def forget(self) -> None:
         """Drop all buffered windows."""
@@ -138,20 +146,25 @@ class PackedBatchSampler:
                     f"the checkpoint's position in the data counts with {flag} {state.get(name)}, now it is "
                     f"{self.start[name]}: go on with the former, or begin a new run (--load its weights)"
                 )
+        if state.get("epoch") != self.start.get("epoch"):
+            raise UserError(
+                f"the checkpoint's position in the data counts epochs of {state.get('epoch'):,.0f} samples, now they "
+                f"have {self.start['epoch']:,.0f}: begin a new run (--load its weights)"
+            )
 
-    def _window(self, number: int) -> _Window:
+    def _window(self, number: int) -> Window:
         wanted = [self._prepared(number), self._prepared(number + 1)]
         while len(self._windows) > len(wanted):
             self._windows.popitem(last=False)[1].cancel()
         return wanted[0].result()
 
-    def _prepared(self, number: int) -> Future[_Window]:
+    def _prepared(self, number: int) -> Future[Window]:
         if number not in self._windows:
             self._windows[number] = self._thread.submit(self._make, number)
         self._windows.move_to_end(number)
         return self._windows[number]
 
-    def _make(self, number: int) -> _Window:
+    def _make(self, number: int) -> Window:
         records = self._encode(number)
         encoded = [
             (record.sample_id, sample)
@@ -159,11 +172,15 @@ class PackedBatchSampler:
             if record.sample_id is not None
             for sample in record.samples
         ]
-        bins = [[index] for index in range(len(encoded))]
-        if self._packing:
-            bins = pack([sample.cost.length for _, sample in encoded], self._seq_length)
-        return _Window(
+        lengths = [sample.cost.length for _, sample in encoded]
+        bins = bins_of(lengths, seq_length=self._seq_length, packing=self._packing)
+        return Window(
             sequences=tuple(tuple(Segment(*encoded[index]) for index in indices) for indices in bins),
             read=len(records),
             skipped=tuple(skip for record in records for skip in record.skipped),
         )
+
+
+def bins_of(lengths: Sequence[int], *, seq_length: int, packing: bool) -> list[list[int]]:
+    """Return the numbers of the samples of each sequence of a window, given their lengths in tokens."""
+    return pack(lengths, seq_length) if packing else [[index] for index in range(len(lengths))]

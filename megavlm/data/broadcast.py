@@ -131,6 +131,7 @@ def serialize(step: StepData) -> tuple[bytes, list[Tensor]]:
     description = {
         "batches": [_described(batch) for batch in step.batches],
         "read": step.read,
+        "last": step.last,
         "skipped": [asdict(each) for each in step.skipped],
         "imbalance": None if step.imbalance is None else asdict(step.imbalance),
     }
@@ -159,6 +160,7 @@ def deserialize(description: bytes, memory: Tensor) -> StepData:
     return StepData(
         batches=[_batch(batch, reader) for batch in fields["batches"]],
         read=fields["read"],
+        last=fields["last"],
         skipped=tuple(Skipped(**each) for each in fields["skipped"]),
         imbalance=None if imbalance is None else Imbalance(**imbalance),
     )

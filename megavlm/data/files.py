@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megavlm.arch.anyres import TileGroup
 from megavlm.config.resolve import resolve
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.chat import ChatFormat, Piece, split
 from megavlm.data.costs import CostModel
 from megavlm.data.decode import decode, size_of
@@ -20,12 +21,13 @@ from megavlm.data.images import LoadedImage
 from megavlm.data.order import Order
 from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
 from megavlm.data.processors import Layout, Processor
-from megavlm.data.records import is_stream, name_of, open_records
+from megavlm.data.records import cache_of, is_held_out, is_stream, name_of, open_records, open_tars
 from megavlm.data.types import (
     BadSample,
     Conversation,
     EncodedRecord,
     EncodedSample,
+    HeldOut,
     ImageRef,
     Reason,
     Records,
@@ -36,6 +38,7 @@ from megavlm.data.types import (
     StoredImage,
     StreamSample,
 )
+from megavlm.errors import UserError
 
 # The number of records that the order of a blend assumes for a stream, whose length is unknown.
 _ENDLESS = 2**62
@@ -65,6 +68,7 @@ class FilesSource:
             model_type=model_type(tokenizer_path(config)),
         )
         self.names = tuple(name_of(source) for source in config.data.datasets)
+        self.validation_names = tuple(name_of(source) for source in self._validation)
         self.vocab_size = config.model.language.vocab_size
         self.image_token = self.tokenizer.image
         self.pad_token = self.tokenizer.pad
@@ -86,6 +90,41 @@ class FilesSource:
         sources = enumerate(self._config.data.datasets)
         return {number: open_records(source) for number, source in sources if not is_stream(source)}
 
+    @property
+    def _validation(self) -> tuple[DatasetConfig, ...]:
+        """Return the data sets of which validation samples are part: `--validation`, or those of a split."""
+        data = self._config.data
+        return data.datasets if data.validation_split else data.validation
+
+    @cached_property
+    def validation_records(self) -> Sequence[Records]:
+        """Return the validation data sets. Raises UserError for one that cannot be opened."""
+        cache, split = cache_of(Path(self._config.run.run_dir)), self._config.data.validation_split > 0
+        try:
+            return [
+                open_tars(source, cache=cache)
+                if is_stream(source)
+                else (self.records[number] if split else open_records(source))
+                for number, source in enumerate(self._validation)
+            ]
+        except UserError as error:
+            raise UserError(str(error).replace("--datasets", "--validation", 1)) from error
+
+    def held_out(self, source: int, numbers: Sequence[int]) -> list[int]:
+        """Return those of the records of a validation data set that belong to its validation samples: all, or those of
+        a split that can be read.
+        """
+        if not self._config.data.validation_split:
+            return list(numbers)
+        records = self.validation_records[source]
+        return [number for number in numbers if self._is_held_out(records, number)]
+
+    def _is_held_out(self, records: Records, number: int) -> bool:
+        try:
+            return is_held_out(records.key(number), self._config.data.validation_split)
+        except BadSample:  # it is skipped, and counted, where it is read
+            return False
+
     @cached_property
     def order(self) -> Order:
         data = self._config.data
@@ -103,6 +142,8 @@ class FilesSource:
         """Return a sample's conversation and the index of its data set. Raises BadSample."""
         if isinstance(sample_id, StreamSample):
             return sample_id.conversation, sample_id.source
+        if isinstance(sample_id, HeldOut):
+            return self.validation_records[sample_id.source].read(sample_id.record), sample_id.source
         ref = self.order.record(sample_id)
         return self.records[ref.source].read(ref.record), ref.source
 
@@ -110,8 +151,12 @@ class FilesSource:
         """Read a record and the headers of its images, and return its tokens and costs.
 
         A record is encoded once; a bad one is reported in `skipped`. Encoded images have a number and no bytes, so
-        that a window of encoded samples stays small.
+        that a window of encoded samples stays small. A sample of the training data that is held out has no tokens.
         """
+        if isinstance(sample_id, int) and self._config.data.validation_split:
+            ref = self.order.record(sample_id)
+            if self._is_held_out(self.records[ref.source], ref.record):
+                return EncodedRecord(())
         try:
             conversation, source = self.conversation(sample_id)
             images = conversation.images
@@ -169,12 +214,15 @@ class FilesSource:
 
     def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
         source, label = self.label(sample_id)
-        return Skipped(label, self.names[source], error.reason, error.detail)
+        names = self.validation_names if isinstance(sample_id, HeldOut) else self.names
+        return Skipped(label, names[source], error.reason, error.detail)
 
     def label(self, sample_id: SampleId) -> tuple[int, str]:
         """Return the index of a sample's data set, and the sample's name in messages."""
         if isinstance(sample_id, StreamSample):
             return sample_id.source, sample_id.label
+        if isinstance(sample_id, HeldOut):
+            return sample_id.source, self.validation_records[sample_id.source].label(sample_id.record)
         ref = self.order.record(sample_id)
         return ref.source, self.records[ref.source].label(ref.record)
 

@@ -42,7 +42,6 @@ class RankLoader:
         dp_rank: int,
         dp_size: int,
         micro_batch_size: int,
-        global_batch_size: int,
         balance: bool = False,
         alone: bool = False,
         stage: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
@@ -54,8 +53,6 @@ class RankLoader:
         micro-batches for the copy to the device, in the loader's thread. `reads` knows of reads that hang.
         """
         assert 0 <= dp_rank < dp_size
-        assert global_batch_size % (micro_batch_size * dp_size) == 0, "the configuration rules refuse this"
-        self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
         self._sampler = sampler
         self._collator = collator
         self._dp_rank = dp_rank
@@ -105,11 +102,17 @@ class RankLoader:
         """Continue at a state. Raises UserError for the state of another kind of data."""
         if state.keys() != self._sampler.start.keys():
             raise UserError(
-                "the checkpoint is of a run on other data, whose position has no meaning here: begin a new run with "
-                "--load and another --run-dir, or go on with the data (--data, --datasets) that it had"
+                "the checkpoint is of a run on other data, or with --epochs in place of --train-iters, whose position "
+                "has no meaning here: go on with what it had (--data, --datasets, --epochs), or begin a new run with "
+                "--load and another --run-dir"
             )
         self._drop_prefetched()
         self._state = dict(state)
+
+    def rewind(self) -> None:
+        """Go back to the beginning of the data."""
+        self._drop_prefetched()
+        self._state = self._sampler.start
 
     def close(self) -> None:
         """Stop the workers and the thread; a step that is being prefetched is dropped, and a read that hangs is left
@@ -142,12 +145,15 @@ class RankLoader:
             samples=tuple(
                 tuple(segment.sample_id for sequence in sequences for segment in sequence) for sequences in mine
             ),
+            epochs=batch.epochs,
+            last=batch.last,
         )
         return step, batch.after
 
     def _assigned(self, sequences: Sequence[Segments]) -> tuple[list[list[Segments]], Imbalance | None]:
         """Return the sequences of each of this rank's micro-batches, and the imbalance if costs are known."""
         size, ranks = self._micro_batch_size, self._dp_size
+        assert len(sequences) % (size * ranks) == 0, "the configuration rules refuse this"
         in_turn = [
             [start + i for start in range(rank * size, len(sequences), ranks * size) for i in range(size)]
             for rank in range(ranks)
@@ -166,7 +172,7 @@ class RankLoader:
         mine = ranked[self._dp_rank]
         groups = [list(range(i, i + size)) for i in range(0, len(mine), size)]
         if self._balance:
-            groups = assign(costs[mine], self.num_microbatches)
+            groups = assign(costs[mine], len(groups))
         return [[sequences[mine[i]] for i in group] for group in groups], None if self._alone else evenness
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
-from megavlm.data.types import BadSample, Sample, SampleId, Segment, Skipped
+from megavlm.data.types import BadSample, HeldOut, Sample, SampleId, Segment, Skipped
 
 _WORD = (1 << 64) - 1
 
@@ -23,6 +23,11 @@ class Source(Protocol):
     @property
     def names(self) -> tuple[str, ...]:
         """Return the data sets whose losses are reported separately; empty if there is only one."""
+        ...
+
+    @property
+    def validation_names(self) -> tuple[str, ...]:
+        """Return the data sets that are not trained on, whose losses are measured."""
         ...
 
     @property
@@ -47,6 +52,7 @@ class ComputedSource(ABC):
     """A map-style source whose samples are a pure function of their number."""
 
     names: tuple[str, ...] = ()
+    validation_names: tuple[str, ...] = ()
     vocab_size: int
     image_token: int
     pad_token: int
@@ -55,7 +61,13 @@ class ComputedSource(ABC):
     def sample(self, index: int) -> Sample:
         """Return sample `index`."""
 
+    def validation_sample(self, held_out: HeldOut) -> Sample:
+        """Return a validation sample."""
+        raise AssertionError("this source has none")
+
     def load(self, segment: Segment) -> Sample:
+        if isinstance(segment.sample_id, HeldOut):
+            return self.validation_sample(segment.sample_id)
         assert isinstance(segment.sample_id, int)
         return self.sample(segment.sample_id)
 

@@ -23,6 +23,7 @@ from megavlm.data.types import (
     Skipped,
     StreamSample,
 )
+from megavlm.data.windows import Windows
 
 if TYPE_CHECKING:
     from megavlm.data.records.energon import EnergonStream
@@ -38,7 +39,15 @@ class StreamSource(FilesSource):
         """Open the streams for data-parallel rank `rank` of `ranks`, from their beginning; tell `reads` of reads."""
         train, data = self._config.train, self._config.data
         streams = {
-            index: open_stream(given, run_dir=run_dir, rank=rank, world=ranks, seed=train.seed, shuffle=data.shuffle)
+            index: open_stream(
+                given,
+                run_dir=run_dir,
+                rank=rank,
+                world=ranks,
+                seed=train.seed,
+                shuffle=data.shuffle,
+                held_out=data.validation_split,
+            )
             for index, given in enumerate(data.datasets)
             if is_stream(given)
         }
@@ -66,7 +75,7 @@ class StreamReader:
         self._rank = rank
         self._ranks = ranks
         self._position = 0
-        self._iterators: dict[int, Iterator[Conversation | BadSample]] = {}
+        self._iterators: dict[int, Iterator[Conversation | BadSample | None]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         streams = {str(index): stream.state_dict() for index, stream in self._streams.items()}
@@ -79,11 +88,11 @@ class StreamReader:
             stream.load_state_dict(state["streams"][str(index)])
         self._iterators.clear()
 
-    def read(self, size: int) -> list[SampleId | Skipped]:
-        """Return the next `size` samples, or why they are skipped."""
+    def read(self, size: int) -> list[SampleId | Skipped | None]:
+        """Return the next `size` samples, or why they are skipped; None for those of a stream that are held out."""
         return [self._next() for _ in range(size)]
 
-    def _next(self) -> SampleId | Skipped:
+    def _next(self) -> SampleId | Skipped | None:
         number = self._position * self._ranks + self._rank
         self._position += 1
         index = self._source.order.record(number).source
@@ -94,6 +103,8 @@ class StreamReader:
             self._iterators[index] = iter(stream)
         with self._reads.reading(lambda: f"the sample of {stream.name} after {stream.label or 'its beginning'}"):
             found = next(self._iterators[index])
+        if found is None:
+            return None
         if isinstance(found, BadSample):
             return Skipped(stream.label, stream.name, found.reason, found.detail)
         return StreamSample(found, index, stream.label)
@@ -103,9 +114,16 @@ class StreamBatchSampler(PackedBatchSampler):
     """Packs windows of a rank's streams. Its state holds the position of the streams at the start of the window."""
 
     def __init__(
-        self, reader: StreamReader, collator: FileCollator, *, count: int, window: int, seq_length: int, packing: bool
+        self,
+        reader: StreamReader,
+        collator: FileCollator,
+        *,
+        count: int,
+        windows: Windows,
+        seq_length: int,
+        packing: bool,
     ) -> None:
-        super().__init__(self._read, count=count, window=window, seq_length=seq_length, packing=packing)
+        super().__init__(self._read, count=count, windows=windows, seq_length=seq_length, packing=packing)
         self._reader = reader
         self._collator = collator
         self._next_window = 0  # the window that `reader` reads next
@@ -133,13 +151,16 @@ class StreamBatchSampler(PackedBatchSampler):
 
     def _read(self, number: int) -> Sequence[EncodedRecord]:
         assert number == self._next_window, "streams are read in order"
-        found = self._reader.read(self._size)
+        found = self._reader.read(self._divided.size)
         self._next_window += 1
         self._states[self._next_window] = self._reader.state_dict()
         return encode_all(self._collator, found)
 
 
-def encode_all(collator: FileCollator, found: Sequence[SampleId | Skipped]) -> list[EncodedRecord]:
-    """Return the encoded record of each sample that a reader returned, in order; skipped ones have no tokens."""
-    encoded = iter(collator.encode([each for each in found if not isinstance(each, Skipped)]))
-    return [EncodedRecord((), (each,)) if isinstance(each, Skipped) else next(encoded) for each in found]
+def encode_all(collator: FileCollator, found: Sequence[SampleId | Skipped | None]) -> list[EncodedRecord]:
+    """Return the encoded record of each sample that a reader returned, in order; what is skipped or held out has no
+    tokens.
+    """
+    encoded = iter(collator.encode([each for each in found if each is not None and not isinstance(each, Skipped)]))
+    skipped = [() if each is None else (each,) if isinstance(each, Skipped) else None for each in found]
+    return [next(encoded) if each is None else EncodedRecord((), each) for each in skipped]

@@ -17,20 +17,23 @@ def data_table(config: Config, source: FilesSource) -> str:
     """
     data, train = config.data, config.train
     shares = [count / BLOCK for count in apportioned([each.weight for each in data.datasets], BLOCK)]
-    sequences = train.train_iters * train.global_batch_size
+    sequences = (train.train_iters or 0) * train.global_batch_size
     held = samples_per_sequence(config, source)
     rows = [("data", "records", "share of samples", "epochs of the run")]
     for number, (each, share) in enumerate(zip(data.datasets, shares, strict=True)):
         records = None if is_stream(each) else len(source.records[number])
-        epochs = "" if records is None or held is None else f"about {_rounded(sequences * held * share / records)}"
+        epochs = ""
+        if records and held and sequences:
+            epochs = f"about {_rounded(sequences * held * share / records)}"
         rows.append((name_of(each), "tars" if records is None else f"{records:,}", f"{share:.1%}", epochs))
     wide, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([name.ljust(wide), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
         for name, *cells in rows
     ]
+    counted = "" if train.train_iters is None else f"{train.train_iters:,} "
     lines.append(
-        f"{train.train_iters:,} steps of {train.global_batch_size:,} sequences of {train.seq_length:,} tokens"
+        f"{counted}steps of {train.global_batch_size:,} sequences of {train.seq_length:,} tokens"
         + ("" if held is None else f"; a sequence holds about {_rounded(held)} samples")
     )
     return "\n".join(lines)

@@ -117,6 +117,12 @@ class Records(Protocol):
         """Return record `index`. Raises BadSample if it is no conversation."""
         ...
 
+    def key(self, index: int) -> bytes:
+        """Return what the content of record `index` hashes to (`records/split.py`). Raises BadSample if it cannot be
+        read.
+        """
+        ...
+
     def label(self, index: int) -> str:
         """Return the name of record `index` in messages, as in `train.jsonl:18` (counted from 1, as editors do)."""
         ...
@@ -131,7 +137,16 @@ class StreamSample:
     label: str
 
 
-SampleId = int | StreamSample  # what identifies a sample: its number in the shuffled blend, or itself
+@dataclass(frozen=True)
+class HeldOut:
+    """A validation sample: the index of its validation set, and its number in that data set."""
+
+    source: int
+    record: int
+
+
+# What identifies a sample: its number in the shuffled blend, itself, or its place in a validation set.
+SampleId = int | StreamSample | HeldOut
 
 
 # --- Samples
@@ -248,6 +263,8 @@ class GlobalBatch:
     after: LoaderState  # where the next global batch begins
     read: int
     skipped: tuple[Skipped, ...] = ()
+    epochs: float | None = None  # how many epochs lie before its end; None: the data have none
+    last: bool = False  # of the validation data
 
 
 @dataclass(frozen=True)
@@ -269,3 +286,5 @@ class StepData:
     skipped: tuple[Skipped, ...]  # counted by the rank that collates them, or by rank 0 if they are never collated
     imbalance: Imbalance | None  # None if costs are not known
     samples: tuple[tuple[SampleId, ...], ...] = ()  # of each micro-batch, on a rank that reads
+    epochs: float | None = None  # how many epochs are done after it, on a rank that reads; None: the data have none
+    last: bool = False  # of the validation data

@@ -194,7 +194,7 @@ class TellingSource:
         return self._source.load(segment)
 
     def _say(self, sample_id: SampleId) -> None:
-        self._tell(sample_id if isinstance(sample_id, int) else sample_id.label)
+        self._tell(sample_id if isinstance(sample_id, int) else self._source.label(sample_id)[1])
 
 
 def name_of_told(source: FilesSource, sample: int | str) -> str:

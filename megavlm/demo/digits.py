@@ -15,12 +15,17 @@ from megavlm.config.schema import Config
 from megavlm.data.images import Image
 from megavlm.data.source import ComputedSource, generator
 from megavlm.data.tokenizers.training import Tokenizer, ensure_tokenizer
-from megavlm.data.types import Sample
+from megavlm.data.types import HeldOut, Sample
 from megavlm.demo.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
 from megavlm.errors import UserError
 
 VOCABULARY = 160  # tokens; enough for each word of the captions to be one token
 _TOKENIZER_TEXTS = 500
+
+
+def slug(kind: str) -> str:
+    """Return a kind of question as metrics name it."""
+    return kind.replace(" ", "_")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +44,8 @@ class DigitsSource(ComputedSource):
 
     A sequence is: begin token, image tokens, question, answer, end token. The answer and the end token are trained.
     """
+
+    validation_names = tuple(map(slug, PHRASINGS))
 
     def __init__(self, config: Config, canvases: Canvases, tokenizer: Tokenizer) -> None:
         """Raises UserError if the sequence or the vocabulary is too small."""
@@ -82,7 +89,15 @@ class DigitsSource(ComputedSource):
 
     def sample(self, index: int) -> Sample:
         """Return training sample `index`."""
-        scene = self._canvases.training_scene(index)
+        return self._sample(self._canvases.training_scene(index))
+
+    def validation_sample(self, held_out: HeldOut) -> Sample:
+        """Return a held-out question, as in `questions`, with its answer, which is trained."""
+        kinds = list(PHRASINGS)
+        index = held_out.record * len(kinds) + held_out.source
+        return self._sample(self._canvases.held_out_scene(index, kind=kinds[held_out.source]))
+
+    def _sample(self, scene: Scene) -> Sample:
         question, answer = self._canvases.dialogue(scene)
         prompt = self._prompts[question]
         reply = (*self._tokenizer.encode(answer), self._tokenizer.eos)

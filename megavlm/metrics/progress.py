@@ -30,7 +30,7 @@ class ProgressLine(Callback):
         self._step_times: deque[float] = deque(maxlen=_WINDOW)
 
     def on_step_end(self, step: StepEnd) -> None:
-        """Show an iteration; reads `iteration` and, if present, `loss`, `grad_norm`, `learning_rate`,
+        """Show an iteration; reads `iteration` and, if present, `epoch`, `loss`, `grad_norm`, `learning_rate`,
         `tokens_per_second`, `step_time_s` and `slow` (words on a slow rank)."""
         record, iteration = step.record, step.iteration
         step_time = record.get("step_time_s")
@@ -63,6 +63,7 @@ class ProgressLine(Callback):
     def _format(self, iteration: int, record: Record) -> str:
         parts = [
             f"iteration {iteration:>{len(str(self._total))}}/{self._total}",
+            _part("epoch {:.2f}", record.get("epoch")),
             _part("loss {:.4f}", record.get("loss")),
             _part("grad norm {:.3f}", record.get("grad_norm")),
             _part("lr {:.2e}", record.get("learning_rate")),

@@ -37,6 +37,7 @@ TAGS = {
     "save_stall_s": "perf/save_stall_s",
     "save_time_s": "perf/save_time_s",
     "eval_time_s": "perf/eval_time_s",
+    "eval_time_fraction": "perf/eval_time_fraction",
 }
 # Of names that begin so, the beginning is replaced; names with a slash are tags already.
 PREFIXES = {"eval_": "validation/", "imbalance_": "data/imbalance_"}

@@ -133,12 +133,20 @@ class Schedule:
             chunk.zero_grad_buffer()
         if self.colocated is not None:
             self.colocated.encoder.zero_gradients()
-        sums = self._execute(batches, forward_only=False)
+        sums = self._execute(batches, partial(_forward_loss, num_sources=self.num_sources), forward_only=False)
         return torch.stack(sums).sum(0) if sums else self.no_totals()
 
-    def no_totals(self) -> Tensor:
-        """Return what `train` returns where there is no loss."""
-        return torch.zeros(2 + 2 * self.num_sources, dtype=torch.float64, device=self.backend.device)
+    def no_totals(self, num_sources: int | None = None) -> Tensor:
+        """Return what `train` returns where there is no loss; of other data sets if `num_sources` is given."""
+        number = self.num_sources if num_sources is None else num_sources
+        return torch.zeros(2 + 2 * number, dtype=torch.float64, device=self.backend.device)
+
+    @torch.no_grad()
+    def losses(self, batches: Sequence[MicroBatch], *, num_sources: int) -> Tensor:
+        """Run the forward passes of micro-batches; return what `train` returns, of `num_sources` data sets."""
+        self.config.timers = None
+        sums = self._execute(batches, partial(_forward_loss, num_sources=num_sources), forward_only=True)
+        return torch.stack(sums).sum(0) if sums else self.no_totals(num_sources)
 
     @torch.no_grad()
     def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -150,9 +158,16 @@ class Schedule:
             batches = self.colocated.with_own_images(batches)
         self.phases.enter(self.phases.now.phase, "answers")
         self.config.timers = None
-        return self._execute(batches, forward_only=True, logits=True)
+        return self._execute(batches, _forward_logits, forward_only=True, logits=True)
 
-    def _execute(self, batches: Sequence[MicroBatch], *, forward_only: bool, logits: bool = False) -> list[Any]:
+    def _execute(
+        self,
+        batches: Sequence[MicroBatch],
+        forward: Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Any]],
+        *,
+        forward_only: bool,
+        logits: bool = False,
+    ) -> list[Any]:
         if self.colocated is not None:
             batches = self.colocated.encode(batches)
         # While chunks take micro-batches, passes of the next step's encoder are queued.
@@ -172,7 +187,7 @@ class Schedule:
             arguments["p2p_communicator"] = self._communicator
         try:
             results: list[Any] = self._run(
-                forward_step_func=_forward_logits if logits else partial(_forward_loss, num_sources=self.num_sources),
+                forward_step_func=forward,
                 data_iterator=iterators[0] if single else iterators,
                 model=self.chunks[0] if single else self.chunks,
                 num_microbatches=len(batches),

@@ -74,6 +74,18 @@ def memory_of(config: Config, dims: Dims, *, on_gpu: bool) -> tuple[Memory, ...]
     return predict(config, dims, profile(_profile(on_gpu))).memory
 
 
+def duration_line(config: Config, dims: Dims, *, on_gpu: bool) -> str:
+    """Return a line on how long the run's iterations will take on `--hardware`, as the planner estimates a step."""
+    name = config.placement.hardware
+    name = _profile(on_gpu) if name == "cpu" else name
+    seconds, iterations = predict(config, dims, profile(name)).seconds, config.train.train_iters
+    minutes = round(seconds * iterations / 60)
+    return (
+        f"about {minutes // 60} h {minutes % 60:02} min: {iterations:,} iterations of {seconds:.2g} s on {name}, as "
+        "the planner estimates them (--hardware)"
+    )
+
+
 def offload_line(config: Config, dims: Dims, *, on_gpu: bool) -> str | None:
     """Return a line of text on the host memory that the configured layout uses, or None if nothing is offloaded."""
     hardware = profile(_profile(on_gpu))

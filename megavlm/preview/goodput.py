@@ -19,7 +19,7 @@ _COLOURS = {
     history.DATA: "var(--source-8)",
     history.SLOW: "var(--source-9)",
     history.SAVES: "var(--source-4)",
-    history.EVALUATION: "var(--source-5)",
+    history.VALIDATION: "var(--source-5)",
     history.SKIPPED: "var(--source-11)",
     history.REWOUND: "var(--source-3)",
     history.LOST: "var(--source-1)",

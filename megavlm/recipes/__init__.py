@@ -51,8 +51,8 @@ def _scaled_schedule(recipe: Config, given: Mapping[Path, Any]) -> dict[Path, An
     were given too. The length of the WSD decay is unset if the user chose another decay style.
     """
     values: dict[Path, Any] = {}
-    if _LENGTH in given:
-        before, now = value_at(recipe, _LENGTH), given[_LENGTH]
+    before, now = value_at(recipe, _LENGTH), given.get(_LENGTH)
+    if before is not None and now is not None:
         for path, least in _SCHEDULES.items():
             if (length := value_at(recipe, path)) is not None:
                 values[path] = max(least, length * now // before)

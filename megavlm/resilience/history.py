@@ -22,7 +22,7 @@ TRAINING = "training"
 DATA = "data"
 SLOW = "slow rank"
 SAVES = "saves"
-EVALUATION = "evaluation"
+VALIDATION = "validation"
 SKIPPED = "skipped steps"
 REWOUND = "rewind"
 LOST = "lost steps"
@@ -38,7 +38,7 @@ CAUSES = {
     DATA: "waits for data within steps that count",
     SLOW: "waits for a rank that is more than 10 % slower than the median, within steps that count",
     SAVES: "training stood still for a save",
-    EVALUATION: "held-out questions were answered between steps",
+    VALIDATION: "the loss on held-out samples was measured, or held-out questions were answered",
     SKIPPED: "steps that did not change the weights, and the search for what made their numbers bad",
     REWOUND: "steps that a rewind undid, and the return to the checkpoint",
     LOST: "steps after the checkpoint from which the next attempt went on, and the step under way at the end",
@@ -174,7 +174,7 @@ def _fill(ledger: Ledger, attempt: Attempt, undone: set[int]) -> None:
     notes = deque((time, _NOTES[kind]) for time, event in attempt.events if (kind := str(event.get("kind"))) in _NOTES)
     evaluation, rest = 0, START
     for step in attempt.steps:
-        ledger.spend(evaluation, EVALUATION, until=step.begin)
+        ledger.spend(evaluation, VALIDATION, until=step.begin)
         while notes and notes[0][0] <= step.begin:
             ledger.fill(*notes.popleft())
         ledger.spend(step.stall, SAVES, until=step.begin)
@@ -186,7 +186,7 @@ def _fill(ledger: Ledger, attempt: Attempt, undone: set[int]) -> None:
             ledger.fill(step.end - step.slow, TRAINING)
             ledger.fill(step.end, SLOW)
         evaluation, rest = step.evaluation, OTHER
-    ledger.spend(evaluation, EVALUATION, until=attempt.until)
+    ledger.spend(evaluation, VALIDATION, until=attempt.until)
     ledger.fill(attempt.alive, LOST)
     for note in notes:
         ledger.fill(*note)

@@ -17,7 +17,7 @@ PIPELINE = "pipeline wait"
 COMMUNICATION = "communication"
 OPTIMIZER = "optimizer"
 OTHER = "other"
-EVALUATION = "evaluation"
+VALIDATION = "validation"
 SAVE = "save"
 END = "end"
 

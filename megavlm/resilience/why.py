@@ -93,7 +93,7 @@ def _slow_rank(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def _between_steps(past: History, events: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return what takes time between steps: saves, restarts, hangs, rewinds, evaluation."""
+    """Return what takes time between steps: saves, restarts, hangs, rewinds, validation."""
     share = {name: value / past.wall for name, value in past.seconds.items()}
     times = f"{past.restarts} restart{'s'[: past.restarts != 1]}"
     # The first start is no restart.
@@ -121,7 +121,7 @@ def _between_steps(past: History, events: Sequence[Mapping[str, Any]]) -> list[F
             f"hangs, the last: {hangs[-1] if hangs else ''}",
             "look at RUN_DIR/hang-*, exclude the node that is named, or lower --hang-timeout",
         ),
-        Finding(share.get(history.EVALUATION, 0.0), "evaluation", "raise --eval-interval, or lower --eval-samples"),
+        Finding(share.get(history.VALIDATION, 0.0), "validation", "raise --eval-interval, or lower --eval-iters"),
         Finding(
             share.get(history.OTHER, 0.0), "logging and all else between steps", "look at the file system of RUN_DIR"
         ),

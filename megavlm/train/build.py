@@ -23,16 +23,19 @@ from megavlm.checkpoint.state import Position
 from megavlm.config.derived import overlapped, shards_gradients
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.lora import beyond_adapters
-from megavlm.config.resolve import resolve
+from megavlm.config.resolve import has_validation, resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import start_table, starts_from_weights
-from megavlm.data.data_loader import DataLoader, build_data_loader, prepare_data
+from megavlm.data.data_loader import DataLoader
+from megavlm.data.epochs import prepare_data
 from megavlm.data.files import FilesSource
 from megavlm.data.image_assignment import ImageAssignment
+from megavlm.data.loaders import build_loaders
 from megavlm.data.records import data_identity
 from megavlm.data.source import ComputedSource
 from megavlm.data.summary import data_table
+from megavlm.data.validation import ValidationSamples, validation_samples
 from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import SkippedLog
@@ -51,6 +54,7 @@ from megavlm.train.callbacks import Callbacks
 from megavlm.train.engine import Engine
 from megavlm.train.fetch import fetch
 from megavlm.train.initial_state import choose_checkpoints, initial_weights, restore
+from megavlm.train.length import with_length
 from megavlm.train.outputs import callbacks_of, note_start, outputs
 from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
@@ -67,6 +71,7 @@ class Run:
     backend: Backend
     source: ComputedSource | FilesSource
     data_loader: DataLoader
+    validation_loader: DataLoader | None  # None without validation samples
     engine: Engine
     position: Position  # what is already done
     run_dir: Path
@@ -160,11 +165,17 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         print("\n".join(told), flush=True)
 
     watch.starting("data")
-    on_rank_0(partial(prepare_data, config))
+    epoch = from_rank_0(partial(prepare_data, config), 0)
+    config = with_length(config, source, epoch, told=rank == 0)
     if isinstance(source, FilesSource):
         on_rank_0(partial(_tell_data, config, source))
     identity = from_rank_0(partial(data_identity, config), dict[str, Any]())
-    data_loader = build_data_loader(
+    validation = None
+    if has_validation(config):
+        validation = from_rank_0(partial(validation_samples, config, source), ValidationSamples((), ()))
+        if rank == 0:
+            print(validation.line(), flush=True)
+    loaders = build_loaders(
         config,
         source,
         groups,
@@ -172,6 +183,8 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         dtype=DTYPES[config.precision.dtype],
         vision_group=_vision_group(plan, groups),
         assignment=ImageAssignment.of(config, ranks=groups.mp.size()) if plan.encoder else None,
+        epoch=epoch,
+        validation=validation,
     )
     watch.starting("checkpoint of a store")
     fetch(config, run_dir, watch.phases)
@@ -192,7 +205,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     )
     watch.starting("checkpoint")
     built = time.time()
-    position = restore(engine, data_loader, config, plan, choices, identity)
+    position = restore(engine, loaders.training, config, plan, choices, identity)
     dist.barrier()  # others may still read what rank 0 holds for them
     holds.release()
     callbacks, progress = Callbacks(watch.phases), None
@@ -207,7 +220,8 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         plan=plan,
         backend=backend,
         source=source,
-        data_loader=data_loader,
+        data_loader=loaders.training,
+        validation_loader=loaders.validation,
         engine=engine,
         position=position,
         run_dir=run_dir,

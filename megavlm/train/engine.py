@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,11 +115,22 @@ class Engine:
         """Return the current learning rate of parts of the model without a rate of their own (`--lr`)."""
         return self.scheduler.get_lr({"max_lr": self.scheduler.max_lr, "min_lr": self.scheduler.min_lr})
 
-    def evaluating(self, evaluating: bool) -> None:
-        """Switch dropout off or on, once updated weights are gathered; all ranks call it."""
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Return a context without dropout, in which updated weights are gathered; all ranks enter it.
+
+        It leaves no trace: random generators and FP8 histories are afterwards as they were.
+        """
+        before = StateBeforeStep.of(self.model_chunks, self.optimizer)
         gather_parameters(self.model_chunks)
         for chunk in self.model_chunks:
-            chunk.train(not evaluating)
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk in self.model_chunks:
+                chunk.train()
+            before.restore()
 
     def name_phases(self, labelled: bool) -> None:
         """Label the phases of steps for a profiler, or stop it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 from megavlm.data.collate import CollateSpec
 from megavlm.data.source import Source
 from megavlm.data.types import Sample
-from megavlm.metrics.callback import Validation, Value
-from megavlm.metrics.tags import tag_of
-from megavlm.resilience.phases import EVALUATION, OTHER
+from megavlm.demo.digits import slug
+from megavlm.metrics.callback import Value
+from megavlm.resilience.phases import VALIDATION
 from megavlm.train.build import Run
 from megavlm.train.engine import Engine
 from megavlm.train.generate import generate
@@ -107,43 +106,33 @@ def report(examination: Examination, run_dir: Path) -> str:
     return table
 
 
-def interval_evaluation(run: Run, iteration: int, say: Callable[[str], None]) -> dict[str, Value]:
-    """Return the scores after `iteration` on a third of the final evaluation's questions, and its time; empty if there
-    are none.
-    """
-    if not isinstance(run.source, Examiner):
-        return {}
-    questions = run.source.questions(max(1, run.config.evaluation.eval_samples // 3))
-    run.engine.schedule.phases.enter(EVALUATION)
-    began = time.perf_counter()
+def accuracies(run: Run, source: Examiner) -> dict[str, Value]:
+    """Return the accuracy of each kind of question, on a third of the final evaluation's questions."""
+    questions = source.questions(max(1, run.config.evaluation.eval_samples // 3))
     predictions = answer_all(
         run.engine,
-        run.source,
+        source,
         questions,
-        spec=CollateSpec.of(run.config, run.source),
+        spec=CollateSpec.of(run.config, source),
         micro_batch_size=run.config.train.micro_batch_size,
     )
-    run.engine.schedule.phases.enter(OTHER)
-    scores = exact_match(questions, predictions)
-    say("held-out exact match: " + ", ".join(f"{kind} {score:.0%}" for kind, score in scores.items()))
-    named = {f"eval_{kind.replace(' ', '_')}": score for kind, score in scores.items()}
-    run.callbacks.on_validation(Validation(iteration, {tag_of(name): score for name, score in named.items()}))
-    return {**named, "eval_time_s": time.perf_counter() - began}
+    return {f"validation/{slug(kind)}/accuracy": score for kind, score in exact_match(questions, predictions).items()}
 
 
 def final_evaluation(run: Run, say: Callable[[str], None]) -> None:
     """Answer all held-out questions, if the data have any; rank 0 writes the scores and some examples to RUN_DIR."""
     if not isinstance(run.source, Examiner):
         return
-    run.engine.schedule.phases.enter(EVALUATION)
+    run.engine.schedule.phases.enter(VALIDATION, "answers")
     say("answering held-out questions …")
-    examination = examine(
-        run.engine,
-        run.source,
-        spec=CollateSpec.of(run.config, run.source),
-        per_kind=run.config.evaluation.eval_samples,
-        micro_batch_size=run.config.train.micro_batch_size,
-    )
+    with run.engine.evaluation():
+        examination = examine(
+            run.engine,
+            run.source,
+            spec=CollateSpec.of(run.config, run.source),
+            per_kind=run.config.evaluation.eval_samples,
+            micro_batch_size=run.config.train.micro_batch_size,
+        )
     if run.progress is not None:
         say(report(examination, run.run_dir))
         say(f"examples: {run.run_dir / 'examples.png'}")

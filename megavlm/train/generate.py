@@ -30,7 +30,8 @@ def generate(
 
     An answer ends before the first token of `stop`. Each data-parallel rank takes every DP-th prompt. All ranks have as
     many micro-batches, since sharded weights (ZeRO-3) are gathered by all of them for each pass, and a multiple of PP,
-    as the interleaved schedule requires: prompts are repeated until there are so many.
+    as the interleaved schedule requires: prompts are repeated until there are so many. The caller enters
+    `engine.evaluation()`.
     """
     groups = engine.groups
     mine = list(prompts[groups.coords.dp :: groups.dims.dp])
@@ -45,7 +46,6 @@ def generate(
     batches = [_prompts(each, spec, room=room, device=device) for each in samples]
     following = torch.stack([_next_position(batch.text, row) for batch in batches for row in range(micro_batch_size)])
     chosen: list[list[int]] = []
-    engine.evaluating(True)
     while len(chosen) < max_new_tokens:
         logits = engine.schedule.logits(batches)
         chosen.append(_next_tokens(engine, logits, count=len(work), never=spec.image_token))
@@ -54,7 +54,6 @@ def generate(
         places = (following + len(chosen) - 1).split(micro_batch_size)
         tokens = torch.tensor(chosen[-1]).split(micro_batch_size)
         batches = [_next(*each, spec, width=multiple) for each in zip(batches, tokens, places, strict=True)]
-    engine.evaluating(False)
     answers = [_until(stop, answer) for answer in zip(*chosen, strict=True)]
     return _interleave(engine, answers[: len(mine)], total=len(prompts))
 

@@ -1,4 +1,4 @@
-"""Train: batches → step → record → evaluation → checkpoint, to the last iteration or a stop signal."""
+"""Train: batches → step → record → validation → checkpoint, to the last iteration or a stop signal."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from megavlm.resilience.status import State, note_failure, write_status
 from megavlm.train.build import Run
 from megavlm.train.counts import Counts, Tally, TooManySkipped, counts_of
 from megavlm.train.data_ahead import DataAhead
-from megavlm.train.evaluate import final_evaluation, interval_evaluation
+from megavlm.train.evaluate import final_evaluation
 from megavlm.train.patience import Patience
 from megavlm.train.record import record_of
 from megavlm.train.saves import Saves
 from megavlm.train.step_guard import StepGuard
 from megavlm.train.step_result import StepResult
 from megavlm.train.trace import Tracer
+from megavlm.train.validate import Validation
 from megavlm.train.watch import Watch
 
 _WORTH_KEEPING = 100  # steps
@@ -99,7 +100,7 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
     iteration = saved = run.position.iteration
     tally = Tally(run.position.samples_read, run.position.samples_skipped)
     patience, guard = Patience(run, say), StepGuard(run, say)
-    saves = Saves(run, say=say, took=patience.save)
+    saves, validation = Saves(run, say=say, took=patience.save), Validation(run, stop, say)
     cut = _cut_short(run, stop)
     overdue = False  # a checkpoint is due, but the last step was bad
     end: BaseException | None = None
@@ -121,8 +122,10 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
         tally.add(step.counts, step.data.skipped if run.engine.groups.is_reader else ())
         run.skipped.write(iteration, step.data.skipped)
         record = step.record | watch.end_step(iteration, step.seconds) | {"skipped_steps": guard.skipped}
-        if _due(iteration, config.evaluation.eval_interval) and iteration < last:
-            record |= interval_evaluation(run, iteration, say)
+        asked = step.counts.stop > 0
+        if validation.is_due(iteration) and not asked:
+            record |= validation.measure(iteration)
+            asked = validation.stopped
         record |= saves.news()
         run.callbacks.on_step_end(StepEnd(record))
         saves.tell()
@@ -130,7 +133,6 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
         patience.step(step.seconds)
         if isinstance(step.error, BadNumbers):
             raise step.error
-        asked = step.counts.stop > 0
         overdue |= _due(iteration, config.checkpoint.save_interval)
         if overdue and guard.trusts_weights:
             saves.save(_position(run, iteration, tally, guard), record)
@@ -222,6 +224,8 @@ def close(run: Run, error: BaseException | None = None) -> None:
     """
     run.watch.ending()
     run.data_loader.close()
+    if run.validation_loader is not None:
+        run.validation_loader.close()
     run.skipped.close()
     if run.saver is not None:
         run.saver.close()

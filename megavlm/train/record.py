@@ -53,6 +53,8 @@ def record_of(
         "mfu": throughput.mfu(tflops, peak),
         "peak_memory_gib": peak_memory(run.backend.device) / 2**30,  # of rank 0, whose record is written
     }
+    if step.epochs is not None:
+        record["epoch"] = step.epochs
     if result.refused is not None:
         record["refused"] = result.refused
     if result.loss_scale is not None:

@@ -63,8 +63,11 @@ class Saves:
     def _metrics(self, record: Mapping[str, Value]) -> dict[str, float]:
         """Return the loss, scores and the metric of --keep-best; says once if a step has no such number."""
         best = self._run.config.checkpoint.keep_best
-        chosen = {name: value for name, value in record.items() if name in ("loss", best) or name.startswith("eval_")}
-        found = {name: float(value) for name, value in chosen.items() if isinstance(value, (int, float))}
+        found = {
+            name: float(value)
+            for name, value in record.items()
+            if (name in ("loss", best) or name.startswith("validation/")) and isinstance(value, (int, float))
+        }
         if best is not None and best not in found and not self._said:
             self._said = True
             known = ", ".join(name for name, value in record.items() if isinstance(value, float))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.resilience.events import events
-from megavlm.resilience.history import EVALUATION, history_of
+from megavlm.resilience.history import VALIDATION, history_of
 from tests.support.pool import Pools
 from tests.support.training import assert_same_curve, metrics, train
 
@@ -29,10 +29,14 @@ def test_any_layout_trains_and_answers_alike(pools: Pools, one: Path, tmp_path: 
     pools(world).run(train, [*SHORT, *layout.split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(one))
     assert (tmp_path / "evaluation.txt").read_text() == (one / "evaluation.txt").read_text()
-    evaluated = [record for record in metrics(tmp_path) if any(name.startswith("eval_") for name in record)]
-    assert [record["iteration"] for record in evaluated] == [3]
+    measured = [record for record in metrics(tmp_path) if "validation/loss" in record]
+    assert [record["iteration"] for record in measured] == [3, 6]
+    for record, other in zip(measured, [record for record in metrics(one) if "validation/loss" in record], strict=True):
+        for kind in ("", "/which_digits", "/how_many", "/largest"):
+            assert record[f"validation{kind}/loss"] == pytest.approx(other[f"validation{kind}/loss"], rel=1e-5)
+        assert record["validation/largest/accuracy"] == other["validation/largest/accuracy"]
     past = history_of(events(tmp_path), metrics(tmp_path))
     assert past is not None
-    assert past.seconds[EVALUATION] == pytest.approx(evaluated[0]["eval_time_s"], abs=1e-5)
+    assert past.seconds[VALIDATION] == pytest.approx(sum(record["eval_time_s"] for record in measured), abs=1e-5)
     for name in ("examples.png", "tokenizer.model", "config.yaml", "plan.json", "environment.json", "tensorboard"):
         assert (tmp_path / name).exists(), name

@@ -57,6 +57,20 @@ def test_any_layout_trains_on_the_same_samples(
             assert loss is expected_loss is None or loss == pytest.approx(expected_loss, rel=1e-5)
 
 
+def test_epochs_end_alike_on_another_layout_and_after_a_resume(pools: Pools, folder: Path, tmp_path: Path) -> None:
+    argv = [*FILES, *sources_of(folder), *"--train-iters none --save-interval 0 --epochs".split()]
+    pools(1).run(train, [*argv, "2", "--no-save"], str(tmp_path / "whole"))
+    pools(2).run(train, [*argv, "1"], str(tmp_path / "halves"))
+    pools(2).run(train, [*argv, "2", "--tp", "2"], str(tmp_path / "halves"))
+    whole, halves = metrics(tmp_path / "whole"), metrics(tmp_path / "halves")
+    assert_same_curve(halves, whole)
+    places = [record["epoch"] for record in whole]
+    assert places == [record["epoch"] for record in halves] == sorted(places)
+    assert places[-2] < 2 <= places[-1] < 2.25
+    with pytest.raises(AssertionError, match="with --epochs in place of --train-iters"):
+        pools(1).run(train, [*FILES, *sources_of(folder), "--train-iters", "40"], str(tmp_path / "halves"))
+
+
 def train_counting(argv: list[str], run_dir: str) -> list[dict[str, int]]:
     """Of each step: messages and bytes that told this rank of it, bytes of pixels it was sent; pickles are refused."""
     from unittest.mock import patch

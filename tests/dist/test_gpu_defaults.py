@@ -171,8 +171,8 @@ def test_evaluation_sees_the_weights_of_the_last_step(pools: Pools, tmp_path: Pa
     pools(2).run(train, [*argv.split(), "--no-overlap-param-gather"], str(tmp_path / "at-once"))
     late, at_once = metrics(tmp_path / "late"), metrics(tmp_path / "at-once")
     assert_same_curve(late, at_once)
-    for name in ("eval_which_digits", "eval_how_many", "eval_largest"):
-        assert [record.get(name) for record in late] == [record.get(name) for record in at_once]
+    for name in ("loss", "which_digits/accuracy", "how_many/accuracy", "largest/accuracy"):
+        assert [record[f"validation/{name}"] for record in late] == [record[f"validation/{name}"] for record in at_once]
     assert (tmp_path / "late/examples.png").read_bytes() == (tmp_path / "at-once/examples.png").read_bytes()
 
 

@@ -86,8 +86,8 @@ def test_dropout_acts_in_training_only(single: Single, tmp_path: Path) -> None:
         config, engine = lora_run(folder, single, dropout)
         given = hf.batch_of(config)
         losses[dropout] = [engine.schedule.train([given])[0].item() for _ in range(3)]
-        engine.evaluating(True)
-        evaluated[dropout] = engine.schedule.logits([given])[0]
+        with engine.evaluation():
+            evaluated[dropout] = engine.schedule.logits([given])[0]
     assert len(set(losses[0.0])) == 1
     assert len({losses[0.0][0], *losses[0.3]}) == 4, "each step draws another mask"
     assert evaluated[0.0].equal(evaluated[0.3])

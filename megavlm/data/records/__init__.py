@@ -2,6 +2,19 @@
 
 from megavlm.data.records.identity import data_identity, difference
 from megavlm.data.records.opening import is_stream, name_of, open_records
-from megavlm.data.records.streams import open_stream, prepare_stream
+from megavlm.data.records.split import is_held_out
+from megavlm.data.records.streams import cache_of, open_stream, prepare_stream
+from megavlm.data.records.tar_records import open_tars
 
-__all__ = ["data_identity", "difference", "is_stream", "name_of", "open_records", "open_stream", "prepare_stream"]
+__all__ = [
+    "cache_of",
+    "data_identity",
+    "difference",
+    "is_held_out",
+    "is_stream",
+    "name_of",
+    "open_records",
+    "open_stream",
+    "open_tars",
+    "prepare_stream",
+]

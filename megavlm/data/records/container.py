@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
+from megavlm.data.records.split import key_of
 from megavlm.data.types import Conversation
 
 
@@ -60,6 +61,9 @@ class FileRecords:
 
     def read(self, index: int) -> Conversation:
         return self._convert(self._container.read(index))
+
+    def key(self, index: int) -> bytes:
+        return key_of(self._container.read(index))
 
     def label(self, index: int) -> str:
         return self._container.label(index)

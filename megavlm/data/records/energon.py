@@ -37,6 +37,7 @@ from megavlm.data.records.blend import check_yaml
 from megavlm.data.records.parts import conversation_of_parts
 from megavlm.data.records.plain import from_plain, to_plain
 from megavlm.data.records.prepared import check_prepared
+from megavlm.data.records.split import is_held_out, key_of_parts
 from megavlm.data.records.tars import LARGEST_SAMPLE, PlainMember
 from megavlm.data.types import BadSample, Conversation, Reason
 from megavlm.errors import UserError
@@ -53,6 +54,7 @@ class Cooked(Sample):
     """Holds a sample as energon returns it: its conversation, or the reason why it has none."""
 
     item: Conversation | BadSample
+    key: bytes | None = None  # the hash of its files, if samples are held out by it
 
 
 @stateless
@@ -61,10 +63,22 @@ def cook(sample: CrudeSample) -> Cooked:
     item: Conversation | BadSample | None = sample.get(_BAD)
     if item is None:
         try:
-            item = conversation_of_parts({name: part for name, part in sample.items() if not name.startswith("__")})
+            item = conversation_of_parts(_parts(sample))
         except BadSample as error:
             item = error
     return Cooked(**basic_sample_keys(sample), item=item)
+
+
+@stateless
+def cook_with_key(sample: CrudeSample) -> Cooked:
+    """Return the sample as `cook` does, with the hash of its files."""
+    cooked: Cooked = cook(sample)
+    cooked.key = None if _BAD in sample else key_of_parts(_parts(sample))
+    return cooked
+
+
+def _parts(sample: CrudeSample) -> dict[str, bytes]:
+    return {name: part for name, part in sample.items() if not name.startswith("__")}
 
 
 class Forgiving:
@@ -115,10 +129,10 @@ class Encoder(DefaultTaskEncoder):
     """Makes energon pass each sample's raw bytes to `cook`, without decoding them and without making batches."""
 
     decoder = None
-    cookers = (Cooker(cook),)
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_keys: bool) -> None:
         super().__init__(raw_batch_type=None)
+        self.cookers = (Cooker(cook_with_key if with_keys else cook),)
 
     def build_cook_crude_sample(self, dataset: Any, **options: Any) -> Any:
         loader = dataset.dataset
@@ -147,7 +161,9 @@ class EnergonStream:
         world: int,
         seed: int,
         shuffle: bool = True,
+        held_out: float = 0.0,
     ) -> None:
+        self._held_out = held_out
         self.name = name
         self.label = ""
         """Names, in messages, the sample that was returned last, as in `train/0003.tar/000123`."""
@@ -156,7 +172,8 @@ class EnergonStream:
         self._shuffle = shuffle
         self._worker_config = WorkerConfig(rank=rank, world_size=world, num_workers=0, seed_offset=seed)
         self._loaded = self._load()
-        total = sum(len(loaded.dataset) for loaded in self._loaded.datasets)
+        self.length = total = sum(len(loaded.dataset) for loaded in self._loaded.datasets)
+        """Is the number of samples of all ranks."""
         if total < world:
             raise self._wrong(f"has {total} samples for {world} data-parallel ranks: use fewer ranks, or more data")
         self._identity = {
@@ -169,7 +186,8 @@ class EnergonStream:
         self._restored: Any = None  # the state to begin at, as plain data
         self._loader: Any = None
 
-    def __iter__(self) -> Iterator[Conversation | BadSample]:
+    def __iter__(self) -> Iterator[Conversation | BadSample | None]:
+        """Yield samples; None in place of one that is held out."""
         self._loader = self._build()
         samples = iter(self._loader)
         while True:
@@ -177,7 +195,7 @@ class EnergonStream:
                 sample = next(samples)
             places = [source.shard_name for source in sample.__sources__ or ()]
             self.label = "/".join([self.name, *places, sample.__key__])
-            yield sample.item
+            yield None if sample.key is not None and is_held_out(sample.key, self._held_out) else sample.item
 
     def state_dict(self) -> dict[str, Any]:
         with _ONE_AT_A_TIME:
@@ -223,7 +241,7 @@ class EnergonStream:
         return LoadedDatasetList(datasets=[LoadedDataset(dataset=crude)], blend_mode=DatasetBlendMode.NONE)
 
     def _build(self) -> Any:
-        dataset = Encoder().build_train_datasets(
+        dataset = Encoder(with_keys=self._held_out > 0).build_train_datasets(
             datasets=self._load().datasets,
             worker_config=self._worker_config,
             batch_size=None,

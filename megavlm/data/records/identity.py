@@ -36,6 +36,7 @@ def data_identity(config: Config) -> dict[str, Any]:
     if kind == "files":
         identity |= {"--shuffle": data.shuffle, "--packing": data.packing, "--chat-template": data.chat_template}
         identity |= {"--min-pixels": data.min_pixels, "--max-pixels": data.max_pixels}
+        identity["--validation-split"] = data.validation_split
         identity["--datasets"] = [_of_dataset(each) for each in data.datasets]
     elif kind == "synthetic":
         values = {name: getattr(data, name) for name in _COMPUTED}

@@ -28,15 +28,17 @@ def prepare_stream(source: DatasetConfig, *, run_dir: Path, log: Callable[[str],
     if not path.exists():
         raise UserError(f"--datasets {source.path} is not a file or folder: check the path")
     try:
-        tars.prepare(path, cache=_cache(run_dir), log=log)
+        tars.prepare(path, cache=cache_of(run_dir), log=log)
     except (OSError, ValueError) as error:
         raise UserError(f"--datasets {source.path} {error}: name a folder of .tar files with samples") from error
 
 
 def open_stream(
-    source: DatasetConfig, *, run_dir: Path, rank: int, world: int, seed: int, shuffle: bool = True
+    source: DatasetConfig, *, run_dir: Path, rank: int, world: int, seed: int, shuffle: bool = True, held_out: float = 0
 ) -> EnergonStream:
     """Return the stream of the samples of a prepared data set that data-parallel rank `rank` of `world` reads.
+
+    The fraction `held_out` of the samples comes as None.
 
     Raises UserError if it cannot be opened or megatron-energon is not installed.
     """
@@ -49,7 +51,7 @@ def open_stream(
         ) from error
     path = Path(source.path)
     local = not is_url(source.path) and path.suffix not in (".yaml", ".yml")
-    place = str(tars.home_of(path, cache=_cache(run_dir))) if local else source.path
+    place = str(tars.home_of(path, cache=cache_of(run_dir))) if local else source.path
     return EnergonStream(
         place,
         source=source.path,
@@ -58,8 +60,10 @@ def open_stream(
         world=world,
         seed=seed,
         shuffle=shuffle,
+        held_out=held_out,
     )
 
 
-def _cache(run_dir: Path) -> Path:
+def cache_of(run_dir: Path) -> Path:
+    """Return the folder for what cannot be written beside tars."""
     return run_dir / "webdataset"

@@ -40,6 +40,12 @@ class PlainMember(tarfile.TarInfo):
         return self.isreg()
 
 
+def part_of(member: tarfile.TarInfo) -> str | None:
+    """Return the extension of a file of a sample, which is all that follows its name's first dot; None for others."""
+    own = _KEY.match(member.name) if member.isreg() and not _NO_SAMPLE.match(member.name) else None
+    return None if own is None else member.name[len(own[1]) + 1 :]
+
+
 def is_prepared(folder: Path) -> bool:
     return any((folder / META / name).is_file() for name in _INFO)
 

@@ -96,8 +96,16 @@ def test_flags_override_a_file_and_the_rest_of_it_stays(yaml_file: str) -> None:
 
 
 def test_a_flag_that_says_the_default_overrides_too(yaml_file: str) -> None:
-    config = parse(["--config", yaml_file, "--train-iters", str(TrainConfig().train_iters)])
-    assert config.train.train_iters == TrainConfig().train_iters
+    config = parse(["--config", yaml_file, "--seed", str(TrainConfig().seed)])
+    assert config.train.seed == TrainConfig().seed
+
+
+def test_a_flag_takes_the_place_of_what_a_file_says_in_another_way(yaml_file: str) -> None:
+    train = parse(["--config", yaml_file, "--epochs", "2"]).train
+    assert (train.epochs, train.train_iters) == (2, None)
+    both = ["--config", yaml_file, "--epochs", "2", "--train-iters", "8", "--datasets", "a.json"]
+    with pytest.raises(UserError, match="--epochs 2 and --train-iters 8 both say"):
+        check(parse(both), world=1)
 
 
 def test_none_and_nothing_override_values(yaml_file: str) -> None:
@@ -142,8 +150,8 @@ def test_schedules_of_a_recipe_follow_the_length_of_the_run(flags: str, schedule
 def test_what_a_recipe_says_of_idle_options_gives_way_and_what_a_user_says_does_not() -> None:
     assert parse(["--recipe", "demo"]).evaluation.eval_interval == 200
     given = parse(["--recipe", "demo", "--data", "synthetic", "--eval-samples", "7"]).evaluation
-    assert (given.eval_interval, given.eval_samples) == (0, 7)
-    with pytest.raises(UserError, match="--eval-samples has no effect on data without held-out questions"):
+    assert (given.eval_interval, given.eval_samples) == (None, 7)
+    with pytest.raises(UserError, match="--eval-samples has no effect except on digits"):
         check(parse(["--recipe", "demo", "--data", "synthetic", "--eval-samples", "7"]), world=1)
 
 

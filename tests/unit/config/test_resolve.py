@@ -7,11 +7,14 @@ import pytest
 from megavlm.config.cli import parse
 from megavlm.config.fields import options, value_at
 from megavlm.config.resolve import resolve
+from megavlm.config.run_rules import with_train_iters
+from megavlm.errors import UserError
 
 GIVEN = (
     "--language-num-query-groups 2 --language-kv-channels 16 --language-vocab-size 97 --projector-hidden-size 24 "
     "--lr-decay-style WSD --lr-decay-iters 40 --lr-wsd-decay-iters 7 --data synthetic "
-    "--precision bf16 --seq-length 128 --lr 2e-3 --lr-warmup-iters 1 --save-interval 5"
+    "--precision bf16 --seq-length 128 --lr 2e-3 --lr-warmup-iters 1 --save-interval 5 --train-iters 50 "
+    "--eval-interval 0"
 ).split()
 FILLED = {
     "model.language.num_query_groups": 4,
@@ -25,6 +28,7 @@ FILLED = {
     "checkpoint.save_interval": 0,
     "optimizer.lr_decay_iters": 50,
     "optimizer.lr_wsd_decay_iters": 5,
+    "evaluation.eval_interval": 0,
     "data.kind": "files",
 }
 
@@ -39,6 +43,7 @@ def test_unset_options_get_the_values_that_their_help_promises() -> None:
     }
     assert changed == FILLED
     assert resolve(resolved, vocab_size=99) == resolved
+    assert resolve(parse(["--save-interval", "7"])).evaluation.eval_interval == 7
 
 
 @pytest.mark.parametrize("argv", [GIVEN, [*GIVEN, "--train-iters", "60"]])
@@ -49,3 +54,16 @@ def test_given_values_stay(argv: list[str]) -> None:
 def test_only_wsd_has_a_final_decay() -> None:
     """Its length would contradict another `--lr-decay-style` if the configuration were checked again."""
     assert resolve(parse(["--lr-decay-style", "cosine"])).optimizer.lr_wsd_decay_iters is None
+
+
+def test_schedules_of_epochs_follow_from_the_number_of_iterations_that_the_data_make() -> None:
+    argv = "--epochs 3 --datasets a.json --lr-decay-style WSD --lr-warmup-fraction 0.05".split()
+    open_ended = resolve(parse(argv))
+    optimizer = open_ended.optimizer
+    assert (open_ended.train.train_iters, optimizer.lr_decay_iters, optimizer.lr_wsd_decay_iters) == (None,) * 3
+    known = with_train_iters(open_ended, 200)
+    assert (known.train.train_iters, known.optimizer.lr_decay_iters) == (200, 200)
+    assert (known.optimizer.lr_warmup_iters, known.optimizer.lr_wsd_decay_iters) == (10, 20)
+    assert resolve(parse("--lr-warmup-fraction 0.05".split())).optimizer.lr_warmup_iters == 5
+    with pytest.raises(UserError, match=r"--epochs 3 makes 20 iterations: --lr-warmup-iters 30 is longer"):
+        with_train_iters(resolve(parse([*argv[:4], "--lr-warmup-iters", "30"])), 20)

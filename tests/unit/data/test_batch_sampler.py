@@ -10,16 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.data.batch_sampler import PackedBatchSampler
-from megavlm.data.types import EncodedRecord, EncodedSample, LoaderState, Reason, SampleCost, Skipped
+from megavlm.data.types import EncodedRecord, LoaderState, Reason, Skipped
+from megavlm.data.windows import Windows
 from megavlm.errors import UserError
+from tests.support.encoded import LENGTH, encoded
 
-WINDOW, LENGTH = 20, 100
-
-
-def encoded(length: int, *, piece: int) -> EncodedSample:
-    """A sample of `length` tokens, each with the number of its piece."""
-    cost = SampleCost(length=length, patches=0, images=0, vision=0.0, language=float(length))
-    return EncodedSample(np.full(length, piece), np.ones(length, dtype=np.bool_), (), (), 0, cost)
+WINDOW = 20
 
 
 def window_of(number: int) -> Sequence[EncodedRecord]:
@@ -34,7 +30,7 @@ def window_of(number: int) -> Sequence[EncodedRecord]:
 
 
 def sampler(*, count: int = 4, packing: bool = True, window: int = WINDOW) -> PackedBatchSampler:
-    return PackedBatchSampler(window_of, count=count, window=window, seq_length=LENGTH, packing=packing)
+    return PackedBatchSampler(window_of, count=count, windows=Windows(window), seq_length=LENGTH, packing=packing)
 
 
 def taken(
@@ -101,7 +97,7 @@ def test_packing_needs_fewer_sequences() -> None:
 def test_data_without_a_usable_sample_says_why() -> None:
     bad = Skipped("train.jsonl:3", "train", Reason.MISSING, "no cat.jpg")
     given_sampler = PackedBatchSampler(
-        lambda number: [EncodedRecord((), (bad,), number)], count=1, window=1, seq_length=8, packing=True
+        lambda number: [EncodedRecord((), (bad,), number)], count=1, windows=Windows(1), seq_length=8, packing=True
     )
     with pytest.raises(UserError, match=r"none of 4 samples .* 4 × missing_file, as train.jsonl:3: no cat.jpg"):
         given_sampler.batch_at(given_sampler.start)

@@ -12,9 +12,7 @@ from megavlm.data.synthetic import SyntheticSource
 def data_loader() -> DataLoader:
     source = SyntheticSource(Config())
     collator = ComputedCollator(source, CollateSpec.of(Config(), source, seq_length=64), with_patches=False)
-    loader = RankLoader(
-        SequentialBatchSampler(count=4), collator, dp_rank=0, dp_size=1, micro_batch_size=4, global_batch_size=4
-    )
+    loader = RankLoader(SequentialBatchSampler(count=4), collator, dp_rank=0, dp_size=1, micro_batch_size=4)
     return DataLoader(loader)
 
 

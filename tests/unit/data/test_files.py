@@ -25,8 +25,8 @@ from megavlm.data.batch_sampler import PackedBatchSampler
 from megavlm.data.chat import ChatFormat
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator, collate_segments
-from megavlm.data.data_loader import build_batch_sampler
 from megavlm.data.files import FilesSource
+from megavlm.data.loaders import build_batch_sampler
 from megavlm.data.rank_loader import RankLoader
 from megavlm.data.summary import data_table
 from megavlm.data.types import Reason, Segment
@@ -153,7 +153,6 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
             dp_rank=1,
             dp_size=2,
             micro_batch_size=1,
-            global_batch_size=4,
             balance=True,
         )
         for collator in (

@@ -40,7 +40,6 @@ def loader(
         dp_rank=dp_rank,
         dp_size=dp_size,
         micro_batch_size=micro_batch_size,
-        global_batch_size=GLOBAL_BATCH,
     )
 
 

@@ -11,11 +11,12 @@ import pytest
 from megavlm.config.cli import parse
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
-from megavlm.data.data_loader import build_batch_sampler
 from megavlm.data.files import FilesSource
+from megavlm.data.loaders import build_batch_sampler
 from megavlm.data.rank_loader import RankLoader
 from megavlm.data.reads import Reads
 from megavlm.data.streaming import StreamBatchSampler, StreamReader
+from megavlm.data.windows import Windows
 from megavlm.errors import UserError
 from tests.support.data_files import sources_of, write_all
 from tests.support.training import SMALL
@@ -43,8 +44,8 @@ def loader_of(source: FilesSource, reads: Reads, *, stream: object = None) -> Ra
     sampler = build_batch_sampler(source._config, collator)
     if stream is not None:
         reader = StreamReader(source, {0: stream}, rank=0, ranks=1, reads=reads)
-        sampler = StreamBatchSampler(reader, collator, count=1, window=WINDOW, seq_length=96, packing=False)
-    return RankLoader(sampler, collator, dp_rank=0, dp_size=1, micro_batch_size=1, global_batch_size=1, reads=reads)
+        sampler = StreamBatchSampler(reader, collator, count=1, windows=Windows(WINDOW), seq_length=96, packing=False)
+    return RankLoader(sampler, collator, dp_rank=0, dp_size=1, micro_batch_size=1, reads=reads)
 
 
 def expect_a_name(loader: RankLoader, name: str) -> None:

@@ -18,7 +18,6 @@ from megavlm.resilience.history import (
     CAUSES,
     DATA,
     DOWNTIME,
-    EVALUATION,
     HUNG,
     LOAD,
     LOST,
@@ -29,6 +28,7 @@ from megavlm.resilience.history import (
     SLOW,
     START,
     TRAINING,
+    VALIDATION,
     history_of,
 )  # fmt: skip
 from megavlm.resilience.ledger import Ledger
@@ -75,12 +75,12 @@ class Simulated:
 
     def _lose(self, after: int, until: int) -> None:
         """What was done between two moments of an attempt was for nothing."""
-        steps = (TRAINING, DATA, SLOW, SKIPPED, REWOUND, SAVES, EVALUATION, OTHER)
+        steps = (TRAINING, DATA, SLOW, SKIPPED, REWOUND, SAVES, VALIDATION, OTHER)
         self.spent = [
             (
                 a,
                 b,
-                LOST if a >= after and b <= until and cause in steps and (a, cause) != (after, EVALUATION) else cause,
+                LOST if a >= after and b <= until and cause in steps and (a, cause) != (after, VALIDATION) else cause,
             )
             for a, b, cause in self.spent
         ]  # the evaluation after the last step that is kept is not done again
@@ -127,7 +127,7 @@ class Simulated:
 
     def evaluate(self, duration: int) -> None:
         if self.records and _micros(self.records[-1]["time"]) == self.now:
-            self.pass_(duration, EVALUATION)
+            self.pass_(duration, VALIDATION)
             self.records[-1]["eval_time_s"] = duration / 1e6
 
     def truth(self) -> dict[str, int]:
@@ -170,7 +170,7 @@ def test_every_cause_is_told_apart():
     assert past is not None
     assert past.seconds == {
         TRAINING: 8.0, DATA: 0.3, SAVES: 0.05, SKIPPED: 2.1, REWOUND: 5.4, LOST: 4.06,
-        HUNG: 60.0, DOWNTIME: 7.0, START: 35.0, LOAD: 2.0, EVALUATION: 5.0, OTHER: 0.01,
+        HUNG: 60.0, DOWNTIME: 7.0, START: 35.0, LOAD: 2.0, VALIDATION: 5.0, OTHER: 0.01,
     }  # fmt: skip
     assert past.microseconds == run.truth()
     assert past.wall == run.now / 1e6

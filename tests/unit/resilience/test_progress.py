@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.resilience.phases import COMPUTE, DATA, EVALUATION, SAVE, START
+from megavlm.resilience.phases import COMPUTE, DATA, SAVE, START, VALIDATION
 from megavlm.resilience.progress import DOOMED, FIRST_STEP, Limits, Report, culprit, sentence
 
 
@@ -57,7 +57,7 @@ def test_where_all_wait_the_rank_that_is_behind_is_named_and_then_the_one_that_b
         ({"idle": 59.0}, False),
         ({"idle": 61.0}, True),
         ({"idle": 61.0, "phase": SAVE}, False),
-        ({"idle": 61.0, "phase": EVALUATION}, False),
+        ({"idle": 61.0, "phase": VALIDATION}, False),
         ({"idle": 61.0, "steps": 0}, False),
         ({"idle": FIRST_STEP + 1, "steps": 0}, True),
         ({"idle": 1801.0, "phase": SAVE}, True),

@@ -37,7 +37,6 @@ def test_a_token_costs_few_positions(multiple: int, length: int, monkeypatch: py
     engine: Any = SimpleNamespace(
         groups=SimpleNamespace(coords=SimpleNamespace(dp=0), dims=SimpleNamespace(dp=1, pp=1, tp=1)),
         sequence_multiple=multiple,
-        evaluating=lambda evaluating: None,
         schedule=SimpleNamespace(logits=logits, backend=SimpleNamespace(device="cpu")),
     )
     assert generate.generate(engine, spec, prompts, micro_batch_size=2, max_new_tokens=3) == [[7] * 3] * 2

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records import open_stream, prepare_stream
+from megavlm.data.records import is_held_out, open_stream, open_tars, prepare_stream
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason
 from megavlm.errors import UserError
 from tests.support.tar_shards import sample, write_shards, write_tar
@@ -44,6 +44,19 @@ def test_ranks_share_an_epoch(folder: Path) -> None:
     assert sorted(answer for share in shares for answer in share) == sorted(
         f"{shard}-{number}" for shard in range(3) for number in range(20)
     )
+
+
+def test_what_is_held_out_is_the_same_for_all_ranks_and_by_number(folder: Path) -> None:
+    items = [item for rank in range(3) for item in islice(iter(opened(folder, rank=rank, world=3, held_out=0.3)), 20)]
+    trained = sorted(said(item) for item in items if item is not None)
+    records = open_tars(DatasetConfig(path=str(folder)), cache=folder.parent / "unused")
+    sides: dict[bool, list[str]] = {True: [], False: []}
+    for number in range(len(records)):
+        sides[is_held_out(records.key(number), 0.3)].append(said(records.read(number)))
+    assert trained == sorted(sides[False])
+    assert 8 < len(sides[True]) < 32
+    assert sorted(sides[True] + sides[False]) == sorted(take(opened(folder), 60))
+    assert records.label(21) == "1.tar/sample 1"
 
 
 def test_samples_are_conversations_of_raw_bytes(folder: Path) -> None:

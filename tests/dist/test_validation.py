@@ -1,0 +1,204 @@
+"""Validation: the loss of samples that are not trained on is the same on every layout, and training does not notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.checkpoint import folders
+from tests.support.data_files import sources_of, write_all, write_llava, write_text
+from tests.support.flags import DROPOUT
+from tests.support.pool import Pools
+from tests.support.training import SMALL, metrics, train, without_wall_time
+
+# Few steps of a high rate: each validation has another loss. Batches of 8 sequences, so that the last one is not full.
+RUN = [
+    *SMALL,
+    *"--images-per-sample 1 --image-sizes --train-iters 4 --lr 1e-2 --lr-warmup-iters 0 --seq-length 96".split(),
+    *"--global-batch-size 8 --packing-window 16 --num-workers 0 --eval-interval 2".split(),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_all(tmp_path_factory.mktemp("files"))
+    (folder / "held").mkdir()
+    write_llava(folder / "held", samples=45, seed=5)
+    (folder / "held" / "train.jsonl").rename(folder / "held" / "chat.jsonl")
+    write_text(folder / "held", lines=11, seed=6)
+    return folder
+
+
+def sources(folder: Path, *, split: bool = False) -> list[str]:
+    held = folder / "held"
+    files = ["--validation", f"{held / 'chat.jsonl'},image_root={held / 'images'}", f"{held / 'book.txt'},name=text"]
+    return [*sources_of(folder), *(["--validation-split", "0.25"] if split else files)]
+
+
+def validated(run_dir: Path) -> list[dict[str, Any]]:
+    """The iterations with a validation, and what they say of it."""
+    return [
+        {name: value for name, value in record.items() if name.startswith("validation/") or name == "iteration"}
+        for record in metrics(run_dir)
+        if "validation/loss" in record
+    ]
+
+
+def trained(run_dir: Path) -> list[dict[str, Any]]:
+    """What the metrics say of training."""
+    records = without_wall_time(metrics(run_dir))
+    return [{name: value for name, value in each.items() if not name.startswith("validation/")} for each in records]
+
+
+def assert_same_validation(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    assert [record.keys() for record in ours] == [record.keys() for record in theirs]
+    for record, other in zip(ours, theirs, strict=True):
+        for name, value in record.items():
+            exact = name in ("iteration", "validation/trained_tokens")
+            assert value == (other[name] if exact else pytest.approx(other[name], rel=1e-5)), name
+
+
+@pytest.fixture(scope="module")
+def one(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A run on one process with some flags, made once."""
+    known: dict[tuple[bool, str], Path] = {}
+
+    def run(flags: str = "", *, split: bool = False) -> Path:
+        if (split, flags) not in known:
+            known[split, flags] = tmp_path_factory.mktemp("one")
+            argv = [*RUN, *sources(folder, split=split), "--no-save", *flags.split()]
+            pools(1).run(train, argv, str(known[split, flags]))
+        return known[split, flags]
+
+    return run
+
+
+FROZEN = "--freeze vision projector"
+LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "model"),
+    [
+        (4, "--tp 2 --pp 2", ""),
+        (2, "--pp 2 --vpp 2 --mbs 2", ""),
+        (2, "--tp 2 --placement colocated", ""),
+        (2, "--data-parallel-sharding full --num-workers 1", ""),
+        pytest.param(4, "--pp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
+        pytest.param(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA, marks=pytest.mark.slow),
+    ],
+)
+def test_any_layout_measures_the_same(
+    pools: Pools, folder: Path, one: Any, tmp_path: Path, world: int, layout: str, model: str
+) -> None:
+    pools(world).run(train, [*RUN, *sources(folder), "--no-save", *layout.split(), *model.split()], str(tmp_path))
+    expected = validated(one(model))
+    assert [record["iteration"] for record in expected] == [2, 4]
+    assert {"validation/chat/loss", "validation/text/perplexity"} <= expected[0].keys()
+    assert expected[0]["validation/loss"] > 1.001 * expected[1]["validation/loss"], (
+        "each validation has its own weights"
+    )
+    assert_same_validation(validated(tmp_path), expected)
+
+
+def test_packing_changes_nothing(pools: Pools, folder: Path, one: Any, tmp_path: Path) -> None:
+    """Before the first step: packing changes what is trained on."""
+    argv = [*sources(folder), "--no-save", "--train-iters", "1", "--eval-interval", "1", "--lr", "1e-30"]
+    for name, flags in (("packed", []), ("alone", ["--no-packing", "--packing-window", "2048", "--mbs", "4"])):
+        pools(1).run(train, [*RUN, *argv, *flags], str(tmp_path / name))
+    assert_same_validation(validated(tmp_path / "alone"), validated(tmp_path / "packed"))
+
+
+def test_a_split_is_the_same_on_another_layout_and_after_a_resume(
+    pools: Pools, folder: Path, one: Any, tmp_path: Path
+) -> None:
+    argv = [*RUN, *sources(folder, split=True), "--save-interval", "2", "--keep-best", "validation/loss"]
+    pools(2).run(train, [*argv, "--train-iters", "2", "--lr-decay-iters", "20"], str(tmp_path))
+    pools(2).run(train, [*argv, "--tp", "2"], str(tmp_path))
+    assert_same_validation(validated(tmp_path), validated(one(split=True)))
+    kept = [iteration for iteration, _ in folders.checkpoints(tmp_path / "checkpoints")]
+    assert kept == [2, 4]
+    with pytest.raises(AssertionError, match=r"--validation-split 0\.25, but this run has 0\.1"):
+        pools(1).run(train, [*argv, "--validation-split", "0.1"], str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (2, DROPOUT),
+        pytest.param(
+            2,
+            [*DROPOUT, *"--precision bf16 --fp8 hybrid --fp8-recipe delayed --pp 2".split()],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2, [*DROPOUT, *f"--tp 2 --placement colocated --encode-ahead {FROZEN}".split()], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_training_is_bit_identical_with_and_without(
+    pools: Pools, folder: Path, tmp_path: Path, world: int, flags: list[str]
+) -> None:
+    for name, interval in (("often", "1"), ("never", "0")):
+        held = sources(folder) if name == "often" else sources_of(folder)
+        interval_flags = ["--eval-interval", interval] if name == "often" else ["--eval-interval", "none"]
+        pools(world).run(train, [*RUN, *held, *flags, *interval_flags], str(tmp_path / name))
+    assert len(validated(tmp_path / "often")) == 4
+    assert trained(tmp_path / "often") == trained(tmp_path / "never")
+
+
+def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: int) -> int:
+    """Run until a request to stop comes in the validation after an iteration; return its batches after the request."""
+    from unittest.mock import patch
+
+    from megavlm.errors import Stopped
+    from megavlm.pipeline.schedule import Schedule
+    from megavlm.resilience.signals import StopRequest
+    from megavlm.train.validate import Validation
+
+    after = -1
+    measured, losses, requests = Validation.measure, Schedule.losses, []
+    began = StopRequest.training
+
+    def beginning(self):
+        requests.append(self)
+        return began(self)
+
+    def measuring(self, at):
+        nonlocal after
+        after = 0 if at == iteration else -1
+        return measured(self, at)
+
+    def computing(self, *args, **options):
+        nonlocal after
+        if after >= 0:
+            if not requests[0].requested:
+                requests[0].ask("the test", warning=True, urgent=False)
+            after += 1
+        return losses(self, *args, **options)
+
+    with (
+        patch.object(Validation, "measure", measuring),
+        patch.object(Schedule, "losses", computing),
+        patch.object(StopRequest, "training", beginning),
+    ):
+        try:
+            train(argv, run_dir)
+        except Stopped:
+            return after
+    return -1
+
+
+def test_a_request_to_stop_ends_a_validation_and_the_run_goes_on_where_it_was(
+    pools: Pools, folder: Path, tmp_path: Path
+) -> None:
+    argv = [*RUN, *sources(folder), "--eval-interval", "1", "--save-interval", "0"]
+    pools(2).run(train, [*argv, "--no-save"], str(tmp_path / "whole"))
+    assert pools(2).run(train_and_stop_while_validating, argv, str(tmp_path / "halves"), 2) == [1, 1]
+    assert [record["iteration"] for record in validated(tmp_path / "halves")] == [1]
+    pools(2).run(train, argv, str(tmp_path / "halves"))
+    assert [record["iteration"] for record in validated(tmp_path / "halves")] == [1, 3, 4]
+    assert trained(tmp_path / "halves") == trained(tmp_path / "whole")
+    assert validated(tmp_path / "halves")[1:] == validated(tmp_path / "whole")[2:]

@@ -1,0 +1,92 @@
+"""Epochs: each record once before any comes twice, and as many iterations as they need."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megavlm.config.cli import parse
+from megavlm.config.schema import Config
+from megavlm.data import epochs
+from megavlm.data.collate import CollateSpec
+from megavlm.data.collator import FileCollator
+from megavlm.data.epochs import prepare_data, run_length, windows_of
+from megavlm.data.files import FilesSource
+from megavlm.data.loaders import build_batch_sampler
+from megavlm.data.windows import Windows
+from megavlm.errors import UserError
+from tests.support.data_files import sources_of, write_all
+from tests.support.training import SMALL
+
+
+@given(st.integers(1, 50), st.integers(1, 500))
+def test_windows_of_epochs_divide_each_epoch_evenly(size: int, epoch: int) -> None:
+    windows = Windows(size, epoch, within_epochs=True)
+    parts = windows.per_epoch
+    for first in (0, 1, 7):
+        ranges = [windows.samples(number) for number in range(first * parts, (first + 1) * parts)]
+        assert [sample for each in ranges for sample in each] == list(range(first * epoch, (first + 1) * epoch))
+        assert max(map(len, ranges)) <= min(size, min(map(len, ranges)) + 1)
+        assert windows.epochs(first * parts) == first
+
+
+def test_a_place_between_windows_is_a_fraction_of_an_epoch() -> None:
+    assert Windows(20, 50).epochs(2, 0.5) == 1.0, "windows as they come, the third of which ends after the epoch"
+    assert Windows(20, 50, within_epochs=True).epochs(2, 0.5) == pytest.approx((33 + 8.5) / 50)
+    assert Windows(20).epochs(2) is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_all(tmp_path_factory.mktemp("epochs"), samples=50)
+
+
+def config_of(folder: Path, flags: str) -> Config:
+    one = [*sources_of(folder)[:2], *sources_of(folder)[-2:]]  # one data set, each record of which comes once an epoch
+    return parse([*SMALL[2:], *one, *"--seq-length 96 --packing-window 16 --num-workers 0".split(), *flags.split()])
+
+
+@pytest.mark.parametrize("flags", ["--epochs 2", "--epochs 2.5 --no-packing", "--epochs 3 --packing-window 2048"])
+def test_the_run_ends_where_its_epochs_do(folder: Path, flags: str) -> None:
+    config = config_of(folder, flags)
+    source = FilesSource(config)
+    epoch = prepare_data(config)
+    assert epoch == 50
+    length = run_length(config, source, windows_of(config, epoch))
+    assert length.measured is None
+
+    sampler = build_batch_sampler(config, FileCollator(source, CollateSpec.of(config, source)), epoch=epoch)
+    place, seen, done = sampler.start, Counter[int](), 0.0
+    for _ in range(length.iterations):
+        before, batch = done, sampler.batch_at(place)
+        place, done = batch.after, batch.epochs or 0.0
+        seen.update({s.sample_id for row in batch.sequences for s in row})  # a split record may come in two pieces
+    sampler.close()
+    assert before < config.train.epochs <= done < config.train.epochs + (done - before)
+    times = Counter(source.order.record(sample).record for sample in seen if sample < 100)
+    assert set(times.values()) == {2}, "each record of the first two epochs comes twice"
+
+
+def test_many_records_are_estimated_from_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(folder, "--epochs 20 --no-packing")
+    source, windows = FilesSource(config), windows_of(config, 50)
+    exact = run_length(config, source, windows)
+    monkeypatch.setattr(epochs, "MEASURED", 25)
+    about = run_length(config, source, windows)
+    assert (exact.measured, about.measured) == (None, 37), "three even windows of 50, and the fourth is of epoch 2"
+    assert about.iterations == pytest.approx(exact.iterations, rel=0.1)
+    assert "counted" in exact.line(config)
+    assert "estimated from the first 37 samples" in about.line(config)
+
+
+def test_data_without_a_usable_sample_have_no_epochs(folder: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps({"conversations": [{"from": "human", "value": "cat"}]}) + "\n")
+    config = parse([*SMALL[2:], "--datasets", str(bad), *sources_of(folder)[-2:], "--epochs", "1"])
+    with pytest.raises(UserError, match="--epochs: none of the first 1 samples can be used"):
+        run_length(config, FilesSource(config), windows_of(config, 1))
