@@ -33,10 +33,11 @@ def answers(argv: Sequence[str], run_dir: str, *, with_cache: bool = True, stop:
         run = build(config, backend.activate())
     spec = CollateSpec.of(run.config, run.source)
     prompts = [_prompt(run.source.sample(index), spec.image_token, number) for number, index in enumerate(range(5))]
-    if with_cache:
-        found = generate(run.engine, spec, prompts, micro_batch_size=2, max_new_tokens=NEW_TOKENS, stop=stop)
-    else:
-        found = [_without_cache(run, spec, prompt) for prompt in prompts]
+    with run.engine.evaluation():
+        if with_cache:
+            found = generate(run.engine, spec, prompts, micro_batch_size=2, max_new_tokens=NEW_TOKENS, stop=stop)
+        else:
+            found = [_without_cache(run, spec, prompt) for prompt in prompts]
     close(run)
     return found
 
@@ -52,7 +53,6 @@ def _without_cache(run: Any, spec: Any, prompt: Any) -> list[int]:
     from megavlm.data.collate import collate
 
     tokens = prompt.tokens
-    run.engine.evaluating(True)
     for _ in range(NEW_TOKENS):
         whole = replace(prompt, tokens=tokens, trained=np.zeros(len(tokens), dtype=np.bool_))
         (scores,) = run.engine.schedule.logits([collate([[whole]], replace(spec, seq_length=len(tokens)))])
