@@ -26,11 +26,12 @@ def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
             warmup = int(optimizer.lr_warmup_fraction * optimizer.lr_decay_iters)
             optimizer = replace(optimizer, lr_warmup_iters=warmup, lr_warmup_fraction=None)
     config = with_start_defaults(replace(config, train=train, optimizer=optimizer))
+    intervals = {"eval_interval": config.checkpoint.save_interval} if has_validation(config) else {}
     return replace(
         config,
         model=resolve_model(config.model, vocab_size=vocab_size),
-        evaluation=_filled(config.evaluation, eval_interval=config.checkpoint.save_interval),
-        data=_filled(config.data, kind="files" if config.data.datasets else "synthetic"),
+        evaluation=_filled(config.evaluation, **intervals),
+        data=_filled(config.data, kind=data_kind(config)),
     )
 
 
@@ -47,7 +48,7 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
 
 def data_kind(config: Config) -> str:
     """Return `--data` or its default, for code that runs before `resolve`."""
-    return resolve(config).data.kind
+    return config.data.kind if is_set(config.data, "kind") else "files" if config.data.datasets else "synthetic"
 
 
 def has_validation(config: Config) -> bool:

@@ -95,7 +95,8 @@ class DigitsSource(ComputedSource):
         """Return a held-out question, as in `questions`, with its answer, which is trained."""
         kinds = list(PHRASINGS)
         index = held_out.record * len(kinds) + held_out.source
-        return self._sample(self._canvases.held_out_scene(index, kind=kinds[held_out.source]))
+        sample = self._sample(self._canvases.held_out_scene(index, kind=kinds[held_out.source]))
+        return replace(sample, source=held_out.source)
 
     def _sample(self, scene: Scene) -> Sample:
         question, answer = self._canvases.dialogue(scene)

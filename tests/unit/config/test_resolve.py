@@ -34,7 +34,7 @@ FILLED = {
 
 
 def test_unset_options_get_the_values_that_their_help_promises() -> None:
-    config = parse("--train-iters 50 --lr-decay-style WSD --datasets a.json".split())
+    config = parse("--train-iters 50 --lr-decay-style WSD --datasets a.json --validation-split 0.1".split())
     resolved = resolve(config, vocab_size=160)
     changed = {
         option.key: value_at(resolved, option.path)
@@ -43,7 +43,7 @@ def test_unset_options_get_the_values_that_their_help_promises() -> None:
     }
     assert changed == FILLED
     assert resolve(resolved, vocab_size=99) == resolved
-    assert resolve(parse(["--save-interval", "7"])).evaluation.eval_interval == 7
+    assert resolve(parse(["--save-interval", "7", "--validation-split", "0.1"])).evaluation.eval_interval == 7
 
 
 @pytest.mark.parametrize("argv", [GIVEN, [*GIVEN, "--train-iters", "60"]])

@@ -23,7 +23,7 @@ GIB = 2**30
 H200 = GPU("NVIDIA H200", 140 * GIB, 0, (9, 0))
 A100 = GPU("NVIDIA A100-SXM4-80GB", 80 * GIB, 0, (8, 0))
 VERSIONS = {"torch": "2.11.0+cu130", "megatron-core": "0.16.1", "transformer-engine": "2.11.0", "jinja2": "3.1.6"}
-INSTALLED = {name: Package(VERSIONS.get(name, "99.0")) for name in NEEDS} | {"megatron-energon": Package("7.4.1")}
+INSTALLED = {name: Package(VERSIONS.get(name, "9999.0")) for name in NEEDS} | {"megatron-energon": Package("7.4.1")}
 INSTALLED |= {"sentencepiece": Package("0.2.2")}
 
 SOUND = Facts(
