@@ -13,6 +13,7 @@ settings.register_profile("megavlm", deadline=None)
 settings.load_profile("megavlm")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let one worker run all tests that share process groups, which are dear to start, and the others file by file."""
     if config.pluginmanager.hasplugin("xdist"):

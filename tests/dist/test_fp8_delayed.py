@@ -14,7 +14,7 @@ from tests.support.training import SMALL, assert_same_curve, metrics, train, wit
 SAVING = [
     *SMALL,
     *"--precision bf16 --fp8 hybrid --fp8-recipe delayed --fp8-amax-history-len 3".split(),
-    *"--train-iters 4 --vision-num-layers 1 --language-num-layers 3".split(),
+    *"--train-iters 4 --vision-num-layers 1 --language-num-layers 3 --language-hidden-size 64".split(),
 ]
 
 
