@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from megavlm.arch.layers import layer_names, part_of
-from megavlm.config.resolve import resolve_model
+from megavlm.config.resolve import resolve, resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ProjectorConfig, TrainConfig, VisionConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
@@ -85,7 +85,7 @@ def run(chunks: list[VLMChunk], batch: MicroBatch) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("freeze", [(), ("vision",), ("projector",), ("vision", "projector")])
 def test_every_cut_gives_the_same_numbers(freeze: Any, single: Single) -> None:
-    config = Config(model=replace(MODEL, freeze=freeze), train=TrainConfig(seq_length=hf.LENGTH))
+    config = resolve(Config(model=replace(MODEL, freeze=freeze), train=TrainConfig(seq_length=hf.LENGTH)))
     for images in (IMAGES, [[]]):
         batch = hf.batch_of(config, images)
         whole = run(chunks_of(config, single), batch)
@@ -103,7 +103,7 @@ def test_every_cut_gives_the_same_numbers(freeze: Any, single: Single) -> None:
 
 def test_no_backward_runs_through_a_frozen_tower(single: Single) -> None:
     """The mergers in it are trained all the same, on either side of a cut."""
-    config = Config(model=replace(MODEL, freeze=("vision",)), train=TrainConfig(seq_length=hf.LENGTH))
+    config = resolve(Config(model=replace(MODEL, freeze=("vision",)), train=TrainConfig(seq_length=hf.LENGTH)))
     chunks = chunks_of(config, single, layer_names(config.model).index("vision.layers.1"))
     needed: dict[str, bool] = {}
     for chunk in chunks:
