@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 from importlib.util import find_spec
@@ -22,7 +23,7 @@ def shim(folder: Path) -> Path | None:
     mark = hashlib.sha256(_SOURCE.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
     made = folder / f"no_device-{mark}.so"
     if not made.exists():
-        unfinished = made.with_suffix(".tmp")
+        unfinished = made.with_suffix(f".{os.getpid()}.tmp")
         libraries = ["-L", str(torch / "lib"), "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
         command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", "-I", str(torch / "include"), str(_SOURCE)]
         subprocess.run([*command, "-o", str(unfinished), *libraries], check=True, timeout=300)
