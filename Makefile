@@ -23,8 +23,8 @@ NEXT_DIR := build/next
 NEXT_TESTS ?= tests/unit/backend tests/parity tests/dist/test_parity.py tests/dist/test_resume.py tests/dist/test_hf.py \
 	tests/dist/test_compose.py
 
-# Two workers share the tests (ARGS='-n 0': none); those that need process groups are all one worker's (tests/conftest.py).
-BESIDE := -n 2 --dist loadgroup
+# Two workers share the tests (ARGS='-n 0': none); those of tests/dist are all one worker's (tests/conftest.py).
+BESIDE := -n 2
 
 # Packages of cloud providers, for tests: large, and with requirements of their own. A folder of Python's, not `.venv`.
 CLOUD_TOOLS := build/cloud

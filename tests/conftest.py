@@ -1,6 +1,7 @@
 """Settings that every test and its processes inherit, set before torch is imported; what runs beside what."""
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,10 +14,14 @@ settings.register_profile("megavlm", deadline=None)
 settings.load_profile("megavlm")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let one worker run all tests that share process groups, which are dear to start, and the others file by file."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            shares = "pools" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("process groups" if shares else item.path.name))
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker run all of tests/dist, whose process groups are dear to start, and the others file by file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "tests/dist" if file.startswith("tests/dist/") else file
+
+    return Scheduling(config, log)
