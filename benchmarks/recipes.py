@@ -85,7 +85,7 @@ def recipes(names: Sequence[str] = ()) -> list[Recipe]:
 
 
 def read(path: Path) -> Recipe:
-    """Return the recipe in a file."""
+    """Return the recipe that a YAML file describes."""
     (found,) = re.findall(r"^# plan: (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     plan = _plan_parser().parse_args(found.split())
     config = from_yaml_file(path)

@@ -64,7 +64,7 @@ class Options:
 
 
 def run_dir_of(options: Options) -> str | None:
-    """Return where in the base output directory a run keeps its folder."""
+    """Return the path of the run folder, which lies in the base output directory."""
     return None if options.base_output_dir is None else in_container(f"{options.base_output_dir.rstrip('/')}/run")
 
 

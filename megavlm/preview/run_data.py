@@ -72,7 +72,7 @@ class RunData:
 
     @property
     def validations(self) -> list[str]:
-        """Return the names of scores on held-out data."""
+        """Return the names of the metrics that were measured on validation data."""
         names = {name for record in self.records for name in record}
         return sorted(name for name in names if tag_of(name).startswith("validation/") and self.values(name))
 

@@ -32,5 +32,5 @@ class StoredFile:
 
 @functools.lru_cache(maxsize=16)
 def _store(url: str, process: int) -> Store:
-    """Return the store of a process: connections do not survive a fork."""
+    """Return this process's connection to the store; each process opens its own, because none survives a fork."""
     return Store.at(url)

@@ -31,7 +31,7 @@ from megavlm.data.data_loader import DataLoader
 from megavlm.data.epochs import prepare_data
 from megavlm.data.files import FilesSource
 from megavlm.data.image_assignment import ImageAssignment
-from megavlm.data.loaders import build_loaders
+from megavlm.data.loaders import Loaders, build_loaders
 from megavlm.data.records import data_identity
 from megavlm.data.source import ComputedSource
 from megavlm.data.summary import data_table
@@ -165,27 +165,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         print("\n".join(told), flush=True)
 
     watch.starting("data")
-    epoch = from_rank_0(partial(prepare_data, config), 0)
-    config = with_length(config, source, epoch, told=rank == 0)
-    if isinstance(source, FilesSource):
-        on_rank_0(partial(_tell_data, config, source))
-    identity = from_rank_0(partial(data_identity, config), dict[str, Any]())
-    validation = None
-    if has_validation(config):
-        validation = from_rank_0(partial(validation_samples, config, source), ValidationSamples((), ()))
-        if rank == 0:
-            print(validation.line(), flush=True)
-    loaders = build_loaders(
-        config,
-        source,
-        groups,
-        device=backend.device,
-        dtype=DTYPES[config.precision.dtype],
-        vision_group=_vision_group(plan, groups),
-        assignment=ImageAssignment.of(config, ranks=groups.mp.size()) if plan.encoder else None,
-        epoch=epoch,
-        validation=validation,
-    )
+    config, loaders, identity = _data(config, source, plan, groups, backend)
     watch.starting("checkpoint of a store")
     fetch(config, run_dir, watch.phases)
     watch.starting("model")
@@ -234,6 +214,38 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         watch=watch,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.coords.dp:05d}.jsonl" if groups.is_reader else None),
     )
+
+
+def _data(
+    config: Config, source: ComputedSource | FilesSource, plan: Plan, groups: Groups, backend: Backend
+) -> tuple[Config, Loaders, dict[str, Any]]:
+    """Return the configuration with the run's length in steps, the data loaders, and what tells the data from others.
+
+    Rank 0 prepares the data and says what there is; the others wait for it.
+    """
+    rank = dist.get_rank()
+    epoch = from_rank_0(partial(prepare_data, config), 0)
+    config = with_length(config, source, epoch, told=rank == 0)
+    if isinstance(source, FilesSource):
+        on_rank_0(partial(_tell_data, config, source))
+    identity = from_rank_0(partial(data_identity, config), dict[str, Any]())
+    validation = None
+    if has_validation(config):
+        validation = from_rank_0(partial(validation_samples, config, source), ValidationSamples((), ()))
+        if rank == 0:
+            print(validation.line(), flush=True)
+    loaders = build_loaders(
+        config,
+        source,
+        groups,
+        device=backend.device,
+        dtype=DTYPES[config.precision.dtype],
+        vision_group=_vision_group(plan, groups),
+        assignment=ImageAssignment.of(config, ranks=groups.mp.size()) if plan.encoder else None,
+        epoch=epoch,
+        validation=validation,
+    )
+    return config, loaders, identity
 
 
 def _tell_data(config: Config, source: FilesSource) -> None:

@@ -19,7 +19,7 @@ _HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding", "content-length"
 
 
 class FaultProxy:
-    """Passes requests on to `upstream` (host:port); every `every`-th one has the next of `faults`."""
+    """Forwards requests to `upstream` (host:port); every `every`-th request gets the next of `faults` instead."""
 
     def __init__(self, upstream: str, *, every: int = 3, faults: Sequence[str] = FAULTS) -> None:
         self.upstream, self.every = upstream, every
