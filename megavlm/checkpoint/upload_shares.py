@@ -52,7 +52,10 @@ class Nodes:
                 before, last = signs, time.monotonic()
             go_on(0)
             time.sleep(_LOOK)
-        shutil.rmtree(request, ignore_errors=True)
+        over = request.with_name(f"over-{request.name}")
+        with suppress(OSError):
+            request.rename(over)  # at once: a node that still saw the folder without its answer would copy again
+        shutil.rmtree(over, ignore_errors=True)
 
     def asked(self, root: Path, node: int) -> Iterator[tuple[Path, Path]]:
         """Yield the checkpoints of which a node has to copy its files, and where it answers."""
@@ -88,7 +91,10 @@ def answer(nodes: Nodes, node: int, root: Path, store: Store) -> bool:
         try:
             if not holds.add(checkpoint):
                 continue
-            sign.write_text("")
+            try:
+                sign.write_text("")
+            except FileNotFoundError:  # nobody waits for the answer any more
+                continue
             names = nodes.share(read_manifest(checkpoint), node)
             remote.send(checkpoint, store, names, done=set(), go_on=partial(_touch, sign))
             sign.write_text(_DONE)

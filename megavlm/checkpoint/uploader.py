@@ -59,16 +59,15 @@ class Mirror:
                 return here[iteration]
         return None
 
-    def copy(self, folder: Path, go_on: remote.GoOn) -> int:
-        """Copy a checkpoint, with the other nodes' help at the first attempt; return its bytes.
-
-        Raises StoreError, and UserError for one that is not what was saved.
+    def copy(self, folder: Path, go_on: remote.GoOn) -> int | None:
+        """Copy a checkpoint, with the other nodes' help at the first attempt; return its bytes, and None, without a
+        copy, if the run has deleted it meanwhile. Raises StoreError, and UserError for one that is not what was saved.
         """
         iteration, attempt = int(folder.name[5:]), attempt_of(folder)
         holds = Holds()
         try:
             if not holds.add(folder):
-                return 0
+                return None
             self._copies().pop(iteration, None)
             done = self._parts.setdefault((iteration, attempt), set())
             sums, first = read_manifest(folder), not done
@@ -158,6 +157,8 @@ class Uploader:
             moved = self._mirror.copy(folder, self._beat)
         except (StoreError, UserError, OSError, ValueError) as error:
             self._fail(folder, str(error))
+            return False
+        if moved is None:
             return False
         seconds = time.monotonic() - began
         self.success, self._failing, self._pause = time.monotonic(), None, 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +17,11 @@ import pytest
 from megavlm.checkpoint import folders, manifest, remote, store_inspection, upload_shares
 from megavlm.checkpoint.manifest import MANIFEST, SUMMARY
 from megavlm.checkpoint.remote import DamagedInStore
-from megavlm.checkpoint.retention import Keep
+from megavlm.checkpoint.retention import Holds, Keep
 from megavlm.checkpoint.upload_shares import Nodes, answer
-from megavlm.checkpoint.uploader import Mirror
+from megavlm.checkpoint.uploader import Mirror, Uploader
 from megavlm.errors import UserError
+from megavlm.resilience.events import events
 from megavlm.storage import transfer
 from megavlm.storage.store import Store, StoreError
 
@@ -291,3 +293,38 @@ def test_copies_between_disk_and_store_are_verified(store: Store, root: Path, tm
     assert manifest.damage(copied) is None
     with pytest.raises(UserError, match="copy it to a folder first"):
         store_inspection.copy(there, "memory://elsewhere")
+
+
+def test_failures_are_told_once_and_stop_nothing(
+    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store that refuses, one that breaks in a way nobody knows, and what was deleted meanwhile."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    down = [True]
+
+    def fails(method: str, path: str) -> bool:
+        return down[0] and method == "pipe_file" and path.endswith(MANIFEST)
+
+    mirror = mirror_of(root, replace(store, _system=Failing(store._system, fails)), newest=1)
+    uploader = Uploader(root.parent, mirror)
+    folder = save(root, 10)
+    assert [uploader.turn(), uploader.turn()] == [False, False]
+    with monkeypatch.context() as patched:
+        patched.setattr(remote, "send", _break)
+        assert not uploader.turn()
+        shutil.rmtree(folder)
+        assert uploader.turn()
+    down[0] = False
+    save(root, 20)
+    with monkeypatch.context() as patched:  # the run deletes it at this moment
+        patched.setattr(Holds, "add", lambda self, folder: False)
+        assert not uploader.turn()
+    assert remote.complete_in(store) == []
+    assert [uploader.turn(), uploader.turn()] == [False, True]
+    kinds = [(event["kind"], event["iteration"]) for event in events(root.parent)]
+    assert kinds == [("upload_failed", 10), ("upload_failed", 10), ("upload", 20)]
+    assert capsys.readouterr().err.count("NOT UPLOADED") == 2
+
+
+def _break(*_: Any, **__: Any) -> None:
+    raise ValueError("no such thing")
