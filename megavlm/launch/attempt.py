@@ -12,29 +12,33 @@ whenever a rank does not return 0, so the first rank that ends by itself writes 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from megavlm.checkpoint.folders import complete
 from megavlm.config.cli import parse
 from megavlm.errors import DeviceFault, UserError
 from megavlm.launch.configuration import configured
 from megavlm.launch.exit_file import read_exit
+from megavlm.launch.job_file import JobFile
 from megavlm.launch.requeue import Attempt, Decision, End, decide, end_of
 from megavlm.resilience.events import events
 
 
 @dataclass(frozen=True)
 class Account:
-    """The attempts of one job on a run folder, kept in RUN_DIR/jobs."""
+    """The attempts of one job on a run folder, and of the store that its checkpoints are copied to, if there is one."""
 
     run_dir: Path
     job: str
+    store: str | None = None
+
+    @classmethod
+    def of(cls, flags: Sequence[str], job: str) -> Account:
+        """Return the account of a job, given the flags of pretrain_vlm.py."""
+        config = parse(flags)
+        return cls(Path(config.run.run_dir), job, config.checkpoint.checkpoint_dir)
 
     @property
     def exit_file(self) -> Path:
@@ -46,15 +50,19 @@ class Account:
         A job is started again without a word of its script where a node is lost or a job with priority takes its place.
         `unfinished` says what such an attempt counts as; default: what its ranks left, else a crash.
         """
-        attempts, began = self._read()
-        if began is not None:
-            attempts = [*attempts, self._ended(began, warned=True, end=unfinished)]
+        history, stored = self._file.read(), self._file.newest_stored()
+        attempts, newest = list(history.ended), max(self._file.newest_here(), stored or 0)
+        if history.began is not None:
+            attempts.append(self._ended(history.began, warned=True, end=unfinished))
+        if attempts and stored is not None:  # what was lost with a disk, the last attempt did not leave behind
+            attempts[-1] = replace(attempts[-1], saved=min(attempts[-1].saved, newest))
+        if history.began is not None:
             decision = decide(attempts, max_crashes=max_crashes)
             if not decision.again:
-                self._write(attempts, None)
+                self._file.write(attempts, None)
                 return decision
         self.exit_file.unlink(missing_ok=True)
-        self._write(attempts, self._newest())
+        self._file.write(attempts, newest)
         return None
 
     def end(self, *, warned: bool, max_crashes: int, end: End | None = None) -> Decision:
@@ -62,9 +70,9 @@ class Account:
 
         `end` says how it ended; default: what its ranks left, else a crash.
         """
-        attempts, began = self._read()
-        attempts = [*attempts, self._ended(began or 0, warned=warned, end=end)]
-        self._write(attempts, None)
+        history = self._file.read()
+        attempts = [*history.ended, self._ended(history.began or 0, warned=warned, end=end)]
+        self._file.write(attempts, None)
         return decide(attempts, max_crashes=max_crashes)
 
     def faulty_machines(self) -> list[str]:
@@ -78,32 +86,16 @@ class Account:
 
     def decided(self, *, max_crashes: int) -> Decision | None:
         """Return the decision after the last attempt; None if there was none, or if it is still open."""
-        attempts, began = self._read()
-        return decide(attempts, max_crashes=max_crashes) if attempts and began is None else None
+        history = self._file.read()
+        return decide(history.ended, max_crashes=max_crashes) if history.ended and history.began is None else None
 
     def _ended(self, began: int, *, warned: bool, end: End | None) -> Attempt:
-        return Attempt(end or end_of(read_exit(self.exit_file)), began, self._newest(), warned)
-
-    def _newest(self) -> int:
-        found = complete(self.run_dir / "checkpoints")
-        return found[-1][0] if found else 0
-
-    def _read(self) -> tuple[list[Attempt], int | None]:
-        """Return the attempts that ended, and the iteration at which an open one began."""
-        if not self._file.exists():
-            return [], None
-        written: dict[str, Any] = json.loads(self._file.read_text())
-        return [Attempt(**each) for each in written["attempts"]], written["open"]
-
-    def _write(self, attempts: Sequence[Attempt], began: int | None) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._file.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"attempts": [asdict(each) for each in attempts], "open": began}) + "\n")
-        os.replace(temporary, self._file)
+        newest = max(self._file.newest_here(), self._file.newest_stored() or 0)
+        return Attempt(end or end_of(read_exit(self.exit_file)), began, newest, warned)
 
     @property
-    def _file(self) -> Path:
-        return self.run_dir / "jobs" / f"{self.job}.json"
+    def _file(self) -> JobFile:
+        return JobFile(self.run_dir, self.job, self.store)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.when == "begin":
             configured(flags, world=options.world)
-        account = Account(Path(parse(flags).run.run_dir), options.job)
+        account = Account.of(flags, options.job)
         if options.when == "begin":
             decision = account.begin(max_crashes=options.max_crashes)
             if decision is None:

@@ -17,6 +17,7 @@ from megavlm.parallel.dims import dims_of
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import profile
 from megavlm.planner.out_of_memory import remedy
+from megavlm.storage.urls import is_url
 from megavlm.train.source import vocab_size_of
 
 # File systems of one machine. A folder on any other (nfs, lustre, gpfs, beegfs, ceph, wekafs, fuse.…) may be shared.
@@ -46,6 +47,12 @@ def complaints(config: Config, job: Job, *, gpu: str | None, shared: bool, mount
             )
     if gpu is not None and (complaint := memory_complaint(config, job, gpu=gpu)):
         yield complaint
+
+
+def outlives_machines(config: Config, job: Job) -> bool:
+    """Return whether a run may have RUN_DIR on its machine's own disk: there is one machine, and a store has copies."""
+    copies = config.checkpoint.checkpoint_dir or ""
+    return job.nodes == 1 and is_url(copies) and not copies.startswith("file:")
 
 
 def memory_complaint(config: Config, job: Job, *, gpu: str) -> str | None:

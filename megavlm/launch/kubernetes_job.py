@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from megavlm.config.schema import Config
+from megavlm.launch.checks import outlives_machines
 from megavlm.launch.job import Job
 from megavlm.launch.node import JOB
 from megavlm.parallel.nodes import NODES
@@ -71,7 +72,7 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
     for option, given in (("--namespace", options.namespace), ("--queue", options.queue)):
         if given is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", given):
             yield f"{option} {given} must have lowercase letters, digits and - only"
-    yield from _of_volumes(config, options)
+    yield from _of_volumes(config, job, options)
     for name, quantity in [*options.resources.items(), ("--shm", options.shm)]:
         if not re.fullmatch(r"\d+(\.\d+)?(m|k|[KMGTPE]i?)?", quantity):
             yield f"{name} {quantity} must be a quantity such as 8, 500m or 64Gi"
@@ -85,16 +86,17 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
         yield f"--max-lost-pods {options.max_lost_pods} must not be negative"
 
 
-def _of_volumes(config: Config, options: Options) -> Iterator[str]:
+def _of_volumes(config: Config, job: Job, options: Options) -> Iterator[str]:
     for each in options.volumes:
         claim, _, path = each.partition(":")
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) or not PurePosixPath(path).is_absolute():
             yield f"--volume {each} must be CLAIM:/PATH, with the name of a PersistentVolumeClaim"
     if len(set(options.mounts)) < len(options.mounts):
         yield "--volume names one path for two claims"
-    if not f"{config.run.run_dir}/".startswith(options.mounts) or not options.mounts:
+    if not f"{config.run.run_dir}/".startswith(options.mounts) and not outlives_machines(config, job):
         places = f"use a folder in {' or '.join(options.mounts)}" if options.mounts else "give --volume CLAIM:/PATH"
-        yield f"--run-dir {config.run.run_dir} is on the disk of each pod and lost with it: {places}"
+        place = f"{places}, or with one pod --checkpoint-dir URL"
+        yield f"--run-dir {config.run.run_dir} is on the disk of each pod and lost with it: {place}"
 
 
 def objects(job: Job, options: Options) -> list[dict[str, Any]]:

@@ -26,7 +26,6 @@ from typing import Any
 
 import psutil
 
-from megavlm.config.cli import parse
 from megavlm.errors import UserError
 from megavlm.launch import agent
 from megavlm.launch.attempt import Account
@@ -88,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
     name = os.environ.get(JOB) or os.environ.get("CLOUD_ML_JOB_ID") or "job"
-    account = Account(Path(parse(job.flags).run.run_dir), name)
+    account = Account.of(job.flags, name)
     signals = _Signals()
     meeting: Host | Guest
     if node.number == 0:

@@ -12,6 +12,7 @@ from math import ceil
 from typing import Any
 
 from megavlm.config.schema import Config
+from megavlm.launch.checks import outlives_machines
 from megavlm.launch.job import Job
 from megavlm.launch.vertex_machines import (
     BANDWIDTH,
@@ -82,7 +83,7 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
     yield from _of_machine(job, options, machine)
     yield from _of_names(options)
     yield from _of_scheduling(options, machine)
-    yield from _of_storage(config, options)
+    yield from _of_storage(config, job, options)
     if options.reduction_server or options.reducers is not None:
         yield from _of_reduction_server(config, job, options, machine)
 
@@ -159,7 +160,7 @@ def _of_scheduling(options: Options, machine: Machine) -> Iterator[str]:
         yield "--disable-retries would end a job of --strategy SPOT with its first machine that is taken: leave it out"
 
 
-def _of_storage(config: Config, options: Options) -> Iterator[str]:
+def _of_storage(config: Config, job: Job, options: Options) -> Iterator[str]:
     for option, value in (
         ("--base-output-dir", options.base_output_dir),
         ("--staging-bucket", options.staging_bucket),
@@ -171,10 +172,10 @@ def _of_storage(config: Config, options: Options) -> Iterator[str]:
             yield f"--nfs {each} must be SERVER:/PATH:NAME; replicas see it in /mnt/nfs/NAME"
     if options.nfs and options.network is None:
         yield "--nfs needs --network: replicas reach a server only in a network that is peered with them"
-    if not f"{config.run.run_dir}/".startswith(options.mounts):
+    if not f"{config.run.run_dir}/".startswith(options.mounts) and not outlives_machines(config, job):
         yield (
             f"--run-dir {config.run.run_dir} is on the disk of each replica and lost with it: use --base-output-dir, "
-            f"or a folder in {' or '.join(options.mounts)}"
+            f"a folder in {' or '.join(options.mounts)}, or with one machine --checkpoint-dir URL"
         )
 
 

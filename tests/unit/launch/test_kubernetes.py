@@ -141,6 +141,14 @@ def test_a_job_that_cannot_run_is_refused_in_one_line(changes: dict, flags: str,
     assert told == [] if line is None else any(line in each for each in told), told
 
 
+def test_one_pod_may_lose_its_disk_where_a_store_has_copies():
+    for nodes, place, refused in ((1, "s3://bucket/run", False), (2, "s3://bucket/run", True), (1, "/copies", True)):
+        config = parse(["--run-dir", "/run", "--checkpoint-dir", place])
+        for volumes in ((), ("shared:/data",)):
+            told = list(complaints(config, Job(nodes, 8, ()), replace(PLAIN, volumes=volumes)))
+            assert bool(told) is refused, told
+
+
 def test_a_dry_run_prints_all_that_would_be_created(capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path: Path):
     """A file of --config travels in a ConfigMap."""
     monkeypatch.chdir(ROOT)

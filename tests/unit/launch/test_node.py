@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megavlm.checkpoint.manifest import write_manifest
 from megavlm.launch import node
 from megavlm.launch.attempt import Account
+from megavlm.launch.job_file import JobFile
 from megavlm.launch.meeting import Part
+from megavlm.storage import transfer
+from megavlm.storage.store import Store, StoreError
 
 
 @pytest.mark.parametrize(
@@ -82,3 +88,53 @@ def test_a_mistake_in_the_flags_ends_with_2_in_one_line(capsys: pytest.CaptureFi
     assert node.main(["--gpus-per-node", "2", "--", "--tp", "3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--tp" in line or "divisible" in line or "multiple" in line
+
+
+def save(place: Path, iteration: int) -> None:
+    """Leave a checkpoint in RUN_DIR/checkpoints or in a store."""
+    folder = place / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True)
+    (folder / "megavlm.json").write_text("{}")
+    write_manifest(folder, {})
+
+
+def test_attempts_that_each_begin_with_an_empty_disk_are_followed_in_the_store(tmp_path: Path, monkeypatch, capsys):
+    """What was not copied is lost with the disk, and was no progress; a store that is silent says nothing."""
+    store, run_dir = tmp_path / "store", tmp_path / "run"
+    account = Account(run_dir, "j", f"file://{store}")
+
+    def attempt(copied: int | None, *, saved: int = 0) -> bool:
+        assert account.begin(max_crashes=10) is None
+        if copied is not None:
+            save(store, copied)
+        if saved:
+            save(run_dir / "checkpoints", saved)
+        again = account.end(warned=True, max_crashes=10, end="crash").again
+        shutil.rmtree(run_dir)
+        return again
+
+    assert [attempt(4), attempt(8), attempt(12)] == [True] * 3
+    assert attempt(None)
+    monkeypatch.setattr(transfer, "_FIRST_PAUSE", 0.001)
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "files", lambda self: _raise(StoreError("503")))
+        assert account.begin(max_crashes=10) is None
+        assert "What" in capsys.readouterr().err
+        shutil.rmtree(run_dir)
+    assert [attempt(None, saved=99)] == [True]  # as far as its end knew
+    written = json.loads((store / "jobs" / "j.json").read_text())["attempts"]
+    assert [(each["began"], each["saved"]) for each in written] == [(0, 4), (4, 8), (8, 12), (12, 12), (12, 99)]
+    assert not attempt(None)  # the one before left nothing either
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def test_of_two_accounts_the_longer_one_counts(tmp_path: Path):
+    """A machine that comes back to a job has an old one on its disk."""
+    store = f"file://{tmp_path}/store"
+    attempts(Account(tmp_path / "here", "j", store), "crash")
+    attempts(Account(tmp_path / "elsewhere", "j", store), "lost")
+    history = JobFile(tmp_path / "here", "j", store).read()
+    assert [each.end for each in history.ended] == ["crash", "lost"]
