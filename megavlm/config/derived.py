@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
+from megavlm.storage.urls import is_url
 
+_COPY_MINUTES = 60.0  # 150 GB at 40 MB/s
 Precision = str  # of a layer's linear layers: "high" (that of --precision) or "fp8"
 
 
@@ -28,6 +30,16 @@ def launches_in_order(config: Config) -> bool:
     """
     parallel = config.parallel
     return parallel.tensor_model_parallel_size > 1 and not (shards_gradients(config) or config.placement.encode_ahead)
+
+
+def minutes_to_meet(config: Config) -> float:
+    """Return how long ranks wait for one another at the start.
+
+    By then each node has copied a model that a URL names, which takes minutes where it has no copy yet.
+    """
+    timeout, checkpoint = config.parallel.distributed_timeout_minutes, config.checkpoint
+    models = (checkpoint.init_from, checkpoint.vision_from, checkpoint.language_from)
+    return max(timeout, _COPY_MINUTES) if any(model is not None and is_url(model) for model in models) else timeout
 
 
 def overlapped(config: Config, *, dp: int) -> Config:

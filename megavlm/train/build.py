@@ -20,7 +20,7 @@ from megavlm.checkpoint.begun import as_begun
 from megavlm.checkpoint.retention import Holds, Keep
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
-from megavlm.config.derived import overlapped, shards_gradients
+from megavlm.config.derived import minutes_to_meet, overlapped, shards_gradients
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.lora import beyond_adapters
 from megavlm.config.resolve import has_validation, resolve
@@ -56,7 +56,7 @@ from megavlm.train.fetch import fetch
 from megavlm.train.initial_state import choose_checkpoints, initial_weights, restore
 from megavlm.train.length import with_length
 from megavlm.train.outputs import callbacks_of, note_start, outputs
-from megavlm.train.run_dir import make_run_dir, write_run_files, write_sidecars
+from megavlm.train.run_dir import check_shared, make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
 from megavlm.train.uploads import Uploads
 from megavlm.train.watch import Watch
@@ -107,7 +107,7 @@ def build(config: Config, backend: Backend, *, began: float | None = None) -> Ru
     began = began or time.time()
     saver = _saver(config)  # first: it forks, which threads and a joined world make unsafe
     timeout = config.parallel.distributed_timeout_minutes
-    meeting = meet(timeout_minutes=timeout)
+    meeting = meet(timeout_minutes=minutes_to_meet(config))
     watch = Watch(config, Phases(clock_of(backend.device)), meeting)
     try:
         watch.starting("connections")
@@ -127,6 +127,7 @@ def _locked(config: Config, backend: Backend, saver: Saver | None, watch: Watch,
     on_rank_0(lock.acquire)
     watch.owns_folder()
     try:
+        check_shared(run_dir)
         return _build(config, backend, lock, saver, watch, began)
     except Exception as error:
         note_failure(run_dir, error)

@@ -6,6 +6,9 @@ import json
 import os
 import platform
 import sys
+import time
+import uuid
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
+from megavlm.parallel.groups import from_rank_0, on_rank_0
 from megavlm.planner.plan import Plan
 
 
@@ -37,6 +41,33 @@ def make_run_dir(run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
+
+
+def check_shared(run_dir: Path, *, patience: float = 15.0) -> None:
+    """Raise UserError on all ranks if RUN_DIR is not one folder for all of them, as on nodes' own disks: every rank
+    writes its part of a checkpoint there. Every rank calls it, and looks for a new file for `patience` seconds.
+    """
+    sign = run_dir / from_rank_0(partial(_leave_sign, run_dir), "")
+    end = time.monotonic() + patience
+    while not (seen := sign.exists()) and time.monotonic() < end:
+        time.sleep(0.05)
+    hosts: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
+    dist.all_gather_object(hosts, (platform.node(), seen))
+    on_rank_0(partial(sign.unlink, missing_ok=True))
+    if blind := sorted({host for host, sees in hosts if not sees}):
+        raise UserError(
+            f"--run-dir {run_dir} is not the same folder on {', '.join(blind[:8])} as on {hosts[0][0]}: name one on "
+            "storage that all nodes share, by its full path"
+        )
+
+
+def _leave_sign(run_dir: Path) -> str:
+    name = f"shared-{uuid.uuid4().hex}"
+    try:
+        (run_dir / name).touch()
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
+    return name
 
 
 def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend) -> None:

@@ -196,3 +196,22 @@ def test_a_failed_step_says_only_why(pools, tmp_path: Path):
     """megatron-core's schedule suspends the reduction of gradients; a run that fails in it is freed all the same."""
     argv = [*SMALL, "--no-save", "--pp", "2", "--overlap-grad-reduce"]
     assert pools(2).run(ignored_exceptions, argv, str(tmp_path)) == [[], []]
+
+
+def apart(argv: list[str], folder: str) -> str:
+    """Train in a folder of this rank's own, as on a disk that the other nodes do not see; return the user's error."""
+    import torch.distributed as dist
+
+    from megavlm.errors import UserError
+
+    try:
+        train(argv, f"{folder}/{dist.get_rank()}")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_folder_that_ranks_do_not_share_is_refused_by_all(pools, tmp_path: Path):
+    told = pools(2).run(apart, [*SMALL, "--tp", "2"], str(tmp_path))
+    assert all("is not the same folder on" in each for each in told), told
+    assert not list(tmp_path.glob("0/shared-*"))

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from megavlm.config.cli import parse
-from megavlm.config.derived import launches_in_order, overlapped, sequence_parallel
+from megavlm.config.derived import launches_in_order, minutes_to_meet, overlapped, sequence_parallel
 from megavlm.config.fields import options
 from megavlm.config.ranges import RANGES, UNRANGED
 from megavlm.config.rules import check
@@ -101,3 +101,8 @@ def test_kernels_begin_in_order_for_tensor_parallelism_alone(argv: str, expected
 
 def test_a_run_dir_that_exists_is_resumed(tmp_path: pytest.TempPathFactory) -> None:
     check(parse(["--run-dir", str(tmp_path)]), world=1)
+
+
+@pytest.mark.parametrize(("flags", "minutes"), [("--init-from HF", 10), ("--vision-from s3://bucket/clip", 60)])
+def test_ranks_wait_for_nodes_that_copy_a_model(flags: str, minutes: float):
+    assert minutes_to_meet(parse(flags.split())) == minutes
