@@ -125,13 +125,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this rank prints the error: rank 0, or the first rank to reach the run's store if it exists."""
+    """Return whether this rank prints the error: the first to reach the run's store, or that of torchrun's agents, for
+    only this machine may be wrong; rank 0 if there is none, or if so little is imported that all ranks read the same.
+    """
     if "torch" in sys.modules:
         import torch.distributed as dist
 
-        if dist.is_available() and dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-            return store.add("megavlm/user_error", 1) == 1
+        from megavlm.parallel.rendezvous import store_of_agents
+
+        if dist.is_available():
+            met = dist.is_initialized()
+            store = dist.distributed_c10d._get_default_store() if met else store_of_agents()
+            if store is not None:
+                return store.add("megavlm/user_error", 1) == 1
     return _world_or_alone().rank == 0
 
 

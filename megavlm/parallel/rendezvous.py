@@ -33,6 +33,19 @@ class Meeting:
     world: int
 
 
+def store_of_agents() -> dist.Store | None:
+    """Return the store of torchrun's agents, which is there before the ranks have met; None where there is none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=3))
+    except (dist.DistError, KeyError, ValueError):
+        return None
+    return dist.PrefixStore(f"megavlm/{start}", store)
+
+
 def join(timeout: timedelta) -> Meeting:
     """Meet the ranks that are started together. Raises TimeoutError, on rank 0 with the ranks that are missing, and
     UserError if there is no connection to rank 0 at MASTER_ADDR and MASTER_PORT.

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from megavlm.cli import train
 from megavlm.errors import RankError, UserError
 from megavlm.parallel.rendezvous import Meeting, agree, join, refuse_shared_devices
 
@@ -78,3 +79,15 @@ def test_all_ranks_refuse_a_device_that_two_of_them_have(port: int, devices: str
     with ThreadPoolExecutor(len(devices)) as threads:
         (told,) = set(threads.map(one, range(len(devices))))
     assert (told is None) if line is None else line in str(told)
+
+
+def test_a_mistake_of_one_machine_is_said_once_before_the_ranks_have_met(port: int, monkeypatch: pytest.MonkeyPatch):
+    """As a model that is missing on the second node alone: the first rank to say so is not rank 0."""
+    here = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**here, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert [train._speaks(), train._speaks()] == [True, False]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train._speaks()
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert not train._speaks()
