@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
@@ -31,6 +33,8 @@ FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
 # A JPEG has at least one bit for each block of 8×8 pixels. Where the data end early, its decoder paints the rest grey.
 _PIXELS_PER_BYTE = 8 * 64
 _LARGEST = 2**29  # bytes of an image file in a store
+_HEAD = 2**16  # bytes of an image file in a store that are fetched for its size
+_JPEG = b"\xff\xd8"
 _HEADER = 4096  # bytes in which the header of a PPM ends
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -98,24 +102,56 @@ def _resolved(root: Path) -> Path:
 def size_of(source: bytes | Path | StoredFile, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Return the (height, width) in pixels of the image that `decode` will return, read from the file's header alone.
 
-    Raises BadSample if the file is not an image or has more than `max_pixels` pixels.
+    Of a JPEG in a store, only the beginning is fetched. Raises BadSample if the file is not an image or has more than
+    `max_pixels` pixels.
     """
+    if isinstance(source, StoredFile):
+        with _from_store():
+            head, length = source.head(at_most=_HEAD)
+        if length == len(head):
+            source = head
+        elif (size := _size_in(head, length, max_pixels)) is not None:
+            return size
     try:
         with _open(content_of(source), max_pixels) as image:
-            width, height = image.size
-            return (width, height) if _orientation(image) >= 5 else (height, width)
+            return _upright_size(image)
     except _DAMAGED as error:
         raise _typed(error) from error
+
+
+def _size_in(head: bytes, length: int, max_pixels: int) -> tuple[int, int] | None:
+    """Return the (height, width) of an image of `length` bytes that begins like this; None if the rest is needed.
+
+    A JPEG has its size and orientation before its pixels. Other formats need not.
+    """
+    if not head.startswith(_JPEG):
+        return None
+    try:
+        with _open(head, max_pixels, length=length) as image:
+            return _upright_size(image)
+    except _DAMAGED:
+        return None
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    return (width, height) if _orientation(image) >= 5 else (height, width)
+
+
+@contextmanager
+def _from_store() -> Iterator[None]:
+    try:
+        yield
+    except StoreError as error:
+        raise BadSample(Reason.MISSING, str(error)) from error
 
 
 def content_of(source: bytes | Path | StoredFile) -> bytes | Path:
     """Return what can be opened. Raises BadSample for a file that its store does not have."""
     if not isinstance(source, StoredFile):
         return source
-    try:
+    with _from_store():
         return source.read(at_most=_LARGEST)
-    except StoreError as error:
-        raise BadSample(Reason.MISSING, str(error)) from error
 
 
 def decode(source: bytes | Path | StoredFile, *, max_pixels: int = MAX_PIXELS) -> Decoded:
@@ -131,7 +167,8 @@ def decode(source: bytes | Path | StoredFile, *, max_pixels: int = MAX_PIXELS) -
         raise _typed(error) from error
 
 
-def _open(source: bytes | Path, max_pixels: int) -> ImageFile.ImageFile:
+def _open(source: bytes | Path, max_pixels: int, *, length: int | None = None) -> ImageFile.ImageFile:
+    """Open an image file, of `length` bytes if `source` is only its beginning."""
     _check_header(source)
     image = Image.open(BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
     width, height = image.size
@@ -140,7 +177,7 @@ def _open(source: bytes | Path, max_pixels: int) -> ImageFile.ImageFile:
         raise BadSample(
             Reason.TOO_LARGE, f"the image has {height}×{width} pixels, more than --max-image-pixels {max_pixels}"
         )
-    if image.format in ("JPEG", "MPO") and _length(source) < width * height // _PIXELS_PER_BYTE:
+    if image.format in ("JPEG", "MPO") and (length or _length(source)) < width * height // _PIXELS_PER_BYTE:
         image.close()
         raise BadSample(Reason.TRUNCATED, f"the image says that it has {height}×{width} pixels, and has data for fewer")
     if width < 1 or height < 1:

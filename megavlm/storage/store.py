@@ -105,6 +105,15 @@ class Store:
             content: bytes = self._system.cat_file(path)
             return content
 
+    def head(self, name: str, *, at_most: int) -> tuple[bytes, int]:
+        """Return the first bytes of a file, and its size."""
+        with self._errors("be read", name):
+            path = self._path(name)
+            size = int(self._system.info(path)["size"])
+            part = {"start": 0, "end": at_most} if size > at_most else {}
+            content: bytes = self._system.cat_file(path, **part)
+            return content, size
+
     def pieces(self, name: str) -> Iterator[bytes]:
         """Yield the content of a file, a few megabytes at a time."""
         with self._errors("be read", name), self._system.open(self._path(name), "rb", block_size=_PIECE) as file:

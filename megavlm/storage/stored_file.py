@@ -1,4 +1,4 @@
-"""A file in a store that is read whole, again each time, by whatever process wants it."""
+"""A file in a store that is read whole or in part, again each time, by whatever process wants it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ class StoredFile:
         """
         store = _store(self.folder, os.getpid())
         return with_retries(lambda: store.read(self.name, at_most=at_most), attempts=_ATTEMPTS)
+
+    def head(self, *, at_most: int) -> tuple[bytes, int]:
+        """Return the first bytes of the file, and its size, as patiently. Raises StoreError as `read` does."""
+        store = _store(self.folder, os.getpid())
+        return with_retries(lambda: store.head(self.name, at_most=at_most), attempts=_ATTEMPTS)
 
     def __str__(self) -> str:
         return f"{self.folder}/{self.name}"

@@ -51,7 +51,7 @@ def open_stream(
         ) from error
     path = Path(source.path)
     local = not is_url(source.path) and path.suffix not in (".yaml", ".yml")
-    place = str(tars.home_of(path, cache=cache_of(run_dir))) if local else source.path
+    place = str(tars.home_of(path, cache=cache_of(run_dir))) if local else for_energon(source.path)
     return EnergonStream(
         place,
         source=source.path,
@@ -62,6 +62,15 @@ def open_stream(
         shuffle=shuffle,
         held_out=held_out,
     )
+
+
+def for_energon(place: str) -> str:
+    """Return a URL as energon takes it: of S3 and GCS, as the profile that multi-storage-client makes of a bucket."""
+    protocol, _, rest = place.partition("://")
+    if protocol not in ("s3", "gs"):
+        return place
+    bucket, _, path = rest.partition("/")
+    return f"msc://_{protocol}-{bucket}/{path}"
 
 
 def cache_of(run_dir: Path) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.decode import decode, size_of
@@ -79,3 +80,37 @@ def test_a_missing_image_is_a_bad_sample_and_a_store_that_fails_is_asked_again(
     assert StoredFile(f"file://{tmp_path}", "a").read(at_most=10) == b"content"
     with pytest.raises(UserError, match="image_root"):
         open_records(DatasetConfig(path=str(write_llava(tmp_path / "d", samples=2)), image_root="s3://user:pw@b/x"))
+
+
+@pytest.mark.parametrize(
+    ("name", "profile", "whole"),
+    [("a.jpg", 0, False), ("long.jpg", 70_000, True), ("a.png", 0, True)],
+)
+def test_the_size_of_a_large_photo_costs_its_beginning(
+    name: str, profile: int, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless its header is longer than what is fetched, or its format may have the orientation at the end."""
+    path = tmp_path / name
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.fromarray(pixels).save(path, quality=95, exif=turned, icc_profile=b"x" * profile or None)
+    length = path.stat().st_size
+    assert length > 2**17
+    fetched: list[int] = []
+    for method in ("read", "head"):
+        original = getattr(Store, method)
+
+        def counted(self: Store, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            content = original(self, *args, **kwargs)
+            fetched.append(len(content[0] if isinstance(content, tuple) else content))
+            return content
+
+        monkeypatch.setattr(Store, method, counted)
+    stored = StoredFile(f"file://{tmp_path}", name)
+    assert size_of(stored) == size_of(path) == decode(path).pixels.shape[:2]
+    assert sum(fetched) == 2**16 + (length if whole else 0)
+    if path.suffix == ".jpg":  # a PNG's size stands in its first bytes
+        path.write_bytes(path.read_bytes()[:100] + b"\0" * 2**17)
+        with pytest.raises(BadSample):
+            size_of(stored)
