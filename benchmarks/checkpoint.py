@@ -71,21 +71,11 @@ def measure(processes: int, *, layers: int) -> dict[str, Any]:
 
 def work(folder: Path, *, layers: int) -> None:
     """Build a run, save and load it several times; rank 0 writes the medians."""
-    from megavlm import backend
-
-    chosen = backend.activate()
+    run = built(folder, layers=layers)
     import torch.distributed as dist
 
-    from megavlm.config.cli import parse
-    from megavlm.parallel.world import world_of
-    from megavlm.train.build import build
     from megavlm.train.loop import close
 
-    world = world_of(os.environ).world_size
-    argv = [*MODEL, "--global-batch-size", str(world), "--language-num-layers", str(layers), "--run-dir", str(folder)]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(parse(argv), chosen)
-    run.engine.train_step(run.data_loader.next_step().batches)
     checkpoint, saves = _saves(run)
     figures = {"layers": layers, **saves, **_loads(run, checkpoint)}
     close(run)
@@ -94,6 +84,23 @@ def work(folder: Path, *, layers: int) -> None:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
+
+
+def built(folder: Path, *, layers: int, flags: Sequence[str] = ()) -> Any:
+    """Return a run in a folder that has trained a step."""
+    from megavlm import backend
+
+    chosen = backend.activate()
+    from megavlm.config.cli import parse
+    from megavlm.parallel.world import world_of
+    from megavlm.train.build import build
+
+    world = world_of(os.environ).world_size
+    argv = [*MODEL, "--global-batch-size", str(world), "--language-num-layers", str(layers), "--run-dir", str(folder)]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        run = build(parse([*argv, *flags]), chosen)
+    run.engine.train_step(run.data_loader.next_step().batches)
+    return run
 
 
 def _saves(run: Any) -> tuple[Path, dict[str, float]]:
@@ -109,8 +116,8 @@ def _saves(run: Any) -> tuple[Path, dict[str, float]]:
     stalls, waits, written = [], [], []
 
     def timed(self: Staging, files: Any) -> Any:
-        places, spent = _spent(lambda: copy(self, files))
-        copies.append(spent)
+        places, taken = spent(lambda: copy(self, files))
+        copies.append(taken)
         return places
 
     with patch.object(Staging, "copy", timed):
@@ -119,8 +126,8 @@ def _saves(run: Any) -> tuple[Path, dict[str, float]]:
             save = partial(state.save, trained, position, config=run.config, plan=run.plan, saver=saver)
             dist.barrier()
             before = _processor_time(saver._process.pid)
-            _, begun = _spent(save)
-            _, waited = _spent(saver.wait)
+            _, begun = spent(save)
+            _, waited = spent(saver.wait)
             (report,) = saver.poll()
             assert report.error is None, report.error
             beside = _processor_time(saver._process.pid) - before
@@ -128,7 +135,7 @@ def _saves(run: Any) -> tuple[Path, dict[str, float]]:
             waits.append(Spent(begun.seconds + waited.seconds, begun.processor + waited.processor + beside))
             written.append(report.seconds)
     dist.barrier()  # the manifest is rank 0's
-    stall, whole, copied = (_median(each[2:]) for each in (stalls, waits, copies))  # two are warm-up
+    stall, whole, copied = (median(each[2:]) for each in (stalls, waits, copies))  # two are warm-up
     gigabytes = sum(each.bytes for each in read_manifest(report.folder).values()) / 1e9
     seconds = statistics.median(written[2:])
     return report.folder, {
@@ -161,10 +168,10 @@ def _loads(run: Any, checkpoint: Path) -> dict[str, float]:
         dist.barrier()
         before = _bytes_read()
         with contextlib.nullcontext() if verifies else _without_sums():
-            _, spent = _spent(verified if verifies else partial(load, checkpoint))
+            _, taken = spent(verified if verifies else partial(load, checkpoint))
         read[verifies] = _bytes_read() - before
-        loads[verifies].append(spent)
-    plain, summed = (_median(loads[verifies][1:]) for verifies in (False, True))  # one of each is warm-up
+        loads[verifies].append(taken)
+    plain, summed = (median(loads[verifies][1:]) for verifies in (False, True))  # one of each is warm-up
     return {
         "load_s": plain.seconds,
         "verified_load_s": summed.seconds,
@@ -185,7 +192,7 @@ class Spent:
     processor: float
 
 
-def _spent(action: Callable[[], Any]) -> tuple[Any, Spent]:
+def spent(action: Callable[[], Any]) -> tuple[Any, Spent]:
     """Run `action` without collecting garbage: that takes 0.3 s, and would come now in one side and now in the other.
 
     Where a call is timed within another that is timed, only the outer one collects, and before its time begins.
@@ -203,7 +210,8 @@ def _spent(action: Callable[[], Any]) -> tuple[Any, Spent]:
             gc.enable()
 
 
-def _median(each: Sequence[Spent]) -> Spent:
+def median(each: Sequence[Spent]) -> Spent:
+    """Return the median of both times."""
     return Spent(statistics.median(one.seconds for one in each), statistics.median(one.processor for one in each))
 
 

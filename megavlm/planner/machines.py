@@ -2,6 +2,7 @@
 
 The network is what carries GPU traffic (GPUDirect TCPX, TCPXO and RDMA; EFA; InfiniBand), in Gbit/s per direction and
 machine; that of the host is not counted. What share of it NCCL reaches is assumed to be that of other networks.
+docs/planner.md says which entries were compared with their publishers' pages.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _TABLE = (
     Machine("p5en.48xlarge", "h200", 8, 3200, 2048, f"{_AWS}/p5: EFA"),
     Machine("p6-b200.48xlarge", "b200", 8, 3200, 2048, f"{_AWS}/p6: EFA"),
     Machine("ND96asr_v4", "a100-40gb", 8, 1600, 900, f"{_AZURE}/ndasra100v4-series: 8 × HDR InfiniBand"),
-    Machine("ND96amsr_A100_v4", "a100", 8, 1600, 1900, f"{_AZURE}/ndma100v4-series: 8 × HDR InfiniBand"),
+    Machine("ND96amsr_A100_v4", "a100", 8, 1600, 1800, f"{_AZURE}/ndma100v4-series: 8 × HDR InfiniBand"),
     Machine("ND96isr_H100_v5", "h100", 8, 3200, 1900, f"{_AZURE}/ndh100v5-series: 8 × NDR InfiniBand"),
     Machine("ND96isr_H200_v5", "h200", 8, 3200, 1850, f"{_AZURE}/ndh200v5-series: 8 × NDR InfiniBand"),
 )

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RUNS = [
     "cpu_step.py --quick",
+    "uploads.py --quick --store file://{folder}",
     "placement.py --dry --rounds 1 --steps 1 --only frozen",
     "placement.py --dry --rounds 1 --steps 1 --only 112",
 ]
@@ -18,8 +19,8 @@ RUNS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUNS)
-def test_a_benchmark_runs_to_its_end(command: str) -> None:
-    script, *flags = command.split()
+def test_a_benchmark_runs_to_its_end(command: str, tmp_path: Path) -> None:
+    script, *flags = command.format(folder=tmp_path).split()
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / script, *flags], cwd=ROOT, capture_output=True, text=True, timeout=600
     )

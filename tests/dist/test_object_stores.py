@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 
 from megavlm.checkpoint import folders, manifest, remote
+from megavlm.cli import convert
+from megavlm.config.schema import DatasetConfig
+from megavlm.data.records.streams import open_stream, prepare_stream
 from megavlm.storage.store import Store, StoreError
+from tests.support.data_files import write_llava
 from tests.support.fault_proxy import FAULTS, FaultProxy
 from tests.support.forked import PATIENCE, start_program, status_of
 from tests.support.object_stores import EMULATORS, Emulator
+from tests.support.tar_shards import write_shards
 from tests.support.training import SMALL, metrics, without_wall_time
 
 pytestmark = pytest.mark.slow
@@ -158,3 +163,50 @@ def test_a_store_that_is_down_stops_nothing(faulty: Faulty, tmp_path: Path) -> N
     faulty.proxy.every = every  # it is back
     assert status_of(process) == 0, (tmp_path / "output").read_text()
     assert [each.iteration for each in patiently(lambda: remote.complete_in(faulty.store))][-1] == 8
+
+
+def put(folder: Path, store: Store) -> None:
+    """Copy a folder of the disk into a store."""
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        patiently(lambda file=file: store.upload(file, str(file.relative_to(folder))))
+
+
+def test_a_run_from_a_model_and_data_in_a_store_is_that_from_a_disk(faulty: Faulty, tmp_path: Path) -> None:
+    """From its first step to what it exports; also when it goes on."""
+    from examples.first_run import small_model
+
+    here = tmp_path / "here"
+    small_model.main(here / "model")
+    data = write_llava(here / "data", samples=20)
+    place = faulty.store.below("inputs")
+    put(here, place)
+    common = "--seq-length 128 --precision fp32 --gbs 2 --num-workers 0 --save-interval 2 --train-iters".split()
+    runs = tmp_path / "disk", tmp_path / "store"
+    for root, run_dir, env in ((str(here), runs[0], {}), (place.url, runs[1], faulty.env)):
+        env = {**env, "MEGAVLM_CACHE": str(tmp_path / "cache")}
+        start = ["--init-from", f"{root}/model", "--datasets", f"{root}/data/{data.name},image_root={root}/data/images"]
+        for iterations in ("4", "6"):
+            process = start_program([*start, *common, iterations, "--run-dir", str(run_dir)], tmp_path / "out", env)
+            assert status_of(process) == 0, (tmp_path / "out").read_text()
+    assert without_wall_time(metrics(runs[0])) == without_wall_time(metrics(runs[1]))
+    assert len(metrics(runs[1])) == 6
+    exports = [tmp_path / f"{run_dir.name}-exported" for run_dir in runs]
+    for run_dir, out in zip(runs, exports, strict=True):
+        assert convert.main(["export", str(run_dir), str(out)]) == 0
+    names = sorted(path.name for path in exports[0].iterdir())
+    assert names == sorted(path.name for path in exports[1].iterdir())
+    assert all((exports[0] / name).read_bytes() == (exports[1] / name).read_bytes() for name in names)
+
+
+def test_tars_in_a_store_are_those_on_a_disk(faulty: Faulty, tmp_path: Path) -> None:
+    if faulty.url.startswith("gs://"):
+        pytest.skip("multi-storage-client has no way to Google's emulator")
+    answers = write_shards(tmp_path / "tars", count=2, each=5)
+    source = DatasetConfig(path=str(tmp_path / "tars"), kind="webdataset")
+    prepare_stream(source, run_dir=tmp_path)
+    put(tmp_path / "tars", faulty.store.below("tars"))
+    stored = DatasetConfig(path=faulty.store.below("tars").url, kind="webdataset")
+    streams = [open_stream(each, run_dir=tmp_path, rank=0, world=1, seed=1) for each in (source, stored)]
+    told = [[next(samples).turns[1].parts[0] for _ in answers] for samples in map(iter, streams)]
+    assert told[0] == told[1]
+    assert sorted(told[0]) == sorted(answers)

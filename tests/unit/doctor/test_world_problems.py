@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megavlm.doctor.links import ALL_GATHER, ALL_REDUCE, EXCHANGE, NODE, PAIR, WORLD, Measured, rails, rounds
 from megavlm.doctor.node import adapters, counted
 from megavlm.doctor.parts import Sign, blame
-from megavlm.doctor.world import slowest
+from megavlm.doctor.world import Office, _clocks, slowest
 from megavlm.doctor.world_problems import Bandwidth, Clock, Survey, world_problems
 from megavlm.doctor.world_report import world_json, world_text
+from megavlm.parallel.rendezvous import Meeting
 from megavlm.planner.hardware import PROFILES
 
 FACTS = {"torch": "2.11.0", "code": "abc", "GPUs": "8 × NVIDIA H100 80GB HBM3 (79 GiB)", "adapters": "8 × InfiniBand"}
@@ -147,3 +151,19 @@ def test_adapters_are_read_from_sys(tmp_path: Path):
         "1 × Ethernet 100 Gb/s up, MTU 9000, 1 × InfiniBand 400 Gb/sec (4X NDR) ACTIVE, "
         "1 × InfiniBand 400 Gb/sec (4X NDR) DOWN"
     )
+
+
+def test_a_clock_is_read_by_the_shortest_round_trip():
+    """The other node answers late, and once very late: the middle of the trip is right to within half of it."""
+    store, late = dist.HashStore(), iter([0.3])
+
+    def ahead() -> float:
+        time.sleep(next(late, 0.02))
+        return time.time() + 100
+
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(_clocks, Office(Meeting(store, 1, 2)), [0, 1], now=ahead)
+        _, clock = _clocks(Office(Meeting(store, 0, 2)), [0, 1])
+        other.result()
+    assert clock.within < 0.1
+    assert abs(clock.ahead - 100) <= clock.within + 1e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 import yaml
 
 from megavlm.cli import sweep
+from megavlm.errors import UserError
 from megavlm.launch.job import Job
 from megavlm.resilience.status import write_status
-from megavlm.sweep import array, jobs
+from megavlm.sweep import array, jobs, local
 from megavlm.sweep.grid import Grid, Variant, read_grid, variants_of
 from megavlm.sweep.page import page
 from megavlm.sweep.results import as_markdown, as_tsv, best_of, columns, rows_of
@@ -213,3 +215,33 @@ def test_an_array_job_is_one_command(tmp_path: Path):
     assert Job(2, 4, ()).world == grid.world
     array.write_flags(grid, variants[1:])
     assert (folder / "array.txt").read_text().splitlines()[1].endswith(f"--lr 3 --run-dir {folder}/lr-3")
+
+
+def test_a_second_array_of_a_sweep_is_refused_while_the_first_is_in_the_queue(tmp_path: Path, monkeypatch):
+    grid = grid_of(tmp_path)
+    queued = {"17": "17_[0-1] main", "18": ""}
+
+    def squeue(words: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(words, 0, stdout=queued[words[-1]])
+
+    monkeypatch.setattr(subprocess, "run", squeue)
+    array.refuse_second(grid)  # none was sent
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/array.job").write_text("17\n")
+    with pytest.raises(UserError, match="array job 17 of this sweep is in the queue"):
+        array.refuse_second(grid)
+    (tmp_path / "runs/array.job").write_text("18\n")
+    array.refuse_second(grid)
+
+
+def test_variants_beside_one_another_have_gpus_of_their_own(tmp_path: Path, monkeypatch):
+    grid = grid_of(tmp_path, product={"lr": [1, 2]}, processes=2)
+    monkeypatch.setattr(local, "gpus_here", lambda: ["4", "5", "6"])
+    with pytest.raises(UserError, match="--parallel 2 variants of 2 processes need 4 GPUs, and 3 are here"):
+        local.train_here(grid, variants_of(grid), parallel=2, say=print)
+    runs = local.Runs(2, 2, ["4", "5", "6", "7"])
+    assert [runs._devices(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["4,5", "6,7"]
+    assert local.Runs(2, 2)._devices(0) == {}
+    runs.stop(15)
+    assert runs.train(variants_of(grid)[0]) is None  # nothing starts after a signal
+    assert not (tmp_path / "runs").exists()
