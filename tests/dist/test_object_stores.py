@@ -180,7 +180,7 @@ def test_a_run_from_a_model_and_data_in_a_store_is_that_from_a_disk(faulty: Faul
     data = write_llava(here / "data", samples=20)
     place = faulty.store.below("inputs")
     put(here, place)
-    common = "--seq-length 128 --precision fp32 --gbs 2 --num-workers 0 --save-interval 2 --train-iters".split()
+    common = "--seq-length 512 --precision fp32 --gbs 2 --num-workers 0 --save-interval 2 --train-iters".split()
     runs = tmp_path / "disk", tmp_path / "store"
     for root, run_dir, env in ((str(here), runs[0], {}), (place.url, runs[1], faulty.env)):
         env = {**env, "MEGAVLM_CACHE": str(tmp_path / "cache")}
