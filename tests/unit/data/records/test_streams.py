@@ -13,6 +13,7 @@ import pytest
 
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import is_held_out, open_stream, open_tars, prepare_stream
+from megavlm.data.records.streams import for_energon
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason
 from megavlm.errors import UserError
 from tests.support.tar_shards import sample, write_shards, write_tar
@@ -292,3 +293,19 @@ def test_a_sparse_file_is_no_file(tmp_path: Path, size: int) -> None:
 def test_a_sample_beyond_its_budget_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megavlm.data.records.energon.LARGEST_SAMPLE", 1000)
     assert set(take(opened(folder), 3)) == {str(Reason.TRUNCATED)}
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("s3://bucket/a/b", "msc://_s3-bucket/a/b"),
+        ("gs://bucket/a.tar", "msc://_gs-bucket/a.tar"),
+        ("msc://mine/a", "msc://mine/a"),
+    ],
+)
+def test_a_bucket_is_the_profile_that_is_made_of_it(url: str, place: str) -> None:
+    from multistorageclient.shortcuts import _resolve_non_msc_url
+
+    assert for_energon(url) == place
+    if not url.startswith("msc"):
+        assert "msc://{}/{}".format(*_resolve_non_msc_url(url)) == place
