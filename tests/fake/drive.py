@@ -45,6 +45,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
         return
     from megavlm.cli.train import train
 
+    folder.mkdir(parents=True)  # as rank 0 does, which may not be there
     train([*case["argv"], "--run-dir", str(folder)])
 
 
