@@ -99,6 +99,10 @@ def dry_run(config: Config, *, world: int) -> None:
         source = files_source(config)
         config = with_counted_length(config, source)
         print(data_table(config, source))
+    if config.evaluation.sample_interval:
+        from megavlm.data.prompts import samples_line
+
+        print(samples_line(config))
     if config.train.train_iters is not None:
         print(duration_line(config, dims, on_gpu=on_gpu))
 

@@ -49,6 +49,20 @@ EFFECTS = (
         "without validation data",
         "add --validation PATH or --validation-split 0.01",
     ),
+    Effect(
+        "evaluation",
+        ("sample_interval",),
+        has_validation,
+        "without validation data, which have the prompts",
+        "add --validation PATH or --validation-split 0.01",
+    ),
+    Effect(
+        "evaluation",
+        ("sample_count", "sample_max_new_tokens"),
+        lambda config: has_validation(config) and config.evaluation.sample_interval > 0,
+        "without answers",
+        "add --sample-interval 100",
+    ),
     Effect("evaluation", ("eval_samples",), _data("digits"), "except on digits", "use --data digits"),
     Effect(
         "data",

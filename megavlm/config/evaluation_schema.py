@@ -1,4 +1,4 @@
-"""The options of validation, but for its data (`data.validation`)."""
+"""The options of validation and of answers to held-out prompts, but for their data (`data.validation`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megavlm.config.option import option
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """When the loss on validation data is measured, and on how many of them."""
+    """When the loss on validation data is measured, and on how many of them; when the model answers some of them."""
 
     eval_interval: int = option(
         None,
@@ -20,3 +20,10 @@ class EvaluationConfig:
         None, "Most global batches of validation data that are measured, a fair sample of them; default: all."
     )
     eval_samples: int = option(96, "Digits: number of held-out questions of each kind.")
+    sample_interval: int = option(
+        0,
+        "Steps between the model's answers to some validation samples, shown beside the right answers on "
+        "RUN_DIR/samples/index.html; there are answers before the first step and at the end, too. 0: never.",
+    )
+    sample_count: int = option(8, "Number of validation samples that are answered, one of each data set in turn.")
+    sample_max_new_tokens: int = option(128, "Most tokens of such an answer.")

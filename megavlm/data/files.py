@@ -73,7 +73,7 @@ class FilesSource:
         self.image_token = self.tokenizer.image
         self.pad_token = self.tokenizer.pad
         self._costs = CostModel.of(config.model)
-        self._max_pixels = config.data.max_image_pixels
+        self.max_pixels = config.data.max_image_pixels
 
     def warnings(self) -> list[str]:
         """Return the warnings to print before a run."""
@@ -212,6 +212,17 @@ class FilesSource:
             tile_groups=self._tile_groups(layouts),
         )
 
+    @property
+    def answer_ends(self) -> tuple[int, ...]:
+        """Return the tokens before which an answer ends: the tokenizer's, and that of the chat template."""
+        mark = self.chat.end_of_turn.strip()
+        ids = self.tokenizer.encode(mark).ids.tolist() if mark else []
+        return tuple(sorted({self.tokenizer.eos, *(ids if len(ids) == 1 else [])}))
+
+    def decode_answer(self, token_ids: Sequence[int]) -> str:
+        """Return the text of generated tokens without special ones."""
+        return self.tokenizer.decode(token_ids, special=False).strip()
+
     def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
         source, label = self.label(sample_id)
         names = self.validation_names if isinstance(sample_id, HeldOut) else self.names
@@ -246,7 +257,7 @@ class FilesSource:
     def _layouts(self, images: Sequence[ImageRef]) -> list[Layout]:
         """Return the layout of each image, of which only the header is read. Raises BadSample."""
         return [
-            self.processor.layout(*size_of(image.source, max_pixels=self._max_pixels), images=len(images))
+            self.processor.layout(*size_of(image.source, max_pixels=self.max_pixels), images=len(images))
             for image in images
         ]
 
@@ -258,5 +269,5 @@ class FilesSource:
 
     def _patches(self, image: ImageRef, *, images: int) -> Tensor:
         """Return the patches of all tiles of one image. Raises BadSample if it cannot be decoded."""
-        pixels = decode(image.source, max_pixels=self._max_pixels).pixels
+        pixels = decode(image.source, max_pixels=self.max_pixels).pixels
         return torch.cat(self.processor.tiles(pixels, images=images))

@@ -8,13 +8,27 @@ data-parallel rank a part of its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megavlm.data.types import BadSample, HeldOut, Sample, SampleId, Segment, Skipped
 
 _WORD = (1 << 64) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutPrompt:
+    """A validation sample up to an answer of it, and that answer, the `reference`."""
+
+    sample: Sample  # the tokens that the model continues, with the images in them
+    label: str  # as in `chat.jsonl:18`
+    question: str  # what is asked, as a reader sees it
+    reference: str
+    pictures: tuple[NDArray[np.uint8], ...]  # [height, width, 3] each, for readers: reduced
 
 
 class Source(Protocol):
@@ -64,6 +78,19 @@ class ComputedSource(ABC):
     def validation_sample(self, held_out: HeldOut) -> Sample:
         """Return a validation sample."""
         raise AssertionError("this source has none")
+
+    def held_out_prompt(self, held_out: HeldOut) -> HeldOutPrompt:
+        """Return a validation sample as a prompt."""
+        raise AssertionError("this source has none")
+
+    @property
+    def answer_ends(self) -> tuple[int, ...]:
+        """Return the tokens before which an answer ends."""
+        raise AssertionError("this source has no prompts")
+
+    def decode_answer(self, token_ids: Sequence[int]) -> str:
+        """Return the text of generated tokens."""
+        raise AssertionError("this source has no prompts")
 
     def load(self, segment: Segment) -> Sample:
         if isinstance(segment.sample_id, HeldOut):

@@ -13,7 +13,7 @@ from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.images import Image
-from megavlm.data.source import ComputedSource, generator
+from megavlm.data.source import ComputedSource, HeldOutPrompt, generator
 from megavlm.data.tokenizers.training import Tokenizer, ensure_tokenizer
 from megavlm.data.types import HeldOut, Sample
 from megavlm.demo.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
@@ -93,10 +93,23 @@ class DigitsSource(ComputedSource):
 
     def validation_sample(self, held_out: HeldOut) -> Sample:
         """Return a held-out question, as in `questions`, with its answer, which is trained."""
+        return replace(self._sample(self._held_out_scene(held_out)), source=held_out.source)
+
+    def held_out_prompt(self, held_out: HeldOut) -> HeldOutPrompt:
+        """Return a held-out question with its canvas and its answer."""
+        asked = self._question(self._held_out_scene(held_out))
+        pixels = np.repeat(asked.canvas[:, :, :1], 3, axis=2)
+        label = f"{asked.kind} {held_out.record + 1}"
+        return HeldOutPrompt(asked.sample, label, asked.text, asked.answer, (pixels,))
+
+    @property
+    def answer_ends(self) -> tuple[int, ...]:
+        return (self._tokenizer.eos,)
+
+    def _held_out_scene(self, held_out: HeldOut) -> Scene:
         kinds = list(PHRASINGS)
         index = held_out.record * len(kinds) + held_out.source
-        sample = self._sample(self._canvases.held_out_scene(index, kind=kinds[held_out.source]))
-        return replace(sample, source=held_out.source)
+        return self._canvases.held_out_scene(index, kind=kinds[held_out.source])
 
     def _sample(self, scene: Scene) -> Sample:
         question, answer = self._canvases.dialogue(scene)

@@ -57,6 +57,6 @@ def demo() -> Config:
         data=DataConfig(kind="digits"),
         run=RunConfig(run_dir="runs/demo"),
         checkpoint=CheckpointConfig(save_interval=200),
-        evaluation=EvaluationConfig(eval_interval=200, eval_samples=96),
+        evaluation=EvaluationConfig(eval_interval=200, eval_samples=96, sample_interval=100, sample_max_new_tokens=12),
         logging=LoggingConfig(log_interval=10),
     )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
-from io import BytesIO
-
-from PIL import Image
 
 from megavlm.data.decode import decode
 from megavlm.data.types import BadSample, ImageRef
@@ -15,9 +11,9 @@ from megavlm.evaluation.metrics import METRICS
 from megavlm.evaluation.scores import Scored, scores_of
 from megavlm.evaluation.task import Task
 from megavlm.preview.html import document, facts, section, table
+from megavlm.preview.pictures import picture
 
 _SIDE = 320  # pixels of the longer side of an image on the page
-_QUALITY = 80  # of its JPEG
 
 
 def failures_page(
@@ -74,11 +70,4 @@ def _pictures(task: Task, failed: Scored) -> list[str]:
 
 def _picture(image: ImageRef) -> str:
     """Return an image, reduced, as an <img> that holds its bytes. Raises BadSample if it cannot be decoded."""
-    picture = Image.fromarray(decode(image.source).pixels)
-    height, width = picture.height, picture.width
-    picture.thumbnail((_SIDE, _SIDE))
-    file = BytesIO()
-    picture.save(file, format="JPEG", quality=_QUALITY)
-    data = b64encode(file.getvalue()).decode("ascii")
-    sides = f'width="{picture.width}" height="{picture.height}"'
-    return f'<img {sides} alt="{height}×{width} pixels" src="data:image/jpeg;base64,{data}">'
+    return picture(decode(image.source).pixels, side=_SIDE)

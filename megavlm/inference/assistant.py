@@ -80,7 +80,7 @@ class Assistant:
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of generated tokens, up to the first that ends an answer, without special tokens."""
         end = next((place for place, token in enumerate(ids) if token in self.ends), len(ids))
-        return self.source.tokenizer.decode(ids[:end], special=False).strip()
+        return self.source.decode_answer(ids[:end])
 
     def check_length(self, sample: Sample) -> None:
         """Raise BadSample for a prompt that leaves no room for an answer within the model's positions."""
@@ -133,8 +133,5 @@ class Assistant:
 def _ends(model: Any, source: FilesSource) -> tuple[int, ...]:
     """Return the tokens that end an answer: those of the folder, of the tokenizer, and of the chat template."""
     own = model.generation_config.eos_token_id
-    mark = (
-        source.tokenizer.encode(source.chat.end_of_turn.strip()).ids.tolist() if source.chat.end_of_turn.strip() else []
-    )
     listed = own if isinstance(own, list) else [] if own is None else [own]
-    return tuple(sorted({*listed, source.tokenizer.eos, *(mark if len(mark) == 1 else [])}))
+    return tuple(sorted({*listed, *source.answer_ends}))

@@ -58,17 +58,21 @@ class Validation:
 
 @dataclass(frozen=True)
 class Generation:
-    """What the model says to a held-out prompt; `images` are arrays [height, width, 3] of bytes."""
+    """What the model says to a held-out prompt, which `label` names.
+
+    `images` are arrays [height, width, 3] of bytes: the prompt's, at most 448 pixels on a side.
+    """
 
     prompt: str
     answer: str
     reference: str = ""
     images: Sequence[Any] = ()
+    label: str = ""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The model answered held-out prompts after `iteration`."""
+    """The model answered held-out prompts after `iteration`; 0: before the first step."""
 
     iteration: int
     generations: Sequence[Generation]

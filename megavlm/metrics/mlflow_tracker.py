@@ -27,6 +27,7 @@ class MlflowTracker(Callback):
         self._client: Any = None
         self._run = ""
         self._monitor: Any = None
+        self._pictures_sent = False
 
     def on_start(self, start: Start) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or _local_store(start.run_dir)
@@ -61,12 +62,16 @@ class MlflowTracker(Callback):
         self._client.log_batch(self._run, metrics=metrics)
 
     def on_samples(self, samples: Samples) -> None:
-        told = [{"prompt": s.prompt, "answer": s.answer, "reference": s.reference} for s in samples.generations]
+        told = [
+            {"label": s.label, "prompt": s.prompt, "answer": s.answer, "reference": s.reference}
+            for s in samples.generations
+        ]
         text = json.dumps(told, indent=2, ensure_ascii=False)
         self._client.log_text(self._run, text, f"samples/iter_{samples.iteration:07d}.json")
-        for number, each in enumerate(samples.generations):
+        for number, each in enumerate(() if self._pictures_sent else samples.generations):
             for place, image in enumerate(each.images):
                 self._client.log_image(self._run, image, key=f"sample-{number}-{place}", step=samples.iteration)
+        self._pictures_sent = True  # they are always the same
 
     def on_stop(self, stop: Stop) -> None:
         self._monitor.finish()

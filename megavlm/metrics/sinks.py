@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,13 @@ class JsonlSink(Callback):
             raise UserError(f"{path} cannot be read and written ({error.strerror or error}): move it away") from error
 
     def on_step_end(self, step: StepEnd) -> None:
-        assert "iteration" in step.record
+        self.write(step.record)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record, which has an iteration."""
+        assert "iteration" in record
         # A single write per line: a line is incomplete only if the process is killed inside the system call.
-        self._lines.append(json.dumps(dict(step.record)).encode() + b"\n")
+        self._lines.append(json.dumps(dict(record)).encode() + b"\n")
 
     def on_stop(self, stop: Stop) -> None:
         """Write lines that wait."""

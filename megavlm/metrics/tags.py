@@ -38,6 +38,7 @@ TAGS = {
     "save_time_s": "perf/save_time_s",
     "eval_time_s": "perf/eval_time_s",
     "eval_time_fraction": "perf/eval_time_fraction",
+    "sample_time_s": "perf/sample_time_s",
 }
 # Of names that begin so, the beginning is replaced; names with a slash are tags already.
 PREFIXES = {"eval_": "validation/", "imbalance_": "data/imbalance_"}

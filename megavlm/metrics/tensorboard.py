@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megavlm.metrics.callback import Callback, Samples, StepEnd, Stop
+from megavlm.metrics.callback import Callback, Generation, Samples, StepEnd, Stop
 from megavlm.metrics.tags import tagged
 
 
@@ -21,6 +22,7 @@ class TensorBoardSink(Callback):
         """
         from torch.utils.tensorboard import SummaryWriter  # the import takes a second, and only one rank needs it
 
+        self._pictures_written = False
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
 
     def on_step_end(self, step: StepEnd) -> None:
@@ -33,12 +35,12 @@ class TensorBoardSink(Callback):
     def on_samples(self, samples: Samples) -> None:
         def add(writer: Any) -> None:
             for number, each in enumerate(samples.generations):
-                text = f"{each.prompt}\n\n**{each.answer}**\n\n{each.reference}"
-                writer.add_text(f"samples/{number}", text, samples.iteration)
-                for place, image in enumerate(each.images):
+                writer.add_text(f"samples/{number}", _told(each), samples.iteration)
+                for place, image in enumerate(() if self._pictures_written else each.images):
                     writer.add_image(f"samples/{number}/{place}", image, samples.iteration, dataformats="HWC")
 
         self._write(add)
+        self._pictures_written = True  # they are always the same
 
     def on_stop(self, stop: Stop) -> None:
         self._write(lambda writer: writer.close())
@@ -57,3 +59,10 @@ class TensorBoardSink(Callback):
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _told(said: Generation) -> str:
+    """Return a sample as Markdown in which nothing that it says is taken for Markdown."""
+    parts = {said.label or "prompt": said.prompt, "answer": said.answer, "reference": said.reference}
+    blocks = {name: textwrap.indent(text or " ", "    ", lambda line: True) for name, text in parts.items()}
+    return "\n\n".join(f"{name}:\n\n{block}" for name, block in blocks.items())

@@ -63,12 +63,16 @@ class WandbTracker(Callback):
 
         if samples.iteration < self._first:
             return
-        table = wandb.Table(columns=["prompt", "answer", "reference"])
+        most = max((len(each.images) for each in samples.generations), default=0)
+        numbers = [f"image {number + 1}" if number else "image" for number in range(most)]
+        table = wandb.Table(columns=["sample", *numbers, "prompt", "answer", "reference"])
         pictures = []
         for each in samples.generations:
-            table.add_data(each.prompt, each.answer, each.reference)
-            pictures += [wandb.Image(image, caption=f"{each.prompt} {each.answer}") for image in each.images]
-        self._run.log({"samples/text": table, "samples/images": pictures}, step=samples.iteration)
+            seen = [wandb.Image(image, caption=f"{each.prompt} {each.answer}") for image in each.images]
+            table.add_data(each.label, *seen, *[None] * (most - len(seen)), each.prompt, each.answer, each.reference)
+            pictures += seen
+        shown = {"samples/images": pictures} if pictures else {}
+        self._run.log({"samples/answers": table, **shown}, step=samples.iteration)
 
     def on_stop(self, stop: Stop) -> None:
         self._run.finish(exit_code=1 if stop.state == "failed" else 0)

@@ -13,13 +13,18 @@ from megavlm.preview.style import STYLE
 
 def write_page(text: str, out: Path) -> None:
     """Write a page, whole or not at all. Raises UserError, which names --out, if the file cannot be written."""
-    temporary = out.with_name(out.name + ".tmp")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(temporary, out)
+        replace_page(text, out)
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror}") from error
+
+
+def replace_page(text: str, out: Path) -> None:
+    """Write a page, whole or not at all, whether there is an older one or not. Raises OSError."""
+    temporary = out.with_name(out.name + ".tmp")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary.write_text(text, encoding="utf-8", errors="replace")
+    os.replace(temporary, out)
 
 
 def document(title: str, body: Iterable[str]) -> str:

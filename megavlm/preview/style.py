@@ -106,6 +106,25 @@ article{border-top:1px solid var(--line);padding:16px 0}
 mark{background:var(--trained);color:var(--trained-ink);border-bottom:2px solid var(--trained-line);border-radius:2px;
   -webkit-box-decoration-break:clone;box-decoration-break:clone}
 .image{background:var(--image);color:var(--image-ink);border-radius:8px;padding:0 7px;font-size:12px}
+.asked{display:grid;grid-template-columns:minmax(0,260px) minmax(0,1fr);gap:6px 22px;align-items:start}
+.asked.blind{grid-template-columns:minmax(0,1fr)}
+.asked h2,.said div{white-space:pre-wrap;overflow-wrap:anywhere;max-height:18em;overflow:auto}
+.asked h2{margin:0 0 4px}
+.asked h2.long{font-size:15px;font-weight:normal}
+.asked .images{margin:0;gap:8px}
+.asked img{width:100%;height:auto;max-height:420px;object-fit:contain;object-position:left top;border-radius:4px;
+  image-rendering:auto}
+.asked img[src^="data:image/png"]{image-rendering:pixelated}
+.asked .images img:not(:only-child){width:calc(50% - 4px)}
+.said{list-style:none;margin:0;padding:0}
+.said li{display:grid;grid-template-columns:104px minmax(0,1fr);gap:12px;padding:6px 0;border-top:1px solid var(--line)}
+.said b{font-weight:normal;color:var(--quiet);font-size:13px;font-variant-numeric:tabular-nums}
+.said b span{color:var(--trained-line);font-weight:700}
+.said .right div{font-weight:600}
+.said .quiet{margin:0}
+@media(max-width:640px){.asked{grid-template-columns:minmax(0,1fr)}
+  .asked img{max-height:240px;width:auto;max-width:100%}
+  .said li{grid-template-columns:84px minmax(0,1fr);gap:8px}}
 @media print{section{break-inside:avoid}}
 """
 )

@@ -234,7 +234,7 @@ def _steps(records: Sequence[Mapping[str, Any]]) -> list[Step]:
                 data=data,
                 slow=min(slow, seconds - data),
                 stall=_micro(record.get("save_stall_s")),
-                evaluation=_micro(record.get("eval_time_s")),
+                evaluation=_micro(record.get("eval_time_s")) + _micro(record.get("sample_time_s")),
             )
         )
     return sorted(found, key=lambda step: step.end)

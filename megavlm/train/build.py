@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megavlm.arch.layers import PATCH_EMBED
 from megavlm.backend import Backend
 from megavlm.backend.clock import clock_of
 from megavlm.checkpoint.begun import as_begun
@@ -23,25 +22,18 @@ from megavlm.checkpoint.state import Position
 from megavlm.config.derived import minutes_to_meet, overlapped, shards_gradients
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.lora import beyond_adapters
-from megavlm.config.resolve import has_validation, resolve
+from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import start_table, starts_from_weights
 from megavlm.data.data_loader import DataLoader
-from megavlm.data.epochs import prepare_data
 from megavlm.data.files import FilesSource
-from megavlm.data.image_assignment import ImageAssignment
-from megavlm.data.loaders import Loaders, build_loaders
-from megavlm.data.records import data_identity
-from megavlm.data.source import ComputedSource
-from megavlm.data.summary import data_table
-from megavlm.data.validation import ValidationSamples, validation_samples
+from megavlm.data.source import ComputedSource, HeldOutPrompt
 from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import SkippedLog
-from megavlm.model.specs import DTYPES
 from megavlm.parallel.dims import dims_of
-from megavlm.parallel.groups import Groups, build_groups, from_rank_0, meet, on_rank_0, start
+from megavlm.parallel.groups import build_groups, from_rank_0, meet, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.planner.auto import offload_memory_error
 from megavlm.planner.plan import Plan, make_plan, table
@@ -54,8 +46,8 @@ from megavlm.train.callbacks import Callbacks
 from megavlm.train.engine import Engine
 from megavlm.train.fetch import fetch
 from megavlm.train.initial_state import choose_checkpoints, initial_weights, restore
-from megavlm.train.length import with_length
 from megavlm.train.outputs import callbacks_of, note_start, outputs
+from megavlm.train.run_data import prepare
 from megavlm.train.run_dir import check_shared, make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
 from megavlm.train.uploads import Uploads
@@ -72,6 +64,7 @@ class Run:
     source: ComputedSource | FilesSource
     data_loader: DataLoader
     validation_loader: DataLoader | None  # None without validation samples
+    prompts: tuple[HeldOutPrompt, ...]  # of --sample-interval
     engine: Engine
     position: Position  # what is already done
     run_dir: Path
@@ -166,7 +159,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         print("\n".join(told), flush=True)
 
     watch.starting("data")
-    config, loaders, identity = _data(config, source, plan, groups, backend)
+    config, data = prepare(config, source, plan, groups, backend)
     watch.starting("checkpoint of a store")
     fetch(config, run_dir, watch.phases)
     watch.starting("model")
@@ -186,7 +179,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     )
     watch.starting("checkpoint")
     built = time.time()
-    position = restore(engine, loaders.training, config, plan, choices, identity)
+    position = restore(engine, data.loaders.training, config, plan, choices, data.identity)
     dist.barrier()  # others may still read what rank 0 holds for them
     holds.release()
     callbacks, progress = Callbacks(watch.phases), None
@@ -201,8 +194,9 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         plan=plan,
         backend=backend,
         source=source,
-        data_loader=loaders.training,
-        validation_loader=loaders.validation,
+        data_loader=data.loaders.training,
+        validation_loader=data.loaders.validation,
+        prompts=data.prompts,
         engine=engine,
         position=position,
         run_dir=run_dir,
@@ -210,47 +204,11 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         callbacks=callbacks,
         saver=saver,
         uploads=_uploads(config),
-        data_identity=identity,
+        data_identity=data.identity,
         lock=lock,
         watch=watch,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.coords.dp:05d}.jsonl" if groups.is_reader else None),
     )
-
-
-def _data(
-    config: Config, source: ComputedSource | FilesSource, plan: Plan, groups: Groups, backend: Backend
-) -> tuple[Config, Loaders, dict[str, Any]]:
-    """Return the configuration with the run's length in steps, the data loaders, and what tells the data from others.
-
-    Rank 0 prepares the data and says what there is; the others wait for it.
-    """
-    rank = dist.get_rank()
-    epoch = from_rank_0(partial(prepare_data, config), 0)
-    config = with_length(config, source, epoch, told=rank == 0)
-    if isinstance(source, FilesSource):
-        on_rank_0(partial(_tell_data, config, source))
-    identity = from_rank_0(partial(data_identity, config), dict[str, Any]())
-    validation = None
-    if has_validation(config):
-        validation = from_rank_0(partial(validation_samples, config, source), ValidationSamples((), ()))
-        if rank == 0:
-            print(validation.line(), flush=True)
-    loaders = build_loaders(
-        config,
-        source,
-        groups,
-        device=backend.device,
-        dtype=DTYPES[config.precision.dtype],
-        vision_group=_vision_group(plan, groups),
-        assignment=ImageAssignment.of(config, ranks=groups.mp.size()) if plan.encoder else None,
-        epoch=epoch,
-        validation=validation,
-    )
-    return config, loaders, identity
-
-
-def _tell_data(config: Config, source: FilesSource) -> None:
-    print(data_table(config, source), flush=True)
 
 
 def _saver(config: Config) -> Saver | None:
@@ -286,10 +244,3 @@ def _hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if complaint := offload_memory_error(config, plan.dims, node_memory=memory, devices=devices):
         yield f"{complaint}: the run may end out of memory"
-
-
-def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
-    """Return the group of this replica's ranks that encode images; None on a rank that encodes none."""
-    if plan.encoder:
-        return groups.mp
-    return groups.tp if plan.owner_of(PATCH_EMBED) == groups.coords.pp else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,10 @@ from megavlm.parallel.groups import broadcast_from_last_stage
 from megavlm.train.engine import Engine
 
 
+class GivenUp(Exception):
+    """Raised on all ranks alike: answers are not waited for."""
+
+
 def generate(
     engine: Engine,
     spec: CollateSpec,
@@ -25,13 +29,14 @@ def generate(
     micro_batch_size: int,
     max_new_tokens: int,
     stop: Collection[int] = (),
+    give_up: Callable[[], bool] | None = None,
 ) -> list[list[int]]:
     """Return up to `max_new_tokens` tokens for each prompt, each the most likely next token; equal on all ranks.
 
     An answer ends before the first token of `stop`. Each data-parallel rank takes every DP-th prompt. All ranks have as
     many micro-batches, since sharded weights (ZeRO-3) are gathered by all of them for each pass, and a multiple of PP,
     as the interleaved schedule requires: prompts are repeated until there are so many. The caller enters
-    `engine.evaluation()`.
+    `engine.evaluation()`. Raises GivenUp before another token if `give_up()` is true on any rank.
     """
     groups = engine.groups
     mine = list(prompts[groups.coords.dp :: groups.dims.dp])
@@ -49,7 +54,7 @@ def generate(
     while len(chosen) < max_new_tokens:
         logits = engine.schedule.logits(batches)
         chosen.append(_next_tokens(engine, logits, count=len(work), never=spec.image_token))
-        if stop and _all_ended(chosen, stop, device):
+        if (stop or give_up) and _all_ended(chosen, stop, device, give_up):
             break
         places = (following + len(chosen) - 1).split(micro_batch_size)
         tokens = torch.tensor(chosen[-1]).split(micro_batch_size)
@@ -105,12 +110,17 @@ def _next_tokens(engine: Engine, logits: Sequence[Tensor], *, count: int, never:
     return broadcast_from_last_stage(chosen, engine.groups).tolist()
 
 
-def _all_ended(chosen: Sequence[Sequence[int]], stop: Collection[int], device: torch.device) -> bool:
-    """Return whether every answer, of all ranks, has a token of `stop`."""
-    ended = torch.tensor(all(not set(stop).isdisjoint(answer) for answer in zip(*chosen, strict=True))).to(device)
-    ended = ended.int()
-    dist.all_reduce(ended, dist.ReduceOp.MIN)
-    return bool(ended.item())
+def _all_ended(
+    chosen: Sequence[Sequence[int]], stop: Collection[int], device: torch.device, give_up: Callable[[], bool] | None
+) -> bool:
+    """Return whether every answer, of all ranks, has a token of `stop`. Raises GivenUp."""
+    going = any(set(stop).isdisjoint(answer) for answer in zip(*chosen, strict=True))
+    flags = torch.tensor([going, give_up is not None and give_up()], dtype=torch.int32, device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    goes_on, given_up = flags.tolist()
+    if given_up:
+        raise GivenUp
+    return not goes_on
 
 
 def _until(stop: Collection[int], answer: Sequence[int]) -> list[int]:

@@ -26,6 +26,7 @@ from megavlm.train.data_ahead import DataAhead
 from megavlm.train.evaluate import final_evaluation
 from megavlm.train.patience import Patience
 from megavlm.train.record import record_of
+from megavlm.train.samples import Samples
 from megavlm.train.saves import Saves
 from megavlm.train.step_guard import StepGuard
 from megavlm.train.step_result import StepResult
@@ -101,10 +102,13 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
     tally = Tally(run.position.samples_read, run.position.samples_skipped)
     patience, guard = Patience(run, say), StepGuard(run, say)
     saves, validation = Saves(run, say=say, took=patience.save), Validation(run, stop, say)
+    samples = Samples(run, stop, say)
     cut = _cut_short(run, stop)
     overdue = False  # a checkpoint is due, but the last step was bad
     end: BaseException | None = None
     record: dict[str, Value] = {}
+    if iteration == 0 and samples.is_due(0):
+        samples.answer(0)
     while iteration < last and end is None:
         iteration += 1
         tracer.before(iteration)
@@ -126,6 +130,9 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
         if validation.is_due(iteration) and not asked:
             record |= validation.measure(iteration)
             asked = validation.stopped
+        if samples.is_due(iteration) and not asked:
+            record |= samples.answer(iteration)
+            asked = samples.stopped
         record |= saves.news()
         run.callbacks.on_step_end(StepEnd(record))
         saves.tell()

@@ -8,6 +8,7 @@ from pathlib import Path
 from megavlm.config.schema import Config
 from megavlm.metrics.callback import Callback
 from megavlm.metrics.progress import ProgressLine
+from megavlm.metrics.samples_sink import SamplesSink
 from megavlm.metrics.sinks import JsonlSink, lost_steps
 from megavlm.metrics.tensorboard import TensorBoardSink
 from megavlm.metrics.trackers import check_installed, trackers_of
@@ -46,6 +47,8 @@ def outputs(config: Config, run_dir: Path, iteration: int) -> tuple[ProgressLine
     """Return the progress line, and all sinks and trackers of metrics, which go on after `iteration`."""
     progress = ProgressLine(config.train.train_iters, sys.stderr, log_interval=config.logging.log_interval)
     sinks: list[Callback] = [progress, JsonlSink(run_dir / _METRICS, resume_iteration=iteration)]
+    if config.evaluation.sample_interval:
+        sinks.append(SamplesSink(run_dir / "samples", resume_iteration=iteration))
     if config.logging.tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", purge_step=iteration + 1 if iteration else None))
     return progress, [*sinks, *trackers_of(config, run_dir)]

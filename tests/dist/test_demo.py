@@ -37,6 +37,10 @@ def test_any_layout_trains_and_answers_alike(pools: Pools, one: Path, tmp_path: 
         assert record["validation/largest/accuracy"] == other["validation/largest/accuracy"]
     past = history_of(events(tmp_path), metrics(tmp_path))
     assert past is not None
-    assert past.seconds[VALIDATION] == pytest.approx(sum(record["eval_time_s"] for record in measured), abs=1e-5)
+    spent = sum(record.get("eval_time_s", 0.0) + record.get("sample_time_s", 0.0) for record in metrics(tmp_path))
+    assert past.seconds[VALIDATION] == pytest.approx(spent, abs=1e-5)
+    said = [(run_dir / "samples" / "answers.jsonl").read_text() for run_dir in (tmp_path, one)]
+    assert said[0] == said[1]
+    assert said[0].count('"label": "largest ') == 4, "two of eight, before the first step and at the end"
     for name in ("examples.png", "tokenizer.model", "config.yaml", "plan.json", "environment.json", "tensorboard"):
         assert (tmp_path / name).exists(), name

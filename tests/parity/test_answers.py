@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import GenerationConfig
 
 from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Role, Turn
 from megavlm.inference.assistant import Assistant, Sampling
 from tests.support.processors import CASES, picture
-from tests.support.whole_models import whole_folder
+from tests.support.whole_models import answer_of_transformers, whole_folder
 
 LENGTH = 12
 Said = tuple[Role, tuple[str | int, ...]]  # a number is an image
@@ -60,15 +59,6 @@ def _theirs(model: Any, processor: Any, assistant: Assistant, talk: list[Said], 
         )
 
     messages = [{"role": role, "content": list(map(content, parts))} for role, parts in talk]
-    inputs = processor.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    return answer_of_transformers(
+        model, processor, messages, ends=assistant.ends, never=assistant.source.image_token, length=LENGTH
     )
-    options = GenerationConfig(
-        max_new_tokens=LENGTH,
-        do_sample=False,
-        eos_token_id=list(assistant.ends),
-        suppress_tokens=[assistant.source.image_token],
-    )
-    made = model.generate(**inputs, generation_config=options)[0, inputs["input_ids"].shape[1] :]
-    text: str = processor.tokenizer.decode(made, skip_special_tokens=True)
-    return text.strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,21 @@ def whole_folder(name: str, root: Path) -> tuple[Path, Any, Any]:
         image_token_id=model.config.image_token_id,
     )
     return folder, model, processor
+
+
+def answer_of_transformers(
+    model: Any, processor: Any, messages: Sequence[dict[str, Any]], *, ends: Sequence[int], never: int, length: int
+) -> str:
+    """The text that Transformers generates greedily, up to one of the tokens `ends` and without the token `never`."""
+    inputs = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    )
+    options = transformers.GenerationConfig(
+        max_new_tokens=length, do_sample=False, eos_token_id=list(ends), suppress_tokens=[never]
+    )
+    made = model.generate(**inputs, generation_config=options)[0, inputs["input_ids"].shape[1] :]
+    text: str = processor.tokenizer.decode(made, skip_special_tokens=True)
+    return text.strip()
 
 
 def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:

@@ -48,6 +48,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.optim",),
     ("megavlm.pipeline",),
     ("megavlm.checkpoint",),
+    ("megavlm.preview.html", "megavlm.preview.pictures", "megavlm.preview.style"),
     ("megavlm.metrics",),
     ("megavlm.train",),
     ("megavlm.doctor",),

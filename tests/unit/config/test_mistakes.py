@@ -108,6 +108,8 @@ RANGES = (
     Mistake("--save-interval -5", "--save-interval -5", "at least 0", "--save-interval 0"),
     Mistake("--keep-checkpoints -1", "--keep-checkpoints -1", "at least 0", "--keep-checkpoints 0"),
     Mistake("--eval-interval -1", "--eval-interval -1", "at least 0", "--eval-interval none"),
+    Mistake("--sample-interval -1", "--sample-interval -1", "at least 0", "--sample-interval 0"),
+    Mistake("--sample-count 0", "--sample-count 0", "at least 1", "--sample-count 8"),
     Mistake("--log-interval 0", "--log-interval 0", "at least 1", "--log-interval 1"),
     Mistake(
         "--distributed-timeout-minutes 0",
@@ -658,6 +660,15 @@ IDLE = (
     Mistake("--epochs 2", "--epochs has no effect without --datasets", "name your data sets", "--datasets a.json"),
     Mistake(
         "--eval-interval 5", "--eval-interval has no effect without", "add --validation PATH", "--eval-interval none"
+    ),
+    Mistake(
+        "--datasets a.json --sample-interval 5",
+        "--sample-interval has no effect without validation data",
+        "--validation-split 0.01",
+        "--validation-split 0.01",
+    ),
+    Mistake(
+        "--data digits --sample-count 3", "--sample-count has no effect", "--sample-interval 100", "--sample-interval 9"
     ),
     Mistake("--eval-samples 5", "--eval-samples has no effect except on digits", "--data digits", "--data digits"),
     Mistake("--validation b.json", "--validation has no effect without --datasets", "name your", "--datasets a.json"),

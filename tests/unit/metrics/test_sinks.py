@@ -179,13 +179,16 @@ def test_tensorboard_charts_numbers_and_purges_on_resume(tmp_path: Path) -> None
 def test_tensorboard_shows_samples_with_their_pictures(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     picture = np.full((4, 6, 3), 200, dtype=np.uint8)
-    sink.on_samples(Samples(3, [Generation("What is it?", "a wall", "a grey wall", [picture])]))
+    for iteration, answer in ((0, "# a\n*wall*"), (3, "a wall")):
+        said = [Generation("What is it?", answer, "a grey wall", [picture], "walls.jsonl:7")]
+        sink.on_samples(Samples(iteration, said))
     sink.on_stop(END)
     shown = EventAccumulator(str(tmp_path)).Reload()
     (image,) = shown.Images("samples/0/0")
-    assert (image.step, image.width, image.height) == (3, 6, 4)
-    (text,) = shown.Tensors("samples/0/text_summary")
-    assert b"a wall" in text.tensor_proto.string_val[0]
+    assert (image.step, image.width, image.height) == (0, 6, 4)
+    told = [text.tensor_proto.string_val[0].decode() for text in shown.Tensors("samples/0/text_summary")]
+    assert told[1] == "walls.jsonl:7:\n\n    What is it?\n\nanswer:\n\n    a wall\n\nreference:\n\n    a grey wall"
+    assert "\n    # a\n    *wall*\n" in told[0], "no Markdown"
 
 
 def test_a_run_that_resumes_learns_which_steps_were_lost(tmp_path: Path) -> None:

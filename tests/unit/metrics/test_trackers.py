@@ -27,9 +27,13 @@ def train(run_dir: Path, tracker: str, *, first: int, last: int) -> str:
     config = parse(argv.split())
     each = trackers._make(tracker, "tests", "a-run")
     each.on_start(Start(run_dir, config, first - 1, 2, "CPU"))
+    said = Generation("What is it?", "a wall", "a grey wall", [PICTURE], "walls.jsonl:7")
+    blind = Generation("Who is it?", "nobody", "somebody")
+    if first == 1:
+        each.on_samples(Samples(0, [said, blind]))
     for iteration in range(first, last + 1):
         each.on_step_end(StepEnd({"iteration": iteration, "loss": 1 / iteration, "mfu": None, "time": "now"}))
-    each.on_samples(Samples(last, [Generation("What is it?", "a wall", "a grey wall", [PICTURE])]))
+    each.on_samples(Samples(last, [said, blind]))
     each.on_stop(Stop(last, "finished"))
     identity = known_id(run_dir, tracker)
     assert identity is not None
@@ -66,6 +70,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"train/loss" in written
     assert b"optimizer.lr" in written
     assert b"a grey wall" in written
+    assert b"walls.jsonl:7" in written
     assert SECRET.encode() not in written
     assert b"me:pw" not in written
     assert list((tmp_path / "wandb").rglob("*.png"))
@@ -87,7 +92,9 @@ def test_mlflow_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     history = client.get_metric_history(identity, "train/loss")
     assert [(point.step, point.value) for point in history] == [(n, 1 / n) for n in range(1, 6)]
     assert [each.path for each in client.list_artifacts(identity, "samples")] == [
+        "samples/iter_0000000.json",
         "samples/iter_0000003.json",
         "samples/iter_0000005.json",
     ]
-    assert client.list_artifacts(identity, "images")
+    pictures = [each.path for each in client.list_artifacts(identity, "images") if each.path.endswith(".png")]
+    assert len(pictures) == 2, "one for each process"

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -12,29 +11,7 @@ from megavlm.config.cli import parse
 from megavlm.config.load import to_yaml
 from megavlm.preview.lines import Line, chart, short, thinned, ticks
 from megavlm.preview.run_data import differing, read_run
-
-VOID = ("meta", "br", "img")
-
-
-class Balanced(HTMLParser):
-    """Asserts that every element is closed in the order in which it was opened; collects text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None: ...
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
+from tests.support.html import told
 
 
 def write_run(folder: Path, *, steps: int, lr: str = "1e-3", speed: float = 100.0, **more: object) -> Path:
@@ -62,14 +39,6 @@ def write_run(folder: Path, *, steps: int, lr: str = "1e-3", speed: float = 100.
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
-
-
-def told(page: str) -> str:
-    reader = Balanced()
-    reader.feed(page)
-    reader.close()
-    assert not reader.open
-    return " ".join(" ".join(reader.text).split())
 
 
 def test_a_page_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -234,6 +234,7 @@ EVENTS = st.fixed_dictionaries(
 RECORDS = st.fixed_dictionaries(
     {"time": TIME, "iteration": WORDS, "step_time_s": WORDS},
     optional={"data_time_s": WORDS, "updated": WORDS, "save_stall_s": WORDS, "eval_time_s": WORDS,
+              "sample_time_s": WORDS,
               "slowest_rank_s": WORDS, "slowest_rank_excess": WORDS, "slowest_rank_phase": st.just("data")},
 )  # fmt: skip
 

@@ -14,6 +14,7 @@ from megavlm.config.cli import parse
 from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec
 from megavlm.data.synthetic import SyntheticSource
+from megavlm.data.types import Sample
 from megavlm.train import generate
 
 
@@ -29,6 +30,28 @@ def test_a_token_costs_few_positions(multiple: int, length: int, monkeypatch: py
         scores[..., 7] = 1
         return [scores] * len(batches)
 
+    engine, spec, prompts = _asked(logits, multiple)
+    assert generate.generate(engine, spec, prompts, micro_batch_size=2, max_new_tokens=3) == [[7] * 3] * 2
+    assert shapes == [(2, length), (2, multiple), (2, multiple)]
+
+
+def test_answers_are_given_up_with_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate.dist, "all_reduce", lambda flags, op: None)
+    passes = []
+
+    def logits(batches: list[MicroBatch]) -> list[Tensor]:
+        passes.append(1)
+        return [torch.eye(256)[None, 7:8].repeat(2, 1, 1)] * len(batches)
+
+    engine, spec, prompts = _asked(logits, 1)
+    with pytest.raises(generate.GivenUp):
+        generate.generate(
+            engine, spec, prompts, micro_batch_size=2, max_new_tokens=9, stop=[8], give_up=lambda: len(passes) == 3
+        )
+    assert len(passes) == 3
+
+
+def _asked(logits: Any, multiple: int) -> tuple[Any, CollateSpec, list[Sample]]:
     config = parse(["--seq-length", "32", "--images-per-sample", "0"])
     source = SyntheticSource(config)
     spec = CollateSpec.of(config, source)
@@ -39,5 +62,4 @@ def test_a_token_costs_few_positions(multiple: int, length: int, monkeypatch: py
         sequence_multiple=multiple,
         schedule=SimpleNamespace(logits=logits, backend=SimpleNamespace(device="cpu")),
     )
-    assert generate.generate(engine, spec, prompts, micro_batch_size=2, max_new_tokens=3) == [[7] * 3] * 2
-    assert shapes == [(2, length), (2, multiple), (2, multiple)]
+    return engine, spec, prompts

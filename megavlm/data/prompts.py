@@ -1,0 +1,157 @@
+"""Choose validation samples as prompts: the same ones at every layout, at every time and after every resume.
+
+    validation samples ─ one of each data set in turn ─ usable? ─→ the first `--sample-count` of them
+
+Of a conversation, the prompt ends before the first answer that is trained on: the first one, or with `--train-on last`
+the last one. Plain text is continued: its last tokens are the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice, zip_longest
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from megavlm.config.schema import Config
+from megavlm.data.decode import decode
+from megavlm.data.files import FilesSource
+from megavlm.data.skips import SkipSummary
+from megavlm.data.source import ComputedSource, HeldOutPrompt
+from megavlm.data.types import (
+    BadSample,
+    Conversation,
+    EncodedSample,
+    HeldOut,
+    ImageRef,
+    Reason,
+    Sample,
+    Segment,
+    Turn,
+)
+from megavlm.errors import UserError
+
+_LOOKED_AT = 100  # most samples that are looked at in vain
+_SIDE = 448  # pixels of the longer side of a picture
+_PICTURES = 8  # of a prompt that readers see; the model sees all
+
+
+def choose_prompts(
+    config: Config, source: ComputedSource | FilesSource, samples: Sequence[HeldOut]
+) -> tuple[HeldOutPrompt, ...]:
+    """Return `--sample-count` prompts, or fewer where there are no more. One rank calls it: it reads files.
+
+    Raises UserError if none of the first samples can be used.
+    """
+    options = config.evaluation
+    if isinstance(source, ComputedSource):
+        return tuple(source.held_out_prompt(sample) for sample in islice(in_turn(samples), options.sample_count))
+    ask = partial(_prompt, source, last=config.data.train_on == "last", most=options.sample_max_new_tokens)
+    found: list[HeldOutPrompt] = []
+    refused = SkipSummary()
+    for sample in islice(in_turn(samples), options.sample_count + _LOOKED_AT):
+        try:
+            found.append(ask(sample))
+        except BadSample as error:
+            refused.add([source.skipped(sample, error)])
+        if len(found) == options.sample_count:
+            break
+    if not found:
+        raise UserError(
+            f"--sample-interval {options.sample_interval}: none of the first {sum(refused.counts.values())} validation "
+            f"samples can be answered: {refused.told()}; or leave --sample-interval out"
+        )
+    return tuple(found)
+
+
+def samples_line(config: Config, count: int | None = None) -> str:
+    """Return the line about prompts that a run begins with; `count` is how many there are, if it is known."""
+    options = config.evaluation
+    number = f"{count}" if count is not None else f"up to {options.sample_count}"
+    return (
+        f"samples: {number} held-out prompts, answered every {options.sample_interval} steps with at most "
+        f"{options.sample_max_new_tokens} tokens: {config.run.run_dir}/samples/index.html"
+    )
+
+
+def in_turn(samples: Sequence[HeldOut]) -> Iterator[HeldOut]:
+    """Yield the samples of several data sets, one of each in turn."""
+    parts: dict[int, list[HeldOut]] = {}
+    for sample in samples:
+        parts.setdefault(sample.source, []).append(sample)
+    for together in zip_longest(*(parts[source] for source in sorted(parts))):
+        yield from filter(None, together)
+
+
+def _prompt(source: FilesSource, held_out: HeldOut, *, last: bool, most: int) -> HeldOutPrompt:
+    """Return a record as a prompt. Raises BadSample for one that does not fit a sequence as a whole."""
+    encoded = source.encode(held_out)
+    if encoded.skipped:
+        raise BadSample(encoded.skipped[0].reason, encoded.skipped[0].detail)
+    if len(encoded.samples) != 1:
+        raise BadSample(Reason.TOO_LONG, "it does not fit --seq-length as a whole")
+    conversation, number = source.conversation(held_out)
+    name, label = source.validation_names[number], source.label(held_out)[1]
+    label = label if label.startswith(name) else f"{name}: {label}"
+    if conversation.turns[0].role == "text":
+        sample, question, reference = _continued(source, held_out, encoded.samples[0], most)
+        asked = conversation
+    else:
+        place = _answer(conversation.turns, last=last)
+        asked = Conversation(conversation.turns[:place])
+        sample, question = source.prompt(asked), _told(asked.turns)
+        reference = _text(conversation.turns[place])
+    pictures = tuple(_picture(image, max_pixels=source.max_pixels) for image in asked.images[:_PICTURES])
+    if len(asked.images) > _PICTURES:
+        label += f" ({len(asked.images)} images, of which {_PICTURES} are shown)"
+    return HeldOutPrompt(sample, label, question, reference, pictures)
+
+
+def _answer(turns: Sequence[Turn], *, last: bool) -> int:
+    """Return the place of the first answer to a question, or of the last one."""
+    places = [place for place, turn in enumerate(turns) if place and turn.role == "assistant" and _text(turn)]
+    if not places:
+        raise BadSample(Reason.EMPTY, "the assistant answers nothing")
+    return places[-1 if last else 0]
+
+
+def _continued(source: FilesSource, held_out: HeldOut, encoded: EncodedSample, most: int) -> tuple[Sample, str, str]:
+    """Return the beginning of plain text, its words, and the rest: at most `most` tokens, at most half, no image."""
+    sample = source.load(Segment(held_out, encoded))
+    tokens = sample.tokens
+    after_images = int(np.flatnonzero(tokens == source.image_token).max(initial=-1)) + 1
+    cut = max(len(tokens) - 1 - most, len(tokens) // 2, after_images)  # the last token is the end
+    reference = source.decode_answer(tokens[cut:].tolist())
+    if not reference:
+        raise BadSample(Reason.EMPTY, "no text is left to continue with")
+    begun = tokens[:cut]
+    words = source.decode_answer(begun[begun != source.image_token].tolist())
+    return replace(sample, tokens=begun, trained=np.zeros(cut, dtype=np.bool_)), words, reference
+
+
+def _told(turns: Sequence[Turn]) -> str:
+    """Return what is asked; with several turns, who says what."""
+    if len(turns) == 1:
+        return _text(turns[0])
+    return "\n".join(f"{turn.role}: {_text(turn)}" for turn in turns)
+
+
+def _text(turn: Turn) -> str:
+    """Return the text of a turn; an image between words is `[image]`."""
+    parts = [part if isinstance(part, str) else "[image]" for part in turn.parts]
+    while parts and (parts[0] == "[image]" or not parts[0].strip()):
+        parts.pop(0)
+    while parts and (parts[-1] == "[image]" or not parts[-1].strip()):
+        parts.pop()
+    return "".join(parts).strip()
+
+
+def _picture(image: ImageRef, *, max_pixels: int) -> NDArray[np.uint8]:
+    """Return an image, upright and reduced. Raises BadSample if it cannot be decoded."""
+    picture = Image.fromarray(decode(image.source, max_pixels=max_pixels).pixels)
+    picture.thumbnail((_SIDE, _SIDE))
+    return np.array(picture)

@@ -1,0 +1,236 @@
+"""Answers to held-out prompts while a run trains: the same on every layout, and training does not notice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from megavlm.backend import activate
+from tests.support.data_files import write_all, write_llava, write_text
+from tests.support.flags import DROPOUT
+from tests.support.html import told
+from tests.support.pool import Pools
+from tests.support.training import SMALL, metrics, train, train_composed, without_wall_time
+
+activate()  # before the modules below import megatron-core
+
+from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
+from megavlm.config.cli import parse  # noqa: E402
+from megavlm.config.resolve import resolve  # noqa: E402
+from megavlm.data.files import FilesSource  # noqa: E402
+from tests.support.processors import CASES, picture  # noqa: E402
+from tests.support.whole_models import answer_of_transformers, whole_folder  # noqa: E402
+
+# Larger weights than training begins with, and a high rate: answers differ from prompt to prompt and change.
+RUN = [
+    *SMALL,
+    *"--images-per-sample 1 --image-sizes --train-iters 3 --lr 1e-2 --lr-warmup-iters 0 --seq-length 96".split(),
+    *"--init-method-std 0.2 --packing-window 16 --num-workers 0 --no-save".split(),
+]
+ASKED = "--sample-interval 2 --sample-count 5 --sample-max-new-tokens 6 --eval-interval 0".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_all(tmp_path_factory.mktemp("files"))
+    (folder / "held").mkdir()
+    write_llava(folder / "held", samples=9, seed=5)
+    (folder / "held" / "train.jsonl").rename(folder / "held" / "chat.jsonl")
+    write_text(folder / "held", lines=4, seed=6)
+    return folder
+
+
+def sources(folder: Path) -> list[str]:
+    held = folder / "held"
+    training = f"{folder / 'train.jsonl'},image_root={folder / 'images'}"
+    validation = [f"{held / 'chat.jsonl'},image_root={held / 'images'}", str(held / "book.txt")]
+    return ["--datasets", training, "--tokenizer", str(folder / "tokenizer"), "--validation", *validation]
+
+
+def said(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of answers.jsonl."""
+    return [json.loads(line) for line in (run_dir / "samples" / "answers.jsonl").read_text().splitlines()]
+
+
+def trained(run_dir: Path) -> list[dict[str, Any]]:
+    records = without_wall_time(metrics(run_dir))
+    return [{name: value for name, value in record.items() if name != "sample_time_s"} for record in records]
+
+
+@pytest.fixture(scope="module")
+def one(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A run on one process with some flags, made once."""
+    known: dict[str, Path] = {}
+
+    def run(flags: str = "") -> Path:
+        if flags not in known:
+            known[flags] = tmp_path_factory.mktemp("one")
+            pools(1).run(train, [*RUN, *sources(folder), *ASKED, *flags.split()], str(known[flags]))
+        return known[flags]
+
+    return run
+
+
+FROZEN = "--freeze vision projector"
+LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "model"),
+    [
+        (2, "--pp 2 --vpp 2 --micro-batch-size 2", ""),
+        pytest.param(2, "--data-parallel-sharding full --num-workers 1", "", marks=pytest.mark.slow),
+        pytest.param(4, "--tp 2 --pp 2", "", marks=pytest.mark.slow),
+        pytest.param(4, "--tp 2 --placement colocated", "", marks=pytest.mark.slow),
+        pytest.param(4, "--pp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
+        pytest.param(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA, marks=pytest.mark.slow),
+        pytest.param(2, "--tp 2", "--no-packing --packing-window 2048", marks=pytest.mark.slow),
+    ],
+)
+def test_any_layout_gives_the_same_answers(
+    pools: Pools, folder: Path, one: Any, tmp_path: Path, world: int, layout: str, model: str
+) -> None:
+    argv = [*RUN, *sources(folder), *ASKED, *layout.split(), *model.split()]
+    pools(world).run(train, argv, str(tmp_path))
+    expected = said(one(model))
+    assert [line["iteration"] for line in expected] == [0, 2, 3]
+    assert [each["label"].partition(".")[0] for each in expected[0]["answers"]] == ["chat", "book"] * 2 + ["chat"]
+    answers = [[each["answer"] for each in line["answers"]] for line in expected]
+    assert len(set(answers[0])) > 2, "the prompts make no difference"
+    assert answers[0] != answers[1] != answers[2], "training makes no difference"
+    assert said(tmp_path) == expected
+    assert all(answer in told((tmp_path / "samples" / "index.html").read_text()) for answer in answers[2])
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, DROPOUT),
+        pytest.param(
+            2,
+            [*DROPOUT, *"--precision bf16 --fp8 hybrid --fp8-recipe delayed --pp 2".split()],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2, [*DROPOUT, *f"--tp 2 --placement colocated --encode-ahead {FROZEN}".split()], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_training_is_bit_identical_with_and_without(
+    pools: Pools, folder: Path, tmp_path: Path, world: int, flags: list[str]
+) -> None:
+    argv = [*RUN, *sources(folder), *flags, "--eval-interval", "0"]
+    pools(world).run(train, [*argv, *ASKED, "--sample-interval", "1"], str(tmp_path / "often"))
+    pools(world).run(train, argv, str(tmp_path / "never"))
+    assert [line["iteration"] for line in said(tmp_path / "often")] == [0, 1, 2, 3]
+    assert not (tmp_path / "never" / "samples").exists()
+    assert trained(tmp_path / "often") == trained(tmp_path / "never")
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_with_the_same_page(pools: Pools, folder: Path, one: Any, tmp_path: Path) -> None:
+    """It had gone further than its checkpoint."""
+    argv = [*RUN, *sources(folder), *ASKED, "--save", "--save-interval", "1", "--train-iters", "4"]
+    pools(1).run(train, argv, str(tmp_path / "whole"))
+    run_dir = tmp_path / "halves"
+    pools(2).run(train, [*argv, "--train-iters", "3"], str(run_dir))
+    (run_dir / "checkpoints" / "iter_0000003" / "manifest.json").unlink()
+    assert [line["iteration"] for line in said(run_dir)] == [0, 2, 3]
+    pools(2).run(train, [*argv, "--tp", "2"], str(run_dir))
+    assert said(run_dir) == said(tmp_path / "whole")
+    shown = [told((path / "samples" / "index.html").read_text()) for path in (run_dir, tmp_path / "whole")]
+    assert shown[0].replace("halves", "whole") == shown[1]
+
+
+def train_and_stop_while_answering(argv: list[str], run_dir: str) -> int:
+    """Run until a request to stop comes with the first token after iteration 2; return how many passes follow it."""
+    from unittest.mock import patch
+
+    from megavlm.errors import Stopped
+    from megavlm.pipeline.schedule import Schedule
+    from megavlm.resilience.signals import StopRequest
+    from megavlm.train.samples import Samples
+
+    answer, logits, began = Samples.answer, Schedule.logits, StopRequest.training
+    requests: list[Any] = []
+    passes = -1
+
+    def beginning(self):
+        requests.append(self)
+        return began(self)
+
+    def answering(self, iteration):
+        nonlocal passes
+        passes = 0 if iteration == 2 else -1
+        return answer(self, iteration)
+
+    def computing(self, batches):
+        nonlocal passes
+        if passes >= 0:
+            passes += 1
+            requests[0].ask("the test", warning=True, urgent=False)
+        return logits(self, batches)
+
+    with (
+        patch.object(StopRequest, "training", beginning),
+        patch.object(Samples, "answer", answering),
+        patch.object(Schedule, "logits", computing),
+    ):
+        try:
+            train(argv, run_dir)
+        except Stopped:
+            return passes
+    return -1
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_ends_the_answers(pools: Pools, folder: Path, one: Any, tmp_path: Path) -> None:
+    argv = [*RUN, *sources(folder), *ASKED, "--save"]
+    assert pools(2).run(train_and_stop_while_answering, argv, str(tmp_path)) == [1, 1]
+    assert [line["iteration"] for line in said(tmp_path)] == [0]
+    pools(2).run(train, argv, str(tmp_path))
+    assert [line["iteration"] for line in said(tmp_path)] == [0, 3]
+    assert said(tmp_path)[1] == said(one())[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_transformers(pools: Pools, tmp_path: Path, name: str) -> None:
+    folder, theirs, processor = whole_folder(name, tmp_path)
+    pictures = [Image.fromarray(picture(*size, seed=seed)) for seed, size in enumerate([(60, 90), (97, 53)])]
+    for number, image in enumerate(pictures):
+        image.save(tmp_path / f"{number}.png")
+    asked = [([0], "Which is the largest?"), ([], "How many?"), ([1, 0], "Which is the largest?")]
+    lines = []
+    for shown, question in asked:
+        says = (("human", "<image>\n" * len(shown) + question), ("gpt", "A cat and a dog."))
+        turns = [{"from": role, "value": value} for role, value in says]
+        lines.append(json.dumps({"image": [f"{number}.png" for number in shown], "conversations": turns}))
+    (tmp_path / "held.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    argv = (
+        f"--init-from {folder} --precision fp32 --datasets {tmp_path}/train.jsonl --validation {tmp_path}/held.jsonl "
+        "--train-iters 1 --lr 1e-30 --global-batch-size 2 --seq-length 640 --no-save --no-tensorboard "
+        "--eval-interval 0 --num-workers 0 --pp 2 --sample-interval 1 --sample-max-new-tokens 12"
+    ).split()
+    pools(2).run(train_composed, argv, str(tmp_path / "run"))
+
+    source = FilesSource(resolve(with_pretrained_model(parse(argv))))
+    expected = {}
+    for number, (shown, question) in enumerate(asked, start=1):
+        content = [*({"type": "image", "image": pictures[each]} for each in shown), {"type": "text", "text": question}]
+        expected[f"held.jsonl:{number}"] = answer_of_transformers(
+            theirs,
+            processor,
+            [{"role": "user", "content": content}],
+            ends=source.answer_ends,
+            never=source.image_token,
+            length=12,
+        )
+    assert len(set(expected.values())) > 1, "the model looks at its prompt"
+    (first, _) = said(tmp_path / "run")
+    assert {each["label"]: each["answer"] for each in first["answers"]} == expected

@@ -1,0 +1,126 @@
+"""Answers of a run on one page: nothing of them is HTML, and a run that resumed shows what one without a stop shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megavlm.config.cli import parse
+from megavlm.metrics.callback import Generation, Samples, Start, Stop
+from megavlm.metrics.samples_page import Question, changes, compared, samples_page
+from megavlm.metrics.samples_sink import MOST_MOMENTS, Moments, SamplesSink
+from tests.support.html import told
+
+PICTURE = np.full((30, 500, 3), 120, dtype=np.uint8)
+WALL = Question("walls.jsonl:3", "What is it?", "a grey wall")
+
+
+def samples(iteration: int, answer: str | None = None, question: Question = WALL) -> Samples:
+    said = f"answer {iteration}" if answer is None else answer
+    return Samples(iteration, [Generation(question.prompt, said, question.reference, [PICTURE], question.label)])
+
+
+def write(folder: Path, *iterations: int, resume: int = 0) -> str:
+    sink = SamplesSink(folder / "samples", resume_iteration=resume)
+    sink.on_start(Start(folder, parse(["--train-iters", "90"]), resume, 1, "CPU"))
+    for iteration in iterations:
+        sink.on_samples(samples(iteration))
+    sink.on_stop(Stop(iterations[-1], "finished"))
+    return (folder / "samples" / "index.html").read_text()
+
+
+def test_what_a_model_says_is_text(tmp_path: Path) -> None:
+    evil = '<script>alert(1)</script> & "it" </div>'
+    question = Question(evil, f"asked {evil}", f"right {evil}")
+    page = samples_page(
+        evil, {question: [PICTURE]}, [(0, {question: evil}), (3, {question: ""})], answered=2, train_iters=9
+    )
+    words = told(page)
+    assert words.count(evil) >= 4
+    assert "(nothing)" in words
+    body = page.partition("</style>")[2]
+    assert "<script" not in body
+    assert not re.findall(r"(?:src|href)=\"(?!data:image/)", body)
+    assert 'width="320" height="19"' in body
+
+
+def test_an_answer_comes_once_for_the_iterations_in_which_it_stayed() -> None:
+    found = changes([(0, "a"), (10, "b"), (20, "b"), (30, "a"), (40, "c")])
+    assert [tuple(each) for each in found] == [(40, 40, "c"), (30, 30, "a"), (10, 20, "b"), (0, 0, "a")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "marked"),
+    [
+        ("a red wall", "a grey wall", ["a", "wall"]),
+        ("A grey wall, I think", "a grey wall.", ["A grey wall"]),
+        ("wall a", "a wall", ["wall"]),
+        ("<b>wall</b>", "wall", ["wall"]),
+        ("一只黑猫", "一只白猫", ["一只", "猫"]),
+        ("", "a", []),
+    ],
+)
+def test_words_of_the_reference_are_marked(answer: str, reference: str, marked: list[str]) -> None:
+    shown = compared(answer, reference)
+    assert re.findall("<mark>(.*?)</mark>", shown) == marked
+    assert told(f"<p>{shown}</p>").replace(" ", "") == answer.replace(" ", "")
+
+
+@given(st.integers(1, 500))
+def test_a_page_does_not_grow_for_ever(number: int) -> None:
+    moments = Moments()
+    for place in range(number):
+        moments.add(10 * place, {})
+    shown = [iteration for iteration, _ in moments.shown()]
+    assert shown == sorted(set(shown))
+    assert min(number, MOST_MOMENTS // 2) <= len(shown) <= MOST_MOMENTS
+    assert (shown[0], shown[-1]) == (0, 10 * (number - 1))
+    assert len({b - a for a, b in pairwise(shown[:-1])}) <= 1, "evenly spaced"
+
+
+def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a" / "run", *range(0, 60, 10))
+    write(tmp_path / "b" / "run", *range(0, 40, 10))
+    assert write(tmp_path / "b" / "run", *range(20, 60, 10), resume=10) == whole
+    lines = [json.loads(line) for line in (tmp_path / "b/run/samples/answers.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(0, 60, 10))
+    assert lines[2]["answers"] == [
+        {**dict(zip(("label", "prompt", "reference"), WALL, strict=True)), "answer": "answer 20"}
+    ]
+    assert "50 of 90" in told(whole)
+    anew = write(tmp_path / "b" / "run", 0)
+    assert "answer 20" not in anew
+
+
+def test_answers_to_other_questions_are_not_shown_beside_a_new_one(tmp_path: Path) -> None:
+    sink = SamplesSink(tmp_path / "samples")
+    sink.on_samples(samples(0, "old"))
+    sink.on_samples(samples(5, "new", WALL._replace(reference="a white wall")))
+    page = (tmp_path / "samples" / "index.html").read_text()
+    assert "new" in told(page)
+    assert "old" not in told(page)
+
+
+def test_damaged_lines_and_a_page_that_cannot_be_written_end_nothing(tmp_path: Path, capsys) -> None:
+    write(tmp_path, 0, 10)
+    path = tmp_path / "samples" / "answers.jsonl"
+    path.write_text(path.read_text() + '{"iteration": 11, "answers": [3]}\n{"iteration": 12, "answ')
+    (tmp_path / "samples" / "index.html").unlink()
+    (tmp_path / "samples" / "index.html").mkdir()
+    sink = SamplesSink(tmp_path / "samples", resume_iteration=20)
+    capsys.readouterr()
+    sink.on_samples(samples(20))
+    sink.on_samples(samples(30))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "index.html cannot be written" in line
+    (tmp_path / "samples" / "index.html").rmdir()
+    sink.on_samples(samples(40))
+    words = told((tmp_path / "samples" / "index.html").read_text())
+    assert all(f"answer {iteration}" in words for iteration in (0, 10, 20, 30, 40))
