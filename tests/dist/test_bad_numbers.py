@@ -26,8 +26,10 @@ CASES = [
     (2, "--data-parallel-sharding none", Fault("pixels", (3,), rank=1)),
     (2, "--data-parallel-sharding optimizer_gradients", Fault("gradient", (3,), rank=0, name="vision.layers.1")),
     (2, "--data-parallel-sharding full --offload optimizer", Fault("pixels", (3,), rank=0)),
-    (2, "--tp 2 --micro-batch-size 2 --placement colocated", Fault("pixels", (3,))),
-    (2, "--pp 2 --lora-rank 4 --freeze vision", Fault("output", (3,), name="projector")),
+    pytest.param(2, "--tp 2 --micro-batch-size 2 --placement colocated", Fault("pixels", (3,)), marks=pytest.mark.slow),
+    pytest.param(
+        2, "--pp 2 --lora-rank 4 --freeze vision", Fault("output", (3,), name="projector"), marks=pytest.mark.slow
+    ),
     (2, "--precision fp16", Fault("output", (3,), rank=1, name="language.norm")),
     (2, "--precision bf16 --offload optimizer", Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf)),
     (2, f"--pp 2 --precision bf16 {DELAYED}", Fault("output", (3,), name="language.layers.1", value=inf)),

@@ -51,7 +51,7 @@ def test_agents_join_die_and_leave(pools, tmp_path: Path):
         first.send(signal.SIGTERM, first.process)
         first.status()
     reached = last_iteration(run_dir)
-    undisturbed = [*argv, "--train-iters", str(reached), "--no-save"]
+    undisturbed = [*argv, "--train-iters", str(reached), "--no-save", "--save-interval", "0"]
     pools(1).run(train, undisturbed, str(tmp_path / "undisturbed"))
     assert_same_curve(metrics(run_dir), metrics(tmp_path / "undisturbed"))
 

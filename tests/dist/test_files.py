@@ -16,7 +16,7 @@ from tests.support.training import SMALL, assert_same_curve, metrics, train, wit
 # Packing on: about four samples a sequence. The images of the records are resized to the tower's 16 pixels.
 FILES = [
     *SMALL,
-    *"--images-per-sample 1 --image-sizes --train-iters 12 --seq-length 96".split(),
+    *"--images-per-sample 1 --image-sizes --train-iters 8 --seq-length 96".split(),
     *"--packing-window 16 --num-workers 0 --lr-decay-iters 20".split(),
 ]
 
@@ -37,10 +37,10 @@ def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     ("world", "layout"),
     [
         (4, "--tp 2 --pp 2 --num-workers 1"),
-        (2, "--mbs 2"),
+        pytest.param(2, "--mbs 2", marks=pytest.mark.slow),
         (2, "--pp 2 --vpp 2 --mbs 2"),
         pytest.param(4, "--tp 2 --pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
-        (2, "--tp 2 --placement colocated"),
+        pytest.param(2, "--tp 2 --placement colocated", marks=pytest.mark.slow),
     ],
 )
 def test_any_layout_trains_on_the_same_samples(
@@ -163,7 +163,7 @@ def test_resume_is_exact_with_other_replicas_and_workers(
     pools: Pools, folder: Path, whole: Path, tmp_path: Path
 ) -> None:
     argv = [*FILES, *sources_of(folder)]
-    pools(1).run(train, [*argv, "--train-iters", "5", "--num-workers", "2"], str(tmp_path / "one"))
+    pools(1).run(train, [*argv, "--train-iters", "3", "--num-workers", "2"], str(tmp_path / "one"))
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     pools(1).run(train, argv, str(tmp_path / "one"))
     assert without_wall_time(metrics(tmp_path / "one")) == without_wall_time(metrics(whole))
@@ -199,7 +199,7 @@ def tars(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def streamed(folder: Path, tars: Path) -> list[str]:
     sources = ["--datasets", f"{tars},weight=3", str(folder / "book.txt"), "--tokenizer", str(folder / "tokenizer")]
-    return [*FILES, *sources, "--train-iters", "8"]
+    return [*FILES, *sources, "--train-iters", "6"]
 
 
 def test_streams_resume_exactly_on_as_many_replicas(pools: Pools, folder: Path, tars: Path, tmp_path: Path) -> None:
@@ -228,4 +228,4 @@ def test_too_many_bad_samples_end_the_run_and_leave_nothing_in_the_way(
     assert not list((tmp_path / "run/checkpoints").glob("*"))
     mended = ["--max-bad-sample-rate", "0.9", "--seq-length", "128", "--packing-window", "32"]
     pools(1).run(train, [*argv, *mended], str(tmp_path / "run"))
-    assert metrics(tmp_path / "run")[-1]["iteration"] == 12
+    assert metrics(tmp_path / "run")[-1]["iteration"] == 8

@@ -41,7 +41,7 @@ def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param(2, "--tp 2", marks=pytest.mark.slow),
         (4, "--tp 2 --pp 2 --vpp 2 --recompute-granularity full"),
-        (2, "--pp 2 --placement colocated --vision-tp 2"),
+        pytest.param(2, "--pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
         pytest.param(2, "--pp 2", marks=pytest.mark.slow),
         pytest.param(2, "", marks=pytest.mark.slow),
         pytest.param(2, "--tp 2 --no-sequence-parallel", marks=pytest.mark.slow),
@@ -64,7 +64,7 @@ def test_stages_below_the_first_adapter(pools: Pools, tmp_path: Path) -> None:
 
 def test_resume_on_another_layout(pools: Pools, one: Path, tmp_path: Path) -> None:
     argv = [*SMALL, *LORA]
-    pools(2).run(train, [*argv, *"--tp 2 --train-iters 4".split()], str(tmp_path))
+    pools(2).run(train, [*argv, *"--tp 2 --train-iters 3".split()], str(tmp_path))
     pools(2).run(train, [*argv, *"--pp 2 --no-save".split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(one))
 

@@ -1,4 +1,4 @@
-"""Any layout, same numbers: 8 steps of one model on every layout against one process, 20 in `make test-all`.
+"""Any layout, same numbers: 6 steps of one model on every layout against one process, 20 in `make test-all`.
 
 The tolerance is 1e-5 relative on loss and gradient norm. fp32 sums of a few thousand terms in another order differ
 by about 1e-7; AdamW's normalised updates carry such differences along without amplifying them much in 20 steps.
@@ -58,23 +58,19 @@ OPTIONS = {
 
 # Every layout, model and option at least once; `slow` runs the product of layouts and models.
 FAST = [
-    ("tp2", "plain", ""),
     ("tp2", "padded-heads", "no-sp"),
     ("tp4", "shared-kv", "no-zero"),
     ("pp2", "frozen-vision", ""),
-    ("pp2", "one-image-rank", "selective"),
     ("pp4", "plain", "cuts4"),
     ("pp2-vpp2", "rich", "cuts-late-embedding"),
     ("pp2-vpp2", "frozen-vision-projector", ""),
     ("pp4-vpp2", "plain", "no-zero"),
     ("pp2", "recompute", ""),
     ("tp2-pp2", "learning-rates", "mbs2"),
-    ("tp2-pp2-vpp2", "frozen-vision", "cuts4"),
     ("dp2", "one-image-rank", ""),
     ("dp2", "no-image", "no-zero"),
     ("tp2-dp2", "rich", ""),
     ("pp2-vpp2", "smolvlm", ""),
-    ("tp2-pp2-vpp2", "llava-onevision", ""),
     ("tp2-pp2", "qwen2.5-vl", ""),
     ("tp2-pp2-vpp2", "qwen3-vl", "cuts-deepstack"),
     ("tp2-pp2-vpp2", "gemma3", "selective"),
@@ -82,10 +78,7 @@ FAST = [
     ("pp2-vpp2-dp2", "one-image-rank", "overlap"),
     ("tp2", "qwen3-vl", "colocated"),
     ("tp2", "padded-heads", "colocated-whole"),
-    ("pp2", "frozen-language", "colocated"),
-    ("pp2-vpp2", "rich", "colocated-passes"),
     ("dp2", "one-image-rank", "colocated"),
-    ("tp2", "frozen-vision-projector", "colocated"),
     ("tp2-pp2", "llava-onevision", "colocated-passes"),
     ("pp2-vpp2", "rich", "vision-tp2"),
     ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
@@ -97,6 +90,11 @@ PRODUCT = [
     (layout, model) for layout in LAYOUTS for model in MODELS if layout != "tp2-pp2-dp2" or model in EIGHT_PROCESSES
 ]
 SLOW = [
+    ("tp2-pp2-vpp2", "frozen-vision", "cuts4"),
+    ("tp2", "frozen-vision-projector", "colocated"),
+    ("pp2", "one-image-rank", "selective"),
+    ("pp2", "frozen-language", "colocated"),
+    ("pp2-vpp2", "rich", "colocated-passes"),
     *[("tp2-pp2-vpp2", model, "vision-tp2-passes") for model in MODELS],
     *[
         (layout, model, "vision-tp2")

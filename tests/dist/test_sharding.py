@@ -31,9 +31,12 @@ SLOW = [
     (4, "learning-rates", f"--tp 2 --no-sequence-parallel {GRADIENTS}"),
     (4, "frozen-vision-projector", f"--pp 2 {FULL}"),
     (4, "plain", "--data-parallel-sharding optimizer --hybrid-shard-size 2"),
-    *[(4, model, f"--tp 2 {kind}") for model in MODELS for kind in (GRADIENTS, FULL)],
-    *[(4, model, f"--pp 2 {kind}") for model in MODELS for kind in (GRADIENTS, FULL)],
-    *[(2, model, f"{kind} --placement colocated") for model in MODELS for kind in (GRADIENTS, FULL)],
+    # Each model meets each layout, in turn with ZeRO-2 and ZeRO-3: so both meet every layout, and every model.
+    *[
+        (world, model, f"{layout} {(GRADIENTS, FULL)[(place + turn) % 2]}")
+        for turn, (world, layout) in enumerate([(4, "--tp 2"), (4, "--pp 2"), (2, "--placement colocated")])
+        for place, model in enumerate(MODELS)
+    ],
     (4, "rich", f"--tp 2 {FULL} --hybrid-shard-size 1"),
     (2, "recompute", f"{FULL} --offload activations"),
     (2, "plain", "--data-parallel-sharding none --offload optimizer"),

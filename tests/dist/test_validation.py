@@ -84,7 +84,7 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
     [
         (4, "--tp 2 --pp 2", ""),
         (2, "--pp 2 --vpp 2 --mbs 2", ""),
-        (2, "--tp 2 --placement colocated", ""),
+        pytest.param(2, "--tp 2 --placement colocated", "", marks=pytest.mark.slow),
         (2, "--data-parallel-sharding full --num-workers 1", ""),
         pytest.param(4, "--pp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
         pytest.param(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA, marks=pytest.mark.slow),

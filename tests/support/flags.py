@@ -65,7 +65,7 @@ PADDED = (
 )
 
 
-HALF = "--train-iters 4".split()
+HALF = "--train-iters 3".split()
 # A run of four steps and its first half: enough where every bit must agree.
 FOUR = "--lr-warmup-iters 1 --train-iters 4".split()
 TWO = "--lr-warmup-iters 1 --train-iters 2".split()

@@ -39,6 +39,8 @@ def test_the_rank_whose_process_is_stopped_is_named_and_not_one_that_waits_for_i
     """The attack's row 3: rank 0 waits in a collective, rank 1 stopped while its last report said that it computes."""
     assert named(report(0, idle=65.0, waits=True), report(1, idle=2.0, silent=66.0)) == 1
     assert named(report(0, idle=2.0, silent=66.0), report(1, idle=65.0, waits=True)) == 0
+    stopped_in_a_wait = report(1, idle=2.0, silent=66.0, waits=True)
+    assert named(report(0, idle=65.0, waits=False), stopped_in_a_wait) == 1  # 0 polls what 1 would answer
 
 
 def test_of_ranks_that_answer_the_one_that_does_not_wait_is_named():
