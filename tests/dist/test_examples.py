@@ -46,7 +46,8 @@ def shortened(example: Example) -> tuple[str, ...]:
     name, argv = example.command
     trains = name == "train" and not {"--dry-run", "--help"} & set(argv)
     profiled = ("--train-iters", "12") if "--profile" in argv else ()
-    return (*example.words, *SHORT, *profiled) if trains or "local" in argv else example.words
+    short = SHORT[2:] if "--epochs" in argv else SHORT
+    return (*example.words, *short, *profiled) if trains or "local" in argv else example.words
 
 
 @pytest.mark.slow

@@ -32,6 +32,8 @@ ELSEWHERE = {
     "python benchmarks/": "hours",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --config recipes/": "tests/bench/test_recipes.py has the real models",
     "python examples/first_run/ask.py": "tests/dist/test_first_run.py asks it, after the whole run",
+    "python -m lmms_eval ": "tests/dist/test_after_training.py runs it where lmms-eval is",
+    "python examples/first_hour/make_data.py": "the folder has what it writes",
 }
 
 
@@ -84,17 +86,20 @@ def write_folder(folder: Path) -> None:
     """Write what the examples name: programs, data, models, configurations."""
     import transformers
 
+    from examples.first_hour import make_data
     from examples.first_run import small_model
     from tests.support.tiny_models.llava import TEXT, VISION
 
-    for name in ("pretrain_vlm.py", "megavlm", "tools", "launch", "examples", "benchmarks"):
+    for name in ("pretrain_vlm.py", "megavlm", "tools", "launch", "examples", "benchmarks", "recipes"):
         (folder / name).symlink_to(ROOT / name)
     records = [json.loads(line) for line in (ROOT / "examples/first_run/train.jsonl").read_text().splitlines()]
     shutil.copytree(ROOT / "examples/first_run/images", folder / "images")
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records * 4))
     inside = [{**record, "image": Path(record["image"]).name} for record in records]
     (folder / "llava_665k.json").write_text(json.dumps(inside * 4))
+    make_data.main(folder / "my-data", images=120)
     small_model.main(folder / "HF_DIR")
+    _write_qwen(folder / "Qwen2.5-VL-7B-Instruct")
     for name in ("llava-1.5-7b", "small-llava"):
         (folder / name).symlink_to(folder / "HF_DIR")
     transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)).save_pretrained(folder / "CLIP_DIR")
@@ -108,3 +113,14 @@ def write_folder(folder: Path) -> None:
         "train: {global_batch_size: 128}\n"
     )
     (folder / "CONFIG.yaml").write_text("checkpoint: {init_from: HF_DIR}\ndata: {datasets: [{path: train.jsonl}]}\n")
+
+
+def _write_qwen(folder: Path) -> None:
+    """Write a tiny Qwen2.5-VL that knows as many positions as the published ones, for their recipes."""
+    from tests.support.whole_models import whole_folder
+
+    made, _, _ = whole_folder("qwen2.5-vl", folder.with_name("qwen"))
+    config = json.loads((made / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 128_000
+    (made / "config.json").write_text(json.dumps(config))
+    folder.symlink_to(made)

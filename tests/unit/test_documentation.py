@@ -34,7 +34,7 @@ TAKES_RUN_FLAGS = ("convert", "preview")
 # Flags of other programs: torchrun, tensorboard, mlflow, pip, docker, SLURM.
 FOREIGN_FLAGS = {
     *"--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-endpoint --rdzv-id --shutdown-timeout".split(),
-    *"--logdir --backend-store-uri".split(),
+    *"--logdir --backend-store-uri --local-dir".split(),
     *"--signals-to-handle --signal --no-build-isolation --shm-size --build-arg".split(),
     *"--tensor-parallel-size --limit-mm-per-prompt --enable-lora --lora-modules --model-path --tp".split(),  # servers
     *"--model --tasks --include --output --batch".split(),  # lmms-eval's, up to the underscore
