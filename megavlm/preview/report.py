@@ -53,8 +53,8 @@ def _overview(runs: Sequence[RunData]) -> str:
             "skipped", "restarts")  # fmt: skip
     rows = [[_name(place, run), *_figures(run)] for place, run in enumerate(runs)]
     about = (
-        '<p class="quiet">Loss: mean of the last 20 steps. Rates: medians. Memory: the most that rank 0 has used. Data '
-        "wait: share of the steps' time. Skipped: samples that could not be used, and steps left out.</p>"
+        '<p class="quiet">Loss: mean of the last 20 steps. Rates: medians. Memory: the most that any rank has used. '
+        "Data wait: share of the steps' time. Skipped: samples that could not be used, and steps left out.</p>"
     )
     return about + table(head, rows, numbers=range(1, len(head)))
 
@@ -116,7 +116,7 @@ def _speed(runs: Sequence[RunData]) -> list[str]:
     return [
         _over(runs, "tokens_per_second", from_zero=True),
         _over(runs, "mfu", told=_share, from_zero=True),
-        _over(runs, "peak_memory_gib", title="peak memory of rank 0, GiB", from_zero=True),
+        _over(runs, "peak_memory_gib", title="peak memory of the fullest rank, GiB", from_zero=True),
         chart("share of the step that waits for data", waits, across=_ACROSS["step"], told=_share, from_zero=True),
     ]
 

@@ -36,6 +36,7 @@ class Report:
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase, since this process started
     waited: float = 0.0  # seconds of the wait that it is in
     silent: float = 0.0  # seconds for which the reader has seen no new report
+    peak_memory: int = 0  # bytes
 
     def dumps(self) -> str:
         return json.dumps(astuple(self))

@@ -58,15 +58,17 @@ class Watchdog:
         store: Store,
         *,
         limits: Limits,
+        memory: Callable[[], int] = lambda: 0,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        """Prepare to watch. `store` must be the watchdog's own connection."""
+        """Prepare to watch. `store` must be the watchdog's own connection; `memory` returns the most bytes used yet."""
         self.owns_folder = False  # whether this run has locked its folder: status.json may be another run's before
         self.table: Mapping[int, Report] = {}  # the latest reports, on ranks that read; replaced whole
         self._phases = phases
         self._member = member
         self._store = store
         self._limits = limits
+        self._memory = memory
         self._end = end
         self._interval = min(INTERVAL, limits.hang / 10) if limits.hang else INTERVAL
         self._trained = threading.get_ident()
@@ -147,6 +149,7 @@ class Watchdog:
             waited=self._waited,
             steps=totals.steps,
             seconds=totals.seconds,
+            peak_memory=self._memory(),
         )
 
     def _read(self, passed: float) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megavlm.backend import Backend
 from megavlm.backend.clock import clock_of
+from megavlm.backend.memory import peak_memory
 from megavlm.checkpoint.begun import as_begun
 from megavlm.checkpoint.retention import Holds, Keep
 from megavlm.checkpoint.saving import Saver
@@ -101,7 +102,8 @@ def build(config: Config, backend: Backend, *, began: float | None = None) -> Ru
     saver = _saver(config)  # first: it forks, which threads and a joined world make unsafe
     timeout = config.parallel.distributed_timeout_minutes
     meeting = meet(timeout_minutes=minutes_to_meet(config))
-    watch = Watch(config, Phases(clock_of(backend.device)), meeting)
+    memory = partial(peak_memory, backend.device)
+    watch = Watch(config, Phases(clock_of(backend.device)), meeting, memory=memory)
     try:
         watch.starting("connections")
         start(backend, timeout_minutes=timeout, meeting=meeting)

@@ -31,6 +31,7 @@ def record_of(
     flops = step_flops(run.config, work)
     tflops = throughput.model_tflops_per_device(flops=flops, seconds=seconds, devices=run.plan.dims.world)
     peak = throughput.peak_of_run(run.backend.name, run.config)
+    memory = max(peak_memory(run.backend.device), run.watch.peak_memory)
     record: dict[str, Value] = {
         "iteration": iteration,
         "time": datetime.now(UTC).isoformat(timespec="microseconds"),  # at which the step ended
@@ -51,7 +52,7 @@ def record_of(
         "images_per_second": counts.images / seconds,
         "model_tflops_per_device": tflops,
         "mfu": throughput.mfu(tflops, peak),
-        "peak_memory_gib": peak_memory(run.backend.device) / 2**30,  # of rank 0, whose record is written
+        "peak_memory_gib": memory / 2**30,  # of the fullest rank; the others' reports are seconds old
     }
     if step.epochs is not None:
         record["epoch"] = step.epochs

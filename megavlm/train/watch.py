@@ -24,16 +24,22 @@ from megavlm.resilience.watchdog import Member, Watchdog
 class Watch:
     """Watches what `phases` are told, until `close`. Every rank makes one as soon as it has met the others."""
 
-    def __init__(self, config: Config, phases: Phases, meeting: Meeting) -> None:
+    def __init__(self, config: Config, phases: Phases, meeting: Meeting, *, memory: Callable[[], int]) -> None:
+        """`memory` returns the most bytes that this rank has used so far."""
         self.phases = phases
         member = Member(rank=meeting.rank, world=meeting.world, run_dir=Path(config.run.run_dir))
-        self._watchdog = Watchdog(phases, member, _own_store(meeting), limits=_limits(config))
+        self._watchdog = Watchdog(phases, member, _own_store(meeting), limits=_limits(config), memory=memory)
         self._says = meeting.rank == 0
         self._interval = config.logging.log_interval
         self._before = self._watchdog.table
         self._slow = SlowEvents()
         self._run_dir = member.run_dir
         self._watchdog.start()
+
+    @property
+    def peak_memory(self) -> int:
+        """Return the most bytes that any rank has used, by the reports of the last seconds; 0 where none are read."""
+        return max((report.peak_memory for report in self._watchdog.table.values()), default=0)
 
     def starting(self, part: str) -> None:
         """Begin a part of the start."""

@@ -39,7 +39,14 @@ class Ranks:
             self.dogs[rank]._closed.set()  # ends this thread, as os._exit the process
 
         member = Member(rank=rank, world=world, run_dir=run_dir)
-        dog = Watchdog(self.phases[rank], member, self.store.clone(), limits=Limits(timeout), end=end)
+        dog = Watchdog(
+            self.phases[rank],
+            member,
+            self.store.clone(),
+            limits=Limits(timeout),
+            memory=lambda: 100 * (rank + 1),
+            end=end,
+        )
         dog.owns_folder = True
         return dog
 
@@ -75,6 +82,7 @@ def test_a_rank_without_progress_ends_all_with_stacks_and_a_line(tmp_path: Path,
     assert wait(lambda: len(ranks.ended) == 2)
     keep_going = False
     worker.join()
+    assert [report.peak_memory for report in ranks.dogs[0].table.values()] == [100, 200]
     assert sorted(ranks.ended) == [(0, HUNG), (1, HUNG)]
     (folder,) = tmp_path.glob("hang-*")
     # Where an earlier test of this process had a group, torch's flight recorder holds its collectives.
