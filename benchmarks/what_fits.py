@@ -1,6 +1,7 @@
 """Say on how many GPUs eight models can be trained, and how fast: a table of the planner's answers.
 
     python benchmarks/what_fits.py [MODEL …] [--write]     # --write: into docs/what-fits.md, too
+    python benchmarks/what_fits.py --missing --write       # what is not kept yet; go on after an interruption
 
 For each model, GPU, amount of images and way to train, the smallest power of two of GPUs (up to 64) on which a layout
 fits, and its predicted tokens per second and GPU. Nothing here is measured. `records/what_fits.json` keeps the answers,
@@ -150,6 +151,8 @@ def main() -> None:
     given = _parser().parse_args()
     answers = known() if ANSWERS.exists() else {}
     for case in cases(given.models or list(MODELS)):
+        if given.missing and case.key in answers:
+            continue
         answers[case.key] = answer(case)
         print(f"{case.key}: {answers[case.key].cell}  {answers[case.key].layout}", flush=True)
         if given.write:
@@ -162,6 +165,7 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="Models to plan for; default: all.")
+    parser.add_argument("--missing", action="store_true", help="Plan only what has no answer yet.")
     parser.add_argument("--write", action="store_true", help="Keep the answers, and renew docs/what-fits.md.")
     return parser
 

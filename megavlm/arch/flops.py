@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import layer_names, trained_below, trained_layers, trains_weights
-from megavlm.arch.workload import Workload
+from megavlm.arch.workload import Workload, typical_workload
 from megavlm.config.schema import Config
 
 
@@ -21,6 +21,15 @@ def step_flops(config: Config, work: Workload) -> float:
     matrices of the first trained layer.
     """
     return sum(layer_flops(config, work).values())
+
+
+def forward_share(config: Config) -> float:
+    """Return the share of a training step's FLOPs that a forward pass over the same data takes, at the typical
+    workload: a third if everything is trained.
+    """
+    work = typical_workload(config)
+    forward = sum(layer_cost(name, config.model, work).forward_flops for name in layer_names(config.model))
+    return forward / step_flops(config, work)
 
 
 def layer_flops(config: Config, work: Workload) -> dict[str, float]:

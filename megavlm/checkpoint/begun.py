@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from megavlm.checkpoint import folders, remote
+from megavlm.config.changed import changed_options
 from megavlm.config.load import from_yaml_file
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import with_values_of
@@ -20,11 +21,11 @@ def as_begun(config: Config) -> Config:
     """Return the configuration with the values of the run that it continues for options that start anew else.
 
     Those of `start_defaults` that nobody set: another version's table, or a longer run, must not change the learning
-    rate of a run that is under way.
+    rate of a run that is under way. What differs from the last time is printed, if the run folder is the same.
     """
     options, run_dir = config.checkpoint, Path(config.run.run_dir)
     if folders.checkpoints(run_dir / "checkpoints"):
-        return _with_values_in(config, run_dir / "config.yaml")
+        return _with_values_in(config, run_dir / "config.yaml", told=True)
     if options.checkpoint_dir is not None and (stored := _stored(options.checkpoint_dir)) is not None:
         return _with_stored(config, stored)
     if options.load is None:
@@ -43,14 +44,18 @@ def _with_stored(config: Config, content: bytes) -> Config:
         return _with_values_in(config, Path(file.name))
 
 
-def _with_values_in(config: Config, file: Path) -> Config:
+def _with_values_in(config: Config, file: Path, *, told: bool = False) -> Config:
     if not file.exists():
         return config
     try:
-        return with_values_of(config, from_yaml_file(file))
+        earlier = from_yaml_file(file)
     except UserError as error:
         print(f"warning: {error}: options that are not given take their defaults", flush=True)
-    return config
+        return config
+    now = with_values_of(config, earlier)
+    if told and (line := changed_options(earlier, now)):
+        print(line, flush=True)
+    return now
 
 
 def _stored(url: str) -> bytes | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megavlm.config.cli import parse
 from megavlm.config.derived import launches_in_order
-from megavlm.config.resolve import resolve
+from megavlm.config.resolve import has_validation, resolve
 from megavlm.config.rules import check, usable_world
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import start_table
@@ -95,10 +95,13 @@ def dry_run(config: Config, *, world: int) -> None:
         from megavlm.data.epochs import with_counted_length
         from megavlm.data.streaming import files_source
         from megavlm.data.summary import data_table
+        from megavlm.data.validation import cost_line
 
         source = files_source(config)
         config = with_counted_length(config, source)
         print(data_table(config, source))
+        if has_validation(config) and config.train.train_iters is not None and (line := cost_line(config, source)):
+            print(line)
     if config.evaluation.sample_interval:
         from megavlm.data.prompts import samples_line
 

@@ -20,8 +20,8 @@ from megavlm.config.schema import Config
 # examples of LLaMA-Factory and ms-swift (all weights 1e-5, adapters 1e-4), LLaVA-OneVision (vision encoder 2e-6 beside
 # 1e-5).
 FULL, ENCODER, ADAPTERS, BESIDE_ADAPTERS, PROJECTOR = 1e-5, 2e-6, 1e-4, 2e-5, 1e-3
-WARMUP = 0.03  # of the steps until the decay ends: LLaVA, InternVL, Qwen2.5-VL
-LENGTH = 8192  # tokens: InternVL, Qwen2.5-VL; some ten images
+WARMUP = 0.03  # of the steps until the decay ends: LLaVA, InternVL3, Qwen2.5-VL
+LENGTH = 8192  # tokens: InternVL2.5, Qwen2.5-VL; some ten images
 SAVE = 500  # steps: LLaMA-Factory, ms-swift
 
 

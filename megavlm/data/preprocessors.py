@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL.Image import Resampling
 
 from megavlm.config.schema import Config, DataConfig, ModelConfig
@@ -22,6 +24,8 @@ from megavlm.json_files import read_json
 from megavlm.storage.cache import local_path
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
+_TRIAL = "The quick brown fox jumps over 13 lazy dogs."
+_BEYOND = 2**30  # for a tokenizer whose image token does not matter: language models have none
 
 
 def processor_for(config: Config) -> Processor:
@@ -108,7 +112,8 @@ def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
     """Return the tokenizer of `--tokenizer`, else of the folder of the pretrained language model.
 
     `image_text` is the image processor's spelling of the image token; it is used if `--image-token` is not set.
-    Raises UserError if there is no tokenizer, or if it has more tokens than the model.
+    Raises UserError if there is no tokenizer, if it has more tokens than the model, or if `--tokenizer` writes text in
+    other tokens than those that the given weights know.
     """
     path = tokenizer_path(config)
     image = config.model.image_token
@@ -126,7 +131,31 @@ def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
             f"the tokenizer {path} has {tokenizer.vocab_size} tokens, and the model {vocabulary}: give the model's own "
             "to --tokenizer"
         )
+    own = config.checkpoint.init_from or config.checkpoint.language_from
+    if config.data.tokenizer and own:
+        _check_family(tokenizer, path, local_path(own, "--init-from"))
     return tokenizer
+
+
+def _check_family(tokenizer: TextTokenizer, path: Path, model: Path) -> None:
+    """Raise UserError for a tokenizer that reads plain text otherwise than that of the model's folder, if it has one.
+
+    Weights mean the tokens that they were trained on; with others, a model learns to read anew.
+    """
+    try:
+        own = HuggingFaceTokenizer.of(model, image=_BEYOND, image_text="<no image>")
+    except UserError:
+        return
+    given, known = tokenizer.encode(_TRIAL).ids, own.encode(_TRIAL).ids
+    if given.tolist() != known.tolist():
+        raise UserError(
+            f"--tokenizer {path} is of another family than the model in {model}: text that the model knows as tokens "
+            f"{_first(known)} would become {_first(given)}: leave --tokenizer out"
+        )
+
+
+def _first(tokens: NDArray[np.int64]) -> str:
+    return ", ".join(map(str, tokens[:3].tolist())) + ", …"
 
 
 def tokenizer_path(config: Config) -> Path:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
 from megavlm.data.order import BLOCK, apportioned
+from megavlm.data.packing import pack
 from megavlm.data.records import is_stream, name_of
 
 _LOOKED_AT = 64  # samples whose length is read before the run
+_BINS = 40  # sequences that are packed to see how many samples one holds
 
 
 def data_table(config: Config, source: FilesSource) -> str:
@@ -54,5 +58,7 @@ def samples_per_sequence(config: Config, source: FilesSource) -> float | None:
     usable = sum(bool(record.samples) for record in looked)
     if not usable:
         return None
-    filled = sum(lengths) / config.train.seq_length if config.data.packing else len(lengths)
-    return usable / filled
+    if not config.data.packing:
+        return usable / len(lengths)
+    copies = math.ceil(_BINS * config.train.seq_length / sum(lengths))  # one sequence more or less hardly counts then
+    return usable * copies / len(pack(lengths * copies, config.train.seq_length))

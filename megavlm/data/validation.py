@@ -7,20 +7,25 @@ Batches are the same on every layout. The last one is filled up with empty seque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from megavlm.arch.flops import forward_share
 from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import PackedBatchSampler, Window
 from megavlm.data.files import FilesSource
 from megavlm.data.order import permuted
+from megavlm.data.records import is_stream
 from megavlm.data.skips import SkipSummary
 from megavlm.data.source import ComputedSource
+from megavlm.data.summary import samples_per_sequence
 from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, LoaderState, Segment, Segments, Skipped
 from megavlm.data.windows import Windows
 from megavlm.errors import UserError
 
+DEAR = 0.03  # fraction of a run's time above which validation says how to lower it
 _LOOKED_AT = 100  # most samples that are encoded to find one that can be used
 
 
@@ -61,6 +66,37 @@ def validation_samples(config: Config, source: ComputedSource | FilesSource) -> 
             return ValidationSamples(names, samples)
         skipped.add(record.skipped)
     raise UserError(f"none of the first {len(looked)} validation samples can be used: {skipped.told()}")
+
+
+def cost_line(config: Config, source: FilesSource) -> str | None:
+    """Return what a dry run says of validation: how much of it there is, and its share of the run's time, where a pass
+    takes the time of its floating-point operations. None with tars, whose samples nobody has counted.
+
+    Its samples are taken to be as long as the first ones of the training data.
+    """
+    train, interval, data = config.train, config.evaluation.eval_interval, config.data
+    streams = any(map(is_stream, [*data.datasets, *data.validation]))
+    held = None if streams else samples_per_sequence(config, source)
+    if held is None:
+        return None
+    samples = sum(map(len, source.validation_records)) * (data.validation_split or 1)
+    sequences = samples / held
+    if config.evaluation.eval_iters is not None:
+        sequences = min(sequences, config.evaluation.eval_iters * train.global_batch_size)
+    times = -(-train.train_iters // interval) if interval else 1
+    cost = times * sequences * forward_share(config)
+    share = cost / (cost + train.train_iters * train.global_batch_size)
+    line = (
+        f"validation: about {samples:,.0f} samples, {sequences:,.1f} full sequences, "
+        f"{'once' if times == 1 else f'{times:,} times'}: {share:.1%} of the time, by floating-point operations"
+    )
+    return f"{line}; {cheaper(interval, share)}" if share > DEAR and times > 1 else line
+
+
+def cheaper(interval: int, share: float) -> str:
+    """Return how to make validation take DEAR of the time, if it takes this share of it at an interval."""
+    least = math.ceil(interval * share / (1 - share) * (1 - DEAR) / DEAR)
+    return f"an --eval-interval of {least} makes that {DEAR:.0%}; --eval-iters measures fewer samples"
 
 
 def spread(parts: Sequence[Sequence[int]]) -> tuple[HeldOut, ...]:

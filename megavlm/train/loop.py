@@ -59,7 +59,7 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
             _finish_uploads(run)
             raise end
         _note(run, "finish", "finished", iteration=iteration)
-        _say(run, "finished")
+        _say(run, _ended(run, iteration))
         stop.saved()
         final_evaluation(run, partial(_say, run))
         if not _finish_uploads(run):
@@ -78,6 +78,17 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
     finally:
         tracer.close()
         close(run, sys.exception())
+
+
+def _ended(run: Run, iteration: int) -> str:
+    """Return what a run that finished says; one that had nothing to do says why."""
+    if run.position.iteration < run.config.train.train_iters:
+        return "finished"
+    length = "--epochs" if run.config.train.epochs is not None else "--train-iters"
+    return (
+        f"finished: nothing was trained, because the checkpoint is of iteration {iteration} and {length} ends at "
+        f"{run.config.train.train_iters}; raise {length} to train on"
+    )
 
 
 def _finish_uploads(run: Run) -> bool:

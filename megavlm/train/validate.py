@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megavlm.data.data_loader import DataLoader
 from megavlm.data.types import StepData
+from megavlm.data.validation import DEAR, cheaper
 from megavlm.errors import UserError
 from megavlm.metrics import callback
 from megavlm.metrics.callback import Value
@@ -19,8 +20,6 @@ from megavlm.resilience.phases import OTHER, VALIDATION
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.build import Run
 from megavlm.train.evaluate import Examiner, accuracies
-
-DEAR = 0.03  # fraction of a run's time above which validation says how to lower it
 
 
 class Validation:
@@ -115,11 +114,7 @@ class Validation:
         self._say(f"{', '.join(parts)} ({seconds:.1f} s, {share:.1%} of the time)")
         if share > DEAR and not self._said and self._interval:
             self._said = True
-            self._say(
-                f"validation takes {share:.1%} of the time: an --eval-interval of "
-                f"{math.ceil(self._interval * share / (1 - share) * (1 - DEAR) / DEAR)} makes that {DEAR:.0%}; "
-                "--eval-iters measures fewer samples"
-            )
+            self._say(f"validation takes {share:.1%} of the time: {cheaper(self._interval, share)}")
 
 
 def fields(sums: list[float], names: tuple[str, ...]) -> dict[str, Value]:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megavlm.arch.flops import forward_share
 from megavlm.config.load import from_yaml_file
 from megavlm.config.rules import check
 from megavlm.config.schema import DatasetConfig
+from megavlm.data.validation import DEAR
 from megavlm.families import published_model
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,14 @@ def test_a_recipe_is_a_run_that_fits(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_fastest_layout_is_taken_or_named(path: Path) -> None:
     assert recipes.said(path) == f"{recipes.MARK}{recipes.read(path).line()}", "python benchmarks/recipes.py --write"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_validation_with_every_checkpoint_takes_3_percent_of_an_epoch(path: Path) -> None:
+    """An epoch is as long as the recipe; a hundredth of its samples is held out, of pretraining a thousandth."""
+    config, held_out = recipes.read(path).config, 0.001 if path.stem.startswith("vlm_") else 0.01
+    times = -(-config.train.train_iters // config.checkpoint.save_interval)
+    assert times * held_out * forward_share(config) <= DEAR
 
 
 SAMPLED = ("qwen2_5_vl_7b h100 8192 full", "smolvlm_2b a100 2048 LoRA", "llava_1_5_7b b200 2048 frozen tower")

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.preprocessors import processor_for, tokenizer_for
 from megavlm.errors import UserError
+from tests.support.tokenizers import EXTRA, byte_level, llama
+from tests.support.tokenizers import QWEN as QWEN_TOKENS
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 4 * 28**2, "max_pixels": 64 * 28**2}
 MERGED = ModelConfig(vision=VisionConfig(patch_size=14), projector=ProjectorConfig(pixel_shuffle=2))
@@ -49,3 +52,23 @@ def test_bounds_that_cannot_be_are_refused(tmp_path: Path) -> None:
     clip = write(tmp_path, {"image_processor_type": "CLIPImageProcessor", "size": 224, "crop_size": 224})
     with pytest.raises(UserError, match=r"--max-pixels is for models that see images at their own size \(Qwen's\)"):
         processor_for(config(clip, max_pixels=50176))
+
+
+def test_a_tokenizer_of_another_family_is_refused(tmp_path: Path) -> None:
+    """Its tokens are numbers of other words: such a run trains, and forgets what the model knew."""
+    saved = {"own": byte_level(QWEN_TOKENS), "more": byte_level((*QWEN_TOKENS, *EXTRA)), "other": llama()}
+    for name, backend in saved.items():
+        fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>" if name != "other" else "</s>")
+        fast.save_pretrained(tmp_path / name)
+
+    def run(tokenizer: str, start: dict[str, str]) -> Config:
+        return Config(checkpoint=CheckpointConfig(**start), data=DataConfig(tokenizer=str(tmp_path / tokenizer)))  # type: ignore[arg-type]
+
+    for option in ("init_from", "language_from"):
+        start = {option: str(tmp_path / "own")}
+        assert tokenizer_for(run("more", start)).vocab_size > 256, "more tokens, and plain text as before"
+        with pytest.raises(UserError, match=r"other is of another family than the model in .*own: .*leave --tokenizer"):
+            tokenizer_for(run("other", start))
+    (tmp_path / "bare").mkdir()
+    assert tokenizer_for(run("other", {"init_from": str(tmp_path / "bare")})), "a folder without one says nothing"
+    assert tokenizer_for(run("other", {})), "nor do random weights"
