@@ -36,6 +36,8 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
 
 def values_of(kind: Kind) -> st.SearchStrategy[Any]:
     scalar = st.sampled_from(kind.choices) if kind.choices else SCALARS[kind.scalar]
+    if kind.many and kind.scalar is str:  # of several words, one that begins with a dash looks like a flag
+        scalar = scalar.filter(lambda word: not word.startswith("-"))
     values = st.lists(scalar, max_size=4).map(tuple) if kind.many else scalar
     return st.none() | values if kind.optional else values
 
