@@ -75,7 +75,7 @@ EFFECTS = (
         "data",
         (
             *("tokenizer", "chat_template", "train_on", "image_processor", "fast_image_resize", "max_image_pixels"),
-            *("min_pixels", "max_pixels"),
+            *("min_pixels", "max_pixels", "video_fps", "video_max_frames", "video_max_tokens"),
             *("shuffle", "packing", "packing_window", "balance", "max_bad_sample_rate", "worker_timeout"),
             *("validation", "validation_split"),
         ),

@@ -195,6 +195,14 @@ class ModelConfig:
     image_token: int | None = option(
         None, "Token id whose positions receive the image features; default: the tokenizer's image token."
     )
+    video_token: int | None = option(
+        None, "Token id whose positions receive the features of videos; default: the model's (without one: no videos)."
+    )
+    video_steps_per_second: float | None = option(
+        None,
+        "Steps that M-RoPE's time moves on in a second of a video (Qwen2.5-VL); default: one step for each group of "
+        "frames that share patches (Qwen2-VL).",
+    )
     init_method_std: float = option(0.02, "Standard deviation of the normal distribution of initial weights.")
     attention_dropout: float = option(0.0, "Dropout probability of attention probabilities.")
     hidden_dropout: float = option(0.0, "Dropout probability of the output of each residual branch.")

@@ -128,6 +128,17 @@ class DataConfig:
     max_image_pixels: int = option(
         2**26, "Files: skip samples with an image of more pixels than this, before the image is decoded."
     )
+    video_fps: float = option(
+        2.0, "Files: frames that are taken of a second of a video; a record may ask for another rate."
+    )
+    video_max_frames: int = option(
+        768, "Files: largest number of frames that are taken of a video; of longer ones, frames are further apart."
+    )
+    video_max_tokens: int | None = option(
+        None,
+        "Files: largest number of image tokens that a video becomes: its frames are shrunk, then left out; default: "
+        "half of --seq-length.",
+    )
     shuffle: bool = option(True, "Files: shuffle samples anew in each epoch; off: use the order of the files.")
     packing: bool = option(
         True, "Files: pack several samples into each sequence; samples do not attend to one another."

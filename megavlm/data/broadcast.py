@@ -37,7 +37,6 @@ class ReplicaBroadcast:
     replica: dist.ProcessGroup
     vision_group: dist.ProcessGroup | None
     device: torch.device
-    patch_dim: int
     assignment: ImageAssignment | None = None
 
     @property
@@ -108,14 +107,15 @@ class ReplicaBroadcast:
         """Return this rank's images of a micro-batch, which the reader sends; `chosen` [N] are those of each rank."""
         rows = [images.sizes.patch_rows(mask) for mask in chosen]
         rank = self.replica.rank()
-        outgoing = torch.empty(0, self.patch_dim, dtype=images.patches.dtype, device=self.device)
+        width = images.patches.shape[1]  # of one frame, or of as many as a video's patch spans
+        outgoing = torch.empty(0, width, dtype=images.patches.dtype, device=self.device)
         sent = [0] * len(rows)
         if self.reads:
             order = torch.from_numpy(np.concatenate(rows)).to(self.device, non_blocking=True)
             outgoing = images.patches.to(self.device, non_blocking=True).index_select(0, order)
             sent = [len(each) for each in rows]
         received = [len(rows[rank]), *[0] * (len(rows) - 1)]
-        patches = outgoing.new_empty(len(rows[rank]), self.patch_dim)
+        patches = outgoing.new_empty(len(rows[rank]), width)
         dist.all_to_all_single(patches, outgoing, received, sent, group=self.replica)
         return ImageBatch(images.sizes.select(chosen[rank]), patches)
 

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.data.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
+from megavlm.data.images import spanning
 from megavlm.data.source import Source
 from megavlm.data.types import Row, Sample
 from megavlm.errors import UserError
+
+# A run of features: (rows, columns) of a grid of patches, and the moments at which it is seen.
+Run = tuple[tuple[int, int], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,9 @@ class CollateSpec:
     pad_token: int
     projector: ProjectorConfig  # decides how many image tokens an image becomes
     patch_dim: int  # values of a patch: channels × patch side²
+    video_token: int | None = None  # takes the place of the image token where features are a video's
+    channels: int = 3
+    frames_per_patch: int = 1  # of a video; a patch of an image always has one
     mrope: bool = False  # three rotary positions per token
     num_sources: int = 0  # data sets whose losses are reported separately
 
@@ -42,12 +50,23 @@ class CollateSpec:
             pad_token=source.pad_token,
             projector=model.projector,
             patch_dim=model.vision.in_channels * model.vision.patch_size**2,
+            video_token=model.video_token,
+            channels=model.vision.in_channels,
+            frames_per_patch=model.vision.temporal_patch_size,
             mrope=bool(model.language.mrope_section),
             num_sources=len(source.names),
         )
 
     def __post_init__(self) -> None:
         assert self.image_token != self.pad_token, "padding would be taken for image features"
+
+    def are_features(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which tokens features of images and videos take the place of."""
+        return np.isin(tokens, self.feature_tokens)
+
+    @property
+    def feature_tokens(self) -> tuple[int, ...]:
+        return (self.image_token,) if self.video_token is None else (self.image_token, self.video_token)
 
 
 def collate(rows: Sequence[Row], spec: CollateSpec, *, with_patches: bool = True) -> MicroBatch:
@@ -65,7 +84,10 @@ def collate(rows: Sequence[Row], spec: CollateSpec, *, with_patches: bool = True
 
 
 def collate_images(rows: Sequence[Row], spec: CollateSpec, chosen: Mask | None = None) -> ImageBatch:
-    """Return the images of rows as patches, or only those that are True in `chosen` [N]; no others are rendered."""
+    """Return the images of rows as patches, or only those that are True in `chosen` [N]; no others are rendered.
+
+    If there is a video whose patches span several frames, the patches of images repeat their one frame as often.
+    """
     samples = [sample for row in rows for sample in row]
     pictures, sizes = [image for sample in samples for image in sample.images], _sizes_of(samples)
     if chosen is not None:  # a picture is a whole image, or one tile of it
@@ -74,9 +96,18 @@ def collate_images(rows: Sequence[Row], spec: CollateSpec, chosen: Mask | None =
         pictures = [picture for picture, start in zip(pictures, starts[:-1], strict=True) if kept[start]]
         sizes = sizes.select(chosen)
     made = [picture.patches() for picture in pictures]
+    spans = {patches.shape[1] // spec.patch_dim for patches in made}
+    if len(spans) > 1:
+        made = [each if each.shape[1] > spec.patch_dim else _repeated(each, spec) for each in made]
     patches = torch.cat(made) if made else torch.empty(0, spec.patch_dim)
-    assert patches.shape[1] == spec.patch_dim, f"patches have {patches.shape[1]} values, the model {spec.patch_dim}"
+    known = (spec.patch_dim, spec.patch_dim * spec.frames_per_patch)
+    assert patches.shape[1] in known, f"patches have {patches.shape[1]} values, the model {spec.patch_dim}"
     return ImageBatch(sizes, patches)
+
+
+def _repeated(patches: Tensor, spec: CollateSpec) -> Tensor:
+    """Return the patches of an image as those of a video in which nothing moves."""
+    return spanning([patches], spec.frames_per_patch, spec.channels)
 
 
 def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
@@ -86,7 +117,7 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
     Position t predicts token t+1: labels are the tokens shifted left by one, and `loss_mask[t]` is 1 where token
     t+1 is trained and of the same sample.
     """
-    seq_length, image_token, pad_token = spec.seq_length, spec.image_token, spec.pad_token
+    seq_length, pad_token = spec.seq_length, spec.pad_token
     tokens = np.full((len(rows), seq_length), pad_token, dtype=np.int64)
     loss_mask = np.zeros((len(rows), seq_length), dtype=np.float32)
     positions = np.empty((3 if spec.mrope else 1, len(rows), seq_length), dtype=np.int64)
@@ -104,7 +135,7 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
             loss_mask[number, start : end - 1] = sample.trained[1:]
             sources[number, start:end] = sample.source
             positions[:, number, start:end] = (
-                mrope_positions(sample.tokens, sample.grids, image_token=image_token, merge=merge)
+                mrope_positions(spec.are_features(sample.tokens), runs_of(sample), merge=merge)
                 if spec.mrope
                 else np.arange(len(sample))
             )
@@ -124,7 +155,7 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
         labels=torch.from_numpy(labels),
         loss_mask=torch.from_numpy(loss_mask),
         positions=torch.from_numpy(positions if spec.mrope else positions[0]),
-        feature_positions=torch.from_numpy(np.flatnonzero(tokens == image_token)),
+        feature_positions=torch.from_numpy(np.flatnonzero(spec.are_features(tokens))),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
         lengths=tuple(len(sample) for row in rows for sample in row),
         sources=torch.from_numpy(sources) if spec.num_sources > 1 else None,
@@ -134,7 +165,7 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
 def _check_features(sample: Sample, spec: CollateSpec) -> None:
     """Assert that a sample has one image token for each image feature."""
     features = sum(tokens_per_image(sample.grids, sample.tile_groups, spec.projector))
-    tokens = int((sample.tokens == spec.image_token).sum())
+    tokens = int(spec.are_features(sample.tokens).sum())
     assert tokens == features, f"{tokens} image tokens for {features} image features"
 
 
@@ -146,29 +177,47 @@ def _sizes_of(samples: Sequence[Sample]) -> ImageSizes:
     )
 
 
-def mrope_positions(
-    tokens: NDArray[np.int64], grids: Sequence[tuple[int, int]], *, image_token: int, merge: int
-) -> NDArray[np.int64]:
+def runs_of(sample: Sample) -> list[Run]:
+    """Return the runs of neighbouring features of a sample, in order.
+
+    An image is one run of one moment, and so is each group of a video's frames if there is text between them.
+    """
+    return [
+        run
+        for image in sample.images
+        for run in (
+            [(image.grids[0], image.film.moments)]
+            if image.film is not None and image.film.moments
+            else [(grid, (0,)) for grid in image.grids]
+        )
+    ]
+
+
+def mrope_positions(are_features: NDArray[np.bool_], runs: Sequence[Run], *, merge: int) -> NDArray[np.int64]:
     """Return (time, row, column) of each token of one sequence (M-RoPE; Wang et al. 2024, Qwen2-VL): [S] → [3, S].
 
     Text moves all three on by one per token. A still image takes one moment: its feature in row r and column c of the
     merged grid stands at (t, t + r, t + c), where t is the next free position, and text goes on at t + its longer side,
-    the first position that none of its features reached. Padding counts as text.
+    the first position that none of its features reached. A group of a video's frames stands at t + its own moment in
+    time; text after the video goes on as after an image, as in Transformers from 5.3 on. Padding counts as text.
 
     Args:
-        grids: (rows, columns) in patches of the sequence's images, in order; `merge`² patches make one feature.
+        are_features: [S] which tokens are features of images and videos.
+        runs: (rows, columns) in patches and the moments of each run of features, in order; `merge`² patches make one
+            feature.
     """
-    positions = np.empty((3, len(tokens)), dtype=np.int64)
-    starts = np.flatnonzero(tokens == image_token)
+    positions = np.empty((3, len(are_features)), dtype=np.int64)
+    starts = np.flatnonzero(are_features)
     place = moment = 0
-    for grid in grids:
+    for grid, moments in runs:
         rows, columns = grid[0] // merge, grid[1] // merge
         first = int(starts[np.searchsorted(starts, place)])
         positions[:, place:first] = np.arange(moment, moment + first - place)
         moment += first - place
-        place = first + rows * columns
-        cells = np.indices((1, rows, columns)).reshape(3, -1)
+        place = first + len(moments) * rows * columns
+        cells = np.indices((len(moments), rows, columns)).reshape(3, -1)
+        cells[0] = np.repeat(moments, rows * columns)
         positions[:, first:place] = moment + cells
         moment += max(rows, columns)
-    positions[:, place:] = np.arange(moment, moment + len(tokens) - place)
+    positions[:, place:] = np.arange(moment, moment + len(are_features) - place)
     return positions

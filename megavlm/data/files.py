@@ -8,36 +8,31 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megavlm.arch.anyres import TileGroup
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.chat import ChatFormat, Piece, split
 from megavlm.data.costs import CostModel
-from megavlm.data.decode import decode, size_of
-from megavlm.data.images import LoadedImage
 from megavlm.data.order import Order
 from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
 from megavlm.data.processors import Layout, Processor
-from megavlm.data.records import cache_of, is_held_out, is_stream, name_of, open_records, open_tars
+from megavlm.data.processors.sampling import Budget
+from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name_of, open_records, open_tars
 from megavlm.data.types import (
     BadSample,
     Conversation,
     EncodedRecord,
     EncodedSample,
     HeldOut,
-    ImageRef,
     Reason,
-    Records,
     Sample,
     SampleId,
     Segment,
     Skipped,
-    StoredImage,
     StreamSample,
 )
+from megavlm.data.visuals import Visuals, stored
 from megavlm.errors import UserError
 
 # The number of records that the order of a blend assumes for a stream, whose length is unknown.
@@ -66,14 +61,22 @@ class FilesSource:
             placeholder=self.processor.placeholder,
             train_on=config.data.train_on,
             model_type=model_type(tokenizer_path(config)),
+            reserved=(self.processor.video.text,) if self.processor.video is not None else (),
         )
         self.names = tuple(name_of(source) for source in config.data.datasets)
         self.validation_names = tuple(name_of(source) for source in self._validation)
         self.vocab_size = config.model.language.vocab_size
         self.image_token = self.tokenizer.image
+        self.feature_tokens = (self.image_token, *filter(None, [config.model.video_token]))
         self.pad_token = self.tokenizer.pad
         self._costs = CostModel.of(config.model)
         self.max_pixels = config.data.max_image_pixels
+        budget = Budget(
+            fps=config.data.video_fps,
+            max_frames=config.data.video_max_frames,
+            max_tokens=config.data.video_max_tokens or config.train.seq_length // 2,
+        )
+        self._visuals = Visuals(self.processor, self.max_pixels, budget)
 
     def warnings(self) -> list[str]:
         """Return the warnings to print before a run."""
@@ -160,7 +163,7 @@ class FilesSource:
         try:
             conversation, source = self.conversation(sample_id)
             images = conversation.images
-            layouts = self._layouts(images)
+            layouts = self._visuals.layouts(images)
             encoded = self.chat.encode(conversation, [layout.prompt for layout in layouts])
             fitted = split(encoded, self._config.train.seq_length)
         except BadSample as error:
@@ -182,10 +185,7 @@ class FilesSource:
         return Sample(
             tokens=encoded.tokens,
             trained=encoded.trained,
-            images=tuple(
-                LoadedImage(image.grids, self._patches(images[image.number], images=len(images)), image.arrangement)
-                for image in encoded.images
-            ),
+            images=tuple(self._visuals.load(images, image) for image in encoded.images),
             tile_groups=encoded.tile_groups,
             source=encoded.source,
         )
@@ -196,19 +196,12 @@ class FilesSource:
         Raises BadSample.
         """
         images = conversation.images
-        layouts = self._layouts(images)
+        layouts = self._visuals.layouts(images)
         tokens = self.chat.prompt(conversation, [layout.prompt for layout in layouts])
         return Sample(
             tokens=tokens,
             trained=np.zeros(len(tokens), dtype=np.bool_),
-            images=tuple(
-                LoadedImage(
-                    tuple(tile.grid for tile in layout.tiles),
-                    self._patches(image, images=len(images)),
-                    layout.arrangement,
-                )
-                for image, layout in zip(images, layouts, strict=True)
-            ),
+            images=tuple(self._visuals.load(images, stored(*each)) for each in enumerate(layouts)),
             tile_groups=self._tile_groups(layouts),
         )
 
@@ -239,10 +232,7 @@ class FilesSource:
 
     def _encoded(self, piece: Piece, layouts: Sequence[Layout], *, source: int) -> EncodedSample:
         shown = [(number, layouts[number]) for number in piece.images]
-        images = tuple(
-            StoredImage(number, tuple(tile.grid for tile in layout.tiles), layout.arrangement)
-            for number, layout in shown
-        )
+        images = tuple(stored(number, layout) for number, layout in shown)
         return EncodedSample(
             tokens=piece.tokens,
             trained=piece.trained,
@@ -254,20 +244,8 @@ class FilesSource:
             ),
         )
 
-    def _layouts(self, images: Sequence[ImageRef]) -> list[Layout]:
-        """Return the layout of each image, of which only the header is read. Raises BadSample."""
-        return [
-            self.processor.layout(*size_of(image.source, max_pixels=self.max_pixels), images=len(images))
-            for image in images
-        ]
-
     def _tile_groups(self, layouts: Sequence[Layout]) -> tuple[TileGroup, ...]:
         """Return the tiles of each image, for a model that reads images as tiles of several resolutions."""
         if not self.processor.anyres:
             return ()
         return tuple(TileGroup(layout.arrangement, layout.size) for layout in layouts)
-
-    def _patches(self, image: ImageRef, *, images: int) -> Tensor:
-        """Return the patches of all tiles of one image. Raises BadSample if it cannot be decoded."""
-        pixels = decode(image.source, max_pixels=self.max_pixels).pixels
-        return torch.cat(self.processor.tiles(pixels, images=images))

@@ -1,4 +1,4 @@
-"""Images as patches."""
+"""Images as patches, and the patches of several frames as one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from megavlm.arch.image_tokens import grid_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megavlm.data.processors.layout import Film
 
 
 def patchify(
@@ -42,6 +44,19 @@ def patchify(
     return torch.from_numpy(patches)
 
 
+def spanning(frames: Sequence[Tensor], span: int, channels: int) -> Tensor:
+    """Return patches that span `span` frames each, [groups·P, channels·span·p·p], from the patches [P, channels·p·p] of
+    each frame; the last frame fills the last group.
+
+    Within a patch the order is (channel, frame, row, column), as in a flattened Conv3d weight.
+    """
+    import torch
+
+    filled = torch.stack([*frames, *[frames[-1]] * (-len(frames) % span)])
+    cells = filled.view(-1, span, filled.shape[1], channels, filled.shape[2] // channels)  # [groups, span, P, C, p²]
+    return cells.permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1)
+
+
 @dataclass(frozen=True, eq=False)
 class Image:
     """An image of known size whose pixels are rendered on demand.
@@ -54,6 +69,7 @@ class Image:
     patch_size: int
     render: Callable[[], NDArray[np.uint8]]
     arrangement: tuple[int, int] = (0, 0)
+    film: Film | None = None
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -65,11 +81,12 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class LoadedImage:
-    """An image whose patches have been read."""
+    """An image or a video whose patches have been read."""
 
     grids: tuple[tuple[int, int], ...]
     pixels: Tensor  # [P, D] patches of all grids
     arrangement: tuple[int, int] = (0, 0)
+    film: Film | None = None
 
     def patches(self) -> Tensor:
         return self.pixels

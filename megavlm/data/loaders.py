@@ -75,7 +75,6 @@ def build_loaders(
         replica=groups.collection.mp,
         vision_group=vision_group,
         device=device,
-        patch_dim=spec.patch_dim,
         assignment=assignment,
     )
     training = measured = None

@@ -24,6 +24,7 @@ from megavlm.json_files import read_json
 from megavlm.storage.cache import local_path
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
+_VIDEO = "video_preprocessor_config.json"
 _TRIAL = "The quick brown fox jumps over 13 lazy dogs."
 _BEYOND = 2**30  # for a tokenizer whose image token does not matter: language models have none
 
@@ -39,8 +40,8 @@ def processor_for(config: Config) -> Processor:
     data = config.data
     if given is None:
         processor: Processor = _plain(model, fast=data.fast_image_resize)
-    elif (settings := _settings(local_path(given, "--image-processor"))) is not None:
-        processor = processor_from(settings, model, fast=data.fast_image_resize)
+    elif (settings := _settings(folder := local_path(given, "--image-processor"))) is not None:
+        processor = processor_from(settings, model, fast=data.fast_image_resize, video=_video_settings(folder))
     elif data.image_processor:
         raise UserError(f"--image-processor {given} has no {' and no '.join(_FILES)}: name a folder with one")
     else:
@@ -79,6 +80,15 @@ def _settings(folder: Path) -> Any:
         if name == _FILES[0] or "image_processor" in settings:
             return settings
     return None
+
+
+def _video_settings(folder: Path) -> Any:
+    """Return the options of the video processor, which newer folders hold inside `processor_config.json`."""
+    whole = folder / _FILES[1]
+    nested = read_json(whole).get("video_processor") if whole.exists() else None
+    if nested is None and (folder / _VIDEO).exists():
+        nested = read_json(folder / _VIDEO)
+    return nested
 
 
 def _plain(model: ModelConfig, *, fast: bool) -> Whole:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from megavlm.config.schema import Config
-from megavlm.data.decode import decode
 from megavlm.data.files import FilesSource
 from megavlm.data.skips import SkipSummary
 from megavlm.data.source import ComputedSource, HeldOutPrompt
@@ -27,12 +26,13 @@ from megavlm.data.types import (
     Conversation,
     EncodedSample,
     HeldOut,
-    ImageRef,
     Reason,
     Sample,
     Segment,
     Turn,
+    Visual,
 )
+from megavlm.data.visuals import first_frame
 from megavlm.errors import UserError
 
 _LOOKED_AT = 100  # most samples that are looked at in vain
@@ -123,13 +123,13 @@ def _continued(source: FilesSource, held_out: HeldOut, encoded: EncodedSample, m
     """Return the beginning of plain text, its words, and the rest: at most `most` tokens, at most half, no image."""
     sample = source.load(Segment(held_out, encoded))
     tokens = sample.tokens
-    after_images = int(np.flatnonzero(tokens == source.image_token).max(initial=-1)) + 1
+    after_images = int(np.flatnonzero(np.isin(tokens, source.feature_tokens)).max(initial=-1)) + 1
     cut = max(len(tokens) - 1 - most, len(tokens) // 2, after_images)  # the last token is the end
     reference = source.decode_answer(tokens[cut:].tolist())
     if not reference:
         raise BadSample(Reason.EMPTY, "no text is left to continue with")
     begun = tokens[:cut]
-    words = source.decode_answer(begun[begun != source.image_token].tolist())
+    words = source.decode_answer(begun[~np.isin(begun, source.feature_tokens)].tolist())
     return replace(sample, tokens=begun, trained=np.zeros(cut, dtype=np.bool_)), words, reference
 
 
@@ -150,8 +150,8 @@ def _text(turn: Turn) -> str:
     return "".join(parts).strip()
 
 
-def _picture(image: ImageRef, *, max_pixels: int) -> NDArray[np.uint8]:
-    """Return an image, upright and reduced. Raises BadSample if it cannot be decoded."""
-    picture = Image.fromarray(decode(image.source, max_pixels=max_pixels).pixels)
+def _picture(visual: Visual, *, max_pixels: int) -> NDArray[np.uint8]:
+    """Return an image, or a video's first frame, upright and reduced. Raises BadSample if it cannot be decoded."""
+    picture = Image.fromarray(first_frame(visual, max_pixels=max_pixels))
     picture.thumbnail((_SIDE, _SIDE))
     return np.array(picture)

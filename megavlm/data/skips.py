@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megavlm.data.types import Reason, Skipped
 
 _LOOK = "see which with tools/preview_data.py and the same flags; docs/data.md has what a record needs"
-_COPY = "copy the image files again, or leave the records out"
+_COPY = "copy the files again, or leave the records out"
 _ROOT = "name the folder of the images: --datasets PATH,image_root=DIR"
 REMEDIES: dict[Reason, str] = {
     Reason.MISSING: _ROOT,
@@ -19,6 +19,9 @@ REMEDIES: dict[Reason, str] = {
     Reason.NOT_AN_IMAGE: _COPY,
     Reason.TRUNCATED: _COPY,
     Reason.CORRUPT: _COPY,
+    Reason.NOT_A_VIDEO: _COPY,
+    Reason.NO_FRAMES: _COPY,
+    Reason.ENDLESS: "cut the clip into shorter ones",
 }
 
 

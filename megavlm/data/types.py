@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # families read their errors from here, and run without torch
     from torch import Tensor
 
     from megavlm.data.batch import MicroBatch
+    from megavlm.data.processors.layout import Film
 
 # --- Samples that cannot be used
 
@@ -34,7 +35,7 @@ class Reason(StrEnum):
     NOT_A_RECORD = "not_a_record"  # invalid JSON, or unexpected fields
     EMPTY = "empty_conversation"  # no token to train on
     ROLE = "unknown_role"  # a speaker other than user, assistant and system
-    UNSUPPORTED = "unsupported"  # an image on the network, a video
+    UNSUPPORTED = "unsupported"  # an image on the network, a video where the model reads none
     IMAGE_COUNT = "image_count"  # number of <image> tags differs from number of images
     TOO_LONG = "too_long"  # no turn fits --seq-length
     # its images
@@ -45,6 +46,10 @@ class Reason(StrEnum):
     CORRUPT = "corrupt"
     TOO_LARGE = "too_many_pixels"
     TOO_NARROW = "aspect_ratio"
+    # its videos; the reasons of images above hold for frames, too
+    NOT_A_VIDEO = "not_a_video"
+    NO_FRAMES = "no_frames"  # sound alone, or nothing
+    ENDLESS = "too_many_frames"
 
 
 class BadSample(ValueError):
@@ -84,15 +89,30 @@ class ImageRef:
 
 
 @dataclass(frozen=True)
+class VideoRef:
+    """A clip that has not been opened: a video file, or its frames as images.
+
+    `fps` is what the record says: the rate at which frames are taken from a file, or at which its images were.
+    """
+
+    source: bytes | Path | StoredFile | tuple[ImageRef, ...]
+    fps: float | None = None
+
+
+Visual = ImageRef | VideoRef
+
+
+@dataclass(frozen=True)
 class Turn:
-    """A message of one speaker: text and images, in order. Plain text is one turn of the role `text`."""
+    """A message of one speaker: text, images and videos, in order. Plain text is one turn of the role `text`."""
 
     role: Role
-    parts: tuple[str | ImageRef, ...]
+    parts: tuple[str | Visual, ...]
 
     @property
-    def images(self) -> tuple[ImageRef, ...]:
-        return tuple(part for part in self.parts if isinstance(part, ImageRef))
+    def images(self) -> tuple[Visual, ...]:
+        """Return the images and videos."""
+        return tuple(part for part in self.parts if not isinstance(part, str))
 
 
 @dataclass(frozen=True)
@@ -102,30 +122,9 @@ class Conversation:
     turns: tuple[Turn, ...]
 
     @property
-    def images(self) -> tuple[ImageRef, ...]:
+    def images(self) -> tuple[Visual, ...]:
+        """Return the images and videos."""
         return tuple(image for turn in self.turns for image in turn.images)
-
-
-class Records(Protocol):
-    """A map-style data set: records are read by number, in any order and in several processes (it is pickled)."""
-
-    name: str
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> Conversation:
-        """Return record `index`. Raises BadSample if it is no conversation."""
-        ...
-
-    def key(self, index: int) -> bytes:
-        """Return what the content of record `index` hashes to (`records/split.py`). Raises BadSample if it cannot be
-        read.
-        """
-        ...
-
-    def label(self, index: int) -> str:
-        """Return the name of record `index` in messages, as in `train.jsonl:18` (counted from 1, as editors do)."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,11 +168,13 @@ class SampleCost:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image of which the header has been read, but not the pixels."""
+    """An image or a video of which the header has been read, but not the pixels."""
 
-    number: int  # among the images of its record
-    grids: tuple[tuple[int, int], ...]  # (rows, columns) in patches of the image, or of each of its tiles
+    number: int  # among the images and videos of its record
+    # (rows, columns) in patches of the image, of each of its tiles, or of each group of a video's frames
+    grids: tuple[tuple[int, int], ...]
     arrangement: tuple[int, int]  # (rows, columns) of the tiles that the image is cut into; (0, 0) if it is not cut
+    film: Film | None = None  # of a video
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,11 +199,16 @@ class EncodedRecord:
 
 
 class Picture(Protocol):
-    """An image as patches. Its size is known at once; a subclass may compute the patches when they are asked for."""
+    """An image or a video as patches. Sizes are known at once; a subclass may compute the patches on demand."""
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
-        """Return (rows, columns) in patches of the image, or of each of its tiles."""
+        """Return (rows, columns) in patches of the image, of each of its tiles, or of each group of frames."""
+        ...
+
+    @property
+    def film(self) -> Film | None:
+        """Return the frames of a video; None for an image."""
         ...
 
     @property
@@ -211,7 +217,7 @@ class Picture(Protocol):
         ...
 
     def patches(self) -> Tensor:
-        """Return the normalised patches [P, D] of all grids, float32."""
+        """Return the normalised patches [P, D] of all grids, float32; D counts all frames that a patch spans."""
         ...
 
 

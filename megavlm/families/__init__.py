@@ -68,11 +68,18 @@ def family_of(settings: Settings) -> Family:
     raise UserError(f"{settings.where}: model_type {kind!r:.80} is not supported; supported are {known}")
 
 
-def processor_from(preprocessor_config: Mapping[str, Any], model: ModelConfig, *, fast: bool = False) -> Processor:
+def processor_from(
+    preprocessor_config: Mapping[str, Any],
+    model: ModelConfig,
+    *,
+    fast: bool = False,
+    video: Mapping[str, Any] | None = None,
+) -> Processor:
     """Return the image processor that a `preprocessor_config.json` describes, with the patches of `model`.
 
     Newer folders hold the options as `image_processor` inside `processor_config.json`: give that file then. `fast` is
-    `Processor.fast`. Raises UserError, in one line, for what is not supported.
+    `Processor.fast`, `video` what a `video_preprocessor_config.json` says, if there is one. Raises UserError, in one
+    line, for what is not supported.
     """
     name, options = class_of(preprocessor_config)
     if name not in PROCESSOR_READERS:
@@ -80,7 +87,7 @@ def processor_from(preprocessor_config: Mapping[str, Any], model: ModelConfig, *
             f"image processor {name!r:.80} of preprocessor_config.json is unknown: supported are "
             + ", ".join(PROCESSOR_READERS)
         )
-    return PROCESSOR_READERS[name].read(options, model, fast=fast)
+    return PROCESSOR_READERS[name].read(options, model, fast=fast, video=video)
 
 
 def chat_template_of(model_type: str | None) -> NamedTemplate | None:

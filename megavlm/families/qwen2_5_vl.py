@@ -12,6 +12,7 @@ from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
+from megavlm.families.shared.qwen_video import with_videos
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
     PROCESSOR,
@@ -42,7 +43,8 @@ _VISION: dict[str, Any] = {
 def config(settings: Settings) -> ModelConfig:
     """Qwen2_5_VLConfig."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
-    return model_config(settings, tower=tower, vision=_vision(tower), text=qwen2_text(settings))
+    model = model_config(settings, tower=tower, vision=_vision(tower), text=qwen2_text(settings))
+    return with_videos(model, settings, steps_per_second=tower.get("tokens_per_second", 4))
 
 
 def _vision(tower: Settings) -> VisionConfig:

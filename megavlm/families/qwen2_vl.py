@@ -12,6 +12,7 @@ from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
+from megavlm.families.shared.qwen_video import with_videos
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
     PROCESSOR,
@@ -35,7 +36,8 @@ _VISION: dict[str, Any] = {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, 
 def config(settings: Settings) -> ModelConfig:
     """Qwen2VLConfig."""
     tower = _renamed(with_defaults(settings.section("vision_config"), _VISION))
-    return model_config(settings, tower=tower, vision=_vision(tower), text=qwen2_text(settings))
+    model = model_config(settings, tower=tower, vision=_vision(tower), text=qwen2_text(settings))
+    return with_videos(model, settings, steps_per_second=None)
 
 
 def _renamed(tower: Settings) -> Settings:

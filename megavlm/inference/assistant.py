@@ -107,7 +107,7 @@ class Assistant:
             repetition_penalty=1.0,
             eos_token_id=list(self.ends),
             pad_token_id=self.source.pad_token,
-            suppress_tokens=[self.source.image_token],  # there would be no features for it
+            suppress_tokens=list(self.source.feature_tokens),  # there would be no features for them
         )
         torch.manual_seed(sampling.seed)
         inputs = self.inputs(samples)

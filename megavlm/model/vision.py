@@ -109,7 +109,8 @@ class PatchEmbed(nn.Module):
     parameters get equal gradients everywhere and need no reduction.
 
     Where a patch spans T frames, a still image fills each with the same pixels x: Σ_t W_t·x = (Σ_t W_t)·x. The weight
-    is whole, [H, C·T·p·p], and summed over time in each forward; the pixels come once.
+    is whole, [H, C·T·p·p], and summed over time in each forward; the pixels come once. In a micro-batch with a video
+    they come T times (`data/collate.py`), and the whole weight is taken.
     """
 
     reads_below = True  # `proj`'s weight, which it sums before it multiplies
@@ -133,7 +134,8 @@ class PatchEmbed(nn.Module):
             self.norm = norm(hidden, eps=vision.norm_epsilon, dtype=dtype)
 
     def forward(self, patches: Tensor, layout: VisionLayout) -> Tensor:
-        weight = self._weight_of_stills()
+        whole = not layout.is_blank and patches.shape[1] == self.proj.in_features
+        weight = self.proj.weight if whole else self._weight_of_stills()
         if layout.is_blank:
             rows, columns = layout.grids[0]
             patches = weight.new_zeros(rows * columns, weight.shape[1])

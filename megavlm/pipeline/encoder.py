@@ -236,10 +236,14 @@ def encoder_config(config: Config) -> Config:
 
 
 def split_into_passes(images: Sequence[ImageBatch], most_patches: int) -> list[Sequence[ImageBatch]]:
-    """Return the images in order, in groups of at most `most_patches` patches; a larger image is a group of its own."""
+    """Return the images in order, in groups of at most `most_patches` patches; a larger image is a group of its own.
+
+    The patches of a group have one width: those of a micro-batch with a video span more frames than others.
+    """
     starts, patches = [0], 0
     for index, image in enumerate(images):
-        if patches and patches + len(image.patches) > most_patches:
+        other = index > 0 and image.patches.shape[1] != images[index - 1].patches.shape[1]
+        if patches and (other or patches + len(image.patches) > most_patches):
             starts.append(index)
             patches = 0
         patches += len(image.patches)

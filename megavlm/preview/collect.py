@@ -14,6 +14,7 @@ from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
 from megavlm.data.files import FilesSource
 from megavlm.data.packing import pack
+from megavlm.data.processors import Processor
 from megavlm.data.records import is_stream, prepare_stream
 from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamSource, encode_all, files_source
 from megavlm.data.types import BadSample, EncodedRecord, Picture, Sample, Segment, Skipped
@@ -130,10 +131,11 @@ def _in_full(source: FilesSource, record: EncodedRecord) -> list[Shown]:
             source=index,
             length=len(sample),
             images=tuple(_pictures(source, sample, image) for image in sample.images),
+            seconds=tuple(image.film.seconds if image.film else () for image in sample.images),
             stretches=stretches_of(
                 sample.tokens.tolist(),
                 sample.trained.tolist(),
-                image_token=source.image_token,
+                image_tokens=source.feature_tokens,
                 decode=source.tokenizer.decode,
             ),
         )
@@ -147,6 +149,8 @@ def _pictures(source: FilesSource, sample: Sample, image: Picture) -> tuple[NDAr
     A tiled image gives its tiles joined and, if there is one, the tile with the whole image.
     """
     processor = source.processor
+    if image.film is not None:
+        return _frames(processor, image)
     patches = image.patches().split([rows * columns for rows, columns in image.grids])
     pictures = [
         unpatchified(cells, grid, patch=processor.patch_size, mean=processor.mean, std=processor.std)
@@ -158,6 +162,22 @@ def _pictures(source: FilesSource, sample: Sample, image: Picture) -> tuple[NDAr
     whole = pictures.pop(0 if sample.tile_groups else -1)
     lines = [np.concatenate(pictures[row * columns : (row + 1) * columns], axis=1) for row in range(rows)]
     return np.concatenate(lines), whole
+
+
+def _frames(processor: Processor, video: Picture) -> tuple[NDArray[np.uint8], ...]:
+    """Return the frames of a video that the tower receives, as pictures."""
+    assert processor.video is not None
+    assert video.film is not None
+    span, patch = processor.video.frames_per_patch, processor.patch_size
+    groups = video.patches().unflatten(1, (3, span, -1)).movedim(2, 0)  # [span, P, 3, p·p]
+    sizes = [rows * columns for rows, columns in video.grids]
+    by_frame = [group.flatten(1).split(sizes) for group in groups]
+    pictures = [
+        unpatchified(by_frame[place][number], grid, patch=patch, mean=processor.video.mean, std=processor.video.std)
+        for number, grid in enumerate(video.grids)
+        for place in range(span)
+    ]
+    return tuple(pictures[: len(video.film.frames)])
 
 
 def unpatchified(

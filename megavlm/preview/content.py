@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ class Shown:
     source: int
     length: int
     images: tuple[tuple[NDArray[np.uint8], ...], ...]  # [height, width, 3] each
+    seconds: tuple[tuple[float, ...], ...]  # when the frames of each video are shown; () for an image
     stretches: tuple[Stretch, ...]
 
 
@@ -80,7 +81,7 @@ class PreviewContent:
 
 
 def stretches_of(
-    tokens: Sequence[int], trained: Sequence[bool], *, image_token: int, decode: Decode
+    tokens: Sequence[int], trained: Sequence[bool], *, image_tokens: Collection[int], decode: Decode
 ) -> tuple[Stretch, ...]:
     """Return a sample's text in stretches: a new one begins where training begins or ends, and at images.
 
@@ -89,14 +90,14 @@ def stretches_of(
     found: list[Stretch] = []
     at = 0
     while at < len(tokens):
-        image = tokens[at] == image_token
+        image = tokens[at] in image_tokens
         end = at + 1
-        while end < len(tokens) and (tokens[end] == image_token) == image and trained[end] == trained[at]:
+        while end < len(tokens) and (tokens[end] in image_tokens) == image and trained[end] == trained[at]:
             end += 1
         if image:
             found.append(Stretch(str(end - at), trained=False, image=True))
         else:
-            before = [token for token in tokens[max(0, at - _CONTEXT) : at] if token != image_token]
+            before = [token for token in tokens[max(0, at - _CONTEXT) : at] if token not in image_tokens]
             text = decode([*before, *tokens[at:end]])[len(decode(before)) :]
             found.append(Stretch(text, bool(trained[at])))
         at = end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections import Counter
+from collections.abc import Sequence
 from html import escape
 from io import BytesIO
 
@@ -115,7 +116,7 @@ def _legend() -> str:
 def _sample(shown: Shown, content: PreviewContent) -> str:
     name = content.sources[shown.source].name if shown.source < len(content.sources) else ""
     trained = sum(len(stretch.text) for stretch in shown.stretches if stretch.trained)
-    images = "".join(f'<div class="tiles">{"".join(map(_picture, tiles))}</div>' for tiles in shown.images)
+    images = "".join(map(_tiles, shown.images, shown.seconds))
     text = "".join(map(_stretch, shown.stretches))
     nothing = "" if trained else ' <span class="warning">nothing is trained</span>'
     return (
@@ -123,6 +124,15 @@ def _sample(shown: Shown, content: PreviewContent) -> str:
         f"<span>{escape(name)} · {shown.length:,} tokens</span>{nothing}</h3>"
         f'{f"<div class=images>{images}</div>" if images else ""}<div class="text">{text}</div></article>'
     )
+
+
+def _tiles(pictures: Sequence[NDArray[np.uint8]], seconds: Sequence[float]) -> str:
+    """Return the pictures of an image, or the frames of a video with their times."""
+    shown = list(map(_picture, pictures))
+    if seconds:
+        times = (f"<figcaption>{second:.2f} s</figcaption>" for second in seconds)
+        shown = [f"<figure>{picture}{time}</figure>" for picture, time in zip(shown, times, strict=True)]
+    return f'<div class="tiles">{"".join(shown)}</div>'
 
 
 def _stretch(stretch: Stretch) -> str:

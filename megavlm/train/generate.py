@@ -53,7 +53,7 @@ def generate(
     chosen: list[list[int]] = []
     while len(chosen) < max_new_tokens:
         logits = engine.schedule.logits(batches)
-        chosen.append(_next_tokens(engine, logits, count=len(work), never=spec.image_token))
+        chosen.append(_next_tokens(engine, logits, count=len(work), never=spec.feature_tokens))
         if (stop or give_up) and _all_ended(chosen, stop, device, give_up):
             break
         places = (following + len(chosen) - 1).split(micro_batch_size)
@@ -97,15 +97,15 @@ def _next(batch: MicroBatch, tokens: Tensor, places: Tensor, spec: CollateSpec, 
     return MicroBatch(text, ImageSizes(), images, continuation=batch.continuation.advanced())
 
 
-def _next_tokens(engine: Engine, logits: Sequence[Tensor], *, count: int, never: int) -> list[int]:
+def _next_tokens(engine: Engine, logits: Sequence[Tensor], *, count: int, never: Sequence[int]) -> list[int]:
     """Return the most likely token after each of so many rows, on all pipeline stages.
 
-    `never`, the image token, is masked out: generated text has no image features.
+    `never`, the tokens of images and videos, are masked out: generated text has no features.
     """
     chosen = torch.zeros(count, dtype=torch.long, device=engine.schedule.backend.device)
     if logits:
         scores = torch.cat(list(logits))[:, -1]
-        scores[:, never] = -torch.inf
+        scores[:, list(never)] = -torch.inf
         chosen = scores.argmax(-1)
     return broadcast_from_last_stage(chosen, engine.groups).tolist()
 

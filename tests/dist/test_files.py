@@ -147,7 +147,7 @@ def complaint() -> str:
         assert dist.get_rank() == 0, "only one rank reads"
         raise UserError("ein Bär fraß train.jsonl")
 
-    exchange = ReplicaBroadcast(dist.group.WORLD, vision_group=None, device=torch.device("cpu"), patch_dim=48)
+    exchange = ReplicaBroadcast(dist.group.WORLD, vision_group=None, device=torch.device("cpu"))
     try:
         exchange.share(read)
     except UserError as error:

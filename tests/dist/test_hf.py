@@ -34,6 +34,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "pixtral": (pixtral.pixtral, pixtral.IMAGES[::2]),
     "qwen2-vl": (qwen_vl.qwen2, SIZES),
     "qwen2.5-vl": (qwen_vl.qwen2_5, SIZES),
+    "qwen2.5-vl-videos": (qwen_vl.qwen2_5, (*qwen_vl.VIDEOS, qwen_vl.IMAGES[1])),
     "qwen3-vl": (lambda: qwen_vl.qwen3(tied=True), SIZES),
 }
 LAYOUTS = {"tp2": (2, "--tp 2"), "pp2": (2, "--pp 2"), "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2")}
@@ -74,7 +75,7 @@ def test_layouts_equal_transformers(
     assert_layout(pools, world, references(family), flags)
 
 
-@pytest.mark.parametrize("family", ["qwen3-vl", "llava-onevision", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3-vl", "llava-onevision", "gemma3", "qwen2.5-vl-videos"])
 def test_colocated_encoder_equals_transformers(
     pools: Pools, references: Callable[[str], Reference], family: str
 ) -> None:

@@ -17,7 +17,7 @@ from megavlm.families import PUBLISHED, family_of, published_model
 from megavlm.families.shared.settings import Settings
 from tests.support import hf
 from tests.support.harness import Single
-from tests.support.tiny_models.qwen_vl import IMAGE_TOKEN, IMAGES, qwen2, qwen2_5, qwen3
+from tests.support.tiny_models.qwen_vl import IMAGE_TOKEN, IMAGES, VIDEOS, qwen2, qwen2_5, qwen3
 
 
 @pytest.mark.parametrize("build", [qwen2, qwen2_5, qwen3])
@@ -27,6 +27,14 @@ def test_logits_gradients_and_training(build: Any, tied: bool, single: Single, t
     folder = hf.save(theirs, tmp_path / "hf")
     hf.assert_same_logits_and_gradients(folder, theirs, single, IMAGES)
     hf.assert_same_training(folder, theirs, single, IMAGES)
+
+
+@pytest.mark.parametrize("build", [qwen2, qwen2_5])
+def test_videos(build: Any, single: Single, tmp_path: Path) -> None:
+    theirs = build()
+    folder = hf.save(theirs, tmp_path / "hf")
+    hf.assert_same_logits_and_gradients(folder, theirs, single, VIDEOS)
+    hf.assert_same_training(folder, theirs, single, VIDEOS)
 
 
 @pytest.mark.parametrize(("build", "kind"), [(qwen2, "qwen2_vl"), (qwen2_5, "qwen2_5_vl")])

@@ -33,7 +33,8 @@ from megavlm.config.schema import (
 )
 from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.images import Image
+from megavlm.data.images import Image, LoadedImage, patchify, spanning
+from megavlm.data.processors.layout import Film
 from megavlm.data.types import Sample
 from megavlm.planner.plan import make_plan
 from megavlm.train.build_engine import build_engine
@@ -81,9 +82,11 @@ def engine_for(config: Config, folder: Path, single: Single) -> Engine:
 
 
 def batch_of(
-    config: Config, images: Sequence[Sequence[tuple[int, int]]] = (((32, 32), (32, 32)), ()), *, seed: int = 3
+    config: Config, images: Sequence[Sequence[tuple[int, ...]]] = (((32, 32), (32, 32)), ()), *, seed: int = 3
 ) -> MicroBatch:
-    """A micro-batch: for each sample the (height, width) of its images, words before, between and after them."""
+    """A micro-batch: for each sample its images, (height, width), and its videos, (frames, height, width), with words
+    before, between and after them.
+    """
     model = config.model
     image_token, vocabulary = model.image_token, model.language.vocab_size
     assert image_token is not None
@@ -92,14 +95,19 @@ def batch_of(
     patch = model.vision.patch_size
     samples = []
     for number, sizes in enumerate(images):
-        words = [word for word in rng.integers(1, vocabulary, 64).tolist() if word != image_token]
+        words = [
+            word for word in rng.integers(1, vocabulary, 64).tolist() if word not in (image_token, model.video_token)
+        ]
         seen, groups = tiled(sizes, model)
-        arrays = [random_image(*size, seed=seed + 10 * number + place) for place, size in enumerate(seen)]
-        held = tuple(Image(*size, patch, partial(np.asarray, array)) for size, array in zip(seen, arrays, strict=True))
-        grids = [grid_of(*size, patch) for size in seen]
+        held = tuple(_picture(size, model, seed=seed + 10 * number + place) for place, size in enumerate(seen))
+        counts = iter(tokens_per_image([grid for each in held for grid in each.grids], groups, model.projector))
         tokens: list[int] = []
-        for count in tokens_per_image(grids, groups, model.projector):
-            tokens += [words.pop(), words.pop()] + [image_token] * count
+        for each in groups or held:
+            if isinstance(each, TileGroup) or each.film is None:
+                tokens += [words.pop(), words.pop()] + [image_token] * next(counts)
+            else:
+                assert model.video_token is not None
+                tokens += [words.pop(), words.pop()] + [model.video_token] * sum(next(counts) for _ in each.grids)
         tokens += [words.pop() for _ in range(12 + number)]
         samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held, groups))
     return collate(
@@ -110,14 +118,29 @@ def batch_of(
             pad_token=0,
             projector=model.projector,
             patch_dim=model.vision.in_channels * patch**2,
+            video_token=model.video_token,
+            frames_per_patch=model.vision.temporal_patch_size,
             mrope=bool(model.language.mrope_section),
         ),
     )
 
 
+def _picture(size: tuple[int, ...], model: ModelConfig, *, seed: int) -> Image | LoadedImage:
+    """An image, or a video whose groups of frames are 0, 3, 6, … steps of M-RoPE from its beginning."""
+    patch, span = model.vision.patch_size, model.vision.temporal_patch_size
+    *frames, height, width = size
+    arrays = [random_image(height, width, seed=seed + 100 * number) for number in range(*frames or [1])]
+    if not frames:
+        return Image(height, width, patch, partial(np.asarray, arrays[0]))
+    groups = -(-len(arrays) // span)
+    film = Film(tuple(range(len(arrays))), (0.0,) * len(arrays), tuple(range(0, 3 * groups, 3)))
+    pixels = spanning([patchify(array, patch) for array in arrays], span, channels=3)
+    return LoadedImage((grid_of(height, width, patch),) * groups, pixels, film=film)
+
+
 def tiled(
-    sizes: Sequence[tuple[int, int]], model: ModelConfig
-) -> tuple[Sequence[tuple[int, int]], tuple[TileGroup, ...]]:
+    sizes: Sequence[tuple[int, ...]], model: ModelConfig
+) -> tuple[Sequence[tuple[int, ...]], tuple[TileGroup, ...]]:
     """What the tower sees of a sample's images, tiled as Transformers would with the resolutions of `resolutions`."""
     if model.projector.anyres_max_tiles is None:
         return sizes, ()

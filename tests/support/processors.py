@@ -169,7 +169,9 @@ CASES = {
 def tokenizers_in(root: Path) -> dict[str, Path]:
     made = {
         "qwen": PreTrainedTokenizerFast(
-            tokenizer_object=byte_level((*QWEN, *EXTRA)), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+            tokenizer_object=byte_level((*QWEN, *EXTRA, "<|video_pad|>")),
+            eos_token="<|im_end|>",
+            pad_token="<|endoftext|>",
         ),
         "smol": PreTrainedTokenizerFast(
             tokenizer_object=byte_level(SMOL), bos_token="<|im_start|>", eos_token="<end_of_utterance>"

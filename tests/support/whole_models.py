@@ -72,7 +72,7 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
     image = tokenizer.convert_tokens_to_ids(CASES[name].attributes["image_token"])
     text = {**TEXT, "vocab_size": len(tokenizer) + 3, "eos_token_id": tokenizer.eos_token_id}
     marks = {
-        "video_token_id": len(tokenizer) + 1,
+        "video_token_id": tokenizer.get_vocab().get("<|video_pad|>", len(tokenizer) + 1),
         "vision_start_token_id": tokenizer.convert_tokens_to_ids("<|vision_start|>"),
         "vision_end_token_id": tokenizer.convert_tokens_to_ids("<|vision_end|>"),
     }

@@ -179,7 +179,13 @@ def with_pretrained_model(config: Config) -> Config:
             _agree(part, getattr(model, part), found, pretrained)
             model = replace(model, **{part: found})
         if "projector" in pretrained.parts:
-            model = replace(model, image_token=pretrained.model.image_token)
+            whole = pretrained.model
+            model = replace(
+                model,
+                image_token=whole.image_token,
+                video_token=whole.video_token,
+                video_steps_per_second=whole.video_steps_per_second,
+            )
     return replace(config, model=model)
 
 

@@ -16,7 +16,7 @@ from megavlm.data.chat.spans import Kind, Skeleton, TurnSpans, by_prefixes, skel
 from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.text import TextTokenizer
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
+from megavlm.data.types import BadSample, Conversation, Reason, Turn, Visual
 from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
 
@@ -29,7 +29,8 @@ class ChatFormat:
     """Turns conversations into the tokens that Transformers makes with the same template, tokenizer and processor.
 
     `placeholder` represents an image in the rendered text. If `in_parts`, the template writes it for each part
-    {"type": "image"} of a message; else the message's text contains it.
+    {"type": "image"} of a message; else the message's text contains it. Templates get videos as images: what replaces
+    the placeholder is what differs. `reserved` are further texts that no turn may contain: the video token's.
     """
 
     template: ChatTemplate | None
@@ -38,6 +39,7 @@ class ChatFormat:
     in_parts: bool = False
     train_on: TrainOn = "assistant"
     openings: tuple[tuple[str, str], ...] = ()  # see `openings_of`
+    reserved: tuple[str, ...] = ()
     end_of_turn: str = ""  # text after an answer that is trained with it; empty if the template has none
     _skeletons: dict[tuple[Kind, ...], Skeleton] = field(default_factory=dict, compare=False, repr=False)
 
@@ -50,6 +52,7 @@ class ChatFormat:
         placeholder: str = "<image>",
         train_on: TrainOn = "assistant",
         model_type: str | None = None,
+        reserved: tuple[str, ...] = (),
     ) -> ChatFormat:
         """Return the format that `--chat-template` names.
 
@@ -58,7 +61,7 @@ class ChatFormat:
         """
         source = source_of(tokenizer, template, model_type)
         if source is None:
-            return cls(None, tokenizer, tokenizer.image_text, train_on=train_on)
+            return cls(None, tokenizer, tokenizer.image_text, train_on=train_on, reserved=reserved)
         chosen = ChatTemplate(source, tuple(sorted(tokenizer.specials.items())))
         try:
             in_parts, written = image_style(chosen, placeholder, tokenizer.image_text)
@@ -67,7 +70,7 @@ class ChatFormat:
             raise UserError(
                 f"--chat-template {template} cannot be trained on: {error}; choose one of {', '.join(CHAT_TEMPLATES)}"
             ) from error
-        return cls(chosen, tokenizer, written, in_parts, train_on, openings, end_of_turn)
+        return cls(chosen, tokenizer, written, in_parts, train_on, openings, reserved, end_of_turn)
 
     def encode(self, conversation: Conversation, prompts: Sequence[Prompt]) -> EncodedConversation:
         """Return the tokens of a conversation whose images are replaced by `prompts`, one for each, in order.
@@ -76,7 +79,7 @@ class ChatFormat:
         the image token; UserError if there is no template.
         """
         assert len(prompts) == len(conversation.images)
-        _check_texts(conversation, (self.placeholder, self.tokenizer.image_text))
+        _check_texts(conversation, (self.placeholder, self.tokenizer.image_text, *self.reserved))
         roles = {turn.role for turn in conversation.turns}
         if roles == {"text"}:
             return self._text(conversation, prompts)
@@ -108,7 +111,7 @@ class ChatFormat:
         They are the first tokens of what `encode` returns for the conversation with its answer. Raises BadSample and
         UserError as `encode` does.
         """
-        _check_texts(conversation, (self.placeholder, self.tokenizer.image_text))
+        _check_texts(conversation, (self.placeholder, self.tokenizer.image_text, *self.reserved))
         try:
             rendered = self._template().render(self._messages(conversation)[0], generate=True)
         except TemplateError as error:
@@ -203,14 +206,14 @@ def _check_texts(conversation: Conversation, reserved: Sequence[str]) -> None:
                 raise BadSample(Reason.IMAGE_COUNT, f"the text of a turn contains {found[0]}, which marks images")
 
 
-def _parts(turn: Turn) -> tuple[str | ImageRef, ...]:
+def _parts(turn: Turn) -> tuple[str | Visual, ...]:
     """Return a turn's parts without line breaks next to images: templates with image parts write their own."""
-    parts: list[str | ImageRef] = []
+    parts: list[str | Visual] = []
     for number, part in enumerate(turn.parts):
         if isinstance(part, str):
-            if number and isinstance(turn.parts[number - 1], ImageRef):
+            if number and not isinstance(turn.parts[number - 1], str):
                 part = part.lstrip("\n")
-            if number + 1 < len(turn.parts) and isinstance(turn.parts[number + 1], ImageRef):
+            if number + 1 < len(turn.parts) and not isinstance(turn.parts[number + 1], str):
                 part = part.rstrip("\n")
             if not part:
                 continue
@@ -222,9 +225,9 @@ def _joined(turn: Turn, placeholder: str) -> str:
     """Return a turn's text with placeholders; a line break follows an image unless the data has white space there."""
     text = ""
     for number, part in enumerate(turn.parts):
-        if isinstance(part, ImageRef):
+        if not isinstance(part, str):
             text += placeholder
         else:
-            after = number and isinstance(turn.parts[number - 1], ImageRef)
+            after = number and not isinstance(turn.parts[number - 1], str)
             text += f"\n{part}" if after and part and not part[0].isspace() else part
     return text

@@ -25,6 +25,7 @@ OPTIONS: dict[str, Expected] = {
     "patch_size": _SIZE,
     "max_image_size": _SIZE,
     "merge_size": whole(1, 64),
+    "temporal_patch_size": whole(1, 64),
     "spatial_merge_size": whole(1, 64),
     "min_pixels": _AREA,
     "max_pixels": _AREA,

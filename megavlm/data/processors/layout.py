@@ -1,4 +1,4 @@
-"""Describe an image before its pixels are read: its tiles, its image tokens and the text that replaces it."""
+"""Describe an image or a video before its pixels are read: tiles, image tokens and the text that replaces it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ class Tile:
 class Prompt:
     """The text that replaces an image: texts[0], runs[0] image tokens, texts[1], runs[1] image tokens, …, texts[-1].
 
-    Each image token receives one feature, in order.
+    Each image token receives one feature, in order. `number` is the token's in the vocabulary, if it is not the image
+    token: some models have one of its own for videos.
     """
 
     token: str
     texts: tuple[str, ...]
     runs: tuple[int, ...]
+    number: int | None = None
 
     def __post_init__(self) -> None:
         assert len(self.texts) == len(self.runs) + 1
@@ -38,8 +40,19 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Film:
+    """The frames that are taken of a video. As many of them as a patch spans make a group, which has one grid."""
+
+    frames: tuple[int, ...]  # their numbers in the clip, rising
+    seconds: tuple[float, ...]  # when each of them is shown
+    # Time of each group in the steps of M-RoPE, from 0 on, if the groups' tokens follow one another; () if each group
+    # is an image among text.
+    moments: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Layout:
-    """The tiles and the text of one image of `size` (height, width).
+    """The tiles and the text of one image of `size` (height, width), or the groups of frames and the text of a video.
 
     `arrangement` is the (rows, columns) of tiles that the enlarged image is cut into, (0, 0) if it is not cut. Some
     families add a tile with the whole image. `tiles` are in the order of their pixels in the batch.
@@ -49,6 +62,7 @@ class Layout:
     tiles: tuple[Tile, ...]
     arrangement: tuple[int, int]
     prompt: Prompt
+    film: Film | None = None  # of a video
 
     @property
     def features(self) -> int:

@@ -21,6 +21,7 @@ from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout, Prompt, Tile
 from megavlm.data.processors.resize import Pixels, resize
 from megavlm.data.processors.sizes import Size
+from megavlm.data.processors.video import VideoProcessor
 from megavlm.data.types import BadSample, Reason
 
 if TYPE_CHECKING:  # families are read where torch is not needed, as by the planner
@@ -47,6 +48,7 @@ class Processor(ABC):
     placeholder: str = "<image>"
     image_token: str = "<image>"
     fast: bool = False  # resize with torch: some values in a million are off by two, see `resize`
+    video: VideoProcessor | None = None  # None: the model's videos are not known here
 
     @abstractmethod
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:

@@ -16,6 +16,7 @@ from megavlm.config.schema import ModelConfig
 from megavlm.data.processors.expected import OPTIONS
 from megavlm.data.processors.processor import MOST_PIXELS, Processor, Whole
 from megavlm.data.processors.sizes import Size
+from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
 from megavlm.json_files import check
 
@@ -39,14 +40,19 @@ class ProcessorReader:
         classes: names that the class has in files, without "ImageProcessor", "Fast" and the like.
         defaults: the class's own options, which files leave out.
         build: (options, model, fields that all processors share) → the processor.
+        video: (options of the video processor, model) → the one for videos, if the model has a video token.
     """
 
     classes: tuple[str, ...]
     defaults: Json
     build: Callable[[Json, ModelConfig, dict[str, Any]], Processor]
+    video: Callable[[Json, ModelConfig], VideoProcessor] | None = None
 
-    def read(self, given: Json, model: ModelConfig, *, fast: bool) -> Processor:
-        """Return the processor that the options `given` describe. Raises UserError for what is not supported."""
+    def read(self, given: Json, model: ModelConfig, *, fast: bool, video: Json | None = None) -> Processor:
+        """Return the processor that the options `given` describe. Raises UserError for what is not supported.
+
+        `video` are those of the video processor; without it they are those of the images, as in Transformers.
+        """
         options = {**self.defaults, **{key: value for key, value in given.items() if value is not None}}
         check(options, OPTIONS, "preprocessor_config.json")
         for option in ("do_resize", "do_rescale", "do_convert_rgb"):
@@ -62,6 +68,7 @@ class ProcessorReader:
             "mean": tuple(options["image_mean"]) if normalise else (0.0, 0.0, 0.0),
             "std": tuple(options["image_std"]) if normalise else (1.0, 1.0, 1.0),
             "fast": fast,
+            "video": self.video(video or given, model) if self.video and model.video_token is not None else None,
         }
         return self.build(options, model, shared)
 

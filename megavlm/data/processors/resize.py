@@ -52,6 +52,20 @@ def resize(pixels: Pixels, height: int, width: int, resample: Resampling, *, fas
     return _by_torch(planes, new, mode)[0].permute(1, 2, 0).numpy()
 
 
+def resize_as_torchvision(pixels: Pixels, height: int, width: int, resample: Resampling) -> Pixels:
+    """Return `pixels` [h, w, 3] resized to [height, width, 3] by torchvision's rule, as the reference does videos.
+
+    Filters that torch does not have, and sides of one pixel, are left to Pillow.
+    """
+    old, new, mode = pixels.shape[:2], (height, width), _TORCH_MODES.get(resample)
+    if old == new or mode is None or not _torch_knows(mode) or min(*old, *new) < _FEWEST_FOR_TORCH:
+        return resize(pixels, height, width, resample)
+    import torch
+
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    return _by_torch(planes, new, mode)[0].permute(1, 2, 0).numpy()
+
+
 def vertical_first(old: tuple[int, int], new: tuple[int, int]) -> bool:
     """Return whether Pillow resamples the vertical axis first, by sizes (height, width). Pillow 12 never does."""
     fewer_rows, fewer_columns = old[0] - new[0], old[1] - new[1]

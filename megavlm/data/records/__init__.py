@@ -1,5 +1,6 @@
 """Read users' data sets as `Conversation`s: files by record number, WebDataset tars as a stream."""
 
+from megavlm.data.records.container import Records
 from megavlm.data.records.identity import data_identity, difference
 from megavlm.data.records.opening import is_stream, name_of, open_records
 from megavlm.data.records.split import is_held_out
@@ -7,6 +8,7 @@ from megavlm.data.records.streams import cache_of, open_stream, prepare_stream
 from megavlm.data.records.tar_records import open_tars
 
 __all__ = [
+    "Records",
     "cache_of",
     "data_identity",
     "difference",

@@ -11,6 +11,28 @@ from megavlm.data.records.split import key_of
 from megavlm.data.types import Conversation
 
 
+class Records(Protocol):
+    """A map-style data set: records are read by number, in any order and in several processes (it is pickled)."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Conversation:
+        """Return record `index`. Raises BadSample if it is no conversation."""
+        ...
+
+    def key(self, index: int) -> bytes:
+        """Return what the content of record `index` hashes to (`records/split.py`). Raises BadSample if it cannot be
+        read.
+        """
+        ...
+
+    def label(self, index: int) -> str:
+        """Return the name of record `index` in messages, as in `train.jsonl:18` (counted from 1, as editors do)."""
+        ...
+
+
 class Container(Protocol):
     """Returns raw records by number. A container can be pickled and used from threads and forked processes."""
 

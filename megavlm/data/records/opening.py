@@ -9,12 +9,13 @@ from typing import cast
 from megavlm.config.messages import shown
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records.arrays import NotAnArray, array_spans
-from megavlm.data.records.container import Container, FileRecords, Joined
+from megavlm.data.records.container import Container, FileRecords, Joined, Records
 from megavlm.data.records.parquet import ParquetFile
 from megavlm.data.records.pictures import FindFile, file_below, stored_below
 from megavlm.data.records.spans import BOM, SpanFile, line_spans
 from megavlm.data.records.turns import FIELD, Shape, conversation_of, shape_of
-from megavlm.data.types import BadSample, Records
+from megavlm.data.records.videos import FindVideo, stored_video, video_below
+from megavlm.data.types import BadSample
 from megavlm.errors import UserError
 from megavlm.paths import open_regular
 from megavlm.storage.cache import local_path
@@ -57,7 +58,8 @@ def open_records(source: DatasetConfig) -> Records:
     container = containers[0] if len(containers) == 1 else Joined(containers)
     if not len(container):
         raise _wrong(source, "has no records: name a file that has some")
-    convert = partial(conversation_of, shape=_shape(source, container), find=_finder(source, path))
+    find, find_video = _finders(source, path)
+    convert = partial(conversation_of, shape=_shape(source, container), find=find, find_video=find_video)
     return FileRecords(name_of(source), container, convert)
 
 
@@ -66,8 +68,8 @@ def _local(source: DatasetConfig) -> Path:
     return local_path(source.path, "--datasets")
 
 
-def _finder(source: DatasetConfig, path: Path) -> FindFile:
-    """Return the function that finds the images that records name: on a disk, or in a store."""
+def _finders(source: DatasetConfig, path: Path) -> tuple[FindFile, FindVideo]:
+    """Return the functions that find the images and the videos that records name: on a disk, or in a store."""
     root = source.image_root
     if root is None:
         place = source.path.rstrip("/")
@@ -75,10 +77,11 @@ def _finder(source: DatasetConfig, path: Path) -> FindFile:
     if is_url(root):
         if problem := complaint(root):
             raise _wrong(source, f"has image_root={without_secrets(root)}, which {problem}")
-        return partial(stored_below, root.rstrip("/"))
+        stored = partial(stored_below, root.rstrip("/"))
+        return stored, partial(stored_video, stored)
     if not Path(root).is_dir():
         raise _wrong(source, f"has image_root={source.image_root}, which is not a folder: name the one with the images")
-    return partial(file_below, Path(root))
+    return partial(file_below, Path(root)), partial(video_below, Path(root))
 
 
 def files_of(source: DatasetConfig) -> list[Path]:

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from megavlm.data.decode import content_of, size_of
 from megavlm.data.records import tars
+from megavlm.data.records.container import Records
 from megavlm.data.records.turns import TAG
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Records, Turn
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn, VideoRef
 from megavlm.errors import UserError
 from megavlm.json_files import FLAG, OBJECT, check, mapped, read_json, whole
 
@@ -117,6 +118,8 @@ def parts_of(conversation: Conversation, label: str) -> Parts:
     parts: Parts = {}
     names = [""] if len(conversation.images) == 1 else [f"{number}." for number in range(len(conversation.images))]
     for name, image in zip(names, conversation.images, strict=True):
+        if isinstance(image, VideoRef):
+            raise BadSample(Reason.UNSUPPORTED, "videos are not written to tars")
         data = _bytes(image)
         size_of(data)
         parts[name + _extension(data)] = data
@@ -189,7 +192,7 @@ def _note(out: Path, notes: Notes) -> None:
 
 
 def _text(turn: Turn) -> str:
-    return "".join(TAG if isinstance(part, ImageRef) else part for part in turn.parts)
+    return "".join(part if isinstance(part, str) else TAG for part in turn.parts)
 
 
 def _bytes(image: ImageRef) -> bytes:

@@ -19,6 +19,7 @@ from megavlm.errors import UserError
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.inputs import in_blocks
 from megavlm.families.shared.language import language
+from megavlm.families.shared.qwen_video import read_video_processor
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import FusedQKV, Rename, Table, linear
 from megavlm.families.shared.vision import ACTIVATIONS
@@ -156,19 +157,32 @@ def attention_table(vision: VisionConfig, layer: str, hf_layer: str, *, norm_bia
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
-    """Return tokens, which of them are images, and patches: block by block, each pixel repeated over time."""
+    """Return tokens, which of them are images and videos, and patches: block by block, a still repeated over time.
+
+    With videos the positions are given too: the model would ask for the seconds between groups of frames.
+    """
     import torch
 
-    given = {"input_ids": batch.text.tokens}
-    if not batch.image_sizes.grids:
-        return given
-    side, vision = model.projector.pixel_shuffle, model.vision
-    blocks = in_blocks(batch, side).view(-1, vision.in_channels, 1, vision.patch_size**2)
-    return given | {
-        "pixel_values": blocks.expand(-1, -1, vision.temporal_patch_size, -1).flatten(1),
-        "image_grid_thw": torch.tensor([(1, *grid) for grid in batch.image_sizes.grids], device=blocks.device),
-        "mm_token_type_ids": batch.text.tokens.eq(model.image_token or 0).int(),
-    }
+    tokens, grids = batch.text.tokens, batch.image_sizes.grids
+    if not grids:
+        return {"input_ids": tokens}
+    vision, side = model.vision, model.projector.pixel_shuffle
+    patches = in_blocks(batch, side).unflatten(1, (vision.in_channels, -1, vision.patch_size**2))
+    patches = patches.expand(-1, -1, vision.temporal_patch_size, -1).flatten(1)
+    kinds = tokens.eq(model.image_token or 0).int()
+    if model.video_token is not None:
+        kinds = kinds + 2 * tokens.eq(model.video_token).int()
+    counts = torch.tensor(batch.image_sizes.image_tokens(model.projector), device=tokens.device)
+    kind_of_grid = kinds.flatten()[batch.text.feature_positions][counts.cumsum(0) - 1]
+    kind_of_patch = kind_of_grid.repeat_interleave(counts * side**2)
+    given = {"input_ids": tokens, "mm_token_type_ids": kinds}
+    for kind, pixels, thw in ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "video_grid_thw")):
+        seen = [(1, *grid) for grid, its_kind in zip(grids, kind_of_grid.tolist(), strict=True) if its_kind == kind]
+        if seen:
+            given |= {pixels: patches[kind_of_patch == kind], thw: torch.tensor(seen, device=patches.device)}
+    if "video_grid_thw" in given:
+        given["position_ids"] = batch.text.positions.expand(3, *tokens.shape)
+    return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,4 +227,5 @@ PROCESSOR = ProcessorReader(
     ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL"),
     {**CLIP_PIXELS, "size": {"shortest_edge": 56**2, "longest_edge": 28**2 * 1280}},
     build_processor,
+    read_video_processor,
 )

@@ -14,6 +14,11 @@ VOCABULARY, IMAGE_TOKEN = 61, 60
 IMAGES = ((((24, 40), (8, 8)), ((32, 16),)), (((16, 16),), ()), ((), ()))
 
 
+# (frames, height, width) of videos beside images: three frames fill two groups, of which the second repeats the last.
+# The second micro-batch has none, so that its patches are narrower.
+VIDEOS = ((((4, 24, 40), (8, 8)), ((3, 16, 32),)), (((16, 16),), ()), (((16, 16),), ((2, 8, 8), (2, 8, 8))))
+
+
 VISION: dict[str, Any] = {
     "depth": 4,
     "hidden_size": 36,

@@ -20,7 +20,7 @@ from PIL import Image
 
 from megavlm.config.cli import parse
 from megavlm.config.schema import Config
-from megavlm.data import files
+from megavlm.data import visuals
 from megavlm.data.batch_sampler import PackedBatchSampler
 from megavlm.data.chat import ChatFormat
 from megavlm.data.collate import CollateSpec
@@ -189,7 +189,7 @@ def test_a_sample_is_tokenised_and_its_headers_are_read_once(tmp_path: Path, mon
 
     monkeypatch.setattr(ChatFormat, "encode", counted("encode", ChatFormat.encode))
     for name in ("size_of", "decode"):
-        monkeypatch.setattr(files, name, counted(name, getattr(files, name)))
+        monkeypatch.setattr(visuals, name, counted(name, getattr(visuals, name)))
     collator = FileCollator(source, CollateSpec.of(config, source))
     records = collator.encode(range(24))
     images = sum(len(sample.images) for record in records for sample in record.samples)

@@ -88,7 +88,8 @@ def content(**changes: object) -> PreviewContent:
                 "a:1",
                 0,
                 6,
-                ((picture,),),
+                ((picture,), (picture, picture)),
+                ((), (0.0, 0.5)),
                 (Stretch("What? ", False), Stretch("4", False, True), Stretch("A cat.", True)),
             ),
         ),
@@ -121,7 +122,7 @@ def test_data_cannot_break_out() -> None:
         sources=(SourceShare(EVIL, 1, 1.0, 1),),
         sequences=((PackedSegment(EVIL, 0, 1, 0),),),
         skipped=(Skipped(EVIL, EVIL, Reason.MISSING, EVIL),),
-        shown=(Shown(EVIL, 0, 1, (), (Stretch(EVIL, True), Stretch(EVIL, False))),),
+        shown=(Shown(EVIL, 0, 1, (), (), (Stretch(EVIL, True), Stretch(EVIL, False))),),
         warnings=(EVIL,),
     )
     read = Read(page(evil))
@@ -151,7 +152,7 @@ def test_stretches_keep_spaces_and_count_image_tokens() -> None:
     def decode(ids: list[int]) -> str:  # as SentencePiece: no space at the start
         return " ".join(words[token] for token in ids)
 
-    found = stretches_of([1, 0, 0, 2, 3, 3], [False, False, False, False, True, True], image_token=0, decode=decode)
+    found = stretches_of([1, 0, 0, 2, 3, 3], [False, False, False, False, True, True], image_tokens={0}, decode=decode)
     assert found == (
         Stretch("a", False),
         Stretch("2", trained=False, image=True),

@@ -15,7 +15,8 @@ import pytest
 
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import is_stream, name_of, open_records
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Records, Turn
+from megavlm.data.records.container import Records
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
 from megavlm.errors import UserError
 
 

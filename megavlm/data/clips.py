@@ -1,0 +1,207 @@
+"""Decode the frames of untrusted video files, one at a time, or say why they cannot be decoded.
+
+`probe` reads a clip's packets without decoding them, so it knows when each frame is shown, also where their intervals
+vary, and that the clip has an end. `frames` decodes those that are asked for: it goes forward, and jumps to a key frame
+where that saves decoding. All bounds are counts, not seconds, so that a clip is read, or skipped, alike on a busy
+machine; `--data-worker-timeout` ends what hangs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from io import BytesIO
+from itertools import chain
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.data.decode import content_of
+from megavlm.data.processors.sampling import Clip, rate_of
+from megavlm.data.types import BadSample, Reason
+from megavlm.errors import UserError
+from megavlm.storage.stored_file import StoredFile
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
+
+Pixels = NDArray[np.uint8]
+Source = bytes | Path | StoredFile
+
+MAX_FRAMES = 2**18  # of a clip: two hours at 30 frames per second
+_MAX_DECODED = 2**38  # pixels that are decoded for the frames of one clip: two minutes of 4K at 30 frames per second
+# No playlist and no device: those name other files, and the network.
+_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,ivf,h264,hevc,m4v,gif,nut,mxf"
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The frames of a clip in the order in which they are shown."""
+
+    marks: tuple[int, ...]  # the time stamp of each, in units of the stream
+    keys: tuple[int, ...]  # those at which decoding can begin
+
+
+def probe(source: Source, *, max_pixels: int) -> Clip:
+    """Return the size of a clip's frames and the times at which they are shown; one frame is decoded.
+
+    Raises BadSample for a file that is no clip, has no frames, no end or too many pixels; UserError without PyAV.
+    """
+    with _opened(source) as (container, stream):
+        index, first = _index(container, stream), None
+        container.seek(index.marks[0], stream=stream)
+        for frame in container.decode(stream):
+            first = frame
+            break
+        if first is None:
+            raise BadSample(Reason.CORRUPT, "the first frame of the clip cannot be decoded")
+        turned = first.rotation % 180 != 0
+        height, width = (first.width, first.height) if turned else (first.height, first.width)
+        if height * width > max_pixels:
+            raise BadSample(
+                Reason.TOO_LARGE, f"the clip has frames of {height}×{width} pixels, more than --max-image-pixels"
+            )
+        base = stream.time_base or Fraction(1, 1)
+        times = tuple(float((mark - index.marks[0]) * base) for mark in index.marks)
+        return Clip(height, width, times, rate_of(times, float(stream.average_rate or 0) or None))
+
+
+def frames(source: Source, numbers: Sequence[int]) -> Iterator[Pixels]:
+    """Yield the pixels [height, width, 3] of the frames with these numbers (rising), upright.
+
+    Raises BadSample for a frame that cannot be decoded.
+    """
+    with _opened(source) as (container, stream):
+        index = _index(container, stream)
+        if numbers[-1] >= len(index.marks):
+            raise BadSample(Reason.TRUNCATED, f"the clip has {len(index.marks)} frames, and had more when it was read")
+        wanted = [index.marks[number] for number in numbers]
+        yield from map(_upright, _decoded(container, stream, index, wanted))
+
+
+def _decoded(
+    container: InputContainer, stream: VideoStream, index: _Index, wanted: Sequence[int]
+) -> Iterator[VideoFrame]:
+    """Yield the frames with these time stamps, in order."""
+    pixels, at, jumps = 0, None, True
+    decoding: Iterator[VideoFrame] = iter(())
+    for mark in wanted:
+        key = index.keys[max(bisect_right(index.keys, mark) - 1, 0)] if index.keys else index.marks[0]
+        if at is None or (jumps and key > at):  # a key frame lies between here and there
+            decoding, at_key = _from(container, stream, key, mark)
+            if not at_key:  # as in transport streams: from now on go forward only
+                jumps = False
+                decoding, _ = _from(container, stream, min(0, index.marks[0]), mark)
+        for frame in decoding:
+            pixels += frame.width * frame.height
+            if pixels > _MAX_DECODED:
+                raise BadSample(Reason.ENDLESS, f"more than {_MAX_DECODED} pixels must be decoded for its frames")
+            at = mark if frame.pts is None else frame.pts
+            if at >= mark:
+                break
+        else:
+            raise BadSample(Reason.TRUNCATED, f"the clip ends before its frame at time stamp {mark}")
+        if at != mark or frame.is_corrupt:
+            raise BadSample(Reason.CORRUPT, f"the frame at time stamp {mark} cannot be decoded")
+        yield frame
+
+
+def _from(container: InputContainer, stream: VideoStream, start: int, mark: int) -> tuple[Iterator[VideoFrame], bool]:
+    """Return the frames from `start` on, and whether they begin at `mark` or before: some containers seek inexactly."""
+    container.seek(start, stream=stream)
+    decoding = container.decode(stream)
+    first = next(decoding, None)
+    if first is None:
+        return iter(()), False
+    return chain([first], decoding), first.pts is None or first.pts <= mark
+
+
+def _index(container: InputContainer, stream: VideoStream) -> _Index:
+    """Return when frames are shown, from the packets of the clip. Raises BadSample if it has none, or no end."""
+    marks: list[int] = []
+    keys: list[int] = []
+    packets = 0
+    for packet in container.demux(stream):
+        if not packet.size:
+            continue  # the mark of the end
+        packets += 1
+        if packets > MAX_FRAMES:
+            raise BadSample(Reason.ENDLESS, f"the clip has more than {MAX_FRAMES} frames")
+        stamp = packet.pts if packet.pts is not None else packet.dts
+        if stamp is None or packet.is_discard:
+            continue
+        marks.append(stamp)
+        if packet.is_keyframe:
+            keys.append(stamp)
+    if not marks:
+        raise BadSample(Reason.NO_FRAMES, "the clip has no frames")
+    if container.format.name.startswith("mov") and packets < stream.frames:  # others count what they do not have
+        raise BadSample(
+            Reason.TRUNCATED, f"the clip has {packets} frames of the {stream.frames} that its header counts"
+        )
+    return _Index(tuple(sorted(set(marks))), tuple(sorted(keys)))
+
+
+@contextmanager
+def _opened(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Open a clip, and turn what PyAV says of damaged ones into BadSample."""
+    av = _pyav()
+    try:
+        file = _file(content_of(source))
+    except OSError as error:
+        raise BadSample(Reason.MISSING, f"the clip cannot be opened: {error}") from error
+    is_clip = False
+    with file:
+        try:
+            with av.open(file, options={"format_whitelist": _FORMATS}, io_open=_refuse) as container:
+                is_clip = True
+                if not len(container.streams):
+                    raise BadSample(Reason.TRUNCATED, "the part of the clip that says what is in it is missing")
+                if not container.streams.video:
+                    raise BadSample(Reason.NO_FRAMES, "the file has no pictures, only sound or text")
+                stream = container.streams.video[0]
+                if stream.codec_context is None:
+                    raise BadSample(Reason.CORRUPT, "no decoder is known for the clip's pictures")
+                stream.thread_type = "NONE"  # workers share the cores
+                stream.codec_context.thread_count = 1
+                yield container, stream
+        except BadSample:
+            raise
+        except av.error.MemoryError as error:
+            raise BadSample(Reason.CORRUPT, f"the clip asks for more memory than there is: {error}") from error
+        except (av.error.FFmpegError, OSError, ValueError, OverflowError, RuntimeError) as error:
+            what = "the clip cannot be decoded" if is_clip else "it is not of a known video format"
+            reason = Reason.CORRUPT if is_clip else Reason.NOT_A_VIDEO
+            raise BadSample(reason, f"{what} ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _file(content: bytes | Path) -> IO[bytes]:
+    """Return an open file: PyAV would take a name for a URL or a playlist's."""
+    return BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+
+
+def _refuse(url: str, flags: int, options: dict[str, Any]) -> NoReturn:
+    raise PermissionError(f"the clip refers to {url[:200]!r}: only what is in the file itself is read")
+
+
+def _upright(frame: VideoFrame) -> Pixels:
+    """Return the pixels of a frame, turned as its display matrix says (phones store portraits lying down)."""
+    pixels: Pixels = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
+    quarters = round(frame.rotation / 90) % 4  # counterclockwise
+    return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
+
+
+def _pyav() -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise UserError("videos need PyAV: pip install av (the extra `video`)") from error
+    av.logging.set_level(None)  # a damaged clip is reported with its record, not by lines of a library
+    return av

@@ -1,0 +1,87 @@
+"""Read the images and videos of a record with a model's processor: sizes first, pixels when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megavlm.data import clips
+from megavlm.data.decode import decode, size_of
+from megavlm.data.images import LoadedImage
+from megavlm.data.processors import Layout, Processor
+from megavlm.data.processors.resize import Pixels
+from megavlm.data.processors.sampling import Budget, Clip
+from megavlm.data.processors.video import VideoProcessor
+from megavlm.data.types import BadSample, ImageRef, Reason, StoredImage, VideoRef, Visual
+
+
+@dataclass(frozen=True)
+class Visuals:
+    """Reads images and videos; `budget` holds for each video."""
+
+    processor: Processor
+    max_pixels: int
+    budget: Budget
+
+    def layouts(self, visuals: Sequence[Visual]) -> list[Layout]:
+        """Return the layout of each, of which only the header is read. Raises BadSample."""
+        images = sum(isinstance(visual, ImageRef) for visual in visuals)
+        return [self._layout(visual, images) for visual in visuals]
+
+    def load(self, visuals: Sequence[Visual], wanted: StoredImage) -> LoadedImage:
+        """Return one of a record's images and videos with its patches. Raises BadSample."""
+        visual = visuals[wanted.number]
+        if isinstance(visual, VideoRef):
+            patches = self._film(visual, wanted)
+        else:
+            images = sum(isinstance(each, ImageRef) for each in visuals)
+            pixels = decode(visual.source, max_pixels=self.max_pixels).pixels
+            patches = torch.cat(self.processor.tiles(pixels, images=images))
+        return LoadedImage(wanted.grids, patches, wanted.arrangement, wanted.film)
+
+    def _layout(self, visual: Visual, images: int) -> Layout:
+        if isinstance(visual, ImageRef):
+            return self.processor.layout(*size_of(visual.source, max_pixels=self.max_pixels), images=images)
+        if isinstance(visual.source, tuple):  # frames that were extracted before: all of them, if the budget allows it
+            rate = visual.fps or self.budget.fps
+            height, width = size_of(visual.source[0].source, max_pixels=self.max_pixels)
+            clip = Clip(height, width, tuple(number / rate for number in range(len(visual.source))), rate)
+            return self._videos.layout(clip, replace(self.budget, fps=rate))
+        clip = clips.probe(visual.source, max_pixels=self.max_pixels)
+        return self._videos.layout(clip, replace(self.budget, fps=visual.fps or self.budget.fps))
+
+    def _film(self, video: VideoRef, wanted: StoredImage) -> Tensor:
+        """Return the patches of a video, of which one whole frame at a time is in memory."""
+        assert wanted.film is not None
+        numbers, frame = wanted.film.frames, partial(self._videos.frame, grid=wanted.grids[0])
+        if isinstance(video.source, tuple):
+            shown = [video.source[number].source for number in numbers]
+            made = [frame(decode(image, max_pixels=self.max_pixels).pixels) for image in shown]
+        else:
+            made = [frame(pixels) for pixels in clips.frames(video.source, numbers)]
+        return self._videos.patches(made)
+
+    @property
+    def _videos(self) -> VideoProcessor:
+        if self.processor.video is None:
+            raise BadSample(Reason.UNSUPPORTED, "it has a video, and this model family's videos are not read")
+        return self.processor.video
+
+
+def first_frame(visual: Visual, *, max_pixels: int) -> Pixels:
+    """Return the pixels of an image, or of the first frame of a video. Raises BadSample if it cannot be decoded."""
+    if isinstance(visual, ImageRef):
+        return decode(visual.source, max_pixels=max_pixels).pixels
+    if isinstance(visual.source, tuple):
+        return first_frame(visual.source[0], max_pixels=max_pixels)
+    clips.probe(visual.source, max_pixels=max_pixels)
+    return next(clips.frames(visual.source, (0,)))
+
+
+def stored(number: int, layout: Layout) -> StoredImage:
+    """Return what is kept of the layout of image or video `number` of a record until its pixels are read."""
+    return StoredImage(number, tuple(tile.grid for tile in layout.tiles), layout.arrangement, layout.film)

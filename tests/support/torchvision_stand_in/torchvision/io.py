@@ -1,0 +1,1 @@
+"""Files are not read by the stand-in."""

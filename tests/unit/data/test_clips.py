@@ -1,0 +1,161 @@
+"""Clips of all kinds are decoded frame by frame, and those that cannot be are told by their reasons."""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("av", reason="pip install av (the extra `video`)")
+
+from megavlm.data import clips
+from megavlm.data.types import BadSample, Reason
+from megavlm.errors import UserError
+from tests.support.clips import CORNER, HEIGHT, WIDTH, clip, number_of
+
+ANY = 10**6
+IRREGULAR = (0.0, 0.1, 0.2, 1.0, 1.1, 3.0, 3.1, 9.0, 9.1, 9.5)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "mkv", "avi", "mpegts"])
+def test_frames_of_all_containers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = clips.probe(content := clip(20, rate=10, kind=kind), max_pixels=ANY)
+    assert (found.height, found.width, len(found.times)) == (HEIGHT, WIDTH, 20)
+    assert found.rate == pytest.approx(10)
+    assert np.allclose(found.times, np.arange(20) / 10, atol=1e-3)
+    decoded = count_decoded(monkeypatch)
+    assert numbers(content, (0, 1, 13, 19)) == [0, 1, 13, 19]
+    if kind != "mpegts":  # in which a key frame cannot be found exactly
+        assert len(decoded) == 2 + 2 + 2, "from the key frames 0, 12 and 18 on, no others are decoded"
+
+
+def test_frames_at_irregular_times() -> None:
+    for kind in ("mp4", "mkv"):
+        content = clip(10, times=IRREGULAR, kind=kind)
+        found = clips.probe(content, max_pixels=ANY)
+        assert np.allclose(found.times, IRREGULAR, atol=2e-3)
+        assert numbers(content, (2, 3, 7)) == [2, 3, 7]
+
+
+@pytest.mark.parametrize(("rotation", "corner"), [(90, (-1, 0)), (-90, (0, -1)), (180, (-1, -1))])
+def test_a_clip_that_lies_is_turned(rotation: int, corner: tuple[int, int]) -> None:
+    content = clip(3, rotation=rotation)
+    found = clips.probe(content, max_pixels=ANY)
+    (frame,) = clips.frames(content, (0,))
+    assert frame.shape[:2] == (found.height, found.width) == ((HEIGHT, WIDTH) if rotation == 180 else (WIDTH, HEIGHT))
+    rows = slice(0, CORNER) if corner[0] == 0 else slice(-CORNER, None)
+    columns = slice(0, CORNER) if corner[1] == 0 else slice(-CORNER, None)
+    assert frame[rows, columns].mean() > 200
+    assert frame.mean() < 100
+
+
+PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nsecret.mp4\n#EXT-X-ENDLIST\n"
+BROKEN: dict[str, tuple[Any, Reason]] = {
+    "nothing": (lambda: b"", Reason.NOT_A_VIDEO),
+    "noise": (lambda: np.random.default_rng(0).bytes(5000), Reason.NOT_A_VIDEO),
+    "text": (lambda: b"a man\n" * 500, Reason.NOT_A_VIDEO),
+    "playlist": (lambda: PLAYLIST, Reason.NOT_A_VIDEO),
+    "without its header": (lambda: clip(kind="mkv")[:200], Reason.NOT_A_VIDEO),
+    "sound": (lambda: clip(0, sound=True), Reason.NO_FRAMES),
+    "frames missing": (lambda: short_of_frames(clip()), Reason.TRUNCATED),
+    "large": (lambda: clip(2, size=(1024, 1024)), Reason.TOO_LARGE),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_wrong_with_a_clip(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, reason = BROKEN[name]
+    (tmp_path / "secret.mp4").write_bytes(clip())
+    (file := tmp_path / "it.mp4").write_bytes(make())
+    monkeypatch.chdir(tmp_path)
+    for source in (file.read_bytes(), file):
+        with pytest.raises(BadSample) as raised:
+            clips.probe(source, max_pixels=ANY)
+        assert raised.value.reason is reason
+
+
+def test_bounds_of_a_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = clip(20)
+    monkeypatch.setattr(clips, "MAX_FRAMES", 19)
+    assert reason_of(lambda: clips.probe(content, max_pixels=ANY)) is Reason.ENDLESS
+    monkeypatch.setattr(clips, "MAX_FRAMES", 20)
+    monkeypatch.setattr(clips, "_MAX_DECODED", 3 * HEIGHT * WIDTH)
+    assert numbers(content, (0, 2)) == [0, 2]
+    assert reason_of(lambda: numbers(content, (0, 5))) is Reason.ENDLESS
+
+
+def test_damage_inside_a_clip_never_ends_the_run() -> None:
+    """Every damaged clip either gives frames of the right size or is told as bad."""
+    whole, rng = clip(12, kind="mkv"), np.random.default_rng(1)
+    bad = 0
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for place in rng.integers(0, len(whole), 12):
+            damaged[place] = rng.integers(256)
+        try:
+            found = clips.probe(bytes(damaged), max_pixels=ANY)
+            numbers(bytes(damaged), (0, len(found.times) - 1))
+        except BadSample:
+            bad += 1
+    assert 30 < bad < 60
+
+
+def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(UserError, match="pip install av"):
+        clips.probe(b"", max_pixels=ANY)
+
+
+def numbers(content: bytes, wanted: tuple[int, ...]) -> list[int]:
+    """Which frames the decoded ones show themselves to be."""
+    return [number_of(frame) for frame in clips.frames(content, wanted)]
+
+
+def reason_of(call: Any) -> Reason:
+    with pytest.raises(BadSample) as raised:
+        call()
+    return raised.value.reason
+
+
+def count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the list grow with every frame that is converted or passed over."""
+    decoded: list[int] = []
+    original = clips._decoded
+
+    def counting(container: Any, *rest: Any) -> Any:
+        return original(_Counting(container, decoded), *rest)
+
+    monkeypatch.setattr(clips, "_decoded", counting)
+    return decoded
+
+
+class _Counting:
+    def __init__(self, container: Any, decoded: list[int]) -> None:
+        self._container, self._decoded = container, decoded
+
+    def seek(self, *args: Any, **options: Any) -> None:
+        self._container.seek(*args, **options)
+
+    def decode(self, stream: Any) -> Any:
+        for frame in self._container.decode(stream):
+            self._decoded.append(frame.pts)
+            yield frame
+
+
+def short_of_frames(content: bytes) -> bytes:
+    """The clip without its last 300 bytes of pictures, its header being at the front."""
+    import av
+
+    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+        with av.open(io.BytesIO(content)) as given, av.open(file.name, "w", options={"movflags": "faststart"}) as to:
+            stream = to.add_stream_from_template(given.streams.video[0])
+            for packet in given.demux(given.streams.video[0]):
+                if packet.dts is not None:
+                    packet.stream = stream
+                    to.mux(packet)
+        return Path(file.name).read_bytes()[:-300]

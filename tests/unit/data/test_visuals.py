@@ -1,0 +1,114 @@
+"""Images and videos of records as a model sees them: sizes within a budget, pixels, and the reasons of bad ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("av", reason="pip install av (the extra `video`)")
+
+from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.data.collate import CollateSpec, collate_images
+from megavlm.data.images import LoadedImage
+from megavlm.data.processors import Processor
+from megavlm.data.processors.sampling import Budget
+from megavlm.data.types import BadSample, ImageRef, Reason, Sample, VideoRef
+from megavlm.data.visuals import Visuals, stored
+from megavlm.families import processor_from
+from tests.support.clips import HEIGHT, WIDTH, clip, pixels
+
+MODEL = ModelConfig(
+    vision=VisionConfig(patch_size=4, temporal_patch_size=2),
+    projector=ProjectorConfig(pixel_shuffle=2),
+    image_token=8,
+    video_token=9,
+    video_steps_per_second=2.0,
+)
+IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 8 * 8 * 4, "max_pixels": 8 * 8 * 60}
+FILM = clip(20, rate=10)
+
+
+def visuals(processor: Processor | None = None, **budget: float) -> Visuals:
+    return Visuals(processor or processor_from(IMAGES, MODEL), 10**6, Budget(**budget))  # type: ignore[arg-type]
+
+
+def loaded(given: Visuals, *things: ImageRef | VideoRef) -> list[LoadedImage]:
+    return [given.load(things, stored(*each)) for each in enumerate(given.layouts(things))]
+
+
+def test_a_clip_becomes_groups_of_frames() -> None:
+    (video,) = loaded(visuals(), VideoRef(FILM))
+    assert video.film is not None
+    assert video.film.frames == (0, 5, 10, 15)
+    assert video.film.seconds == pytest.approx((0, 0.5, 1, 1.5))
+    assert video.film.moments == (0, 2)  # a second apart, two steps of M-RoPE each
+    assert video.grids == ((12, 20),) * 2
+    assert video.pixels.shape == (2 * 12 * 20, 3 * 2 * 16)
+    levels = video.pixels.unflatten(1, (3, 2, 16))[[130, 370], 0, :, 0]  # a patch in the middle of each group
+    expected = (torch.tensor([[10.0, 30.0], [50.0, 70.0]]) / 255 - 0.48145466) / 0.26862954
+    torch.testing.assert_close(levels, expected, atol=0.02, rtol=0)
+
+
+def test_a_folder_of_frames_is_the_clip_that_it_was(tmp_path: Path) -> None:
+    for number in range(4):
+        Image.fromarray(pixels(5 * number)).save(tmp_path / f"{number}.png")
+    frames = tuple(ImageRef(tmp_path / f"{number}.png") for number in range(4))
+    (of_frames,), (of_clip,) = loaded(visuals(), VideoRef(frames, fps=2.0)), loaded(visuals(), VideoRef(FILM))
+    assert of_frames.film is not None
+    assert of_clip.film is not None
+    assert (of_frames.film.moments, of_frames.grids) == (of_clip.film.moments, of_clip.grids)
+    torch.testing.assert_close(of_frames.pixels, of_clip.pixels, atol=0.15, rtol=0)  # the clip was compressed
+
+
+@pytest.mark.parametrize(
+    ("tokens", "frames", "most"),
+    [(120, 4, 120), (119, 4, 119), (40, 4, 40), (20, 4, 20), (10, 4, 10), (7, 2, 7), (1, 2, 4)],
+)
+def test_a_budget_shrinks_frames_and_then_takes_fewer(tokens: int, frames: int, most: int) -> None:
+    (layout,) = visuals(max_tokens=tokens).layouts([VideoRef(FILM)])
+    assert layout.film is not None
+    assert len(layout.film.frames) == frames
+    assert layout.features <= most
+
+
+def test_pixels_of_images_are_repeated_beside_a_video_only() -> None:
+    still = ImageRef(_png())
+    spec = CollateSpec(
+        seq_length=1,
+        image_token=8,
+        pad_token=0,
+        projector=MODEL.projector,
+        patch_dim=48,
+        video_token=9,
+        frames_per_patch=2,
+    )
+    alone = collate_images([[_sample(*loaded(visuals(), still))]], spec)
+    beside = collate_images([[_sample(*loaded(visuals(), still, VideoRef(FILM)))]], spec)
+    assert alone.patches.shape == (12 * 20, 48)
+    assert beside.patches.shape == (3 * 12 * 20, 96)
+    repeated = beside.patches[: 12 * 20].unflatten(1, (3, 2, 16))
+    assert torch.equal(repeated[:, :, 0], alone.patches.unflatten(1, (3, 16)))
+    assert torch.equal(repeated[:, :, 1], repeated[:, :, 0])
+
+
+def test_a_model_without_videos_says_so() -> None:
+    model = ModelConfig(vision=MODEL.vision, projector=MODEL.projector)
+    with pytest.raises(BadSample) as raised:
+        visuals(processor_from(IMAGES, model)).layouts([VideoRef(FILM)])
+    assert raised.value.reason is Reason.UNSUPPORTED
+
+
+def _sample(*images: LoadedImage) -> Sample:
+    return Sample(np.array([1]), np.array([False]), images)
+
+
+def _png() -> bytes:
+    import io
+
+    memory = io.BytesIO()
+    Image.new("RGB", (WIDTH, HEIGHT), "red").save(memory, format="PNG")
+    return memory.getvalue()
