@@ -8,8 +8,8 @@ from megavlm.config.fields import options, value_at
 from megavlm.config.resolve import is_set
 from megavlm.config.schema import Config
 
-# They neither compute nor read anything else.
-_ASIDE = ("run", "logging")
+# The former neither compute nor read anything else; other sizes of the model are refused, with a line of their own.
+_ASIDE = ("run", "logging", "model.vision", "model.projector", "model.language")
 
 
 def changed_options(before: Config, now: Config) -> str | None:
