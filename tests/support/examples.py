@@ -31,7 +31,7 @@ ELSEWHERE = {
     "python -m pytest tests/fake": "the suite has them",
     "python benchmarks/": "hours",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --config recipes/": "tests/bench/test_recipes.py has the real models",
-    "torchrun --nproc-per-node 8 pretrain_vlm.py --config run.yaml --run-dir /nvme/": "test_object_stores.py has a store",
+    "torchrun --nproc-per-node 8 pretrain_vlm.py --config run.yaml --run-dir /nvme/": "it needs a store",
     "python examples/first_run/ask.py": "tests/dist/test_first_run.py asks it, after the whole run",
     "python -m lmms_eval ": "tests/dist/test_after_training.py runs it where lmms-eval is",
     "python examples/first_hour/make_data.py": "the folder has what it writes",
