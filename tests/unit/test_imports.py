@@ -77,6 +77,11 @@ GROUPS = "megavlm.parallel.groups"  # the only module that touches megatron-core
 BACKEND = "megavlm.backend"  # the only package that assigns into torch or megatron-core …
 CPU_BACKEND = "megavlm.backend.cpu"  # … through this module, which a GPU run must not import
 SETTINGS = "torch.backends."  # switches that torch documents: to set one is no patch
+# Packages that only extras install (pyproject.toml).
+OPTIONAL = (
+    *("transformers", "tokenizers", "megatron.energon", "pyarrow", "sklearn", "wandb", "mlflow"),
+    *("google", "gcsfs", "s3fs", "transformer_engine"),
+)
 IMPORTERS = ("import_module", "importlib.import_module", "__import__")
 RUNS_CODE = ("pickle", "cloudpickle", "dill", "shelve", "marshal")  # reading these formats runs what they say
 
@@ -326,6 +331,28 @@ EARLY = (
     "megavlm.preview.collect",
     "pretrain_vlm",
 )
+
+
+def test_programs_start_without_the_extras() -> None:
+    """From the programs on, no module that is imported with another needs a package that only an extra installs."""
+    modules = {module.name: module for module in modules_in("megavlm")}
+    reached: set[str] = set()
+    waiting = ["megavlm.train.build", "megavlm.train.loop", *(name for name in modules if within(name, "megavlm.cli"))]
+    while waiting:
+        name = waiting.pop()
+        if name in reached or name not in modules:
+            continue
+        reached.add(name)
+        blocks = [
+            node for node in modules[name].nodes if isinstance(node, ast.If) and name_of(node.test) == "TYPE_CHECKING"
+        ]
+        unseen = {line for node in blocks for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+        for each in modules[name].imports:
+            if not each.deferred and each.line not in unseen:
+                assert not within(each.target, *OPTIONAL), f"{name}:{each.line} imports {each.target}"
+                parts = each.target.split(".")
+                waiting += [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    assert len(reached) > 200
 
 
 def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> None:

@@ -13,8 +13,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from megavlm.data.records import parquet_process
 from megavlm.errors import UserError
+
+SECONDS = 60  # of processor time for a row group
+MEMORY = 2**31  # bytes of address space while a row group is decoded, beyond what Python and Arrow have
+DECODED = 2**31  # most bytes of a decoded row group
+_PROGRAM = Path(__file__).with_name("parquet_process.py")  # not imported: it needs pyarrow, which may be missing
 
 
 class ParquetError(ValueError):
@@ -39,11 +43,6 @@ def row_group(path: Path, number: int, columns: list[str]) -> Any:
     return pa.ipc.open_stream(pa.py_buffer(memory)).read_all()
 
 
-def _bounds() -> tuple[int, int]:
-    """Return the bytes that decoding may take, and those that it may write."""
-    return parquet_process.MEMORY, parquet_process.DECODED
-
-
 class _Decoder:
     """The process that decodes for this one, started when first asked. Threads take turns, forks have their own."""
 
@@ -65,7 +64,7 @@ class _Decoder:
                         raise ParquetError(error)
                     return result, file
                 if status == -signal.SIGPROF:
-                    raise ParquetError(f"it takes more than {parquet_process.SECONDS:g} s of processor time")
+                    raise ParquetError(f"it takes more than {SECONDS} s of processor time")
                 if status not in (0, -signal.SIGKILL, -signal.SIGTERM):
                     break  # a crash, which it would repeat
         raise ParquetError(f"it ends the process that decodes it (status {status})")
@@ -102,7 +101,7 @@ class _Decoder:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", parquet_process.__file__, *map(str, (theirs.fileno(), *_bounds()))],
+                [sys.executable, "-P", *map(str, (_PROGRAM, theirs.fileno(), SECONDS, MEMORY, DECODED))],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -21,9 +21,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SECONDS = 60.0  # of processor time for a row group
-MEMORY = 2**31  # bytes of address space while a row group is decoded, beyond what Python and Arrow have
-DECODED = 2**31  # most bytes of a decoded row group
 _BATCH_ROWS, _BATCH_BYTES = 1024, 2**25  # most rows that are decoded at once, and bytes that they should have
 _READ = 2**20  # bytes of a column that are read at once
 _open: dict[tuple[Any, ...], Any] = {}  # the file that was decoded last
@@ -81,8 +78,10 @@ def answer(request: list[Any]) -> tuple[list[Any], list[int]]:
         return [None, str(error).strip().partition("\n")[0][:300] or type(error).__name__], []
 
 
-def main(descriptor: int, memory: int, decoded: int) -> None:
-    """Answer requests until there are no more; a file that takes too long ends the process."""
+def main(descriptor: int, seconds: int, memory: int, decoded: int) -> None:
+    """Answer requests until there are no more; a file that takes too long ends the process. The bounds are those of
+    `megavlm.data.records.parquet_decoder`.
+    """
     with open("/proc/self/statm") as file:
         has = int(file.read().split()[0]) * resource.getpagesize()
     for limit, value in (
@@ -96,7 +95,7 @@ def main(descriptor: int, memory: int, decoded: int) -> None:
     pa.set_memory_pool(pa.system_memory_pool())  # the others keep what they reserve
     channel = socket.socket(fileno=descriptor)
     for request in channel.makefile("rb"):
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends a process that does not expect it
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends a process that does not expect it
         reply, files = answer(json.loads(request))
         signal.setitimer(signal.ITIMER_PROF, 0)
         line = json.dumps(reply).encode() + b"\n"

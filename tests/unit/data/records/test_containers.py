@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.records import arrays, parquet, parquet_decoder, parquet_process
+from megavlm.data.records import arrays, parquet, parquet_decoder
 from megavlm.data.records.arrays import NotAnArray, array_spans
 from megavlm.data.records.container import Container, Joined
 from megavlm.data.records.parquet import ParquetFile
@@ -180,8 +180,8 @@ def test_files_one_after_the_other(tmp_path: Path) -> None:
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give decoding 64 MiB, and its result 16."""
-    monkeypatch.setattr(parquet_process, "MEMORY", 2**26)
-    monkeypatch.setattr(parquet_process, "DECODED", 2**24)
+    monkeypatch.setattr(parquet_decoder, "MEMORY", 2**26)
+    monkeypatch.setattr(parquet_decoder, "DECODED", 2**24)
     monkeypatch.setattr(parquet_decoder, "_DECODER", parquet_decoder._Decoder())
 
 
