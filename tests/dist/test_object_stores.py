@@ -20,9 +20,8 @@ from megavlm.cli import convert
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records.streams import open_stream, prepare_stream
 from megavlm.storage.store import Store, StoreError
-from tests.support.data_files import write_llava
 from tests.support.fault_proxy import FAULTS, FaultProxy
-from tests.support.forked import PATIENCE, start_program, status_of
+from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.object_stores import EMULATORS, Emulator
 from tests.support.tar_shards import write_shards
 from tests.support.training import SMALL, metrics, without_wall_time
@@ -177,14 +176,15 @@ def test_a_run_from_a_model_and_data_in_a_store_is_that_from_a_disk(faulty: Faul
 
     here = tmp_path / "here"
     small_model.main(here / "model")
-    data = write_llava(here / "data", samples=20)
+    shutil.copytree(ROOT / "examples/first_run/images", here / "data/images")
+    (here / "data/train.jsonl").write_text((ROOT / "examples/first_run/train.jsonl").read_text() * 4)
     place = faulty.store.below("inputs")
     put(here, place)
-    common = "--seq-length 512 --precision fp32 --gbs 2 --num-workers 0 --save-interval 2 --train-iters".split()
+    common = "--seq-length 128 --precision fp32 --gbs 2 --num-workers 0 --save-interval 2 --train-iters".split()
     runs = tmp_path / "disk", tmp_path / "store"
     for root, run_dir, env in ((str(here), runs[0], {}), (place.url, runs[1], faulty.env)):
         env = {**env, "MEGAVLM_CACHE": str(tmp_path / "cache")}
-        start = ["--init-from", f"{root}/model", "--datasets", f"{root}/data/{data.name},image_root={root}/data/images"]
+        start = ["--init-from", f"{root}/model", "--datasets", f"{root}/data/train.jsonl"]
         for iterations in ("4", "6"):
             process = start_program([*start, *common, iterations, "--run-dir", str(run_dir)], tmp_path / "out", env)
             assert status_of(process) == 0, (tmp_path / "out").read_text()
