@@ -22,6 +22,9 @@ from megavlm.errors import RankError, UserError
 
 _PLACE = "megavlm/rendezvous"
 _PAUSE = 0.02  # seconds between two looks at the store
+_GRACE = 10.0  # seconds for which the others outlast rank 0, which knows who is missing
+_LAST_CHANCE = 1.0  # seconds for ranks that are there to arrive, once others have not come
+_APART = "the ranks of this start did not find one another in --distributed-timeout-minutes"
 
 
 @dataclass(frozen=True)
@@ -72,25 +75,32 @@ def agree(store: dist.Store, rank: int, world: int, *, timeout: timedelta) -> st
     word = uuid.uuid4().hex
     if rank > 0:
         store.set(f"{_PLACE}/word/{rank}", word)
-        return _answer(store, rank, word, deadline=time.monotonic() + timeout.total_seconds())
+        return _answer(store, rank, word, deadline=time.monotonic() + timeout.total_seconds() + _GRACE)
     others = [f"{_PLACE}/word/{other}" for other in range(1, world)]
     answered: dict[str, bytes] = {}
     deadline = time.monotonic() + timeout.total_seconds()
     try:
         while others and store.add(f"{word}/arrived", 0) < len(others):
-            words = dict(zip(others, store.multi_get(others), strict=True))  # returns once all keys are set
-            for key, heard in words.items():
-                if answered.get(key) != heard:
-                    store.set(key.replace("/word/", "/answer/"), f"{word} {heard.decode()}")
-            answered = words
+            store.wait(others)
+            _hand_out(store, word, others, answered)
             _pause_until(deadline)
     except (dist.DistStoreError, TimeoutError) as error:
+        _hand_out(store, word, [key for key in others if store.check([key])], answered)
+        time.sleep(_LAST_CHANCE)
         missing = [other for other in range(1, world) if not store.check([_arrival(word, other)])]
         raise TimeoutError(
             f"rank {', '.join(map(str, missing))} of {world} did not arrive within {timeout.total_seconds():.0f} s "
             "(--distributed-timeout-minutes): its process hangs in imports or is stopped, or its host is cut off"
         ) from error
     return word
+
+
+def _hand_out(store: dist.Store, word: str, keys: Sequence[str], answered: dict[str, bytes]) -> None:
+    """Answer those of the words at `keys` that are not `answered` yet."""
+    for key, heard in zip(keys, store.multi_get(list(keys)) if keys else (), strict=True):
+        if answered.get(key) != heard:
+            store.set(key.replace("/word/", "/answer/"), f"{word} {heard.decode()}")
+            answered[key] = heard
 
 
 def refuse_shared_devices(met: Meeting, *, device: str) -> None:
@@ -117,8 +127,13 @@ def shared_device(devices: Sequence[str]) -> str | None:
 
 
 def _answer(store: dist.Store, rank: int, word: str, *, deadline: float) -> str:
+    key = f"{_PLACE}/answer/{rank}"
     while True:
-        name, _, heard = store.get(f"{_PLACE}/answer/{rank}").decode().partition(" ")
+        try:
+            store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
+        except dist.DistStoreError as error:
+            raise TimeoutError(_APART) from error
+        name, _, heard = store.get(key).decode().partition(" ")
         if heard == word:
             store.set(_arrival(name, rank), "")
             store.add(f"{name}/arrived", 1)
@@ -132,5 +147,5 @@ def _arrival(name: str, rank: int) -> str:
 
 def _pause_until(deadline: float) -> None:
     if time.monotonic() > deadline:
-        raise TimeoutError("the ranks of this start did not find one another in --distributed-timeout-minutes")
+        raise TimeoutError(_APART)
     time.sleep(_PAUSE)
