@@ -24,7 +24,7 @@ from checkpoint import Spent, built, median, spent
 from record import append, circumstances
 
 ROOT = Path(__file__).resolve().parents[1]
-REPEAT, STEPS = 5, 3
+REPEAT, STEPS = 4, 3
 _PATIENCE = 300.0  # seconds
 
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Measure saves while checkpoints are copied to an object store.")
     parser.add_argument("--store", metavar="URL", help="Where to copy to; default: an S3 server that is started.")
     parser.add_argument("--processes", type=int, default=1, help="Number of processes.")
-    parser.add_argument("--layers", type=int, default=6, help="Language layers: 7 million parameters each.")
+    parser.add_argument("--layers", type=int, default=2, help="Language layers: 7 million parameters each.")
     parser.add_argument("--quick", action="store_true", help="A small model, two saves; nothing is recorded.")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
