@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from tests.support.data_files import write_all, write_llava, write_text
 from tests.support.flags import DROPOUT
 from tests.support.html import told
 from tests.support.pool import Pools
-from tests.support.training import SMALL, metrics, train, train_composed, without_wall_time
+from tests.support.training import SMALL, metrics, train, without_wall_time
 
 activate()  # before the modules below import megatron-core
 
 from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
 from megavlm.config.cli import parse  # noqa: E402
 from megavlm.config.resolve import resolve  # noqa: E402
+from megavlm.config.schema import Config  # noqa: E402
 from megavlm.data.files import FilesSource  # noqa: E402
 from tests.support.processors import CASES, picture  # noqa: E402
 from tests.support.whole_models import answer_of_transformers, whole_folder  # noqa: E402
@@ -197,6 +199,16 @@ def test_a_request_to_stop_ends_the_answers(pools: Pools, folder: Path, one: Any
     assert said(tmp_path)[1] == said(one())[2]
 
 
+def train_beyond(argv: list[str], run_dir: str) -> None:
+    """Run with the model of the folder, also with sequences that are longer than it was trained for."""
+
+    def extrapolating(config: Config) -> Config:
+        model = with_pretrained_model(config).model
+        return replace(config, model=replace(model, language=replace(model.language, max_positions=None)))
+
+    train(argv, run_dir, prepare=extrapolating)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_transformers(pools: Pools, tmp_path: Path, name: str) -> None:
@@ -217,7 +229,7 @@ def test_answers_are_those_of_transformers(pools: Pools, tmp_path: Path, name: s
         "--train-iters 1 --lr 1e-30 --global-batch-size 2 --seq-length 640 --no-save --no-tensorboard "
         "--eval-interval 0 --num-workers 0 --pp 2 --sample-interval 1 --sample-max-new-tokens 12"
     ).split()
-    pools(2).run(train_composed, argv, str(tmp_path / "run"))
+    pools(2).run(train_beyond, argv, str(tmp_path / "run"))
 
     source = FilesSource(resolve(with_pretrained_model(parse(argv))))
     expected = {}
