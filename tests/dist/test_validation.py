@@ -200,3 +200,38 @@ def test_a_request_to_stop_ends_a_validation_and_the_run_goes_on_where_it_was(
     assert [record["iteration"] for record in validated(tmp_path / "halves")] == [1, 3, 4]
     assert trained(tmp_path / "halves") == trained(tmp_path / "whole")
     assert validated(tmp_path / "halves")[1:] == validated(tmp_path / "whole")[2:]
+
+
+def train_with_a_lost_disk(argv: list[str], run_dir: str) -> None:
+    """Run with validation data of which the second batch of the first validation cannot be read."""
+    from unittest.mock import patch
+
+    from megavlm.data.data_loader import DataLoader
+    from megavlm.errors import UserError
+    from megavlm.train.validate import Validation
+
+    following, batches = Validation._next_batch, 0
+    read = DataLoader.next_step
+
+    def next_batch(self, loader):
+        nonlocal batches
+        batches += 1
+
+        def failing(data_loader):
+            if data_loader is loader and batches == 2:
+                raise UserError("the disk is gone")
+            return read(data_loader)
+
+        with patch.object(DataLoader, "next_step", failing):
+            return following(self, loader)
+
+    with patch.object(Validation, "_next_batch", next_batch):
+        train(argv, run_dir)
+
+
+def test_validation_data_that_cannot_be_read_are_left_out_and_the_next_time_begins_anew(
+    pools: Pools, folder: Path, one: Any, tmp_path: Path
+) -> None:
+    pools(1).run(train_with_a_lost_disk, [*RUN, *sources(folder), "--no-save"], str(tmp_path))
+    assert validated(tmp_path) == validated(one())[1:]
+    assert trained(tmp_path) == trained(one())
