@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from megavlm.config.resolve import resolve
 from megavlm.data.files import FilesSource
 from megavlm.data.prompts import choose_prompts, in_turn
 from megavlm.data.source import HeldOutPrompt
-from megavlm.data.types import HeldOut
+from megavlm.data.types import Conversation, HeldOut, ImageRef, Turn
 from megavlm.data.validation import validation_samples
 from megavlm.errors import UserError
 from tests.support.data_files import WORDS, record, sources_of, write_all
@@ -100,6 +101,43 @@ def test_plain_text_is_continued(folder: Path) -> None:
         assert prompt.question.split() + prompt.reference.split() == WORDS
         assert len(prompt.reference.split()) == words
         assert source.decode_answer(prompt.sample.tokens.tolist()).split() == prompt.question.split()
+
+
+class Stories:
+    """Plain text with an image in the middle of its second half."""
+
+    name = "stories"
+
+    def __init__(self, image: Path) -> None:
+        self._parts = (" ".join(WORDS[:12]), ImageRef(image), " ".join(WORDS[12:15]))
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self, index: int) -> Conversation:
+        return Conversation((Turn("text", self._parts),))
+
+    def label(self, index: int) -> str:
+        return "stories:1"
+
+
+def test_an_image_is_part_of_the_prompt(folder: Path) -> None:
+    source, _ = chosen(folder, "story.txt")
+    stories: Any = Stories(folder / "images" / "0-0.jpg")
+    vars(source)["validation_records"] = [stories]
+    config = resolve(parse(["--datasets", "x", "--validation", "y", "--sample-interval", "1"]))
+    (prompt,) = choose_prompts(config, source, [HeldOut(0, 0)])
+    assert (prompt.question.split(), prompt.reference.split()) == (WORDS[:12], WORDS[12:15])
+    assert int((prompt.sample.tokens == source.image_token).sum()) == 4
+    assert len(prompt.sample.images) == len(prompt.pictures) == 1
+
+
+def test_a_reader_sees_some_of_many_images_and_the_model_all(folder: Path) -> None:
+    line = record("<image>" * 10 + "\nwhat is this ?", image=["images/0-0.jpg"] * 10)
+    (folder / "many.jsonl").write_text(line + "\n")
+    _, (prompt,) = chosen(folder, "many", flags="--seq-length 128")
+    assert (len(prompt.sample.images), len(prompt.pictures)) == (10, 8)
+    assert prompt.label == "many.jsonl:1 (10 images, of which 8 are shown)"
 
 
 def test_what_cannot_be_asked_is_passed_over(folder: Path) -> None:

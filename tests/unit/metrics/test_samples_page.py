@@ -73,6 +73,16 @@ def test_words_of_the_reference_are_marked(answer: str, reference: str, marked: 
     assert told(f"<p>{shown}</p>").replace(" ", "") == answer.replace(" ", "")
 
 
+def test_long_answers_are_not_compared_and_old_ones_are_folded() -> None:
+    many = "wall " * 401
+    assert compared(many, "a wall") == many
+    moments = [(iteration, {WALL: f"answer {iteration}"}) for iteration in range(20)]
+    page = samples_page("x", {WALL: ()}, moments, answered=20, train_iters=20)
+    assert "14 earlier answers" in told(page)
+    newest, _, older = page.partition("<details>")
+    assert (newest.count("answer 1"), older.count("answer 1")) == (6, 5)
+
+
 @given(st.integers(1, 500))
 def test_a_page_does_not_grow_for_ever(number: int) -> None:
     moments = Moments()
