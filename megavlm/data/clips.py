@@ -36,7 +36,7 @@ Pixels = NDArray[np.uint8]
 Source = bytes | Path | StoredFile
 
 MAX_FRAMES = 2**18  # of a clip: two hours at 30 frames per second
-_MAX_DECODED = 2**38  # pixels that are decoded for the frames of one clip: two minutes of 4K at 30 frames per second
+_MAX_DECODED = 2**38  # pixels that are decoded for one clip: 18 minutes of 4K at 30 frames per second
 # No playlist and no device: those name other files, and the network.
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,ivf,h264,hevc,m4v,gif,nut,mxf"
 
@@ -54,7 +54,7 @@ def probe(source: Source, *, max_pixels: int) -> Clip:
 
     Raises BadSample for a file that is no clip, has no frames, no end or too many pixels; UserError without PyAV.
     """
-    with _opened(source) as (container, stream):
+    with _opened(source, max_pixels) as (container, stream):
         index, first = _index(container, stream), None
         container.seek(index.marks[0], stream=stream)
         for frame in container.decode(stream):
@@ -64,21 +64,17 @@ def probe(source: Source, *, max_pixels: int) -> Clip:
             raise BadSample(Reason.CORRUPT, "the first frame of the clip cannot be decoded")
         turned = first.rotation % 180 != 0
         height, width = (first.width, first.height) if turned else (first.height, first.width)
-        if height * width > max_pixels:
-            raise BadSample(
-                Reason.TOO_LARGE, f"the clip has frames of {height}×{width} pixels, more than --max-image-pixels"
-            )
         base = stream.time_base or Fraction(1, 1)
         times = tuple(float((mark - index.marks[0]) * base) for mark in index.marks)
         return Clip(height, width, times, rate_of(times, float(stream.average_rate or 0) or None))
 
 
-def frames(source: Source, numbers: Sequence[int]) -> Iterator[Pixels]:
+def frames(source: Source, numbers: Sequence[int], *, max_pixels: int) -> Iterator[Pixels]:
     """Yield the pixels [height, width, 3] of the frames with these numbers (rising), upright.
 
     Raises BadSample for a frame that cannot be decoded.
     """
-    with _opened(source) as (container, stream):
+    with _opened(source, max_pixels) as (container, stream):
         index = _index(container, stream)
         if numbers[-1] >= len(index.marks):
             raise BadSample(Reason.TRUNCATED, f"the clip has {len(index.marks)} frames, and had more when it was read")
@@ -150,7 +146,7 @@ def _index(container: InputContainer, stream: VideoStream) -> _Index:
 
 
 @contextmanager
-def _opened(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
+def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open a clip, and turn what PyAV says of damaged ones into BadSample."""
     av = _pyav()
     try:
@@ -170,7 +166,15 @@ def _opened(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
                 if stream.codec_context is None:
                     raise BadSample(Reason.CORRUPT, "no decoder is known for the clip's pictures")
                 stream.thread_type = "NONE"  # workers share the cores
-                stream.codec_context.thread_count = 1
+                codec = stream.codec_context
+                codec.thread_count = 1
+                codec.options = {"max_pixels": str(max_pixels)}  # of later frames, too, which may be larger
+                if codec.width * codec.height > max_pixels:
+                    raise BadSample(
+                        Reason.TOO_LARGE,
+                        f"the clip has frames of {codec.height}×{codec.width} pixels, more than --max-image-pixels "
+                        f"{max_pixels}",
+                    )
                 yield container, stream
         except BadSample:
             raise

@@ -62,7 +62,7 @@ class Visuals:
             shown = [video.source[number].source for number in numbers]
             made = [frame(decode(image, max_pixels=self.max_pixels).pixels) for image in shown]
         else:
-            made = [frame(pixels) for pixels in clips.frames(video.source, numbers)]
+            made = [frame(pixels) for pixels in clips.frames(video.source, numbers, max_pixels=self.max_pixels)]
         return self._videos.patches(made)
 
     @property
@@ -78,8 +78,7 @@ def first_frame(visual: Visual, *, max_pixels: int) -> Pixels:
         return decode(visual.source, max_pixels=max_pixels).pixels
     if isinstance(visual.source, tuple):
         return first_frame(visual.source[0], max_pixels=max_pixels)
-    clips.probe(visual.source, max_pixels=max_pixels)
-    return next(clips.frames(visual.source, (0,)))
+    return next(clips.frames(visual.source, (0,), max_pixels=max_pixels))
 
 
 def stored(number: int, layout: Layout) -> StoredImage:

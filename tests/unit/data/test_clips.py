@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_frames_at_irregular_times() -> None:
 def test_a_clip_that_lies_is_turned(rotation: int, corner: tuple[int, int]) -> None:
     content = clip(3, rotation=rotation)
     found = clips.probe(content, max_pixels=ANY)
-    (frame,) = clips.frames(content, (0,))
+    (frame,) = clips.frames(content, (0,), max_pixels=ANY)
     assert frame.shape[:2] == (found.height, found.width) == ((HEIGHT, WIDTH) if rotation == 180 else (WIDTH, HEIGHT))
     rows = slice(0, CORNER) if corner[0] == 0 else slice(-CORNER, None)
     columns = slice(0, CORNER) if corner[1] == 0 else slice(-CORNER, None)
@@ -84,6 +85,10 @@ def test_bounds_of_a_clip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clips, "MAX_FRAMES", 19)
     assert reason_of(lambda: clips.probe(content, max_pixels=ANY)) is Reason.ENDLESS
     monkeypatch.setattr(clips, "MAX_FRAMES", 20)
+    small = HEIGHT * WIDTH - 1
+    assert reason_of(lambda: clips.probe(content, max_pixels=small)) is Reason.TOO_LARGE
+    lying = clip(4, kind="avi").replace(*(struct.pack("<II", WIDTH, height) for height in (HEIGHT, 8)))
+    assert reason_of(lambda: clips.probe(lying, max_pixels=small)) is Reason.TOO_LARGE
     monkeypatch.setattr(clips, "_MAX_DECODED", 3 * HEIGHT * WIDTH)
     assert numbers(content, (0, 2)) == [0, 2]
     assert reason_of(lambda: numbers(content, (0, 5))) is Reason.ENDLESS
@@ -113,7 +118,7 @@ def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbers(content: bytes, wanted: tuple[int, ...]) -> list[int]:
     """Which frames the decoded ones show themselves to be."""
-    return [number_of(frame) for frame in clips.frames(content, wanted)]
+    return [number_of(frame) for frame in clips.frames(content, wanted, max_pixels=ANY)]
 
 
 def reason_of(call: Any) -> Reason:
