@@ -10,13 +10,13 @@ import pytest
 
 from megavlm.checkpoint.begun import as_begun
 from megavlm.config.cli import parse
-from megavlm.config.fields import value_at
+from megavlm.config.fields import options, value_at
 from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.lora import beyond_adapters
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
-from megavlm.config.start_defaults import START_DEFAULTS, start_table, with_start_defaults
+from megavlm.config.start_defaults import START_DEFAULTS, is_start_default, start_table, with_start_defaults
 
 KEYS = [default.option for default in START_DEFAULTS]
 TOY = ["fp32", 1e-3, None, None, None, 0, 64, 0]
@@ -123,3 +123,30 @@ def test_the_table_tells_where_each_value_comes_from() -> None:
     assert "2e-05" in table["--projector-lr"]
     assert "--vision-lr" not in table
     assert all("default for random weights" in line for line in start_table(Config()).splitlines())
+
+
+@pytest.mark.parametrize("part", ["--vision-from", "--language-from"])
+def test_a_projector_beside_one_given_part_is_new(part: str) -> None:
+    assert resolve(parse([part, "F"])).optimizer.projector_lr == 1e-3
+    assert resolve(parse(["--init-from", "F"])).optimizer.projector_lr is None
+
+
+def test_a_warm_up_by_its_fraction_has_no_default_beside_it() -> None:
+    """RUN_DIR/config.yaml would hold both, and the resumed run would be refused."""
+    written = with_start_defaults(parse("--init-from F --train-iters 100 --lr-warmup-fraction 0.1".split()))
+    assert written.optimizer.lr_warmup_iters is None
+    assert resolve(written).optimizer.lr_warmup_iters == 10
+
+
+def test_a_new_rate_of_a_resumed_run_holds_for_all_parts(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/iter_0000005").mkdir(parents=True)
+    command = ["--init-from", "F", "--run-dir", str(tmp_path)]
+    (tmp_path / "config.yaml").write_text(to_yaml(with_start_defaults(parse(command))))
+    assert resolve(as_begun(parse(command))).optimizer.vision_lr == 2e-6
+    assert resolve(as_begun(parse([*command, "--lr", "5e-5"]))).optimizer.vision_lr is None
+
+
+def test_a_default_is_told_from_a_given_value() -> None:
+    (rate,) = (option for option in options() if option.key == "optimizer.lr")
+    assert is_start_default(resolve(parse(["--init-from", "F"])), rate)
+    assert not is_start_default(resolve(parse(["--init-from", "F", "--lr", "5e-5"])), rate)
