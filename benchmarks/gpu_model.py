@@ -198,7 +198,8 @@ def workload(shape: Shape) -> Workload:
     images = image_workload(grids, shape.model)
     sliding = sliding_squares(shape.sample, shape.model.language.window_size)
     squares = {"token_squares": len(grids) * shape.sample**2, "sliding_squares": len(grids) * sliding}
-    return replace(images, tokens=shape.seq_length, **squares)
+    trained = sum(shape.sample - tokens_per_grid(grid, shape.model.projector) - 2 for grid in grids)  # as `samples_of`
+    return replace(images, tokens=shape.seq_length, trained_tokens=trained, **squares)
 
 
 def whole_flops(shape: Shape) -> float:

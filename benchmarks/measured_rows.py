@@ -60,6 +60,11 @@ def _of_1024(record: dict[str, Any]) -> float | None:
     return record["processor_seconds"] if record["gpus"] == 1024 else None
 
 
+def _loss_time(share: str) -> Value:
+    """Return a function that reads the time with this share of trained tokens over that of all logits at once."""
+    return lambda record: record["seconds"][f"chunked, {share} trained"] / record["seconds"]["whole"]
+
+
 def _with_processes(processes: int, key: str) -> Value:
     return lambda record: record.get(key) if record["processes"] == processes else None
 
@@ -69,6 +74,7 @@ PIPELINE, FROZEN = "PP2, trained encoder", "PP2, frozen encoder, two micro-batch
 CONVERT, CONVERT_SINCE = "python benchmarks/convert.py", "2026-11-21T09:30"  # pieces on several threads
 CHECKPOINT, CHECKPOINT_SINCE = "python benchmarks/checkpoint.py", "2026-11-22T12:00"  # read once
 CPU_STEP, DATA, IMAGES = (f"python benchmarks/{name}.py" for name in ("cpu_step", "data", "data_images"))
+LOSS = "python benchmarks/loss_memory.py"
 PLANNER = (
     "torchrun --nproc-per-node 2 tools/calibrate.py --out mine.json && python benchmarks/planner.py --profile mine.json"
 )
@@ -116,6 +122,27 @@ ROWS = (
         _vision_time_saved,
         "{:.0%}",
     ),
+    Row(
+        "logits of 8,192 tokens × 152,064: share of their bytes that computing the loss in chunks saves",
+        "loss_memory",
+        LOSS,
+        at("bytes", "8192 tokens × 152064, TP1", "saved"),
+        "{:.0%}",
+    ),
+    Row(
+        "the same on one of eight tensor-parallel ranks",
+        "loss_memory",
+        LOSS,
+        at("bytes", "8192 tokens × 152064, TP8", "saved"),
+        "{:.0%}",
+    ),
+    Row(
+        "output layer and loss in eight chunks, trained: processor time over whole logits",
+        "loss_memory",
+        LOSS,
+        _loss_time("100%"),
+    ),
+    Row("the same where half of the tokens are trained", "loss_memory", LOSS, _loss_time("50%")),
     Row(
         "planner: median error of step times, 16 configurations of two processes",
         "planner",

@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/placement_paper.py [--micro-batches 32]
 
 The planner simulates everything (`docs/planner.md` says what it leaves out); nothing is measured. The run has one
-replica and one sample per micro-batch, in bf16, trains all parts and recomputes nothing; memory is ignored. The
-colocated encoder is compared with two pipelines: `glued` has the encoder and the first half of the language layers on
-the first stage, `even` has the cut that balances FLOPs. Each column is how many times faster colocated is than glued /
-than even.
+replica and one sample per micro-batch, in bf16, trains all parts and recomputes nothing, nor logits; memory is
+ignored. The colocated encoder is compared with two pipelines: `glued` has the encoder and the first half of the
+language layers on the first stage, `even` has the cut that balances FLOPs. Each column is how many times faster
+colocated is than glued / than even.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from dataclasses import dataclass, replace
 
 from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.arch.layers import EMBEDDING, layer_names
-from megavlm.config.schema import Config, DataConfig, ModelConfig, PlacementConfig, PrecisionConfig, TrainConfig
+from megavlm.config.schema import (
+    Config,
+    DataConfig,
+    ExecutionConfig,
+    ModelConfig,
+    PlacementConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from megavlm.families import published_model
 from megavlm.parallel.dims import dims_of
 from megavlm.planner.auto import predict
@@ -80,11 +88,12 @@ def run_of(layout: Layout, count: int, side: int, micro_batches: int) -> Config:
     """Return a run in stages; the sequence holds exactly its images and its text."""
     sizes = published_model(layout.model)
     side = _whole(sizes, side)
-    features = tokens_per_grid(grid_of(side, side, sizes.vision.patch_size), sizes.projector)
+    tokens = count * tokens_per_grid(grid_of(side, side, sizes.vision.patch_size), sizes.projector) + TEXT
     config = Config(
         model=sizes,
         precision=PrecisionConfig("bf16"),
-        train=TrainConfig(seq_length=count * features + TEXT, global_batch_size=micro_batches),
+        train=TrainConfig(seq_length=tokens, global_batch_size=micro_batches),
+        execution=ExecutionConfig(loss_chunk_tokens=tokens),
         data=DataConfig(kind="synthetic", images_per_sample=(count,), image_sizes=(side,)),
     )
     degrees = replace(config.parallel, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp)

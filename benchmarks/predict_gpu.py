@@ -78,19 +78,24 @@ def predictions() -> list[Predicted]:
 def predicted(shape: gpu_model.Shape, gpu: str) -> Predicted:
     hardware = profile(gpu)
     programs: dict[str, MemoryPasses] = {"before": BEFORE, "now": NOW, "possible": POSSIBLE}
-    steps = {name: explained(case(shape), hardware, passes, OURS) for name, passes in programs.items()}
-    fp8 = {f"{name}, FP8": explained(case(shape, "fp8"), hardware, p, OURS) for name, p in programs.items()}
+    steps, fp8 = {}, {}
+    for name, passes in programs.items():
+        steps[name] = explained(case(shape, whole=name == "before"), hardware, passes, OURS)
+        fp8[f"{name}, FP8"] = explained(case(shape, "fp8", whole=name == "before"), hardware, passes, OURS)
     return Predicted(shape, gpu, {**steps, **fp8, "Transformers": transformers(shape, hardware)})
 
 
-def case(shape: gpu_model.Shape, precision: str = "bf16") -> Scenario:
+def case(shape: gpu_model.Shape, precision: str = "bf16", *, whole: bool = False) -> Scenario:
+    """Return the scenario of a shape; `whole`: logits are computed of all tokens, and stay in memory."""
     config = gpu_model.run_config(shape, precision=precision)
-    return replace(scenario_of(config, Dims(), on_gpu=True), work=gpu_model.workload(shape))
+    found = replace(scenario_of(config, Dims(), on_gpu=True), work=gpu_model.workload(shape))
+    everything = replace(found.work, trained_tokens=found.work.tokens)
+    return replace(found, work=everything, loss_chunk=everything.tokens) if whole else found
 
 
 def transformers(shape: gpu_model.Shape, hardware: Hardware) -> Explained:
     """Return Transformers' step, made of its counted passes and launches and megavlm's products."""
-    whole = case(shape)
+    whole = case(shape, whole=True)
     counted = counts()["transformers"]["counted"][shape.name]["stretches"]
     parts = [_their_part(name, whole, hardware, counted) for name in whole.names]
     trained = sum(local_parameters(name, shape.model, 1) for name in whole.names)

@@ -15,7 +15,7 @@ import placement_paper
 
 from megavlm.arch.flops import step_flops
 from megavlm.arch.workload import times, typical_workload
-from megavlm.config.schema import Config, DataConfig, PrecisionConfig, TrainConfig
+from megavlm.config.schema import Config, DataConfig, ExecutionConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
 from megavlm.parallel.dims import dims_of
 from megavlm.planner.auto import predict
@@ -53,6 +53,7 @@ def rates(
         model=published_model(name),
         precision=PrecisionConfig("bf16", fp8=fp8),
         train=TrainConfig(seq_length=seq_length, global_batch_size=batch, micro_batch_size=micro_batch),
+        execution=ExecutionConfig(loss_chunk_tokens=seq_length * micro_batch),  # theirs have all logits in memory
         data=DataConfig(kind="synthetic", images_per_sample=(0,)),
     )
     config = replace(config, parallel=replace(config.parallel, **degrees))

@@ -62,6 +62,13 @@ class LayerKind(ABC):
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         """Return the work of layer number `number` of this kind (0 if the kind is not numbered)."""
 
+    def products(self, scenario: Scenario, *, trained: bool, reached: bool) -> tuple[int, int]:
+        """Return how often each pass takes the forward FLOPs: once forward, and once backward for each gradient.
+
+        `trained`: its own weights are trained. `reached`: its input needs a gradient.
+        """
+        return 1, trained + reached
+
     @abstractmethod
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         """Return the bytes that autograd saves for the backward pass of a micro-batch, on one tensor-parallel rank.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megavlm.arch.kind import FP32, Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
+from megavlm.arch.layers import OUTPUT
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
 from megavlm.config.schema import ModelConfig
@@ -57,18 +58,28 @@ class Output(LayerKind):
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         weights = vocabulary(model) * model.language.hidden_size
-        return LayerCost(0 if model.language.tie_embeddings else weights, 2.0 * weights * work.tokens)
+        return LayerCost(0 if model.language.tie_embeddings else weights, 2.0 * weights * work.trained_tokens)
+
+    def products(self, scenario: Scenario, *, trained: bool, reached: bool) -> tuple[int, int]:
+        """The input's gradient is computed beside the loss; the weight's from logits that may be computed again."""
+        return 1 + reached, trained * (1 + computes_logits_again(scenario))
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
-        hidden, e = scenario.model.language.hidden_size, scenario.bytes_each
-        # The logits, their largest and the sum; which column is the label's.
-        position = logit_columns(scenario) * e + 3 * FP32 + 5
-        return scenario.work.tokens * (hidden / scenario.sequence_shards * e * trained + position)
+        count, e = scenario.work.trained_tokens, scenario.bytes_each
+        reached = scenario.gradient_reaches[scenario.names.index(OUTPUT)]
+        # Hidden states and their gradient, of whole rows also under sequence parallelism.
+        saved = count * scenario.model.language.hidden_size * e * (trained + reached)
+        if not trained:
+            return saved
+        # The logits' gradient; or the label, and the loss, largest logit and sum, of each position.
+        return saved + (count * (3 * FP32 + 8) if computes_logits_again(scenario) else logits_bytes(scenario))
 
     def communication(self, scenario: Scenario) -> Communication:
-        tokens, text = scenario.work.tokens, stream_bytes(Stream.TEXT, scenario)
-        # The largest logit, the label's logit and the sum, each an all-reduce.
-        return Communication((text,), (tokens * FP32,) * 6)
+        count, text = scenario.work.trained_tokens, stream_bytes(Stream.TEXT, scenario)
+        chunks = max(1, -(-count // scenario.loss_chunk))
+        # The largest logit; the label's logit and the sum: two all-reduces a chunk, of two halves each, forward only.
+        # Half of them stand for all, as the backward pass is taken to exchange what the forward pass does.
+        return Communication((text,), (count * FP32 / chunks, 2 * count * FP32 / chunks) * chunks)
 
 
 def vocabulary(model: ModelConfig) -> int:
@@ -85,3 +96,13 @@ def vocabulary_shard(model: ModelConfig, tp: int) -> int:
 def logit_columns(scenario: Scenario) -> int:
     """Return how many columns of the logits a tensor-parallel rank holds."""
     return -(-vocabulary(scenario.model) // scenario.dims.tp)
+
+
+def computes_logits_again(scenario: Scenario) -> bool:
+    """Return whether a trained output layer computes logits in the backward pass as well."""
+    return scenario.work.trained_tokens > scenario.loss_chunk
+
+
+def logits_bytes(scenario: Scenario) -> float:
+    """Return the bytes of the logits that a rank has at a time while it computes the loss."""
+    return min(scenario.loss_chunk, scenario.work.trained_tokens) * logit_columns(scenario) * scenario.bytes_each

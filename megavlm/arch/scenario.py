@@ -41,6 +41,7 @@ class Scenario:
     te: bool = False  # layers are Transformer Engine's, which a GPU is taken to have unless torch's are asked for
     fused_gradients: bool = True  # Transformer Engine's products may add weight gradients to their sums
     compiled_small_ops: bool = False  # of torch's layers
+    loss_chunk: int = 2048  # positions whose logits are in memory at a time
 
     @property
     def bytes_each(self) -> int:
@@ -109,4 +110,5 @@ def scenario_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Scenario
         te=on_gpu and config.execution.transformer_impl != "torch",
         fused_gradients=config.execution.gradient_accumulation_fusion,
         compiled_small_ops=config.execution.compile_small_ops,
+        loss_chunk=config.execution.loss_chunk_tokens,
     )

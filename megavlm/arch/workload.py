@@ -20,6 +20,7 @@ class Workload:
     tokens: int  # language positions that are not padding
     token_squares: int  # Σ over samples of length²
     sliding_squares: int  # the same where attention slides over a window; read where the language model has one
+    trained_tokens: int  # positions that have a loss: the output layer runs for these alone
 
 
 def times(work: Workload, samples: int) -> Workload:
@@ -39,11 +40,15 @@ def image_workload(grids: Sequence[Grid], model: ModelConfig) -> Workload:
         tokens=0,
         token_squares=0,
         sliding_squares=0,
+        trained_tokens=0,
     )
 
 
 def typical_workload(config: Config) -> Workload:
-    """Return the workload of one sample of the configured lengths and image sizes, to weigh layers by."""
+    """Return the workload of one sample of the configured lengths and image sizes, to weigh layers by.
+
+    All of its tokens are trained: which are is known only once data are read, and memory must suffice for all.
+    """
     vision, data = config.model.vision, config.data
     images = max(1, round(sum(data.images_per_sample) / len(data.images_per_sample))) if data.images_per_sample else 1
     sides = data.image_sizes or (vision.image_size,)
@@ -62,6 +67,7 @@ def typical_workload(config: Config) -> Workload:
         tokens=tokens,
         token_squares=tokens**2,
         sliding_squares=sliding_squares(tokens, config.model.language.window_size),
+        trained_tokens=tokens,
     )
 
 

@@ -142,6 +142,11 @@ class ExecutionConfig:
         "Add weight gradients to the fp32 gradient buffer inside the matrix product (Transformer Engine's layers; with "
         "NVIDIA Apex the output layer as well); off with sharded gradients or offloaded activations.",
     )
+    loss_chunk_tokens: int = option(
+        2048,
+        "Largest number of tokens whose logits are in memory at a time. A trained output layer computes the logits of "
+        "a micro-batch with more tokens again in the backward pass; a larger number takes more memory and saves that.",
+    )
     cuda_graphs: bool = option(
         False,
         "GPU: capture each language layer in a CUDA graph, which saves launch time of small layers; needs "

@@ -53,6 +53,7 @@ RANGES = (
             "parallel.virtual_pipeline_model_parallel_size",
             "parallel.vision_tensor_model_parallel_size",
             "placement.encoder_chunk_patches",
+            "execution.loss_chunk_tokens",
             "parallel.hybrid_shard_size",
             "parallel.ddp_bucket_size",
             "train.train_iters",

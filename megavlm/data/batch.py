@@ -106,6 +106,8 @@ class TextBatch:
     # [3, 1, S]: time, row and column.
     positions: Tensor
     feature_positions: Tensor  # [F] int64: the image tokens' indices into the flattened [B·S], in order of features
+    # [L] int64: the trained tokens' indices into the flattened [B·S], at least one; None: logits are computed of all
+    trained_positions: Tensor | None = None
     # [samples + 1] int32: where samples begin and end in the flattened [B·S]; None if each sequence is one sample. It
     # stays on the host, which reads it.
     cu_seqlens: Tensor | None = None

@@ -156,6 +156,7 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
         loss_mask=torch.from_numpy(loss_mask),
         positions=torch.from_numpy(positions if spec.mrope else positions[0]),
         feature_positions=torch.from_numpy(np.flatnonzero(spec.are_features(tokens))),
+        trained_positions=torch.from_numpy(np.flatnonzero(loss_mask) if loss_mask.any() else np.zeros(1, np.int64)),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
         lengths=tuple(len(sample) for row in rows for sample in row),
         sources=torch.from_numpy(sources) if spec.num_sources > 1 else None,

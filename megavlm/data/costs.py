@@ -13,7 +13,7 @@ from megavlm.config.schema import ModelConfig
 from megavlm.data.types import SampleCost
 
 _OF_IMAGES = ("patches", "patch_squares", "window_squares", "features")  # fields of `Workload`
-_OF_TEXT = ("tokens", "token_squares", "sliding_squares")
+_OF_TEXT = ("tokens", "token_squares", "sliding_squares", "trained_tokens")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class CostModel:
     def cost(self, *, length: int, grids: Sequence[Grid], images: int) -> SampleCost:
         """Return the cost of a sample of `length` tokens with `images` images of these grids."""
         work = image_workload(grids, self.model)
-        text = (length, length * length, sliding_squares(length, self.model.language.window_size))
+        # Which tokens are trained is not known yet: all are counted.
+        text = (length, length * length, sliding_squares(length, self.model.language.window_size), length)
         return SampleCost(
             length=length,
             patches=sum(rows * columns for rows, columns in grids),

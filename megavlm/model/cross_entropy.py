@@ -12,43 +12,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megavlm.planner.memory import LOSS_WORK
 
-CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup], Tensor]  # as `vocab_parallel_cross_entropy`
+# As `vocab_parallel_cross_entropy`.
+CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup], tuple[Tensor, Tensor, Tensor]]
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """−log softmax(logits)[label] of each position: [..., W] in any precision, [...] → fp32 [...].
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return −log softmax(logits)[label] of each position, and m and s of its softmax exp(x − m)/s: [T] in fp32 each.
 
-    A label in no rank's columns has logit 0. The backward pass writes the gradient over the logits, so nothing else may
-    need them by then; autograd refuses where it does.
+    Logits [T, W] in any precision become (softmax − 1[label]) · `unit_of` their type, the gradient of the loss. A label
+    [T] in no rank's columns has logit 0.
     """
-    loss: Tensor = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), group)
-    return loss.view(labels.shape)
+    columns, held = own_columns(labels, first=group.rank() * logits.shape[1], width=logits.shape[1])
+    predicted = label_logits(logits, columns, held)
+    pieces = [_largest_and_sum(part) for (part,) in in_pieces(logits)]
+    largest, sums = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    largest, sums, predicted = over_ranks(largest, sums, predicted, group)
+    unit = torch.full_like(sums, unit_of(logits.dtype))
+    for piece in in_pieces(logits, largest, sums, columns, held, unit):
+        write_gradient(*piece)
+    return sums.log() - (predicted - largest), largest, sums
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """log s + m − x[label], with m the largest logit and s = Σ exp(x − m), has the gradient exp(x − m)/s − 1[label]."""
+def te_cross_entropy(
+    kernel: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `vocab_parallel_cross_entropy` by Transformer Engine's kernel, whose unit is 1.
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
-        columns, held = own_columns(labels, logits.shape[1], group)
-        predicted = logits.gather(1, columns[:, None])[:, 0].float().where(held, 0.0)
-        pieces = [_largest_and_sum(part) for (part,) in in_pieces(logits)]
-        largest, sums = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-        largest, sums, predicted = over_ranks(largest, sums, predicted, group)
-        ctx.save_for_backward(logits, largest, sums, columns, held)
-        return sums.log() - (predicted - largest)
+    It walks rows by the last stride of the labels and the second last of the logits: both must be one run of memory.
+    Its loss is log Σ exp(x) − x[label], which gives the sum: m = log Σ exp(x), s = 1.
+    """
+    columns, held = own_columns(labels, first=group.rank() * logits.shape[1], width=logits.shape[1])
+    predicted = label_logits(logits, columns, held)
+    if group.size() > 1:
+        dist.all_reduce(predicted, group=group)
+    loss = kernel(logits[None], labels[None].contiguous(), group, is_cg_capturable=True)[0]
+    return loss, loss + predicted, torch.ones_like(loss)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        logits = ctx.saved_tensors[0].detach()
-        for piece in in_pieces(logits, *ctx.saved_tensors[1:], gradient):
-            write_gradient(*piece)
-        return logits, None, None
+
+def unit_of(dtype: torch.dtype) -> float:
+    """Return by what gradients of logits are multiplied: in fp16, probabilities below 6e-8 would be 0."""
+    return 2.0**12 if dtype == torch.float16 else 1.0
 
 
 def in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -57,11 +65,16 @@ def in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(count) for tensor in (logits, *others)), strict=True)
 
 
-def own_columns(labels: Tensor, width: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """[T] each: the label's column among this rank's, 0 where another rank has it, and whether this rank has it."""
-    columns = labels - group.rank() * width
+def own_columns(labels: Tensor, *, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """[T] each: the label's column among `width` from `first` on, 0 where it is another, and whether it is of these."""
+    columns = labels - first
     held = (columns >= 0) & (columns < width)
     return columns.where(held, 0), held
+
+
+def label_logits(logits: Tensor, columns: Tensor, held: Tensor) -> Tensor:
+    """x[label] of each position in fp32, [T]; 0 where it is another rank's."""
+    return logits.gather(1, columns[:, None])[:, 0].float().where(held, 0.0)
 
 
 def _largest_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,8 @@ import math
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -20,6 +22,7 @@ from torch import Tensor
 from megavlm.config.schema import LanguageConfig
 from megavlm.data.batch import TextBatch
 from megavlm.model.cross_entropy import CrossEntropy
+from megavlm.model.linear_cross_entropy import LossOptions, linear_cross_entropy
 from megavlm.parallel.groups import Groups
 
 
@@ -65,7 +68,9 @@ class Embedding(MegatronModule):
 
 
 class Output(MegatronModule):
-    """Logits and their cross entropy: [S(/TP), B, H] → loss [B, S], or logits [B, S, W]."""
+    """The output layer with its cross entropy, or the logits alone: [S(/TP), B, H] → loss [B, S], logits [B, S, W]."""
+
+    reads_below = True  # `linear`'s weight, some rows of which it multiplies at a time
 
     def __init__(
         self,
@@ -75,11 +80,12 @@ class Output(MegatronModule):
         groups: Groups,
         own_weight: bool,
         cross_entropy: CrossEntropy,
+        chunk: int,
     ) -> None:
+        """`chunk`: positions whose logits are in memory at a time while the loss is computed."""
         super().__init__(config=layer_config)
         self.vocab_size = vocab_size
         self.tp_group = groups.tp
-        self.cross_entropy = cross_entropy
         self.linear = ColumnParallelLinear(
             layer_config.hidden_size,
             padded_vocab(vocab_size, groups.dims.tp),
@@ -90,20 +96,38 @@ class Output(MegatronModule):
             skip_weight_param_allocation=not own_weight,
             tp_group=groups.tp,
         )
+        width = self.linear.output_size_per_partition
+        self.options = LossOptions(
+            group=groups.tp,
+            real=max(0, min(width, vocab_size - groups.tp.rank() * width)),
+            chunk=chunk,
+            cross_entropy=cross_entropy,
+            sums_in_place=self.linear.gradient_accumulation_fusion,
+        )
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensor:
+        """Cross entropy of each prediction, fp32 [B, S], for labels [B, S]; `weight` is that of a tied embedding.
+
+        `positions` [L] are those of the flattened [B·S] that have a loss, by default all; that of the others is 0.
+        """
+        if self.linear.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        weight = self.linear.weight if weight is None else weight
+        rows, (samples, length) = hidden.flatten(0, 1), labels.shape
+        if positions is None or len(positions) == labels.numel():
+            return linear_cross_entropy(rows, weight, labels.t().flatten(), self.options).view(length, samples).t()
+        chosen = rows.index_select(0, positions % length * samples + positions // length)
+        losses = linear_cross_entropy(chosen, weight, labels.flatten()[positions], self.options)
+        return losses.new_zeros(labels.numel()).index_copy(0, positions, losses).view(samples, length)
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """This rank's columns of the logits, [S, B, W/TP]; those that pad the vocabulary can never be chosen."""
+        """This rank's columns of the logits, [S, B, W/TP], without a loss: answers and comparisons need them."""
         logits, _ = self.linear(hidden, weight=weight)
-        local = logits.shape[-1]
-        real = max(0, min(local, self.vocab_size - self.tp_group.rank() * local))
-        if real < local:
-            # Autograd need not know: their softmax is 0, and so is their gradient already.
-            logits.detach()[..., real:] = torch.finfo(logits.dtype).min
         return logits
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy of each prediction, fp32 [B, S]. It overwrites the logits, in the backward pass or before."""
-        return self.cross_entropy(logits, labels.t(), self.tp_group).t()
 
     def gather(self, logits: Tensor) -> Tensor:
         """Whole logits on every tensor-parallel rank, [B, S, vocabulary]."""

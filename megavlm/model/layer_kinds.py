@@ -139,6 +139,7 @@ def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
         groups=builder.groups,
         own_weight=own,
         cross_entropy=cross_entropy_of(builder.config),
+        chunk=builder.config.execution.loss_chunk_tokens,
     )
 
 
@@ -182,10 +183,13 @@ def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
 
 def _run_output(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
     part: Any = chunk.parts[name]
+    if not context.wants_logits:
+        text = context.batch.text
+        return part(hidden, text.labels, text.trained_positions, chunk.tied_weight)
     scores, rows = part.logits(hidden, chunk.tied_weight), context.batch.continuation
     if rows is not None:
         scores = scores[rows.last, torch.arange(scores.shape[1], device=scores.device)][None]
-    return part.gather(scores) if context.wants_logits else part.loss(scores, context.batch.text.labels)
+    return part.gather(scores)
 
 
 IMPLEMENTATIONS: Mapping[str, LayerImpl] = for_every_kind(

@@ -25,7 +25,7 @@ from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
 from megavlm.model.activation import ACTIVATIONS, Activation, activations
 from megavlm.model.attention import CoreAttention
-from megavlm.model.cross_entropy import CrossEntropy, vocab_parallel_cross_entropy
+from megavlm.model.cross_entropy import CrossEntropy, te_cross_entropy, vocab_parallel_cross_entropy
 from megavlm.model.norm import Norm
 from megavlm.model.rotary import Rotary
 from megavlm.parallel.groups import Groups
@@ -129,13 +129,14 @@ def _compiled_rotary() -> Rotary:
 
 
 def cross_entropy_of(config: Config) -> CrossEntropy:
-    """Return the loss of the output layer: Transformer Engine's kernel if it is used, else PyTorch's operations."""
-    if implementation(config) == "te":
+    """Return the cross entropy of logits: Transformer Engine's kernel with its layers, else PyTorch's operations.
+
+    The kernel rounds probabilities to the logits' type before they are scaled, which fp16 is too narrow for.
+    """
+    if implementation(config) == "te" and config.precision.dtype != "fp16":
         from megatron.core.extensions import transformer_engine
 
         if transformer_engine.te_parallel_cross_entropy is not None:
-            from megavlm.model.te import te_cross_entropy
-
             return partial(te_cross_entropy, transformer_engine.te_parallel_cross_entropy)
     return vocab_parallel_cross_entropy
 

@@ -16,7 +16,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megavlm.config.derived import layer_precision
 from megavlm.config.schema import Config
@@ -46,17 +45,6 @@ def te_modules(extension: Any, *, fused_norm: bool) -> LayerModules:
         rotary=TeRotary(extension.fused_apply_rotary_pos_emb),
         keys=_FUSED if fused_norm else {},
     )
-
-
-def te_cross_entropy(kernel: Any, logits: Tensor, labels: Tensor, group: ProcessGroup) -> Tensor:
-    """Compute `cross_entropy.vocab_parallel_cross_entropy` by Transformer Engine, which overwrites the logits.
-
-    It walks rows by the last stride of the labels and the second last of the logits: both must be one run of memory.
-    `is_cg_capturable` also spares the host a copy to the device, by which it would ask whether all gradients are one.
-    """
-    rows = logits.reshape(1, -1, logits.shape[-1])
-    loss: Tensor = kernel(rows, labels.reshape(1, -1).contiguous(), group, is_cg_capturable=True)
-    return loss.view(labels.shape)
 
 
 def te_activations() -> dict[str, Activation]:

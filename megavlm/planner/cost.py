@@ -3,8 +3,9 @@
 A pass is matrix products, attention, memory traffic (`terms.py`) and, under tensor parallelism, collectives, one after
 the other: megatron-core's linear layers wait for them on the CPU and, but for one overlap in backward, on a GPU too.
 Backward runs each product once for the weight's gradient where the weight is trained and once for the input's where
-something below is: 2, 4 or 6 FLOPs per parameter and token, forward included. What a GPU's host takes to launch a
-layer is given apart: whether it shows depends on the layers before it (`tables.relay`).
+something below is: 2, 4 or 6 FLOPs per parameter and token, forward included; the output layer's logits are computed
+twice where it is trained (`LayerKind.products`). What a GPU's host takes to launch a layer is given apart: whether it
+shows depends on the layers before it (`tables.relay`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from megavlm.arch.kind import FP32, Stream, stream_bytes
 from megavlm.arch.kinds import communication, is_transformer, layer_cost, layer_kind, local_parameters, saved_bytes
-from megavlm.arch.layers import carried_features
+from megavlm.arch.layers import OUTPUT, carried_features
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.planner.hardware import Hardware, Link
 from megavlm.planner.memory import HOST_PIECE, is_offloaded
@@ -43,7 +44,7 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     link = hardware.link(tp)
     exchanged = communication(name, scenario)
     gathers, reductions = exchanged.gathers, exchanged.reductions
-    again = gathers if trained and scenario.sequence_parallel else ()
+    again = gathers if trained and scenario.sequence_parallel and name != OUTPUT else ()
     exchange = _collective(gathers, tp, link) + _collective(reductions, tp, link)
     issue, issue_back = launch_seconds(name, scenario, passes, host)
     calls = len(gathers) + len(reductions)
@@ -51,7 +52,8 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     forward = sum(pair[0] for pair in terms.values()) + exchange
     if not (trained or reached):
         return Seconds(forward, 0.0, (issue, 0.0))
-    # The input's gradient goes the opposite ways, and sequence-sharded inputs are gathered once more for the weight's.
+    # The input's gradient goes the opposite ways, and sequence-sharded inputs are gathered once more for the weight's;
+    # the output layer keeps its whole input.
     backward = sum(pair[1] for pair in terms.values()) + exchange + _collective(again, tp, link)
     issue_back += (calls + len(again)) * host.operation[1] * scenario.on_gpu
     if recompute == "full" and reached and is_transformer(name):

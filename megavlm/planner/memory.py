@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from megavlm.arch.kind import FP32
 from megavlm.arch.kinds import hidden_bytes, is_transformer, local_parameters, saved_bytes
-from megavlm.arch.language_ends import logit_columns, vocabulary_shard
+from megavlm.arch.language_ends import computes_logits_again, logits_bytes, vocabulary_shard
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
 from megavlm.arch.masks import mask_bytes
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
@@ -162,15 +162,19 @@ def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> floa
         return saved_bytes(name, scenario)  # one layer at a time is computed anew; its input replaces its gradient
     if name == OUTPUT:
         weight = vocabulary_shard(scenario.model, scenario.dims.tp) * e * scenario.trains(OUTPUT)
-        work = min(LOSS_WORK, scenario.work.tokens * logit_columns(scenario) * FP32)
-        return max(weight, work) + 2 * hidden_bytes(name, scenario)  # the logits' gradient takes their place
+        logits = logits_bytes(scenario)  # of some positions, then of a block of the vocabulary
+        kept = scenario.trains(OUTPUT) and not computes_logits_again(scenario)
+        work = min(LOSS_WORK, logits / e * FP32)
+        return max(work, weight) if kept else weight + logits + work
     return 2 * hidden_bytes(name, scenario)  # the gradient that arrives and the one that leaves
 
 
 def batch_bytes(scenario: Scenario, *, with_patches: bool) -> float:
-    """Return the bytes of one micro-batch: token ids, labels and positions of 8 bytes, a mask of 4, and its pixels."""
+    """Return the bytes of one micro-batch: token ids, labels and positions of 8 bytes, a mask of 4, which tokens are
+    trained (8 each), and its pixels.
+    """
     axes = 3 if scenario.model.language.mrope_section else 1
-    text = scenario.work.tokens * (8 * (2 + axes) + 4) + scenario.work.features * 8
+    text = scenario.work.tokens * (8 * (2 + axes) + 4) + (scenario.work.features + scenario.work.trained_tokens) * 8
     vision = scenario.model.vision
     pixels = scenario.work.patches * vision.in_channels * vision.patch_size**2 * scenario.bytes_each
     return text + pixels * with_patches

@@ -20,7 +20,7 @@ from megavlm.arch.kinds import (
     local_parameters,
     saved_bytes,
 )
-from megavlm.arch.language_ends import logit_columns
+from megavlm.arch.language_ends import computes_logits_again, logit_columns
 from megavlm.arch.layers import (
     EMBEDDING,
     LANGUAGE_LAYER,
@@ -74,12 +74,14 @@ class MemoryPasses:
     weight_gradient: float = 10  # bytes a trained number: fp32 sum read and written, bf16 gradient read. Fused: 0
     output_weight_gradient: float = 10  # the same of all but transformer layers, whose products are megatron-core's
     cross_entropy: Pair = (42, 26)  # bytes a logit, forward and backward
+    cross_entropy_again: float = 32  # the same backward, where logits are computed again
     fp8_cast: Pair = (4, 4)  # bytes of a product's input, and of its output's gradient: bf16 read, two copies written
     update: Update = Update()
     launches_language: Pair = (21, 39)
     launches_vision: Pair = (16, 38)
     launches_output: Pair = (36, 11)
     launches_loss_piece: Pair = (0, 0)  # beyond those, for each piece of the logits that the loss is computed in
+    launches_again_piece: int = 10  # the same backward, where logits are computed again
     windows_batched: bool = True  # False: one call over all sequences, tiled for as many as the longest could be
 
 
@@ -91,12 +93,12 @@ TORCH = replace(
     swiglu=(5, 11),
     quick_gelu=(7, 5),
     rotation_splits=True,
-    cross_entropy=(22, 32),
+    cross_entropy=(54, 4),
     update=Update(over_tokens=0, clip=0, adam=32),  # divided gradients are written back
     launches_language=(18, 35),
     launches_vision=(16, 37),
-    launches_output=(30, 20),
-    launches_loss_piece=(5, 10),
+    launches_output=(30, 5),
+    launches_loss_piece=(15, 0),
 )
 # The same with `--compile-small-ops`: one kernel for each way of an activation, and of rotation with its split.
 _TORCH_COMPILED = replace(
@@ -179,9 +181,11 @@ def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> Memor
         terms = _of_layer(layer_sizes(name, scenario), scenario, passes, trained=trained, fp8=name in scenario.fp8)
         return MemoryTraffic({term: _times(pair, e) for term, pair in terms.items() if any(pair)} | added)
     if name == OUTPUT:
-        return MemoryTraffic(
-            {"cross entropy": _times(passes.cross_entropy, scenario.work.tokens * logit_columns(scenario)), **added}
-        )
+        ahead, back = passes.cross_entropy
+        if computes_logits_again(scenario):
+            back = passes.cross_entropy_again * trained
+        loss = _times((ahead, back), scenario.work.trained_tokens * logit_columns(scenario))
+        return MemoryTraffic({"cross entropy": loss, **added})
     if name == LANGUAGE_NORM:
         return MemoryTraffic({"norms": _times(passes.norm, hidden_bytes(name, scenario)), **added})
     touched = touched_bytes(name, scenario) if layer_kind(name).is_present(scenario.model) else 0.0
@@ -222,9 +226,10 @@ def _of_layer(
 
 
 def touched_bytes(name: str, scenario: Scenario) -> float:
-    """Return the bytes that a forward pass writes: as many as it would save if everything were trained."""
-    everything = replace(scenario, own=frozenset(scenario.names), trained=frozenset(scenario.names))
-    return saved_bytes(name, everything) + hidden_bytes(name, scenario)
+    """Return the bytes that a forward pass writes: as many as it would save if everything were trained and kept."""
+    everything = frozenset(scenario.names)
+    kept = replace(scenario, own=everything, trained=everything, loss_chunk=scenario.work.tokens)
+    return saved_bytes(name, kept) + hidden_bytes(name, scenario)
 
 
 def launches(name: str, scenario: Scenario, passes: MemoryPasses) -> Pair:
@@ -233,9 +238,10 @@ def launches(name: str, scenario: Scenario, passes: MemoryPasses) -> Pair:
     if kind in TRANSFORMER_LAYERS:
         return {VISION_LAYER: passes.launches_vision, LANGUAGE_LAYER: passes.launches_language}[kind]
     if kind == OUTPUT:
-        pieces = scenario.work.tokens * logit_columns(scenario) * FP32 / LOSS_WORK
+        pieces = scenario.work.trained_tokens * logit_columns(scenario) * FP32 / LOSS_WORK
+        again = passes.launches_again_piece * (computes_logits_again(scenario) and scenario.trains(name))
         ahead, back = passes.launches_output
-        return ahead + passes.launches_loss_piece[0] * pieces, back + passes.launches_loss_piece[1] * pieces
+        return ahead + passes.launches_loss_piece[0] * pieces, back + (passes.launches_loss_piece[1] + again) * pieces
     return KINDS[kind].launches if KINDS[kind].is_present(scenario.model) else (0.0, 0.0)
 
 

@@ -53,8 +53,9 @@ def work_terms(name: str, scenario: Scenario, hardware: Hardware) -> dict[str, P
     cost, tp = layer_cost(name, scenario.model, scenario.work), scenario.dims.tp
     attention = cost.attention_flops / tp
     products = (cost.forward_flops / tp - attention) / faster
-    gradients = scenario.trains(name) + scenario.gradient_reaches[scenario.names.index(name)]
-    terms = {"products": (products / hardware.forward.matmul, gradients * products / hardware.backward.matmul)}
+    reached = scenario.gradient_reaches[scenario.names.index(name)]
+    ahead, back = layer_kind(name).products(scenario, trained=scenario.trains(name), reached=reached)
+    terms = {"products": (ahead * products / hardware.forward.matmul, back * products / hardware.backward.matmul)}
     if attention:
         terms["attention"] = (attention / hardware.forward.attention, 2 * attention / hardware.backward.attention)
     return terms

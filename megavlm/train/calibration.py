@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megavlm.arch.kinds import layer_kind
 from megavlm.arch.layers import EMBEDDING
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.backend import Backend
@@ -40,22 +41,24 @@ def timed_layers(config: Config, backend: Backend, *, repeats: int) -> tuple[lis
         forward, backward = [], []
         for name in times[0]:
             took = [statistics.median(each[name][side] for each in times) for side in (0, 1)]
-            forward.append(_timed_layer(name, case, took[0], passes=1))
-            if case.trains(name) and name != EMBEDDING:
-                reached = case.gradient_reaches[case.names.index(name)]
-                backward.append(_timed_layer(name, case, took[1], passes=1 + reached))
+            trained, reached = case.trains(name), case.gradient_reaches[case.names.index(name)]
+            ahead, back = layer_kind(name).products(case, trained=trained, reached=reached)
+            forward.append(_timed_layer(name, case, took[0], products=ahead, passes=1))
+            if trained and name != EMBEDDING:
+                backward.append(_timed_layer(name, case, took[1], products=back, passes=1 + reached))
         return forward, backward, _optimizer_rate(run, case, repeats)
     finally:
         close(run)
 
 
-def _timed_layer(name: str, case: Scenario, seconds: float, *, passes: int) -> TimedLayer:
-    """Return a layer's work and time as a sample for the fit; `passes` counts the matrix products of a forward pass.
+def _timed_layer(name: str, case: Scenario, seconds: float, *, products: int, passes: int) -> TimedLayer:
+    """Return a layer's work and time as a sample for the fit.
 
-    A backward pass has the products of a forward pass once per gradient (`cost.layer_seconds`).
+    The pass has a forward pass's products `products` times, and its attention and memory traffic `passes` times: one
+    for each gradient in a backward pass (`cost.layer_seconds`).
     """
-    products, attention, traffic, calls = features_of(name, case)
-    return TimedLayer(products * passes, attention * passes, traffic * passes, calls, max(seconds, 1e-7))
+    flops, attention, traffic, calls = features_of(name, case)
+    return TimedLayer(flops * products, attention * passes, traffic * passes, calls, max(seconds, 1e-7))
 
 
 def _layer_times(run: Run, batch: Any, backend: Backend) -> dict[str, tuple[float, float]]:

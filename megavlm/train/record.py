@@ -27,6 +27,7 @@ def record_of(
         tokens=int(counts.tokens),
         token_squares=int(counts.token_squares),
         sliding_squares=int(counts.sliding_squares),
+        trained_tokens=result.trained_tokens,
     )
     flops = step_flops(run.config, work)
     tflops = throughput.model_tflops_per_device(flops=flops, seconds=seconds, devices=run.plan.dims.world)

@@ -67,14 +67,14 @@ def their_parameters(shape: Any) -> int:
 def test_a_model_for_which_there_is_no_room_is_a_line_of_the_table(benchmark: Any) -> None:
     class NoWorkers:
         def machine(self, program: str) -> dict[str, Any]:
-            return {"device": "small", "memory": 24 * GIB}
+            return {"device": "small", "memory": 16 * GIB}
 
     options = argparse.Namespace(small=False, layers=None, memory_share=0.75)
     for shapes in benchmark.gpu_model.models(small=False):
-        assert benchmark.gpu_model.fitting(shapes, memory=18 * GIB) is None
+        assert benchmark.gpu_model.fitting(shapes, memory=12 * GIB) is None
         (result,) = benchmark.measure(shapes, benchmark.chosen(**NONE), NoWorkers(), options=options, deadline=0.0)
         (row,) = benchmark.rows_of(result, "small", judged=True)
-        assert row.figure == "not measured: one language layer needs more than 18 GiB"
+        assert row.figure == "not measured: one language layer needs more than 12 GiB"
 
 
 NONE = {"precision": "bf16", "ablate": False, "their_compile": False}
@@ -174,10 +174,12 @@ def test_attention_is_told_by_its_operators_and_kernels(benchmark: Any) -> None:
 
 
 def test_language_flops_are_six_per_parameter_and_token_and_attention(benchmark: Any) -> None:
-    """LLaVA: 4 H² + 3 H·F per layer and H·V once, 8,192 tokens; causal attention over samples of 1,024."""
+    """LLaVA: 4 H² + 3 H·F per layer, 8,192 tokens; H·V for those of 446 of text in each sample of 1,024 alone; causal
+    attention over samples.
+    """
     shape = benchmark.gpu_model.models(small=False)[0][0].with_layers(10)
     hidden, ffn, vocabulary = 4096, 11008, 32064
-    products = 6 * 8192 * (10 * (4 * hidden**2 + 3 * hidden * ffn) + hidden * vocabulary)
+    products = 6 * (8192 * 10 * (4 * hidden**2 + 3 * hidden * ffn) + 8 * (1024 - 576 - 2) * hidden * vocabulary)
     attention = 3 * 10 * 2 * hidden * 8 * 1024**2
     norms = 0
     assert benchmark.gpu_model.language_flops(shape) == pytest.approx(products + attention + norms, rel=1e-6)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 RUNS = [
     "cpu_step.py --quick",
     "uploads.py --quick --store file://{folder}",
+    "loss_memory.py --quick",
     "placement.py --dry --rounds 1 --steps 1 --only frozen",
     "placement.py --dry --rounds 1 --steps 1 --only 112",
 ]

@@ -104,15 +104,17 @@ def train_with_apex(argv: list[str], run_dir: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("flags", "calls"),
+    ("flags", "blocks"),  # of the vocabulary, in each backward pass
     [
-        ("--overlap-grad-reduce", 4 * 4),  # steps, micro-batches of a rank
-        pytest.param("--language-tie-embeddings", 0, marks=pytest.mark.slow),
-        pytest.param("--data-parallel-sharding full", 0, marks=pytest.mark.slow),
+        ("--overlap-grad-reduce --loss-chunk-tokens 1", range(4, 8)),
+        pytest.param("--overlap-grad-reduce", range(1, 2), marks=pytest.mark.slow),
+        pytest.param("--language-tie-embeddings", range(1), marks=pytest.mark.slow),
+        pytest.param("--data-parallel-sharding full", range(1), marks=pytest.mark.slow),
     ],
 )
-def test_apex_adds_up_the_gradient_of_the_output_layer(pools: Pools, tmp_path: Path, flags: str, calls: int) -> None:
+def test_apex_adds_up_the_gradient_of_the_output_layer(pools: Pools, tmp_path: Path, flags: str, blocks: range) -> None:
     argv = [*SMALL, *"--no-save --train-iters 4 --global-batch-size 8".split(), *flags.split()]
     pools(1).run(train, [*argv, "--no-gradient-accumulation-fusion"], str(tmp_path / "one"))
-    assert pools(2).run(train_with_apex, argv, str(tmp_path / "two")) == [calls, calls]
+    for calls in pools(2).run(train_with_apex, argv, str(tmp_path / "two")):
+        assert blocks[0] <= calls / (4 * 4) <= blocks[-1]  # steps, micro-batches of a rank
     assert_same_curve(metrics(tmp_path / "two"), metrics(tmp_path / "one"))

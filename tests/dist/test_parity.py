@@ -37,12 +37,14 @@ OPTIONS = {
     "no-sp": "--no-sequence-parallel",
     "overlap": "--overlap-grad-reduce --overlap-param-gather",
     "mbs2": "--micro-batch-size 2",
+    # Logits of two tokens at a time, computed again in the backward pass; by default those of a micro-batch are kept.
+    "loss-chunks": "--loss-chunk-tokens 2",
     "selective": "--recompute-granularity selective",
     # patch_embed | vision 0-1 | vision 2-4, norm, projector, embedding, language 0 | the rest: cuts inside the tower,
     # and a chunk with vision and language layers.
     "cuts4": "--pipeline-cuts 1 3 10",
     # language.layers.0 and its embedding in one chunk of the last rank, the output in another
-    "cuts-late-embedding": "--pipeline-cuts 2 8 12",
+    "cuts-late-embedding": "--pipeline-cuts 2 8 12 --loss-chunk-tokens 3",
     # … deepstack.0 | … deepstack.1 | … language.layers.0 | the rest: one, two and two features on the way
     "cuts-deepstack": "--pipeline-cuts 3 6 13",
     "colocated": "--placement colocated",
@@ -69,7 +71,7 @@ FAST = [
     ("tp2-pp2", "learning-rates", "mbs2"),
     ("dp2", "one-image-rank", ""),
     ("dp2", "no-image", "no-zero"),
-    ("tp2-dp2", "rich", ""),
+    ("tp2-dp2", "rich", "loss-chunks"),
     ("pp2-vpp2", "smolvlm", ""),
     ("tp2-pp2", "qwen2.5-vl", ""),
     ("tp2-pp2-vpp2", "qwen3-vl", "cuts-deepstack"),

@@ -17,6 +17,7 @@ def micro_batch(number: int, *, dtype: torch.dtype = torch.float32) -> MicroBatc
         loss_mask=torch.ones(2, TOKENS),
         positions=torch.arange(TOKENS).expand(2, TOKENS),
         feature_positions=torch.arange(16),
+        trained_positions=torch.arange(2 * TOKENS),
         cu_seqlens=torch.tensor([0, TOKENS, 2 * TOKENS], dtype=torch.int32),
     )
     sizes = ImageSizes(grids=((8, 8),))

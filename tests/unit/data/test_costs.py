@@ -31,6 +31,7 @@ def test_costs_are_the_flops_of_the_model() -> None:
         tokens=70,
         token_squares=4900,
         sliding_squares=70**2 - 50**2,
+        trained_tokens=70,
     )
     costs = {name: layer_cost(name, MODEL, work).forward_flops for name in layer_names(MODEL)}
     language = sum(cost for name, cost in costs.items() if part_of(name) == "language")

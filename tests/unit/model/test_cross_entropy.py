@@ -1,15 +1,21 @@
-"""The cross entropy's bytes: what stays for the backward pass, and the most that is alive."""
+"""The output layer's loss: what stays for the backward pass, and the most that is alive; products are not repeated
+without need.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavlm.model import cross_entropy
+from megavlm.model.linear_cross_entropy import LossOptions, block_rows, linear_cross_entropy
 from tests.support.live_bytes import LiveBytes
 
 TOKENS, WIDTH, COLUMNS = 256, 8, 4096
@@ -17,38 +23,96 @@ ALONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 WORK = 8 * COLUMNS * 4
 
 
+def _loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int) -> Tensor:
+    entropy = cross_entropy.vocab_parallel_cross_entropy
+    options = LossOptions(group=ALONE, real=COLUMNS, chunk=chunk, cross_entropy=entropy)
+    return linear_cross_entropy(hidden, weight, labels, options)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_logits_are_kept_once_and_work_is_bounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [TOKENS, 32])
+def test_logits_of_a_chunk_alone_are_alive(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "LOSS_WORK", WORK)
     hidden, weight, labels = _inputs(dtype)
-    logits_bytes = TOKENS * COLUMNS * dtype.itemsize
+    logits = chunk * COLUMNS * dtype.itemsize
     kept: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
+    given, states = sum(t.nbytes for t in (hidden, weight, labels)), hidden.nbytes
     standing = LiveBytes([hidden, weight, labels])
     with standing:
-        logits = hidden @ weight.t()
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            loss = cross_entropy.vocab_parallel_cross_entropy(logits, labels, ALONE)
-        del logits
-        baseline = TOKENS * WIDTH * dtype.itemsize + weight.numel() * dtype.itemsize + labels.numel() * 8
-        assert standing.peak - baseline < logits_bytes + WORK + 64 * TOKENS
+            loss = _loss(hidden, weight, labels, chunk=chunk)
+        assert standing.peak < given + states + logits + WORK + 64 * TOKENS
         loss.sum().backward()
-        gradients = baseline
-    assert sum(kept.values()) < logits_bytes + 32 * TOKENS
-    assert standing.peak - baseline < logits_bytes + max(WORK, gradients) + 64 * TOKENS
+    gradients = hidden.nbytes + weight.nbytes
+    assert sum(kept.values()) < given + states + logits * (chunk == TOKENS) + 32 * TOKENS
+    assert standing.peak < given + gradients + logits + WORK + 64 * TOKENS
 
 
 def test_a_second_backward_pass_is_refused() -> None:
-    """The first one wrote over the logits."""
-    hidden, weight, labels = _inputs(torch.float32)
-    loss = cross_entropy.vocab_parallel_cross_entropy(hidden @ weight.t(), labels, ALONE).sum()
+    """The first one wrote over what was kept."""
+    loss = _loss(*_inputs(torch.float32), chunk=TOKENS).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_fp16_keeps_small_probabilities() -> None:
+    """All entries but the label have a probability of e^-20 = 2e-9, which fp16 has no number for."""
+    hidden, weight = torch.zeros(1, WIDTH, dtype=torch.float16), torch.zeros(COLUMNS, WIDTH, dtype=torch.float16)
+    hidden[0, 0], weight[0, 0], weight[1:, 1] = 1, 20, 1  # the second channel sums what is not the label
+    loss = _loss(hidden.requires_grad_(), weight, torch.zeros(1, dtype=torch.int64), chunk=TOKENS)
+    (loss * 4096).sum().backward()
+    assert hidden.grad is not None
+    assert float(hidden.grad[0, 1]) == pytest.approx(4096 * (COLUMNS - 1) * math.exp(-20), rel=1e-2)
+
+
+class _Products(TorchDispatchMode):
+    """Counts the FLOPs of matrix products, in units of the output layer's forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.side = "forward"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.mm:
+            (rows, inner), columns = args[0].shape, args[1].shape[1]
+            self.counts[self.side] += rows * inner * columns
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "trained", "reached", "products"),
+    [
+        (TOKENS, True, True, (2, 1)),
+        (32, True, True, (2, 2)),  # logits once more
+        (32, False, True, (2, 0)),
+        (32, True, False, (1, 2)),
+        (32, False, False, (1, 0)),
+    ],
+)
+def test_products(chunk: int, trained: bool, reached: bool, products: tuple[int, int]) -> None:
+    """The table of the planner, `Output.products`, says the same."""
+    hidden, weight, labels = _inputs(torch.float32)
+    counting, whole = _Products(), TOKENS * WIDTH * COLUMNS
+    with counting:
+        loss = _loss(hidden.requires_grad_(reached), weight.requires_grad_(trained), labels, chunk=chunk)
+        counting.side = "backward"
+        if loss.requires_grad:
+            loss.sum().backward()
+    assert (counting.counts["forward"] / whole, counting.counts["backward"] / whole) == products
+
+
+@pytest.mark.parametrize(
+    ("width", "positions", "rows"), [(4096, 256, 512), (4000, 256, 512), (39, 256, 16), (4096, 32, 4096), (39, 0, 39)]
+)
+def test_blocks_are_as_many_as_chunks_and_aligned(width: int, positions: int, rows: int) -> None:
+    assert block_rows(width, positions, chunk=32) == rows
 
 
 def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

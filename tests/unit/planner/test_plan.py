@@ -192,7 +192,14 @@ def test_adapters_train_the_layers_that_have_them():
 
 def test_flops_of_adapters_count_backward_from_the_first_of_them():
     work = Workload(
-        patches=10, patch_squares=0, window_squares=0, features=10, tokens=20, token_squares=0, sliding_squares=0
+        patches=10,
+        patch_squares=0,
+        window_squares=0,
+        features=10,
+        tokens=20,
+        token_squares=0,
+        sliding_squares=0,
+        trained_tokens=20,
     )
     argv = ["--lora-rank", "2", "--freeze", "vision", "projector", "--lora-targets"]
     late = resolved([*WORDS, *argv, "language.layers.2"])
@@ -210,7 +217,14 @@ def test_flops_of_adapters_count_backward_from_the_first_of_them():
 def test_flops_count_two_four_or_six_per_parameter_and_token():
     """Attention aside: frozen with nothing trained below 2, frozen above a trained part 4, trained above 6."""
     work = Workload(
-        patches=10, patch_squares=0, window_squares=0, features=10, tokens=20, token_squares=0, sliding_squares=0
+        patches=10,
+        patch_squares=0,
+        window_squares=0,
+        features=10,
+        tokens=20,
+        token_squares=0,
+        sliding_squares=0,
+        trained_tokens=20,
     )
     model = resolve_model(ModelConfig(language=LanguageConfig(vocab_size=100)))
 

@@ -63,7 +63,10 @@ def test_frozen_layers_have_no_weight_gradients_and_without_gradients_no_backwar
     for name in frozen.names:
         found = layer_seconds(name, frozen, H100)
         assert found.backward == found.launch[1] == 0, name
-        assert found.forward == layer_seconds(name, trained, H100).forward, name
+        if name == "output":  # which computes its input's gradient beside the loss
+            assert found.forward < layer_seconds(name, trained, H100).forward
+        else:
+            assert found.forward == layer_seconds(name, trained, H100).forward, name
         assert not any(pair[1] for pair in layer_terms(name, frozen, H100, NOW).values()), name
 
 
