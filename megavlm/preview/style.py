@@ -125,6 +125,7 @@ mark{background:var(--trained);color:var(--trained-ink);border-bottom:2px solid 
 .said .quiet{margin:0}
 @media(max-width:640px){.asked{grid-template-columns:minmax(0,1fr)}
   .asked img{max-height:240px;width:auto;max-width:100%}
+  .asked img[src^="data:image/png"]{width:100%}
   .said li{grid-template-columns:84px minmax(0,1fr);gap:8px}}
 @media print{section{break-inside:avoid}}
 """
