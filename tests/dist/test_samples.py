@@ -239,7 +239,7 @@ def test_answers_are_those_of_transformers(pools: Pools, tmp_path: Path, name: s
             processor,
             [{"role": "user", "content": content}],
             ends=source.answer_ends,
-            never=source.image_token,
+            never=source.feature_tokens,
             length=12,
         )
     assert len(set(expected.values())) > 1, "the model looks at its prompt"

@@ -60,5 +60,5 @@ def _theirs(model: Any, processor: Any, assistant: Assistant, talk: list[Said], 
 
     messages = [{"role": role, "content": list(map(content, parts))} for role, parts in talk]
     return answer_of_transformers(
-        model, processor, messages, ends=assistant.ends, never=assistant.source.image_token, length=LENGTH
+        model, processor, messages, ends=assistant.ends, never=assistant.source.feature_tokens, length=LENGTH
     )

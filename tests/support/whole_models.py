@@ -53,14 +53,20 @@ def whole_folder(name: str, root: Path) -> tuple[Path, Any, Any]:
 
 
 def answer_of_transformers(
-    model: Any, processor: Any, messages: Sequence[dict[str, Any]], *, ends: Sequence[int], never: int, length: int
+    model: Any,
+    processor: Any,
+    messages: Sequence[dict[str, Any]],
+    *,
+    ends: Sequence[int],
+    never: Sequence[int],
+    length: int,
 ) -> str:
-    """The text that Transformers generates greedily, up to one of the tokens `ends` and without the token `never`."""
+    """The text that Transformers generates greedily, up to one of the tokens `ends` and without those of `never`."""
     inputs = processor.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
     )
     options = transformers.GenerationConfig(
-        max_new_tokens=length, do_sample=False, eos_token_id=list(ends), suppress_tokens=[never]
+        max_new_tokens=length, do_sample=False, eos_token_id=list(ends), suppress_tokens=list(never)
     )
     made = model.generate(**inputs, generation_config=options)[0, inputs["input_ids"].shape[1] :]
     text: str = processor.tokenizer.decode(made, skip_special_tokens=True)

@@ -173,7 +173,7 @@ def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
     if model.video_token is not None:
         kinds = kinds + 2 * tokens.eq(model.video_token).int()
     counts = torch.tensor(batch.image_sizes.image_tokens(model.projector), device=tokens.device)
-    kind_of_grid = kinds.flatten()[batch.text.feature_positions][counts.cumsum(0) - 1]
+    kind_of_grid = kinds[kinds > 0][counts.cumsum(0) - 1]  # wherever padding has moved the features to
     kind_of_patch = kind_of_grid.repeat_interleave(counts * side**2)
     given = {"input_ids": tokens, "mm_token_type_ids": kinds}
     for kind, pixels, thw in ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "video_grid_thw")):
