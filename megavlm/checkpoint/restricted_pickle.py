@@ -120,7 +120,7 @@ class _Interpreter:
 
     def named(self, module: Any, name: Any) -> Any:
         if type(name) is not str or type(module) is not str or (module, name) not in self.objects:
-            raise Refused(f"names {module!s:.80}.{name!s:.80}, which no tensor checkpoint needs")
+            raise Refused(f"names {f'{module}.{name}'!r:.160}, which no tensor checkpoint needs")
         return self.objects[module, name]
 
     def called(self) -> Any:

@@ -7,18 +7,19 @@ byte, where Pillow's conversion would turn every value above 255 white.
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from io import BytesIO
+from io import BufferedReader, BytesIO, FileIO
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from megavlm.data.types import BadSample, Reason
 from megavlm.storage.store import StoreError
@@ -167,23 +168,38 @@ def decode(source: bytes | Path | StoredFile, *, max_pixels: int = MAX_PIXELS) -
         raise _typed(error) from error
 
 
-def _open(source: bytes | Path, max_pixels: int, *, length: int | None = None) -> ImageFile.ImageFile:
-    """Open an image file, of `length` bytes if `source` is only its beginning."""
+@contextmanager
+def _open(source: bytes | Path, max_pixels: int, *, length: int | None = None) -> Iterator[Image.Image]:
+    """Open an image file, of `length` bytes if `source` is only its beginning, within this context."""
     _check_header(source)
-    image = Image.open(BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
-    width, height = image.size
-    if width * height > max_pixels:
-        image.close()
-        raise BadSample(
-            Reason.TOO_LARGE, f"the image has {height}×{width} pixels, more than --max-image-pixels {max_pixels}"
-        )
-    if image.format in ("JPEG", "MPO") and (length or _length(source)) < width * height // _PIXELS_PER_BYTE:
-        image.close()
-        raise BadSample(Reason.TRUNCATED, f"the image says that it has {height}×{width} pixels, and has data for fewer")
-    if width < 1 or height < 1:
-        image.close()
-        raise BadSample(Reason.CORRUPT, f"the image has a size of {height}×{width} pixels")
-    return image
+    content = BytesIO(source) if isinstance(source, bytes) else _Clipped(FileIO(source))
+    with content, Image.open(content, formats=FORMATS) as image:
+        width, height = image.size
+        if width * height > max_pixels:
+            raise BadSample(
+                Reason.TOO_LARGE, f"the image has {height}×{width} pixels, more than --max-image-pixels {max_pixels}"
+            )
+        if image.format in ("JPEG", "MPO") and (length or _length(source)) < width * height // _PIXELS_PER_BYTE:
+            raise BadSample(
+                Reason.TRUNCATED, f"the image says that it has {height}×{width} pixels, and has data for fewer"
+            )
+        if width < 1 or height < 1:
+            raise BadSample(Reason.CORRUPT, f"the image has a size of {height}×{width} pixels")
+        yield image
+
+
+class _Clipped(BufferedReader):
+    """Reads a file, and asks for no more than it has: Pillow passes on what headers claim, up to 4 GiB at once."""
+
+    def __init__(self, raw: FileIO) -> None:
+        super().__init__(raw)
+        self._size = os.fstat(raw.fileno()).st_size
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return up to `size` bytes, or all that are left."""
+        if size is None or size < 0:
+            return super().read()
+        return super().read(min(size, max(0, self._size - self.tell())))
 
 
 def _length(source: bytes | Path) -> int:

@@ -34,7 +34,7 @@ class Ledger:
 
     def spend(self, duration: int, cause: str, *, until: int) -> None:
         """Give this much time to a cause, but none after `until`."""
-        self.fill(min(self.cursor + max(0, duration), until), cause)
+        self.fill(min(self.cursor + duration, until), cause)
 
     def close(self, cause: str) -> tuple[Mapping[str, int], ...]:
         """Give what is left to a cause; return the microseconds of each bin by cause."""

@@ -26,11 +26,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "/etc/passwd", "../secret", "down/../a.json", "a\0b", "..\\a", "x" * 256]
+    "name", ["", ".", "..", "/etc/passwd", "../secret", "down/../a.json", "a\0b", "..\\a", "x" * 256, "a\ud800"]
 )
 def test_only_plain_names_are_names(folder: Path, name: str):
     with pytest.raises(Escapes):
         plain(name)
+    with pytest.raises(Escapes):
+        inside(folder, name)
 
 
 @pytest.mark.parametrize("name", ["out.json", "dots.json"])
@@ -58,11 +60,14 @@ def test_the_download_cache_of_hugging_face_is_one_folder(tmp_path: Path):
         each.mkdir(parents=True)
     blob.write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/0123")
+    (tmp_path / "models--a--b/secret").write_text("secret")
+    (snapshot / "beside.json").symlink_to("../../secret")
     (snapshot / "out.json").symlink_to("../../../secret")
     (tmp_path / "secret").write_text("secret")
     assert inside(snapshot, "config.json").read_text() == "{}"
-    with pytest.raises(Escapes):
-        inside(snapshot, "out.json")
+    for name in ("out.json", "beside.json"):
+        with pytest.raises(Escapes):
+            inside(snapshot, name)
 
 
 def test_a_copy_takes_files_and_no_links_out(folder: Path, tmp_path: Path):

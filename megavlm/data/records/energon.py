@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import tarfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -188,11 +189,14 @@ class EnergonStream:
 
     def __iter__(self) -> Iterator[Conversation | BadSample | None]:
         """Yield samples; None in place of one that is held out."""
-        self._loader = self._build()
-        samples = iter(self._loader)
+        with self._going_on():
+            self._loader = self._build()
+            samples = iter(self._loader)
+        begun: AbstractContextManager[None] = self._going_on()  # random states are only looked at by the first sample
         while True:
-            with _ONE_AT_A_TIME:
+            with _ONE_AT_A_TIME, begun:
                 sample = next(samples)
+            begun = nullcontext()
             places = [source.shard_name for source in sample.__sources__ or ()]
             self.label = "/".join([self.name, *places, sample.__key__])
             yield None if sample.key is not None and is_held_out(sample.key, self._held_out) else sample.item
@@ -212,6 +216,19 @@ class EnergonStream:
         except (KeyError, TypeError, ValueError) as error:
             raise self._wrong(f"has an unreadable position in the checkpoint ({error}): resume from another") from error
         self._restored, self._loader = state["state"], None
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Raise UserError for what a position of a checkpoint brings about that is not one of this data set."""
+        try:
+            yield
+        except _NO_POSITION as error:
+            if self._restored is None:
+                raise
+            what = f"{type(error).__name__}: {_shortened(str(error))}"
+            raise self._wrong(
+                f"cannot go on at its position in the checkpoint ({what}): resume from another"
+            ) from error
 
     def _load(self) -> LoadedDatasetList:
         """Return the opened data sets with their weights. Raises UserError if energon cannot open them."""
@@ -234,9 +251,7 @@ class EnergonStream:
                 check_prepared(Path(str(path)))
             crude = CrudeWebdataset(path, split_part="train", shuffle_over_epochs=epochs, **options)
         except Exception as error:
-            what = " ".join(str(error).split()) or type(error).__name__
-            if len(what) > _LONGEST:  # energon repeats whole values of a file
-                what = f"{what[: _LONGEST // 2]} … {what[-_LONGEST // 2 :]}"
+            what = _shortened(str(error)) or type(error).__name__
             raise self._wrong(f"is nothing that megatron-energon can open ({what}): see docs/data.md") from error
         return LoadedDatasetList(datasets=[LoadedDataset(dataset=crude)], blend_mode=DatasetBlendMode.NONE)
 
@@ -275,6 +290,16 @@ _DIFFERENCES = {
     "shuffle": "was read with shuffle={then} and cannot go on with {shuffle}: set --shuffle as it was",
     "data": "has other tars than when the checkpoint was written: put them back, or use another --run-dir",
 }
+
+
+# What energon raises, mostly by assertions, for a state that does not fit.
+_NO_POSITION = (AssertionError, AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError)
+
+
+def _shortened(text: str) -> str:
+    """Return a text as one line of bounded length: energon repeats whole values of a file."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
 
 
 def _reason(error: Exception) -> Reason:

@@ -130,6 +130,17 @@ def lengthen(metadata: Metadata) -> None:
     place_of(metadata, "weight").length += 10**6
 
 
+def begin_before(metadata: Metadata) -> None:
+    place_of(metadata, "weight").offset = -4
+
+
+def shift(metadata: Metadata) -> None:
+    """A piece as large as its tensor that begins at its second row."""
+    (chunk,) = metadata.state_dict_metadata["weight"].chunks
+    chunk.offsets = torch.Size([1, 0])
+    metadata.storage_data[MetadataIndex("weight", chunk.offsets)] = place_of(metadata, "weight")
+
+
 def enlarge(metadata: Metadata) -> None:
     metadata.state_dict_metadata["weight"].size = torch.Size([2**40, 3])
 
@@ -164,6 +175,8 @@ def mistype(metadata: Metadata) -> None:
     "change",
     [
         lengthen,
+        begin_before,
+        shift,
         enlarge,
         enlarge_wholly,
         lead_out("/etc/passwd"),
@@ -186,6 +199,27 @@ def test_descriptions_stay_within_the_folder_and_its_files(tmp_path: Path, chang
     rewritten(folder, change)
     with pytest.raises(UserError, match=r"is damaged|not loaded"):
         read_metadata(folder)
+
+
+@pytest.mark.parametrize("size", [[1] * 17, [2, -1], [2**62]])
+def test_shapes_are_bounded(tmp_path: Path, size: list[int]):
+    def change(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["weight"].size = torch.Size(size)
+
+    with pytest.raises(UserError, match="is no shape"):
+        read_metadata(rewritten(saved(tmp_path), change))
+
+
+def test_classes_are_called_without_arguments(tmp_path: Path):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + INDEX + text("name") + b"\x85R.")
+    with pytest.raises(UserError, match=r"calls .*MetadataIndex"):
+        read_metadata(tmp_path)
+
+
+def test_names_in_messages_are_one_line(tmp_path: Path):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + named("torch.a\nb", "x\ry") + b".")
+    with pytest.raises(UserError, match=r"^\S+ names 'torch\.a\\nb\.x\\ry', which [^\n]*$"):
+        read_metadata(tmp_path)
 
 
 def test_a_fifo_is_no_metadata(tmp_path: Path):

@@ -261,6 +261,13 @@ def test_a_ledger_divides_a_time_that_is_shorter_than_its_bins():
     assert sum((Counter(each) for each in bins), Counter()) == {"a": 2, "c": 3, "d": 2}
 
 
+def test_a_ledger_ends_where_it_was_told_to():
+    ledger = Ledger(10, 17, bins=3)
+    ledger.spend(-5, "nothing", until=15)
+    ledger.fill(100, "all")
+    assert sum((Counter(each) for each in ledger.close("rest")), Counter()) == {"all": 7}
+
+
 def test_a_slow_rank_that_waits_for_data_is_not_counted_twice():
     run = Simulated()
     run.start(0, 1, 0)
