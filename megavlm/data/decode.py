@@ -106,15 +106,22 @@ def size_of(source: bytes | Path | StoredFile, *, max_pixels: int = MAX_PIXELS) 
     Of a JPEG in a store, only the beginning is fetched. Raises BadSample if the file is not an image or has more than
     `max_pixels` pixels.
     """
-    if isinstance(source, StoredFile):
-        with _from_store():
-            head, length = source.head(at_most=_HEAD)
-        if length == len(head):
-            source = head
-        elif (size := _size_in(head, length, max_pixels)) is not None:
-            return size
+    return _stored_size(source, max_pixels) if isinstance(source, StoredFile) else _size(source, max_pixels)
+
+
+@lru_cache(maxsize=2**16)
+def _stored_size(source: StoredFile, max_pixels: int) -> tuple[int, int]:
+    """Return the size of an image in a store, which is asked once: each look costs two requests."""
+    with _from_store():
+        head, length = source.head(at_most=_HEAD)
+    if length == len(head):
+        return _size(head, max_pixels)
+    return _size_in(head, length, max_pixels) or _size(content_of(source), max_pixels)
+
+
+def _size(source: bytes | Path, max_pixels: int) -> tuple[int, int]:
     try:
-        with _open(content_of(source), max_pixels) as image:
+        with _open(source, max_pixels) as image:
             return _upright_size(image)
     except _DAMAGED as error:
         raise _typed(error) from error
