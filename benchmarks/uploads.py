@@ -24,7 +24,7 @@ from checkpoint import Spent, built, median, spent
 from record import append, circumstances
 
 ROOT = Path(__file__).resolve().parents[1]
-REPEAT, STEPS = 4, 3
+REPEAT, STEPS = 3, 3
 _PATIENCE = 300.0  # seconds
 
 
