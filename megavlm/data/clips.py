@@ -16,7 +16,7 @@ from fractions import Fraction
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,12 @@ Source = bytes | Path | StoredFile
 
 MAX_FRAMES = 2**18  # of a clip: two hours at 30 frames per second
 _MAX_DECODED = 2**38  # pixels that are decoded for one clip: 18 minutes of 4K at 30 frames per second
-# No playlist and no device: those name other files, and the network.
-_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,ivf,h264,hevc,m4v,gif,nut,mxf"
+# A playlist names other files, and the network: no such format is read, and FFmpeg opens nothing by a name.
+_OPTIONS = {
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,ivf,h264,hevc,m4v,"
+    "gif,nut,mxf",
+    "protocol_whitelist": "none",
+}
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, V
     is_clip = False
     with file:
         try:
-            with av.open(file, options={"format_whitelist": _FORMATS}, io_open=_refuse) as container:
+            with av.open(file, options=_OPTIONS) as container:
                 is_clip = True
                 if not len(container.streams):
                     raise BadSample(Reason.TRUNCATED, "the part of the clip that says what is in it is missing")
@@ -189,10 +193,6 @@ def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, V
 def _file(content: bytes | Path) -> IO[bytes]:
     """Return an open file: PyAV would take a name for a URL or a playlist's."""
     return BytesIO(content) if isinstance(content, bytes) else content.open("rb")
-
-
-def _refuse(url: str, flags: int, options: dict[str, Any]) -> NoReturn:
-    raise PermissionError(f"the clip refers to {url[:200]!r}: only what is in the file itself is read")
 
 
 def _upright(frame: VideoFrame) -> Pixels:

@@ -55,12 +55,14 @@ def test_a_clip_that_lies_is_turned(rotation: int, corner: tuple[int, int]) -> N
     assert frame.mean() < 100
 
 
-PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nsecret.mp4\n#EXT-X-ENDLIST\n"
+PLAYLISTS = {
+    "it.m3u8": b"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nsecret.mp4\n#EXT-X-ENDLIST\n",
+    "it.mp4": b"ffconcat version 1.0\nfile secret.mp4\n",
+}
 BROKEN: dict[str, tuple[Any, Reason]] = {
     "nothing": (lambda: b"", Reason.NOT_A_VIDEO),
     "noise": (lambda: np.random.default_rng(0).bytes(5000), Reason.NOT_A_VIDEO),
     "text": (lambda: b"a man\n" * 500, Reason.NOT_A_VIDEO),
-    "playlist": (lambda: PLAYLIST, Reason.NOT_A_VIDEO),
     "without its header": (lambda: clip(kind="mkv")[:200], Reason.NOT_A_VIDEO),
     "sound": (lambda: clip(0, sound=True), Reason.NO_FRAMES),
     "frames missing": (lambda: short_of_frames(clip()), Reason.TRUNCATED),
@@ -69,15 +71,24 @@ BROKEN: dict[str, tuple[Any, Reason]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_wrong_with_a_clip(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_a_clip(name: str, tmp_path: Path) -> None:
     make, reason = BROKEN[name]
-    (tmp_path / "secret.mp4").write_bytes(clip())
     (file := tmp_path / "it.mp4").write_bytes(make())
-    monkeypatch.chdir(tmp_path)
     for source in (file.read_bytes(), file):
         with pytest.raises(BadSample) as raised:
             clips.probe(source, max_pixels=ANY)
         assert raised.value.reason is reason
+
+
+@pytest.mark.parametrize("name", PLAYLISTS)
+@pytest.mark.parametrize("other", ["format_whitelist", "protocol_whitelist"])
+def test_a_playlist_opens_no_other_file(name: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the two guards refuses it without the other one."""
+    monkeypatch.delitem(clips._OPTIONS, other, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("secret.mp4").write_bytes(clip())
+    Path(name).write_bytes(PLAYLISTS[name])
+    assert reason_of(lambda: clips.probe(Path(name), max_pixels=ANY)) is Reason.NOT_A_VIDEO
 
 
 def test_bounds_of_a_clip(monkeypatch: pytest.MonkeyPatch) -> None:
