@@ -94,6 +94,7 @@ def test_anls(answer: str, references: list[str], score: float) -> None:
         ("12", "0.12", False),
         ("nan", "5", False),
         ("inf", "5", False),
+        ("7", "infinity", False),  # every number is within 5 % of infinity
         ("Germany", "germany", True),
         ("germany", "german", False),
         ("2019", "2019.", True),
@@ -122,6 +123,7 @@ CHOICES = ["a cat", "a dog", "the apple tree", "dogs"]
         ("It must be A", "A"),
         ("A picture of D is there", "D"),  # "A" is an article
         *((text, None) for text in ("", "maybe", "E", "B or C", "both a cat and a dog", "the answer is not clear")),
+        ("The answer is B. Or the answer is D.", None),
     ],
 )
 def test_the_letter_of_an_answer(answer: str, letter: str | None) -> None:
@@ -146,6 +148,11 @@ def test_multiple_choice_takes_letters_and_texts_as_references() -> None:
 )
 def test_wilsons_interval(successes: int, total: int, low: float, high: float) -> None:
     assert wilson(successes, total) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilsons_interval_stays_within_0_and_1_although_floats_are_rounded() -> None:
+    assert wilson(0, 38)[0] == 0.0  # -1.4e-17 without care, told as -0.0 %
+    assert wilson(16, 16)[1] == 1.0
 
 
 def test_the_bootstrap_is_near_the_normal_interval_of_many_scores() -> None:

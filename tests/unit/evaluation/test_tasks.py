@@ -109,6 +109,7 @@ def test_answers_are_continued_after_a_line_was_cut_short(file: Path, tmp_path: 
     path = tmp_path / "out/answers-0.jsonl"
     path.write_bytes(path.read_bytes()[:-5])  # killed while it wrote
     assert [number for _, number in remaining([task], first)] == [1, 2, 3]
+    assert [number for _, number in remaining([task], first, rank=1, world=2)] == [1, 3]  # its own, as before
     AnswerFolder(tmp_path / "out", rank=1).append([Answer(task.name, 3, "", "missing_file: x")])
     first.append([Answer(task.name, 1, "B"), Answer(task.name, 2, "40")])
     assert remaining([task], first) == []
@@ -139,6 +140,23 @@ def test_scores_and_the_page_of_failures(file: Path) -> None:
     assert 'width="320" height="229"' in page
     assert "leads out of image_root" in page
     assert failures_page("x", [], [(task, found)], most=1).count("<article>") == 1
+
+
+def test_a_question_that_was_not_asked_is_wrong_whatever_its_reference(tmp_path: Path) -> None:
+    task = read_task(task_option(str(written(tmp_path, [{"question": "Which mark ends it?", "answers": ["."]}]))))
+    answers = {(task.name, 0): Answer(task.name, 0, "", "missing_file: x.png")}
+    assert task.questions[0].score("") == 1.0  # a full stop at the end does not count
+    assert [each.score for each in scored(task, answers)] == [0.0]
+
+
+def test_shares_of_right_answers_have_wilsons_interval_and_other_means_a_bootstraps(tmp_path: Path) -> None:
+    records = [{"question": "x?", "answers": ["cola"], "metric": metric} for metric in ("exact_match", "anls")]
+    task = read_task(task_option(str(written(tmp_path, records * 20))))
+    found = scored(task, {(task.name, number): Answer(task.name, number, "cole") for number in range(40)})
+    assert {score.interval: (score.low, score.high) for score in scores_of(found)} == {
+        "wilson": pytest.approx((0.0, 0.1611), abs=5e-5),  # 0 of 20, as in Newcombe's table
+        "bootstrap": (0.75, 0.75),  # all are alike
+    }
 
 
 def test_progress_says_what_is_left() -> None:
