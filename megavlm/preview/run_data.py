@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -79,9 +78,7 @@ class RunData:
 
 def number(value: object) -> float | None:
     """Return a value of a file as a finite number of a sane size; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) and abs(value) < _LARGEST else None
+    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
 
 
 def read_run(folder: Path) -> RunData:

@@ -10,13 +10,16 @@ from megavlm.cli import report
 from megavlm.config.cli import parse
 from megavlm.config.load import to_yaml
 from megavlm.preview.lines import Line, chart, short, thinned, ticks
-from megavlm.preview.run_data import differing, read_run
+from megavlm.preview.report import page
+from megavlm.preview.run_data import RunData, differing, read_run
 from tests.support.html import told
 
 
-def write_run(folder: Path, *, steps: int, lr: str = "1e-3", speed: float = 100.0, **more: object) -> Path:
+def write_run(
+    folder: Path, *, steps: int, lr: str = "1e-3", speed: float = 100.0, options: tuple[str, ...] = (), **more: object
+) -> Path:
     folder.mkdir()
-    config = parse(["--lr", lr, "--run-dir", str(folder)])
+    config = parse(["--lr", lr, *options, "--run-dir", str(folder)])
     (folder / "config.yaml").write_text(to_yaml(config))
     (folder / "environment.json").write_text(json.dumps({"device": "NVIDIA <b>H100</b>"}))
     start = {"time": "2026-01-01T00:00:00+00:00", "kind": "start", "iteration": 0, "world": 4, "attempt": 0, "rank": 0}
@@ -51,6 +54,8 @@ def test_a_page_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     text = told(page)
     for expected in ("one", "two & more", "4 × NVIDIA <b>H100</b>", "40.0%", "25.0%", "14.0 GiB", "12.0 GiB", "1 skip"):
         assert expected in text, expected
+    # The last 20 losses, 4 / 21 to 4 / 40, have the mean 0.1362; 4 devices share 100 tokens/s.
+    assert "one 4 × NVIDIA <b>H100</b> 40 0.1362 40k 40 s 100 25 40.0% 14.0 GiB 25.0% 40 samples, 1 steps" in text
     assert "optimizer.lr 0.001 0.0005" in text
     assert "run.run_dir" not in text
     assert "validation/loss" in text
@@ -59,6 +64,47 @@ def test_a_page_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not re.search(r"(?:src|href)=", page)
     # Loss over three axes, held-out loss over steps, …: each run has a line in each chart for which it has values.
     assert page.count('<polyline class="run"') == 2 * (3 + 4 + 2 + 2) + 1
+
+
+def test_text_from_a_run_is_escaped_wherever_it_is_shown(tmp_path: Path) -> None:
+    mark = "<script>{}"
+    runs = [
+        write_run(
+            tmp_path / mark.format(name), steps=2, options=("--tokenizer", mark.format(f"tokenizer of {name}")), **more
+        )
+        for name, more in {"one": {"validation/<script>loss": 1.0}, "two": {}}.items()
+    ]
+    with (runs[0] / "events.jsonl").open("a") as file:
+        file.write(json.dumps({name: mark.format(name) for name in ("time", "kind", "iteration", "rank", "reason")}))
+    out = tmp_path / "report.html"
+    assert report.main([*map(str, runs), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert "<script" not in page
+    text = told(page)
+    for name in ("one", "two", "time", "kind", "iteration", "rank", "reason"):
+        assert mark.format(name) in text, name
+    assert "data.tokenizer <script>tokenizer of one <script>tokenizer of two" in text
+    assert "validation/<script>loss" in text
+
+
+def test_the_last_events_are_shown_and_all_are_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", steps=2)
+    events = [{"kind": "skip", "reason": f"event {number}"} for number in range(201)]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    text = told(page([read_run(run)]))
+    assert "201 skip the last 200 of 201" in text
+    assert "event 200" in text
+    assert "event 1 " in text
+    assert "event 0 " not in text
+
+
+def test_rates_leave_out_the_first_steps() -> None:
+    def typical(*rates: float) -> float | None:
+        return RunData("x", [{"iteration": 1, "mfu": rate} for rate in rates], [], {}, "cpu").typical("mfu")
+
+    assert typical(1.0, 2.0, 50.0, 70.0) == 60.0
+    assert typical(1.0, 2.0) == 1.5
+    assert typical() is None
 
 
 def test_one_run_shows_what_differs_from_the_defaults(tmp_path: Path) -> None:
@@ -72,11 +118,14 @@ def test_a_damaged_run_is_told_with_what_can_be_read(tmp_path: Path) -> None:
     (run / "config.yaml").write_text("train: {no_such_option: 1}")
     (run / "environment.json").write_text("[")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"iteration": 4, "loss": NaN, "tokens": 1e300, "mfu": "x", "step_time_s": null}\n{"iter')
+        file.write('{"iteration": 4, "loss": NaN, "tokens": 1e300, "mfu": "x", "step_time_s": null, ')
+        file.write(f'"grad_norm": {10**400}, "validation/loss": NaN}}\n{{"iter')
     read = read_run(run)
     assert read.settings == {}
     assert read.values("loss") == [4.0, 2.0, 4 / 3]
     assert read.axes["tokens"] == [1000, 2000, 3000, 3000]
+    assert read.axes["hours"] == [1 / 3600, 2 / 3600, 3 / 3600, 3 / 3600]
+    assert read.validations == []
     out = tmp_path / "report.html"
     assert report.main([str(run), "--out", str(out)]) == 0
     assert "No config.yaml can be read." in told(out.read_text())
