@@ -67,6 +67,8 @@ class SyntheticSource(ComputedSource):
         self.vocab_size = config.model.language.vocab_size
         self._projector = config.model.projector
         self.image_token = self.vocab_size - 1 if config.model.image_token is None else config.model.image_token
+        video_token = config.model.video_token
+        self._feature_tokens = sorted({self.image_token} if video_token is None else {self.image_token, video_token})
         self._seed = config.train.seed
         self._seq_length = config.train.seq_length
         self._global_batch_size = config.train.global_batch_size
@@ -100,12 +102,13 @@ class SyntheticSource(ComputedSource):
         feature_counts = self._features(sides)
         rng = generator(seed=self._seed, index=index, stream=_TEXT)
         text_length = self._seq_length - sum(feature_counts)
-        entries = self.vocab_size - 2
+        entries = self.vocab_size - 1 - len(self._feature_tokens)  # nor 0, which pads
         drawn = rng.integers(entries, size=text_length, dtype=np.int64)
         answer_length = round(text_length * self._data.answer_share * rng.uniform(0.5, 1.5))
         answer_length = min(max(answer_length, 1), text_length - 1)
         text = 1 + chain(drawn, rng.random(text_length) < _FOLLOWS, entries)
-        text += text >= self.image_token
+        for token in self._feature_tokens:
+            text += text >= token
         # N images cut the prompt into N + 1 pieces of equal length. The prompt is not trained.
         pieces = np.array_split(text[: text_length - answer_length], len(sides) + 1)
         parts: list[NDArray[np.int64]] = [pieces[0]]
