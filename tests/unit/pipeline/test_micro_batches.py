@@ -103,7 +103,7 @@ def test_patches_travel_in_the_models_type_and_page_locked(monkeypatch: pytest.M
     assert devices == [torch.device("cuda", 3)], "not the first device, where a context would be opened"
     travels = staged.host_tensors()
     assert {id(value) for value in pinned} == {id(value) for value in travels.values()}
-    assert len(pinned) == len(travels) == 7
+    assert len(pinned) == len(travels) == 8
     assert staged.images is not None
     assert plain.images is not None
     assert staged.images.patches.equal(plain.images.patches.bfloat16()), "what the first layer would have cast it to"
