@@ -91,14 +91,13 @@ def answer(nodes: Nodes, node: int, root: Path, store: Store) -> bool:
         try:
             if not holds.add(checkpoint):
                 continue
-            try:
-                sign.write_text("")
-            except FileNotFoundError:  # nobody waits for the answer any more
-                continue
+            sign.write_text("")
             names = nodes.share(read_manifest(checkpoint), node)
             remote.send(checkpoint, store, names, done=set(), go_on=partial(_touch, sign))
             sign.write_text(_DONE)
             copied = True
+        except FileNotFoundError:  # nobody waits for the answer any more
+            continue
         finally:
             holds.release()
     return copied

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -95,8 +94,11 @@ def test_a_checkpoint_comes_back_byte_by_byte(store: Store, root: Path, tmp_path
     assert (there.iteration, there.name) == (100, "iter_0000100")
     assert remote.first_look(there) is None
     assert remote.damage(there) is None
-    assert contents(fetch(there, tmp_path / "other", world=3)) == contents(folder)
-    assert not list((tmp_path / "other").glob("tmp-*"))
+    other = tmp_path / "other"
+    damaged = contents(save(other, 100, attempt="damaged"))
+    assert contents(fetch(there, other, world=3)) == contents(folder)
+    assert {path.name for path in other.iterdir()} == {folder.name, f"damaged-{folder.name}"}
+    assert contents(other / f"damaged-{folder.name}") == damaged  # for whoever looks into it
 
 
 @pytest.mark.parametrize("file", [*FILES, SUMMARY, MANIFEST])
@@ -218,6 +220,28 @@ def test_copies_stay_until_newer_ones_are_there(store: Store, root: Path) -> Non
     assert [each.iteration for each in remote.complete_in(store)] == [10]
 
 
+def test_a_copy_that_is_taken_away_protects_no_other(store: Store, root: Path) -> None:
+    """A second save of iteration 20 takes the place of the first, and then cannot be copied: 10 must stay."""
+    mirror = mirror_of(root, store, newest=2)
+    for iteration in (10, 20):
+        mirror.copy(save(root, iteration), lambda moved: None)
+    (save(root, 20, attempt="b") / "common.pt").write_bytes(b"Xb")
+    with pytest.raises(UserError, match="damaged"):
+        mirror.copy(root / "iter_0000020", lambda moved: None)
+    mirror.copy(save(root, 30), lambda moved: None)
+    mirror.prune()
+    assert [each.iteration for each in remote.complete_in(store)] == [10, 30]
+
+
+def test_a_copy_that_is_deleted_in_part_is_no_checkpoint(store: Store, root: Path) -> None:
+    remote.upload(save(root, 100), store, done=set())
+    (there,) = remote.complete_in(store)
+    cut = Failing(store._system, lambda method, path: method == "rm")
+    with pytest.raises(StoreError, match="cut"):
+        remote.remove(replace(there.folder, _system=cut))
+    assert remote.complete_in(store) == []
+
+
 def test_what_a_run_went_back_from_does_not_count(store: Store, root: Path, tmp_path: Path) -> None:
     """A checkpoint of a future, which could not be loaded, neither keeps new ones out nor is deleted."""
     remote.upload(save(tmp_path / "future", 1000), store, done=set())
@@ -252,18 +276,11 @@ def test_each_node_copies_what_its_ranks_wrote(store: Store, root: Path, monkeyp
 
     monkeypatch.setattr(remote, "send", sending)
     mirror = mirror_of(root, store, newest=2, nodes=2)
-    folder, ended = save(root, 10), threading.Event()
 
-    def help_out() -> None:
-        while not ended.is_set():
-            answer(mirror.nodes, 1, root, store)
-            time.sleep(0.01)
+    def other_node(moved: int) -> None:
+        answer(mirror.nodes, 1, root, store)
 
-    other = threading.Thread(target=help_out)
-    other.start()
-    mirror.copy(folder, lambda moved: None)
-    ended.set()
-    other.join()
+    mirror.copy(save(root, 10), other_node)  # which is called while node 0 waits
     assert sorted(map(len, sent)) == [1, 4]
     assert {"__1_0.distcp"} in sent
     assert remote.damage(remote.complete_in(store)[0]) is None
@@ -277,6 +294,21 @@ def test_each_node_copies_what_its_ranks_wrote(store: Store, root: Path, monkeyp
     mirror.copy(folder, lambda moved: None)
     assert sent == [{"__1_0.distcp"}]
     assert [each.iteration for each in remote.complete_in(store)] == [10, 20]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_answer_that_nobody_waits_for_is_no_failure(
+    store: Store, root: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(root.parent / "uploads", 2, 1)
+    nodes.ask(save(root, 10))
+
+    def give_up(*_: Any, **__: Any) -> bool:
+        shutil.rmtree(nodes.folder)
+        return True
+
+    monkeypatch.setattr(*{"before": (Holds, "add"), "after": (remote, "send")}[moment], give_up)
+    assert not answer(nodes, 1, root, store)
 
 
 def test_copies_between_disk_and_store_are_verified(store: Store, root: Path, tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from megavlm.config.cli import parse
 from megavlm.errors import UserError
-from megavlm.launch import slurm
+from megavlm.launch import agent, slurm
 from megavlm.launch.__main__ import main
 from megavlm.launch.checks import complaints, filesystem_of
 from megavlm.launch.job import Job
@@ -137,6 +138,14 @@ def test_a_dry_run_prints_what_would_be_sent(capsys: pytest.CaptureFixture[str],
     assert "CUDA_VISIBLE_DEVICES=0,1" in first
     assert "CUDA_VISIBLE_DEVICES=2,3" in second
     assert "--node-rank 1" in second
+
+
+def test_torchrun_leaves_its_ranks_the_grace_after_each_signal():
+    """By itself it would kill them 30 s after SIGTERM, and die of SIGUSR1."""
+    words = agent.words(Job(2, 8, ("--tp", "8")), 1, address="host", port=29500, grace=77)
+    read = get_args_parser().parse_args(words[words.index("torch.distributed.run") + 1 :])
+    assert read.shutdown_timeout == 77
+    assert read.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGUSR1"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/profiles").glob("*.env")), ids=lambda path: path.stem)

@@ -138,3 +138,18 @@ def test_of_two_accounts_the_longer_one_counts(tmp_path: Path):
     attempts(Account(tmp_path / "elsewhere", "j", store), "lost")
     history = JobFile(tmp_path / "here", "j", store).read()
     assert [each.end for each in history.ended] == ["crash", "lost"]
+    JobFile(tmp_path / "empty", "j", store).write([], 0)  # by a machine that could not read the store
+    assert JobFile(tmp_path / "empty", "j", store).read() == history
+
+
+def test_a_store_that_falls_silent_takes_no_progress_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The history was read, and then the checkpoints are not told."""
+    store, run_dir = tmp_path / "store", tmp_path / "run"
+    account = Account(run_dir, "j", f"file://{store}")
+    account.begin(max_crashes=10)
+    save(store, 4)
+    account.end(warned=True, max_crashes=10, end="crash")
+    monkeypatch.setattr(JobFile, "newest_stored", lambda self: None)
+    account.begin(max_crashes=10)
+    written = json.loads((run_dir / "jobs" / "j.json").read_text())
+    assert [each["saved"] for each in written["attempts"]] == [4]
