@@ -1,4 +1,4 @@
-"""Say on how many GPUs eight models can be trained, and how fast: a table of the planner's answers.
+"""Say on how many GPUs ten models can be trained, and how fast: a table of the planner's answers.
 
     python benchmarks/what_fits.py [MODEL …] [--write]     # --write: into docs/what-fits.md, too
     python benchmarks/what_fits.py --missing --write       # what is not kept yet; go on after an interruption
@@ -39,7 +39,9 @@ MODELS = {
     "qwen2_5_vl_7b": 896,
     "internvl3_8b": 448,
     "qwen3_vl_8b": 1024,
+    "qwen2_5_vl_32b": 896,
     "internvl3_38b": 448,
+    "qwen2_5_vl_72b": 896,
 }
 # Sequence length → tokens of images in it.
 BUDGETS = {2048: 1024, 8192: 4096, 16384: 12288}
