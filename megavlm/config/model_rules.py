@@ -70,12 +70,18 @@ def rope_scaling_has_a_middle(config: Config) -> str | None:
 
 def sequence_is_not_too_long(config: Config) -> str | None:
     longest = config.model.language.max_positions
-    if longest is not None and config.train.seq_length > longest:
-        return (
-            f"--seq-length {config.train.seq_length} is longer than the {longest} positions that the language model "
-            "supports: lower it, or set --language-max-positions none to extrapolate"
-        )
-    return None
+    if longest is None or config.train.seq_length <= longest:
+        return None
+    remedy = "set --language-max-positions none"
+    # A folder decides the limit, and the programs that read an exported model take it from the same config.json.
+    if folder := config.checkpoint.init_from or config.checkpoint.language_from:
+        # A window of full attention is a limit (families/shared/language.py); Gemma's belongs to the model.
+        window = " (and sliding_window, if it is less)" if config.model.language.window_size is None else ""
+        remedy = f"raise max_position_embeddings{window} in {folder}/config.json"
+    return (
+        f"--seq-length {config.train.seq_length} is longer than the {longest} positions that the language model "
+        f"supports: lower it, or {remedy} to extrapolate"
+    )
 
 
 def mrope_sections_fill_the_head(config: Config) -> str | None:

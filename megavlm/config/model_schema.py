@@ -143,7 +143,7 @@ class LanguageConfig:
         "(Gemma 3); default: positions rotate alike in all layers.",
     )
     max_positions: int | None = option(
-        None, "Maximum --seq-length that the model supports, in tokens; default: no limit."
+        None, "Maximum --seq-length that the model supports, in tokens; default: that of a given folder, else no limit."
     )
     mrope_section: tuple[int, ...] = option(
         (),

@@ -111,6 +111,18 @@ def test_an_option_that_contradicts_the_folder_is_refused(folder: Path, capsys: 
     assert "which has 3: leave it out" in message
 
 
+def test_a_sequence_beyond_the_folders_positions_is_refused_with_advice_that_works(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer = ["--language-max-positions", "none", "--seq-length", "640"]  # none is the default: the folder decides
+    message = refusal(folder, capsys, *longer)
+    assert "--seq-length 640 is longer than the 512 positions" in message
+    assert f"raise max_position_embeddings (and sliding_window, if it is less) in {folder}/config.json" in message
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    change_config(folder, text_config={**text, "max_position_embeddings": 1024})
+    assert convert.main(["import", str(folder), str(folder.with_name("out")), *longer]) == 0
+
+
 def test_a_layout_that_does_not_work_is_refused_before_converting(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

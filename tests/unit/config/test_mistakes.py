@@ -152,6 +152,24 @@ MODEL = (
     ),
     Mistake("--language-max-positions 32", "--seq-length 64", "lower it", "--seq-length 32"),
     Mistake(
+        "--language-max-positions 48 --seq-length 64",
+        "--seq-length 64",
+        "or set --language-max-positions none",
+        "--language-max-positions none",
+    ),
+    Mistake(
+        "--language-from llama --language-max-positions 48 --seq-length 64",
+        "--seq-length 64",
+        "raise max_position_embeddings (and sliding_window, if it is less) in llama/config.json",
+        "--seq-length 48",
+    ),
+    Mistake(
+        "--init-from gemma --language-max-positions 48 --seq-length 64 --language-window-size 8",
+        "--seq-length 64",
+        "raise max_position_embeddings in gemma/config.json",
+        "--seq-length 48",
+    ),
+    Mistake(
         "--language-mrope-section 8 8",
         "--language-mrope-section 8 8",
         "add up to 16",
