@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megavlm.config.cli import parse
 from megavlm.errors import UserError
 from megavlm.metrics import trackers
 from megavlm.metrics.callback import Generation, Samples, Start, StepEnd, Stop
 from megavlm.metrics.trackers import check_installed, known_id, remember_id
+from tests.support.flags import resolved
 
 PICTURE = np.full((8, 8, 3), 120, dtype=np.uint8)
 SECRET = "0123456789abcdef0123456789abcdef01234567"
@@ -24,7 +24,7 @@ def needs(name: str) -> None:
 def train(run_dir: Path, tracker: str, *, first: int, last: int) -> str:
     """Tell a tracker of a run's steps, in this process and without its thread; return its id."""
     argv = f"--run-dir {run_dir} --tracker {tracker} --tracker-project tests --datasets https://me:pw@host/a.json"
-    config = parse(argv.split())
+    config = resolved(argv.split())
     each = trackers._make(tracker, "tests", "a-run")
     each.on_start(Start(run_dir, config, first - 1, 2, "CPU"))
     said = Generation("What is it?", "a wall", "a grey wall", [PICTURE], "walls.jsonl:7")
