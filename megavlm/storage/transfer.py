@@ -14,6 +14,7 @@ from megavlm.storage.store import Moved, StoreError
 THREADS = 4  # files at once; s3fs holds up to four parts of 50 MB of each in memory
 ATTEMPTS = 5
 PATIENCE = 300.0  # seconds in which nothing moves; a slow connection may take that long for a part
+_LAST = 5.0  # seconds for what is on its way when one file has failed
 Result = TypeVar("Result")
 _FIRST_PAUSE = 0.5  # seconds; each further one is twice as long …
 _LONGEST_PAUSE = 30.0  # … up to this
@@ -29,7 +30,8 @@ def move(
     """Call `act(name, moved)` for each name, several at a time; return the bytes that they moved.
 
     `go_on` is called about once a second with the bytes so far. Raises what the first name that failed for good raised,
-    and StoreError if nothing has moved for `patience` seconds. Threads that hang are left behind.
+    and StoreError if nothing has moved for `patience` seconds. Other files that are on their way by then may arrive for
+    some seconds, so that they are not written beside the next attempt; threads that hang are left behind.
     """
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names:
@@ -50,12 +52,16 @@ def move(
                 return
             ended.put(None)
 
-    for _ in range(min(THREADS, len(names))):
-        threading.Thread(target=work, daemon=True).start()
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(THREADS, len(names)))]
+    for thread in threads:
+        thread.start()
     try:
         _wait(len(names), ended, state, go_on, patience)
     finally:
         stop.set()
+        until = time.monotonic() + min(patience, _LAST)
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
     return state.bytes
 
 

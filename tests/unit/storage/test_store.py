@@ -116,6 +116,22 @@ def test_what_fails_is_tried_again_and_what_cannot_succeed_is_not() -> None:
     assert calls["refused"] == transfer.ATTEMPTS
 
 
+def test_what_is_on_its_way_arrives_before_a_failure_is_told() -> None:
+    slow, arrived = threading.Event(), []
+
+    def act(name: str, moved: Moved) -> None:
+        if name == "fails":
+            slow.wait()
+            raise StoreError("no", final=True)
+        slow.set()
+        time.sleep(0.2)
+        arrived.append(name)
+
+    with pytest.raises(StoreError, match="no"):
+        move(["slow", "fails"], act)
+    assert arrived == ["slow"]
+
+
 def test_a_store_that_does_not_answer_is_given_up() -> None:
     waits = threading.Event()
 
