@@ -116,9 +116,7 @@ def test_any_layout_gives_the_same_answers(
             [*DROPOUT, *"--precision bf16 --fp8 hybrid --fp8-recipe delayed --pp 2".split()],
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            2, [*DROPOUT, *f"--tp 2 --placement colocated --encode-ahead {FROZEN}".split()], marks=pytest.mark.slow
-        ),
+        pytest.param(2, f"--tp 2 --placement colocated --encode-ahead {FROZEN}".split(), marks=pytest.mark.slow),
     ],
 )
 def test_training_is_bit_identical_with_and_without(
