@@ -25,5 +25,5 @@ class EvaluationConfig:
         "Steps between the model's answers to some validation samples, shown beside the right answers on "
         "RUN_DIR/samples/index.html; there are answers before the first step and at the end, too. 0: never.",
     )
-    sample_count: int = option(8, "Number of validation samples that are answered, one of each data set in turn.")
+    sample_count: int = option(8, "Number of validation samples to answer, from each data set in turn.")
     sample_max_new_tokens: int = option(128, "Most tokens of such an answer.")

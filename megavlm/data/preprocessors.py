@@ -148,7 +148,7 @@ def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
 
 
 def _check_family(tokenizer: TextTokenizer, path: Path, model: Path) -> None:
-    """Raise UserError for a tokenizer that reads plain text otherwise than that of the model's folder, if it has one.
+    """Raise UserError for a tokenizer that splits plain text into other tokens than the one of the model's folder.
 
     Weights mean the tokens that they were trained on; with others, a model learns to read anew.
     """

@@ -22,7 +22,7 @@ _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff
 
 
 class Question(NamedTuple):
-    """A held-out prompt and its right answer. Where one of them differs, it is another question."""
+    """A held-out prompt and its right answer. Answers are shown together if their prompt and reference are equal."""
 
     label: str
     prompt: str
@@ -119,7 +119,7 @@ def compared(answer: str, reference: str) -> str:
 
 
 def _common(answer: str, reference: str) -> Iterator[tuple[int, int]]:
-    """Yield [start, end) of the stretches of words of an answer that the reference has in the same order."""
+    """Yield the ranges [start, end) of words of an answer that the reference has too, in the same order."""
     places = [match.span() for match in _WORD.finditer(answer)]
     ours = [answer[start:end].casefold() for start, end in places]
     theirs = [word.casefold() for word in _WORD.findall(reference)]

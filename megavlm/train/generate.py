@@ -18,7 +18,7 @@ from megavlm.train.engine import Engine
 
 
 class GivenUp(Exception):
-    """Raised on all ranks alike: answers are not waited for."""
+    """The run was asked to stop, so no more tokens are generated. All ranks raise it in the same step."""
 
 
 def generate(

@@ -29,7 +29,7 @@ class Balanced(HTMLParser):
 
 
 def told(page: str) -> str:
-    """The text of a page, or of a part of one."""
+    """Return the text of an HTML page, or of a part of it."""
     reader = Balanced()
     reader.feed(page)
     reader.close()

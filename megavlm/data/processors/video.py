@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoProcessor(ABC):
-    """Turns the clips of one model into patches and text. A patch spans `frames_per_patch` frames."""
+    """Turns clips into the patches and text that one model expects. A patch spans `frames_per_patch` frames."""
 
     patch_size: int
     frames_per_patch: int

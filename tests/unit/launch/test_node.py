@@ -132,7 +132,7 @@ def _raise(error: Exception) -> Any:
 
 
 def test_of_two_accounts_the_longer_one_counts(tmp_path: Path):
-    """A machine that comes back to a job has an old one on its disk."""
+    """A machine that rejoins a job still has the job file of an earlier attempt on its disk."""
     store = f"file://{tmp_path}/store"
     attempts(Account(tmp_path / "here", "j", store), "crash")
     attempts(Account(tmp_path / "elsewhere", "j", store), "lost")
