@@ -92,6 +92,7 @@ def where_ranks_are(argv: list[str], run_dir: str) -> Report:
 
     original, found = VLMChunk.forward, []
     trained = threading.get_ident()
+    seen = Path(run_dir, "seen")  # rank 0 has looked: ranks come to the layer at different times on a busy machine
 
     def look() -> None:
         time.sleep(2.0)
@@ -101,13 +102,17 @@ def where_ranks_are(argv: list[str], run_dir: str) -> Report:
         rank = dist.get_rank()
         same = processor_time(trained) == before
         found.append(Report(rank, "", 0, 1, 1, COMPUTE, "", 100.0, place, waits, steps=1, waited=same))
+        if rank == 0:
+            seen.touch()
 
     def forward(chunk: VLMChunk, *args, **kwargs):
         if not found:
             watching = threading.Thread(target=look)
             watching.start()
             if dist.get_rank() == 1:
-                time.sleep(3.5)
+                deadline = time.monotonic() + 60
+                while not seen.exists() and time.monotonic() < deadline:
+                    time.sleep(0.1)
                 watching.join()
         return original(chunk, *args, **kwargs)
 
