@@ -73,7 +73,9 @@ PLACEMENT = "python benchmarks/placement.py"
 PIPELINE, FROZEN = "PP2, trained encoder", "PP2, frozen encoder, two micro-batches"
 CONVERT, CONVERT_SINCE = "python benchmarks/convert.py", "2026-11-21T09:30"  # pieces on several threads
 CHECKPOINT, CHECKPOINT_SINCE = "python benchmarks/checkpoint.py", "2026-11-22T12:00"  # read once
-CPU_STEP, DATA, IMAGES = (f"python benchmarks/{name}.py" for name in ("cpu_step", "data", "data_images"))
+CPU_STEP, DATA, IMAGES, UPLOADS = (
+    f"python benchmarks/{name}.py" for name in ("cpu_step", "data", "data_images", "uploads")
+)
 LOSS = "python benchmarks/loss_memory.py"
 PLANNER = (
     "torchrun --nproc-per-node 2 tools/calibrate.py --out mine.json && python benchmarks/planner.py --profile mine.json"
@@ -222,6 +224,19 @@ ROWS = (
             since=CHECKPOINT_SINCE,
         )
         for processes, count in ((1, "one process"), (8, "8 processes"))
+    ),
+    *(
+        Row(
+            f"one process, while a checkpoint is copied to an S3 server beside it: {what}",
+            "uploads",
+            UPLOADS,
+            at(key),
+            by_the_clock=True,
+        )
+        for what, key in (
+            ("wait for a save, over that while nothing is copied", "stall_of_alone"),
+            ("time of a training step, over that while nothing is copied", "step_of_alone"),
+        )
     ),
     Row(
         "ten faults in 20 minutes, two processes: time in steps that stay, over that of a run without faults",
