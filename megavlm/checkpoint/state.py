@@ -163,7 +163,7 @@ def _filled_in_place(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharded_histories(trained: Trained) -> dict[str, Any]:
-    replica = trained.groups.coords.dp * trained.groups.dims.tp + trained.groups.coords.tp
+    replica = trained.groups.dp_cp.rank() * trained.groups.dims.tp + trained.groups.coords.tp
     return {key: entry for chunk in trained.chunks for key, entry in sharded_histories(chunk, replica=replica).items()}
 
 

@@ -14,6 +14,7 @@ from megavlm.arch.anyres import TileGroup, Tiling
 from megavlm.arch.image_tokens import grid_of, tokens_per_image
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
 from megavlm.config.cli import parse
+from megavlm.config.derived import replica_size
 from megavlm.config.load import to_yaml
 from megavlm.config.lora import adapted_parts
 from megavlm.config.resolve import resolve
@@ -68,8 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Import a Hugging Face folder; flags of a run (--tp 2 …) are checked and stored in config.yaml."""
     config = with_pretrained_model(parse([*rest, "--init-from", str(options.source)]))
-    parallel = config.parallel
-    world = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    world = replica_size(config)
     check(config, world=world)
     given, config = config, resolve(config)
     make_plan(config, dims_of(config, world=world))
@@ -82,7 +82,7 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from megavlm.checkpoint.hf.importing import import_checkpoint
     from megavlm.train.single_process import ONE, full_model, single_process_groups, unpadded_shapes
 
-    single = replace(config, parallel=type(parallel)(), train=replace(config.train, micro_batch_size=1))
+    single = replace(config, parallel=type(config.parallel)(), train=replace(config.train, micro_batch_size=1))
     shapes = unpadded_shapes(full_model(single, single_process_groups(chosen), chosen), single)
     found = [*pretrained.problems(), *sorted(pretrained.wrong_shapes(shapes))]
     refuse(found, f"{options.source} does not contain the model that its config.json describes")

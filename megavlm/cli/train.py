@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megavlm.config.cli import parse
-from megavlm.config.derived import launches_in_order
+from megavlm.config.derived import launches_in_order, replica_size
 from megavlm.config.resolve import has_validation, resolve
 from megavlm.config.rules import check, usable_world
 from megavlm.config.schema import Config
@@ -78,9 +78,7 @@ def dry_run(config: Config, *, world: int) -> None:
     from megavlm.planner.plan import make_plan, table
     from megavlm.train.source import vocab_size_of
 
-    parallel = config.parallel
-    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    world = max(config.run.world_size or 1 if world == 1 else world, ranks)
+    world = max(config.run.world_size or 1 if world == 1 else world, replica_size(config))
     check(config, world=world)
     asked, given = config, as_begun(config)
     config = resolve(given, vocab_size=vocab_size_of(given))

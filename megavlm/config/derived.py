@@ -17,6 +17,13 @@ def sequence_parallel(config: Config) -> bool:
     return config.parallel.tensor_model_parallel_size > 1 if asked is None else asked
 
 
+def replica_size(config: Config) -> int:
+    """Return the number of ranks of a model replica: TP × CP × PP."""
+    parallel = config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    return tp * cp * parallel.pipeline_model_parallel_size
+
+
 def shards_gradients(config: Config) -> bool:
     """Return whether gradients are sharded (ZeRO-2 and 3, torch's fully_shard); megatron-core does stages 0 and 1."""
     return config.parallel.data_parallel_sharding in ("optimizer_gradients", "full")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megavlm.config.derived import sequence_parallel, shards_gradients
+from megavlm.config.context_rules import CONTEXT_RULES
+from megavlm.config.derived import replica_size, sequence_parallel, shards_gradients
 from megavlm.config.lora import adapted_parts
 from megavlm.config.messages import divisors, nearest, shown
 from megavlm.config.resolve import data_kind, is_set, resolve_model
@@ -79,11 +80,11 @@ def encoders_divide_replica(config: Config) -> str | None:
             f"--vision-tp {shared} needs a colocated encoder: add --placement colocated, or leave it out "
             "(in pipeline stages the encoder uses --tp)"
         )
-    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    ranks = replica_size(config)
     if ranks % shared:
         return (
             f"--vision-tp {shared} does not divide the {ranks} processes of a model replica "
-            f"(--tensor-model-parallel-size × --pipeline-model-parallel-size): set --vision-tp to {divisors(ranks)}"
+            f"(TP × CP × PP): set --vision-tp to {divisors(ranks)}"
         )
     if config.placement.encode_ahead:
         return (
@@ -180,17 +181,21 @@ def graphs_can_be_captured(config: Config) -> str | None:
 
 
 def world_divides(config: Config, world: int) -> str | None:
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    if world % (tp * pp):
+    parallel, ranks = config.parallel, replica_size(config)
+    if world % ranks:
+        cp = parallel.context_parallel_size
         return (
-            f"--tensor-model-parallel-size {tp} × --pipeline-model-parallel-size {pp} needs a multiple of {tp * pp} "
-            f"processes, but there are {world}: change them, or start torchrun with --nproc-per-node {tp * pp}"
+            f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} × "
+            + (f"--context-parallel-size {cp} × " if cp > 1 else "")
+            + f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} needs a multiple of {ranks} "
+            f"processes, but there are {world}: change them, or start torchrun with --nproc-per-node {ranks}"
         )
     return None
 
 
 def hybrid_shards_divide(config: Config, world: int) -> str | None:
-    size, ranks = config.parallel.hybrid_shard_size, _data_parallel_size(config, world)
+    size = config.parallel.hybrid_shard_size
+    ranks = _data_parallel_size(config, world) * config.parallel.context_parallel_size
     if size is not None and ranks % size:
         return (
             f"--hybrid-shard-size {size} does not divide {ranks} data-parallel ranks into groups: use {divisors(ranks)}"
@@ -232,7 +237,7 @@ def profiled_ranks_exist(config: Config, world: int) -> str | None:
 
 def _data_parallel_size(config: Config, world: int) -> int:
     """Return the data-parallel size; `world_divides` runs first, so that it is at least 1."""
-    return world // (config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size)
+    return world // replica_size(config)
 
 
 LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
@@ -244,6 +249,7 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     sequence_parallel_has_tp,
     sequence_divides_over_tp,
     interleaving_has_stages,
+    *CONTEXT_RULES,
     features_can_be_reused,
     *SHARDING_RULES,
     tp_overlap_has_sequences,

@@ -17,7 +17,9 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: int = option(
         1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp", common=LAYOUT
     )
-    context_parallel_size: int = option(1, "Number of ranks that split each sequence; only 1 is supported.", "--cp")
+    context_parallel_size: int = option(
+        1, "Number of ranks that split each sequence, for long ones; must divide the query heads of a TP rank.", "--cp"
+    )
     expert_model_parallel_size: int = option(1, "Number of ranks that split the experts; only 1 is supported.", "--ep")
     sequence_parallel: bool | None = option(
         None,
@@ -26,7 +28,7 @@ class ParallelConfig:
     )
     vision_tensor_model_parallel_size: int = option(
         1,
-        "Colocated encoder: number of ranks that split an encoder too large for one GPU; must divide TP × PP.",
+        "Colocated encoder: number of ranks that split an encoder too large for one GPU; must divide TP × CP × PP.",
         "--vision-tp",
     )
     data_parallel_sharding: Literal["none", "optimizer", "optimizer_gradients", "full"] = option(

@@ -51,6 +51,7 @@ RANGES = (
             "parallel.tensor_model_parallel_size",
             "parallel.pipeline_model_parallel_size",
             "parallel.virtual_pipeline_model_parallel_size",
+            "parallel.context_parallel_size",
             "parallel.vision_tensor_model_parallel_size",
             "placement.encoder_chunk_patches",
             "execution.loss_chunk_tokens",
@@ -166,11 +167,7 @@ RANGES = (
     Range("greater than 0 and at most 1", lambda value: 0 < value <= 1, ("data.answer_share",)),
     # The seeds that all random generators of a run accept; numpy has the tightest bound.
     Range("between 0 and 2**32 − 1", lambda value: 0 <= value < 2**32, ("train.seed",)),
-    Range(
-        "1, because it is not supported yet",
-        lambda value: value == 1,
-        ("parallel.context_parallel_size", "parallel.expert_model_parallel_size"),
-    ),
+    Range("1, because it is not supported yet", lambda value: value == 1, ("parallel.expert_model_parallel_size",)),
 )
 
 # The bounds of these depend on other options; rules.py and the planner check them.

@@ -134,14 +134,30 @@ class LocalFeatures:
 
 
 @dataclass(frozen=True, eq=False)
+class ContextPart:
+    """What a context-parallel rank knows of whole rows, while `MicroBatch.text` has its part of them alone.
+
+    Whole remain `TextBatch.cu_seqlens` and `TextBatch.lengths`, too.
+    """
+
+    ranks: int  # among which rows are split
+    tokens: Tensor  # [B, S] int64: those of whole rows
+    feature_rows: Tensor  # [F'] int64: which of all F features are of the part's image tokens
+    num_features: int  # F
+
+
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One micro-batch of a data-parallel rank. All ranks of a model replica have the same `text` and `image_sizes`."""
+    """One micro-batch of a data-parallel rank. All ranks of a model replica have the same `text` and `image_sizes`,
+    until `context_parts.part_of` leaves each context-parallel rank its part of the text.
+    """
 
     text: TextBatch
     image_sizes: ImageSizes  # of all images of the text
     images: ImageBatch | None = None  # those that this rank encodes; None on a rank without vision layers
     features: LocalFeatures | None = None  # set once a colocated encoder has run
     continuation: Continuation | None = None  # set while answers are generated
+    context: ContextPart | None = None  # None: the text is of whole rows
 
     @classmethod
     def of_images(cls, images: ImageBatch) -> MicroBatch:
@@ -149,6 +165,16 @@ class MicroBatch:
         none = torch.empty(0, 0, dtype=torch.int64)
         text = TextBatch(tokens=none, labels=none, loss_mask=none, positions=none, feature_positions=none)
         return cls(text, images.sizes, images)
+
+    @property
+    def num_features(self) -> int:
+        """Return the number of image features of whole rows."""
+        return self.text.feature_positions.numel() if self.context is None else self.context.num_features
+
+    @property
+    def row_tokens(self) -> Tensor:
+        """Return the tokens [B, S] of whole rows."""
+        return self.text.tokens if self.context is None else self.context.tokens
 
     def host_tensors(self) -> dict[str, Tensor]:
         """Return, by name, the tensors that the data loader makes on the host and that layers read on the device.
@@ -162,18 +188,22 @@ class MicroBatch:
             found["patches"] = self.images.patches
         if self.features is not None:
             found["local_positions"] = self.features.positions
+        if self.context is not None:
+            found |= {"row_tokens": self.context.tokens, "feature_rows": self.context.feature_rows}
         return found
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> MicroBatch:
         """Return the micro-batch with copies of the tensors that `host_tensors` names."""
-        images, features = self.images, self.features
+        images, features, context = self.images, self.features, self.context
         if images is not None:
             images = replace(images, patches=tensors.get("patches", images.patches))
         if features is not None:
             features = replace(features, positions=tensors["local_positions"])
+        if context is not None:
+            context = replace(context, tokens=tensors["row_tokens"], feature_rows=tensors["feature_rows"])
         copied: dict[str, Any] = {name: tensors[name] for name in self.text.tensors() if name in tensors}
         text = replace(self.text, **copied)
-        return replace(self, text=text, images=images, features=features)
+        return replace(self, text=text, images=images, features=features, context=context)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on another device; what the host reads stays on the host, so that it never waits."""

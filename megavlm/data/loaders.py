@@ -64,7 +64,7 @@ def build_loaders(
     spec, staging = CollateSpec.of(config, source), HostStaging(dtype, device)
     if isinstance(source, ComputedSource):
         sampler = SequentialBatchSampler(count=config.train.global_batch_size)
-        own_images = None if assignment is None else partial(assignment.own, rank=groups.mp_rank)
+        own_images = None if assignment is None else partial(assignment.own, rank=groups.replica_rank)
         collator = partial(ComputedCollator, source, with_patches=vision_group is not None, own_images=own_images)
         loader = DataLoader(_loader(config, sampler, collator(spec), groups, staging))
         if validation is None:
@@ -72,7 +72,7 @@ def build_loaders(
         own = _validation_loader(config, validation, collator(_of(validation, spec)), groups, staging)
         return Loaders(loader, DataLoader(own))
     broadcast = ReplicaBroadcast(
-        replica=groups.collection.mp,
+        replica=groups.replica,
         vision_group=vision_group,
         device=device,
         assignment=assignment,

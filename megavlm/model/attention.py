@@ -83,7 +83,6 @@ class CoreAttention(nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
-        assert config.context_parallel_size == 1, "context parallelism is refused by the configuration rules"
         self.dropout = config.attention_dropout
         self.scale = softmax_scale
 

@@ -105,7 +105,7 @@ class MicroBatchContext:
         if not model.language.bidirectional_images:
             return None
         assert model.image_token is not None, "refused by the configuration rules"
-        return image_runs(self.batch.text.tokens, model.image_token, self._image_tokens)
+        return image_runs(self.batch.row_tokens, model.image_token, self._image_tokens)
 
     @cached_property
     def _image_tokens(self) -> list[int]:
@@ -117,7 +117,7 @@ class MicroBatchContext:
     @property
     def _bounds(self) -> list[int]:
         """Return where the sequences of the flattened rows begin and end, in tokens: 0, …, B·S."""
-        rows, length = self.batch.text.tokens.shape
+        rows, length = self.batch.row_tokens.shape
         cu_seqlens = self.batch.text.cu_seqlens
         return [*range(0, rows * length + 1, length)] if cu_seqlens is None else cu_seqlens.tolist()
 
@@ -175,7 +175,7 @@ class MicroBatchContext:
             return self.layout.bounds[-1] // shards, 1, model.vision.hidden_size
         if reads is Stream.TEXT:
             return text.tokens.shape[1] // shards, text.tokens.shape[0], model.language.hidden_size
-        rows = text.feature_positions.numel()
+        rows = self.batch.num_features
         if self.layout.is_blank:
             (rows,) = tokens_per_image(self.layout.grids, self.tile_groups, model.projector)
         return rows, 1, model.language.hidden_size
@@ -192,6 +192,14 @@ class MicroBatchContext:
         first = self.groups.coords.tp * (length // self.groups.dims.tp) if sequence_parallel(self.config) else 0
         return (positions % length - first) * samples + positions // length
 
+    def of_this_part(self, features: Tensor) -> Tensor:
+        """Return those of all features [F, 1, H] that belong to this context-parallel rank's part of the text.
+
+        The gradients of the others are zero here, and complete in the sum over DP × CP ranks.
+        """
+        context = self.batch.context
+        return features if context is None else features.index_select(0, context.feature_rows)
+
     def with_features_merged(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Return the hidden states [S(/TP), B, H] with a colocated encoder's features [F', H] at the image tokens."""
         merged = hidden.flatten(0, 1).index_copy(0, self.feature_rows, features.to(hidden.dtype))
@@ -204,7 +212,7 @@ class MicroBatchContext:
             return added.view_as(hidden)
         return add_features(
             hidden,
-            features,
+            self.of_this_part(features),
             self.batch.text.feature_positions,
             length=self.batch.text.tokens.shape[1],
             sequence_group=self.groups.tp if sequence_parallel(self.config) else None,
@@ -216,8 +224,3 @@ def _usual_length(vision: VisionConfig) -> int:
     if vision.position_embedding == "rope2d":
         return 0
     return (vision.image_size // vision.patch_size) ** 2 + vision.class_token
-
-
-def shard_of(positions: Tensor, *, length: int, shards: int) -> Tensor:
-    """Return [F] int64: in which of `shards` equal parts of its row of `length` tokens each flat index [F] lies."""
-    return positions % length // (length // shards)

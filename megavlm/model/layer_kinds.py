@@ -176,7 +176,7 @@ def _run_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
 def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
     part, text, features = chunk.parts[name], context.batch.text, context.batch.features
     if features is None:
-        return part(text, hidden)
+        return part(text, context.of_this_part(hidden))
     assert features.values is not None, "ranks with the embedding receive a colocated encoder's features"
     return context.with_features_merged(part(text), features.values[:, 0])
 

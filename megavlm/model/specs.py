@@ -26,6 +26,7 @@ from megavlm.config.derived import attends_in_window, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.model.activation import ActivationModule
 from megavlm.model.attention import Attention, CoreAttention
+from megavlm.model.context_attention import across_context
 from megavlm.model.layer_modules import LayerModules, fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm
 from megavlm.parallel.groups import Groups
@@ -171,6 +172,8 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     modules = modules_of(f"{LANGUAGE_LAYER}{number}", config, groups)
     if language.bidirectional_images or attends_in_window(language, number):
         modules = replace(modules, core_attention=CoreAttention)
+    if groups.dims.cp > 1:
+        modules = replace(modules, core_attention=across_context(modules.core_attention))
     branch: Any = get_bias_dropout_add
     if language.post_norms:
         branch = ModuleSpec(module=PostNorm, params={"config": layer_config, "norm": modules.post_norm})

@@ -225,7 +225,7 @@ class VLMChunk(MegatronModule):
             state[key] = make_tp_sharded_tensor_for_checkpoint(
                 self.parts[OUTPUT].linear.weight,  # type: ignore[union-attr]
                 f"{prefix}{TIED_KEY}",
-                replica_id=(1, 0, self.groups.coords.dp),
+                replica_id=(1, 0, self.groups.dp_cp.rank()),
                 allow_shape_mismatch=True,
                 tp_group=self.groups.tp,
                 dp_cp_group=self.groups.dp_cp,

@@ -1,6 +1,6 @@
 """Compute which ranks and chunks belong together from the parallel degrees: pure arithmetic, no torch.
 
-Ranks are laid out as megatron-core does ("tp-cp-ep-dp-pp"): TP varies fastest, then DP, then PP, so the ranks of
+Ranks are laid out as megatron-core does ("tp-cp-ep-dp-pp"): TP varies fastest, then CP, DP and PP, so the ranks of
 a tensor-parallel group are neighbours (one node) and pipeline neighbours are furthest apart.
 """
 
@@ -14,21 +14,33 @@ from megavlm.errors import UserError
 
 @dataclass(frozen=True)
 class Dims:
-    """The parallel degrees of a run. It has tp · dp · pp ranks; `vpp` multiplies chunks, not ranks."""
+    """The parallel degrees of a run. It has tp · cp · dp · pp ranks; `vpp` multiplies chunks, not ranks."""
 
     tp: int = 1
     pp: int = 1
     vpp: int = 1
     dp: int = 1
+    cp: int = 1
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Return the degrees by the names that tables show."""
-        return {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "DP": self.dp}
+        """Return the degrees by the names that tables show; CP only if rows are split."""
+        context = {"CP": self.cp} if self.cp > 1 else {}
+        return {"TP": self.tp, **context, "PP": self.pp, "VPP": self.vpp, "DP": self.dp}
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.replica * self.dp
+
+    @property
+    def replica(self) -> int:
+        """Return the number of ranks of a model replica."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def dp_cp(self) -> int:
+        """Return the number of ranks that hold the same parameters and sum their gradients."""
+        return self.dp * self.cp
 
     @property
     def chunks(self) -> int:
@@ -36,16 +48,18 @@ class Dims:
         return self.pp * self.vpp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of a global rank: rank = tp + TP·(dp + DP·pp)."""
+        """Return the coordinates of a global rank: rank = tp + TP·(cp + CP·(dp + DP·pp))."""
         return Coordinates(
             tp=rank % self.tp,
-            dp=rank // self.tp % self.dp,
-            pp=rank // (self.tp * self.dp),
+            cp=rank // self.tp % self.cp,
+            dp=rank // (self.tp * self.cp) % self.dp,
+            pp=rank // (self.tp * self.cp * self.dp),
         )
 
     def replica_ranks(self, dp: int) -> tuple[int, ...]:
-        """Return the global ranks of a model replica, ordered by tp + TP·pp."""
-        return tuple(tp + self.tp * (dp + self.dp * pp) for pp in range(self.pp) for tp in range(self.tp))
+        """Return the global ranks of a model replica, ordered by tp + TP·(cp + CP·pp)."""
+        together = self.tp * self.cp
+        return tuple(each + together * (dp + self.dp * pp) for pp in range(self.pp) for each in range(together))
 
     def encoders(self, width: int) -> tuple[tuple[int, ...], ...]:
         """Return the global ranks of each colocated encoder: `width` neighbours in a replica."""
@@ -66,21 +80,29 @@ class Coordinates:
     tp: int
     dp: int
     pp: int
+    cp: int = 0
 
 
 def dims_of(config: Config, *, world: int) -> Dims:
-    """Return the degrees of a layout on `world` ranks: DP is world / (TP · PP).
+    """Return the degrees of a layout on `world` ranks: DP is world / (TP · CP · PP).
 
     Raises UserError if that is no whole number.
     """
     parallel = config.parallel
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if world % (tp * pp):
+    dims = Dims(
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        vpp=parallel.virtual_pipeline_model_parallel_size,
+    )
+    if world % dims.replica:
+        flags = {"--tp": dims.tp, **({"--cp": dims.cp} if dims.cp > 1 else {}), "--pp": dims.pp}
         raise UserError(
-            f"--tp {tp} × --pp {pp} needs a multiple of {tp * pp} processes, but there are {world}: "
-            f"change --tp/--pp or start torchrun with --nproc-per-node {tp * pp}"
+            f"{' × '.join(f'{flag} {degree}' for flag, degree in flags.items())} needs a multiple of {dims.replica} "
+            f"processes, but there are {world}: change {'/'.join(flags)} or start torchrun with --nproc-per-node "
+            f"{dims.replica}"
         )
-    return Dims(tp=tp, pp=pp, vpp=parallel.virtual_pipeline_model_parallel_size, dp=world // (tp * pp))
+    return replace(dims, dp=world // dims.replica)
 
 
 def with_dims(config: Config, dims: Dims) -> Config:
@@ -88,6 +110,7 @@ def with_dims(config: Config, dims: Dims) -> Config:
     parallel = replace(
         config.parallel,
         tensor_model_parallel_size=dims.tp,
+        context_parallel_size=dims.cp,
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp,
     )

@@ -33,6 +33,7 @@ class Groups:
     dims: Dims
     coords: Coordinates
     collection: ProcessGroupCollection
+    replica: dist.ProcessGroup  # the TP × CP × PP ranks of this rank's model replica, in the order of `replica_rank`
     tied: dist.ProcessGroup | None  # the two ranks that hold a copy of tied embeddings, if two stages do
 
     @property
@@ -44,18 +45,23 @@ class Groups:
         return self.collection.pp
 
     @property
+    def cp(self) -> dist.ProcessGroup:
+        """Return the context-parallel ranks, each of which has a part of the same rows."""
+        return self.collection.cp
+
+    @property
     def dp(self) -> dist.ProcessGroup:
-        """Return the data-parallel ranks: those with this rank's TP and PP coordinates, one of each replica."""
+        """Return the data-parallel ranks: those with this rank's TP, CP and PP coordinates, one of each replica."""
         return self.collection.dp
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
-        """Return the ranks that hold the same parameters and sum their gradients (DP × CP in megatron-core)."""
+        """Return the DP × CP ranks that hold the same parameters and sum their gradients."""
         return self.collection.dp_cp
 
     @property
     def shard(self) -> dist.ProcessGroup:
-        """Return the data-parallel ranks over which optimizer state (and more) is sharded; with HSDP, some of them."""
+        """Return the DP × CP ranks over which optimizer state (and more) is sharded; with HSDP, some of them."""
         return self.collection.intra_dp_cp
 
     @property
@@ -64,13 +70,9 @@ class Groups:
         return self.collection.inter_dist_opt if self.shard.size() < self.dp_cp.size() else None
 
     @property
-    def mp(self) -> dist.ProcessGroup:
-        """Return the TP × PP ranks of this rank's model replica; its rank tp + TP·pp has coordinates (tp, pp)."""
-        return self.collection.mp
-
-    @property
-    def mp_rank(self) -> int:
-        return self.coords.tp + self.dims.tp * self.coords.pp
+    def replica_rank(self) -> int:
+        """Return this rank's place in its model replica: tp + TP·(cp + CP·pp)."""
+        return self.coords.tp + self.dims.tp * (self.coords.cp + self.dims.cp * self.coords.pp)
 
     @property
     def is_first_tp(self) -> bool:
@@ -80,7 +82,7 @@ class Groups:
     @property
     def is_reader(self) -> bool:
         """Return whether this rank reads the samples of its replica and records the skipped ones."""
-        return self.is_first_tp and self.coords.pp == 0
+        return self.replica_rank == 0
 
 
 def meet(*, timeout_minutes: float) -> Meeting:
@@ -150,37 +152,43 @@ def build_groups(
     Args:
         tied_owners: pipeline ranks that hold tied embeddings (first language stage and last stage), maybe the same.
         timeout_minutes: collectives that take longer end the run.
-        shard_size: number of neighbouring data-parallel ranks that shard optimizer state; default: all of them.
-        seed: dropout seed; pipeline stages and data-parallel ranks draw different numbers.
+        shard_size: number of neighbouring DP × CP ranks that shard optimizer state; default: all of them.
+        seed: dropout seed; pipeline stages, context- and data-parallel ranks draw different numbers.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=dims.tp,
         pipeline_model_parallel_size=dims.pp,
+        context_parallel_size=dims.cp,
         virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
         distributed_timeout_minutes=timeout_minutes,
         # `tied` synchronises tied embeddings: megatron-core only knows copies on the first and last stage.
         get_embedding_ranks=lambda ranks, split=None: ranks[:1],
         create_gloo_process_groups=False,
     )
-    coords = dims.coordinates(dist.get_rank())
-    model_parallel_cuda_manual_seed(seed + 100 * coords.pp + 10_000 * coords.dp, force_reset_rng=True)
-    tied = _tied_group(dims, sorted(set(tied_owners)), timeout=timedelta(minutes=timeout_minutes))
+    coords, timeout = dims.coordinates(dist.get_rank()), timedelta(minutes=timeout_minutes)
+    batch_part = coords.cp + dims.cp * coords.dp
+    model_parallel_cuda_manual_seed(seed + 100 * coords.pp + 10_000 * batch_part, force_reset_rng=True)
+    tied = _tied_group(dims, sorted(set(tied_owners)), timeout=timeout)
     collection = ProcessGroupCollection.use_mpu_process_groups()
-    if shard_size is not None and shard_size < dims.dp:
-        _share_in_groups(collection, dims, shard_size, timeout=timedelta(minutes=timeout_minutes))
-    return Groups(dims=dims, coords=coords, collection=collection, tied=tied)
+    replica = collection.mp
+    if dims.cp > 1:  # megatron-core's has the TP × PP ranks alone, over which it sums the gradient norm
+        replica = _group_among([dims.replica_ranks(dp) for dp in range(dims.dp)], timeout=timeout)
+    if shard_size is not None and shard_size < dims.dp_cp:
+        _share_in_groups(collection, dims, shard_size, timeout=timeout)
+    return Groups(dims=dims, coords=coords, collection=collection, replica=replica, tied=tied)
 
 
 def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, *, timeout: timedelta) -> None:
-    """Set the groups of HSDP in `collection`: each `size` neighbouring data-parallel ranks are a shard group.
+    """Set the groups of HSDP in `collection`: each `size` neighbouring DP × CP ranks are a shard group.
 
     Ranks that hold the same shard are replicas of one another. megatron-core can make the same groups
     (`num_distributed_optimizer_instances`), but needs einops for it, which it does not require.
     """
-    ranks = np.arange(dims.world).reshape(dims.pp, dims.dp // size, size, dims.tp)  # the last axis varies fastest
+    copies = dims.dp_cp // size
+    ranks = np.arange(dims.world).reshape(dims.pp, copies, size, dims.tp)  # the last axis varies fastest
     shards = ranks.transpose(0, 1, 3, 2).reshape(-1, size)
-    replicas = ranks.transpose(0, 2, 3, 1).reshape(-1, dims.dp // size)
-    instances = ranks.transpose(1, 0, 2, 3).reshape(dims.dp // size, -1)  # all ranks that shard one copy
+    replicas = ranks.transpose(0, 2, 3, 1).reshape(-1, copies)
+    instances = ranks.transpose(1, 0, 2, 3).reshape(copies, -1)  # all ranks that shard one copy
     collection.intra_dp_cp = collection.intra_expt_dp = _group_among(shards.tolist(), timeout=timeout)
     collection.inter_dist_opt = _group_among(replicas.tolist(), timeout=timeout)
     collection.intra_dist_opt = _group_among(instances.tolist(), timeout=timeout)
@@ -193,7 +201,8 @@ def _tied_group(dims: Dims, owners: list[int], *, timeout: timedelta) -> dist.Pr
     """
     if len(owners) < 2:
         return None
-    columns = [[column + owner * dims.tp * dims.dp for owner in owners] for column in range(dims.tp * dims.dp)]
+    stage = dims.tp * dims.dp_cp
+    columns = [[column + owner * stage for owner in owners] for column in range(stage)]
     made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in columns]
     return next((group for ranks, group in made if dist.get_rank() in ranks), None)
 
@@ -204,8 +213,8 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, ti
     Dropout draws different numbers on each rank; with `same_dropout`, the ranks of one encoder draw the same ones.
     Every rank of the world calls it.
     """
-    alone = groups.collection.cp
-    assert alone.size() == 1, "without context parallelism its groups are single ranks"
+    alone = groups.collection.ep
+    assert alone.size() == 1, "without expert parallelism its groups are single ranks"
     world = groups.collection.intra_dist_opt
     together, apart = alone, world
     if tp > 1:
@@ -214,7 +223,7 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, ti
         together = _group_among(encoders, timeout=timeout)
         apart = _group_among(list(zip(*encoders, strict=True)), timeout=timeout)  # ranks that hold the same shard
     collection = copy(groups.collection)
-    for name in ("pp", "embd", "pos_embd", "ep", "expt_tp", "tp_ep", "tp_ep_pp"):
+    for name in ("cp", "pp", "embd", "pos_embd", "ep", "expt_tp", "tp_ep", "tp_ep_pp"):
         setattr(collection, name, alone)
     for name in ("tp", "mp", "tp_cp"):
         setattr(collection, name, together)
@@ -225,7 +234,7 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, ti
     get_cuda_rng_tracker().add(ENCODER_RNG, seed + 1_000_000 * (1 + draws))
     dims = Dims(tp=tp, pp=1, vpp=1, dp=groups.dims.world // tp)
     coords = Coordinates(tp=together.rank(), dp=apart.rank(), pp=0)
-    return Groups(dims=dims, coords=coords, collection=collection, tied=None)
+    return Groups(dims=dims, coords=coords, collection=collection, replica=together, tied=None)
 
 
 def _group_among(candidates: Sequence[Sequence[int]], *, timeout: timedelta) -> dist.ProcessGroup:

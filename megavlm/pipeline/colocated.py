@@ -1,8 +1,8 @@
 """A step of a colocated encoder: each rank encodes its images, features go to the embedding, gradients come back.
 
-Every rank of a model replica (TP × PP) holds an encoder, or with `--vision-tp` a shard of one. All of them know the
-sizes of all images of a step, so they compute the same assignment of images (`data/image_assignment.py`) and the same
-routes; only features and their gradients are sent, in one all-to-all each. The features are leaf tensors of the
+Every rank of a model replica (TP × CP × PP) holds an encoder, or with `--vision-tp` a shard of one. All of them know
+the sizes of all images of a step, so they compute the same assignment of images (`data/image_assignment.py`) and the
+same routes; only features and their gradients are sent, in one all-to-all each. The features are leaf tensors of the
 language model's pipeline.
 """
 
@@ -20,11 +20,11 @@ from megavlm.backend.streams import InlineStream, SideStream, side_stream
 from megavlm.config.derived import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.batch import ImageBatch, LocalFeatures, MicroBatch
+from megavlm.data.context_parts import part_index
 from megavlm.data.image_assignment import ImageAssignment
-from megavlm.model.context import shard_of
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.encoder import EncoderPasses, EncoderRunner
-from megavlm.pipeline.feature_exchange import FeatureExchange, Route, Rows, feature_exchange_of, senders
+from megavlm.pipeline.feature_exchange import FeatureExchange, Route, feature_exchange_of, senders
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ColocatedEncoder:
         self.encoder = encoder
         self._config = config
         self._groups = groups
-        self._assignment = ImageAssignment.of(config, ranks=groups.mp.size())
+        self._assignment = ImageAssignment.of(config, ranks=groups.replica.size())
         self._encoded: _Encoded | None = None
         self._upcoming: Sequence[MicroBatch] | None = None
         self._ahead: _Ahead | None = None
@@ -71,17 +71,18 @@ class ColocatedEncoder:
         with self._side_stream.run(_patches(self._ahead.batches)):
             return self._ahead.passes.advance()
 
-    def encode(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def encode(self, batches: Sequence[MicroBatch], *, context_parts: int) -> list[MicroBatch]:
         """Return the micro-batches for the language model: on the host, without images, and with the features that
         this rank merges (on the device).
 
-        Every rank of the replica calls it, with its own images of the same micro-batches.
+        Every rank of the replica calls it, with its own images of the same micro-batches. `context_parts`: among how
+        many context-parallel ranks rows will be split, CP or 1.
         """
-        exchange = self._exchange(batches)
-        features = self._send(self._own_features(batches), exchange.features(self._groups.mp_rank))
+        exchange = self._exchange(batches, context_parts)
+        features = self._send(self._own_features(batches), exchange.features(self._groups.replica_rank))
         self._begin_upcoming()
 
-        positions = [self._local_positions(batch) for batch in batches]
+        positions = [self._local_positions(batch, context_parts) for batch in batches]
         values: Sequence[Tensor | None] = [None] * len(batches)
         leaves: tuple[Tensor, ...] = ()
         if self._groups.coords.pp == 0:
@@ -101,25 +102,27 @@ class ColocatedEncoder:
             encoded, self._encoded = self._encoded, None
             found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in encoded.leaves]
             gradients = torch.cat(found) if found else self.encoder.no_features()
-            self.encoder.backward(self._send(gradients, encoded.exchange.gradients(self._groups.mp_rank)))
+            self.encoder.backward(self._send(gradients, encoded.exchange.gradients(self._groups.replica_rank)))
         self.encoder.reduce()
 
     def with_own_images(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return micro-batches that hold all images of a step with only those that this rank encodes."""
-        chosen = self._assignment.own([batch.image_sizes for batch in batches], rank=self._groups.mp_rank)
+        chosen = self._assignment.own([batch.image_sizes for batch in batches], rank=self._groups.replica_rank)
         return [
             replace(batch, images=_images_of(batch).select(mask)) for batch, mask in zip(batches, chosen, strict=True)
         ]
 
-    def _exchange(self, batches: Sequence[MicroBatch]) -> FeatureExchange:
+    def _exchange(self, batches: Sequence[MicroBatch], context_parts: int) -> FeatureExchange:
         """Return which ranks send and receive each feature of a step."""
         sizes = [batch.image_sizes for batch in batches]
         projector = self._config.model.projector
         counts = [count for each in sizes for count in each.image_tokens(projector)]
         encoder = np.repeat(np.concatenate(self._assignment.encoders(sizes)), counts)
         rows = senders(encoder, width=self._assignment.width)
-        merging, ranks = self._groups.dims.tp, self._assignment.ranks
-        return feature_exchange_of(rows, self._shards(batches), merging=merging, ranks=ranks)
+        shards = np.concatenate([self._shards(batch, context_parts).numpy() for batch in batches])
+        dims = self._groups.dims
+        first_stage = [self._own_shard(tp, cp, context_parts) for cp in range(dims.cp) for tp in range(dims.tp)]
+        return feature_exchange_of(rows, shards, [*first_stage, *[-1] * (dims.replica - len(first_stage))])
 
     def _own_features(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Return the features [R, 1 + DeepStack layers, Hl] that this rank sends, encoded ahead or now."""
@@ -144,26 +147,28 @@ class ColocatedEncoder:
     def _needs_gradients(self) -> bool:
         return self.encoder.trained and torch.is_grad_enabled()
 
-    def _shards(self, batches: Sequence[MicroBatch]) -> Rows | None:
-        """Return [R], the tensor-parallel rank whose part of the sequence each feature lies in; None: every rank's."""
-        if not sequence_parallel(self._config):
-            return None
-        return np.concatenate([self._shards_of(batch).numpy() for batch in batches])
+    def _shards(self, batch: MicroBatch, context_parts: int) -> Tensor:
+        """Return [F], in which shard of its row each feature lies: tensor-parallel shards of context-parallel parts."""
+        text, ranks = batch.text, context_parts * self._sequence_shards
+        return part_index(text.feature_positions, ranks=ranks, length=text.tokens.shape[1])
 
-    def _shards_of(self, batch: MicroBatch) -> Tensor:
-        text = batch.text
-        return shard_of(text.feature_positions, length=text.tokens.shape[1], shards=self._groups.dims.tp)
+    def _own_shard(self, tp: int, cp: int, context_parts: int) -> int:
+        """Return the shard that a rank merges; ranks that do not split a row all have the whole of it."""
+        return (cp if context_parts > 1 else 0) * self._sequence_shards + tp % self._sequence_shards
 
-    def _local_positions(self, batch: MicroBatch) -> Tensor:
+    @property
+    def _sequence_shards(self) -> int:
+        return self._groups.dims.tp if sequence_parallel(self._config) else 1
+
+    def _local_positions(self, batch: MicroBatch, context_parts: int) -> Tensor:
         """Return the positions [F'] of the features that this rank merges."""
-        positions = batch.text.feature_positions
-        if not sequence_parallel(self._config):
-            return positions
-        return positions[self._shards_of(batch) == self._groups.coords.tp]
+        at = self._groups.coords
+        chosen = self._shards(batch, context_parts) == self._own_shard(at.tp, at.cp, context_parts)
+        return batch.text.feature_positions[chosen]
 
     def _send(self, values: Tensor, route: Route) -> Tensor:
         """Return the rows [received, …] that this rank holds after an exchange, given those before it."""
-        if self._groups.mp.size() == 1:
+        if self._groups.replica.size() == 1:
             return values
         order = torch.from_numpy(np.concatenate(route.send)).to(values.device, non_blocking=True)
         outgoing = values.flatten(1).index_select(0, order)
@@ -173,7 +178,7 @@ class ColocatedEncoder:
             outgoing,
             output_split_sizes=[len(rows) for rows in route.receive],
             input_split_sizes=[len(rows) for rows in route.send],
-            group=self._groups.mp,
+            group=self._groups.replica,
         )
         places = torch.from_numpy(np.concatenate(route.receive)).to(values.device, non_blocking=True)
         return torch.empty_like(incoming).index_copy_(0, places, incoming).view(-1, *values.shape[1:])

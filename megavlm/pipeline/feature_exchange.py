@@ -71,18 +71,15 @@ def senders(encoder: Rows, *, width: int) -> Rows:
     return sender
 
 
-def feature_exchange_of(
-    owner: Sequence[int] | Rows, shards: Rows | None, *, merging: int, ranks: int
-) -> FeatureExchange:
-    """Return the exchange of rows that `owner` [R] encodes and the first `merging` of `ranks` ranks merge.
+def feature_exchange_of(owner: Sequence[int] | Rows, shards: Rows, reads: Sequence[int] | Rows) -> FeatureExchange:
+    """Return the exchange of rows that `owner` [R] encodes.
 
     Args:
-        shards: [R] the one rank that merges each row; None: all of them merge every row, and the sending of gradients
-            is divided evenly.
+        shards: [R] which shard of the sequences each row lies in.
+        reads: [M] the shard whose rows each rank merges, -1 for none. Ranks of the same shard merge the same rows, and
+            divide the sending of gradients evenly.
     """
-    owners = np.asarray(owner, dtype=np.int64)
-    count = len(owners)
-    home = np.arange(count) * merging // max(count, 1) if shards is None else shards
-    returns = np.arange(ranks)[:, None] == home[None]
-    wants = returns if shards is not None else np.repeat(np.arange(ranks) < merging, count).reshape(ranks, count)
-    return FeatureExchange(owners, wants, returns)
+    owners, count = np.asarray(owner, dtype=np.int64), len(owner)
+    wants = np.asarray(reads)[:, None] == np.asarray(shards)[None]
+    turn = np.arange(count) * wants.sum(axis=0) // max(count, 1)  # which of the ranks that want a row returns it
+    return FeatureExchange(owners, wants, wants & (wants.cumsum(axis=0) - 1 == turn))

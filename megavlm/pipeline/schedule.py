@@ -23,6 +23,7 @@ from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
+from megavlm.data.context_parts import part_of
 from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.specs import common_config, padded_heads
 from megavlm.parallel.dims import Dims
@@ -168,8 +169,11 @@ class Schedule:
         forward_only: bool,
         logits: bool = False,
     ) -> list[Any]:
+        at = self.groups.coords
+        parts = 1 if logits else self.groups.dims.cp  # answers are generated alike on all context-parallel ranks
         if self.colocated is not None:
-            batches = self.colocated.encode(batches)
+            batches = self.colocated.encode(batches, context_parts=parts)
+        batches = [part_of(batch, rank=at.cp, ranks=parts) for batch in batches]
         # While chunks take micro-batches, passes of the next step's encoder are queued.
         meanwhile = self.colocated.advance if self.colocated is not None else None
         moving = DevicePrefetcher(

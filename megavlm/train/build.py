@@ -144,7 +144,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     dims = dims_of(config, world=world)
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
     given, config = config, resolve(config, vocab_size=source.vocab_size)
-    config = overlapped(with_device_defaults(config, on_gpu=not backend.is_cpu, dp=dims.dp), dp=dims.dp)
+    config = overlapped(with_device_defaults(config, on_gpu=not backend.is_cpu, dp=dims.dp_cp), dp=dims.dp_cp)
     plan = make_plan(config, dims)
     groups = build_groups(
         plan.dims,

@@ -66,7 +66,7 @@ def prepare(
         device=backend.device,
         dtype=DTYPES[config.precision.dtype],
         vision_group=_vision_group(plan, groups),
-        assignment=ImageAssignment.of(config, ranks=groups.mp.size()) if plan.encoder else None,
+        assignment=ImageAssignment.of(config, ranks=groups.replica.size()) if plan.encoder else None,
         epoch=epoch,
         validation=validation,
     )
@@ -80,5 +80,5 @@ def _tell_data(config: Config, source: FilesSource) -> None:
 def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:
     """Return the group of this replica's ranks that encode images; None on a rank that encodes none."""
     if plan.encoder:
-        return groups.mp
-    return groups.tp if plan.owner_of(PATCH_EMBED) == groups.coords.pp else None
+        return groups.replica
+    return groups.collection.tp_cp if plan.owner_of(PATCH_EMBED) == groups.coords.pp else None

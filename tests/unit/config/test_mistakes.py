@@ -83,7 +83,7 @@ TYPES = (
 RANGES = (
     Mistake("--tp 0", "--tensor-model-parallel-size 0", "at least 1", "--tp 1"),
     Mistake("--vpp 0", "--virtual-pipeline-model-parallel-size 0", "at least 1", "--vpp 1"),
-    Mistake("--cp 2", "--context-parallel-size 2", "must be 1, because it is not supported yet", "--cp 1"),
+    Mistake("--cp 0", "--context-parallel-size 0", "at least 1", "--cp 1"),
     Mistake("--ep 2", "--expert-model-parallel-size 2", "not supported yet", "--ep 1"),
     Mistake("--mbs -1", "--micro-batch-size -1", "at least 1", "--mbs 1"),
     Mistake(
@@ -332,6 +332,11 @@ LAYOUT = (
         "--pp 2",
         2,
     ),
+    Mistake("--cp 3", "--context-parallel-size 3", "the 4 query heads of a rank", "--cp 4", 4),
+    Mistake("--cp 4 --tp 2", "--context-parallel-size 4", "set it to 2 or 1", "--cp 2", 4),
+    Mistake("--cp 4 --seq-length 66", "--seq-length 66", "use 64 or 68", "--seq-length 68", 4),
+    Mistake("--cp 2 --tp 2 --seq-length 66", "--seq-length 66", "use 64 or 68", "--no-sp", 4),
+    Mistake("--cp 2 --cuda-graphs", "--cp 2 does not support --cuda-graphs", "leave it out", "--no-cuda-graphs", 2),
     Mistake(
         "--encode-ahead --freeze vision projector",
         "--encode-ahead",
@@ -458,6 +463,7 @@ LAYOUT = (
         "--pp 1",
         2,
     ),
+    Mistake("--cp 2 --pp 2", "--context-parallel-size 2 × --pipeline", "--nproc-per-node 4", "--pp 1", 2),
     Mistake("--gbs 10 --mbs 2", "--global-batch-size 10", "use 8 or 12", "--gbs 12", 2),
     Mistake("--gbs 2", "--global-batch-size 2", "use 4", "--gbs 4", 4),
     Mistake("--pp 2 --vpp 2 --gbs 6 --mbs 2", "--virtual-pipeline-model-parallel-size", "use 4 or 8", "--gbs 8", 2),

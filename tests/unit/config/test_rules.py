@@ -29,6 +29,8 @@ def test_the_defaults_are_a_run() -> None:
     [
         ("--tp 2 --pp 2", 4),
         ("--tp 2 --pp 2 --vpp 2 --gbs 8", 8),
+        ("--tp 2 --cp 2 --pp 2 --language-num-query-groups 1", 8),
+        ("--cp 2 --hybrid-shard-size 2 --gbs 8", 4),  # of data- and context-parallel ranks
         ("--tp 4 --vision-num-attention-heads 2", 4),  # padded
         ("--tp 4 --language-num-query-groups 2", 4),  # two ranks share a key/value head
         ("--tp 2 --no-sp --seq-length 65", 2),

@@ -18,22 +18,23 @@ def follow(routes, held):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
-@pytest.mark.parametrize("merging", [1, 2])
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("count", [0, 1, 13])
-def test_features_reach_who_merges_them_and_gradients_return_once(ranks, merging, sharded, count):
-    if merging > ranks:
-        pytest.skip("more tensor-parallel ranks than ranks")
+def test_features_reach_who_merges_them_and_gradients_return_once(ranks, copies, parts, count):
+    """Each of some shards is merged by some ranks, those after them merge nothing."""
+    if copies * parts > ranks:
+        pytest.skip("more ranks of the first stage than ranks")
     rng = np.random.default_rng(count)
     owner = rng.integers(0, ranks, size=count)
-    shards = rng.integers(0, merging, size=count) if sharded else None
-    exchange = feature_exchange_of(owner, shards, merging=merging, ranks=ranks)
+    shards = rng.integers(0, parts, size=count)
+    reads = [*np.repeat(np.arange(parts), copies), *[-1] * (ranks - copies * parts)]
+    exchange = feature_exchange_of(owner, shards, reads)
 
     made = [np.flatnonzero(owner == rank) for rank in range(ranks)]
     merged = follow([exchange.features(rank) for rank in range(ranks)], made)
     for rank, rows in enumerate(merged):
-        everything = list(range(count)) if shards is None else list(np.flatnonzero(shards == rank))
-        assert rows == (everything if rank < merging else [])
+        assert rows == list(np.flatnonzero(shards == reads[rank]))
 
     routes = [exchange.gradients(rank) for rank in range(ranks)]
     assert follow(routes, [np.array(rows, dtype=int) for rows in merged]) == [list(rows) for rows in made]
@@ -41,7 +42,7 @@ def test_features_reach_who_merges_them_and_gradients_return_once(ranks, merging
 
 
 def test_ranks_that_merge_the_same_rows_share_the_sending_of_gradients():
-    exchange = feature_exchange_of([0] * 8, None, merging=2, ranks=2)
+    exchange = feature_exchange_of([0] * 8, np.zeros(8), [0, 0])
     assert [sum(map(len, exchange.gradients(rank).send)) for rank in range(2)] == [4, 4]
 
 

@@ -1,0 +1,53 @@
+"""Rules about context parallelism: what it must divide, and what does not work with it yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megavlm.config.derived import sequence_parallel
+from megavlm.config.messages import divisors, nearest
+from megavlm.config.schema import Config
+
+
+def heads_divide_over_context(config: Config) -> str | None:
+    """CP divides the query heads of a tensor-parallel rank, which attention distributes."""
+    tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    heads = config.model.language.num_attention_heads
+    if heads // tp % cp:
+        return (
+            f"--context-parallel-size {cp} does not divide the {heads // tp} query heads of a rank "
+            f"(--language-num-attention-heads {heads}, --tensor-model-parallel-size {tp}): set it to "
+            f"{divisors(heads // tp)}"
+        )
+    return None
+
+
+def sequence_divides_over_context(config: Config) -> str | None:
+    cp, length = config.parallel.context_parallel_size, config.train.seq_length
+    tp = config.parallel.tensor_model_parallel_size if sequence_parallel(config) else 1
+    if cp > 1 and length % (cp * tp):
+        return (
+            f"--seq-length {length} is not divisible by {cp * tp}, the ranks that share a sequence "
+            f"(--context-parallel-size {cp}{f' × --tensor-model-parallel-size {tp}' if tp > 1 else ''}): "
+            f"{nearest(length, cp * tp)}"
+        )
+    return None
+
+
+def context_parallelism_supports(config: Config) -> str | None:
+    if config.parallel.context_parallel_size == 1:
+        return None
+    conflicts = {
+        "--fp8: use --fp8 none": config.precision.fp8 != "none",
+        "--cuda-graphs: leave it out": config.execution.cuda_graphs,
+        "--tp-comm-overlap: leave it out": config.parallel.tp_comm_overlap,
+    }
+    cp = config.parallel.context_parallel_size
+    return next((f"--cp {cp} does not support {what}" for what, given in conflicts.items() if given), None)
+
+
+CONTEXT_RULES: tuple[Callable[[Config], str | None], ...] = (
+    heads_divide_over_context,
+    sequence_divides_over_context,
+    context_parallelism_supports,
+)

@@ -1,0 +1,101 @@
+"""Attention of rows that context-parallel ranks split: all-to-all over heads (Ulysses; Jacobs et al. 2023).
+
+Before attention each rank has some positions of all heads, within it all positions of some heads, and after it what it
+had before. The exchange is its own inverse, and so its own gradient (megatron-core's `all_to_all`). Packing, masks and
+kernels are those of one process, and every rank has equally much to compute however samples are packed.
+
+Legend: S positions, B rows, C context-parallel ranks, D head width, and on each of these ranks N query heads and G
+key/value heads before the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from math import gcd
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megavlm.model.packing import Packing
+
+
+@cache
+def across_context(attention: type) -> type:
+    """Return a class like `attention`, a core attention, for rows of which each rank holds a part.
+
+    Answers are generated with whole rows on each rank, as their key/value cache has them: nothing is exchanged then.
+    """
+
+    class ContextAttention(attention):  # type: ignore[misc, unused-ignore]
+        def __init__(
+            self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any
+        ) -> None:
+            own = with_own_heads(config, pg_collection.cp.size())
+            super().__init__(own, *args, pg_collection=pg_collection, **kwargs)
+            self.context_group = pg_collection.cp
+
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *args: Any,
+            packed_seq_params: Packing | None = None,
+            **kwargs: Any,
+        ) -> Tensor:
+            """query [S/C, B, N, D], key and value [S/C, B, G, D] → [S/C, B, N·D]."""
+            group, packing = self.context_group, packed_seq_params
+            if packing is not None and packing.cached is not None:
+                out: Tensor = super().forward(query, key, value, *args, packed_seq_params=packing, **kwargs)
+                return out
+            sent, sizes = heads_for_ranks((query, key, value), group.size())
+            whole = rows_of_ranks(all_to_all(group, sent)).split(sizes, dim=2)
+            inputs = (x.contiguous() for x in whole)
+            out = super().forward(*inputs, *args, packed_seq_params=packing, **kwargs)
+            parts = out.unflatten(0, (group.size(), -1)).unflatten(-1, (-1, query.shape[-1]))
+            return heads_of_ranks(all_to_all(group, parts))
+
+    return ContextAttention
+
+
+def with_own_heads(config: TransformerConfig, ranks: int) -> TransformerConfig:
+    """Return the configuration of an attention with the heads that it has after the exchange."""
+    tp = config.tensor_model_parallel_size
+    groups = max(config.num_query_groups // tp, 1) * tp  # ranks that share a key/value head have a copy each
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // ranks,
+        num_query_groups=groups * copies_of_heads(groups // tp, ranks) // ranks,
+    )
+
+
+def copies_of_heads(heads: int, ranks: int) -> int:
+    """Return how often heads are repeated so that `ranks` divides them: lcm(heads, ranks) / heads."""
+    return ranks // gcd(heads, ranks)
+
+
+def heads_for_ranks(tensors: Sequence[Tensor], ranks: int) -> tuple[Tensor, list[int]]:
+    """Return the heads that each rank gets, [C, S/C, B, heads, D], and how many of them are of each tensor.
+
+    Rank c gets equally many consecutive heads of each tensor [S/C, B, heads, D]. Key/value heads that C does not divide
+    are repeated. As C divides the N query heads, lcm(G, C) divides them too: each rank has the keys of its queries.
+    """
+    repeated = [x.repeat_interleave(copies_of_heads(x.shape[2], ranks), dim=2) for x in tensors]
+    parts = [x.unflatten(2, (ranks, -1)) for x in repeated]
+    return torch.cat(parts, dim=3).permute(2, 0, 1, 3, 4), [x.shape[3] for x in parts]
+
+
+def rows_of_ranks(parts: Tensor) -> Tensor:
+    """Return whole rows [S, B, heads, D] of the parts [C, S/C, B, heads, D] that came from each rank."""
+    return parts.flatten(0, 1)
+
+
+def heads_of_ranks(parts: Tensor) -> Tensor:
+    """Return all heads [S/C, B, N·D] of the parts [C, S/C, B, N/C, D] that came from each rank."""
+    return parts.permute(1, 2, 0, 3, 4).flatten(2)

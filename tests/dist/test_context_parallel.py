@@ -1,0 +1,100 @@
+"""Context parallelism gives the numbers of one process: every layout that splits rows, with and without images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.data_files import sources_of, write_all
+from tests.support.flags import DROPOUT, FOUR, MODELS, TWO
+from tests.support.pool import Pools
+from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train, without_wall_time
+
+LAYOUTS = {
+    "cp2": (2, "--cp 2"),
+    "cp4": (4, "--cp 4 --micro-batch-size 2"),
+    "cp2-tp2": (4, "--cp 2 --tp 2"),
+    "cp2-pp2": (4, "--cp 2 --pp 2"),
+    "cp2-pp2-vpp2": (4, "--cp 2 --pp 2 --vpp 2"),
+    "cp2-dp2": (4, "--cp 2"),
+}
+FAST = [
+    ("cp4", "shared-kv", ""),
+    ("cp2-tp2", "qwen3-vl", ""),
+    ("cp2-pp2-vpp2", "one-image-rank", ""),
+    ("cp2-dp2", "gemma3", ""),
+]
+SLOW = [
+    *[(layout, model, "") for layout in LAYOUTS for model in MODELS if layout != "cp2" or model == "plain"],
+    ("cp2-tp2", "rich", "--no-sequence-parallel"),
+    ("cp2-tp2", "padded-heads", "--recompute-granularity selective"),
+    ("cp2", "rich", "--recompute-granularity full"),
+    ("cp2-dp2", "rich", "--data-parallel-sharding none"),
+    ("cp2-dp2", "one-image-rank", "--overlap-grad-reduce --overlap-param-gather"),
+    ("cp2-dp2", "rich", "--hybrid-shard-size 2"),
+    *[
+        (f"cp2-{other}", "qwen3-vl", f"--data-parallel-sharding {kind}")
+        for other in ("dp2", "tp2", "pp2")
+        for kind in ("optimizer_gradients", "full")
+    ],
+    ("cp4", "plain", "--loss-chunk-tokens 2"),
+]
+
+
+def check_case(pools: Pools, one_process, tmp_path: Path, layout: str, model: str, option: str, steps=()) -> None:
+    world, flags = LAYOUTS[layout]
+    argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.split(), *option.split(), *steps]
+    pools(world).run(train, argv, str(tmp_path))
+    assert_same_curve(metrics(tmp_path), one_process(model, steps))
+
+
+@pytest.mark.parametrize(("layout", "model", "option"), FAST)
+def test_split_rows_give_the_numbers_of_one_process(pools, one_process, tmp_path, layout, model, option):
+    check_case(pools, one_process, tmp_path, layout, model, option)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "model", "option"), list(dict.fromkeys([*FAST, *SLOW])))
+def test_every_split_of_rows_gives_the_numbers_of_one_process(pools, one_process, tmp_path, layout, model, option):
+    check_case(pools, one_process, tmp_path, layout, model, option, LONG)
+
+
+@pytest.mark.slow
+def test_three_ranks_split_rows_of_six_heads(pools, tmp_path):
+    argv = [*SMALL, "--no-save", *"--language-num-attention-heads 6 --language-num-query-groups 2".split()]
+    argv += "--seq-length 33".split()
+    pools(1).run(train, argv, str(tmp_path / "one"))
+    pools(3).run(train, [*argv, "--cp", "3"], str(tmp_path / "three"))
+    assert_same_curve(metrics(tmp_path / "three"), metrics(tmp_path / "one"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "layout"), [(2, "--cp 2"), (4, "--cp 2 --tp 2"), (4, "--cp 4 --mbs 2")])
+def test_packed_rows_may_be_split_anywhere(pools: Pools, tmp_path: Path, world: int, layout: str) -> None:
+    """Samples of packed rows cross the borders of parts, and no sample is padded for it."""
+    data = sources_of(write_all(tmp_path / "data"))
+    argv = [*SMALL, *"--images-per-sample 1 --image-sizes --seq-length 96 --packing-window 16".split(), *data]
+    pools(1).run(train, [*argv, "--no-save"], str(tmp_path / "one"))
+    pools(world).run(train, [*argv, *layout.split(), "--no-save"], str(tmp_path / "many"))
+    ours, expected = metrics(tmp_path / "many"), metrics(tmp_path / "one")
+    assert_same_curve(ours, expected)
+    for record, other in zip(ours, expected, strict=True):
+        assert record["packing_efficiency"] == other["packing_efficiency"] > 0.5
+        for name, loss in record["loss_by_source"].items():
+            theirs = other["loss_by_source"][name]
+            assert loss is theirs is None or loss == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_for_bit_and_on_other_layouts(pools: Pools, one_process, tmp_path: Path) -> None:
+    argv = [*SMALL, *DROPOUT, "--cp", "2"]
+    pools(2).run(train, [*argv, *FOUR, "--no-save"], str(tmp_path / "whole"))
+    pools(2).run(train, [*argv, *TWO], str(tmp_path / "halves"))
+    pools(2).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
+    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+    layouts = ((2, "--cp 2"), (2, "--tp 2"), (1, ""), (2, "--cp 2"), (4, "--cp 2 --tp 2"))
+    for number, (world, layout) in enumerate(layouts):
+        steps = ["--train-iters", str(number + 2)]
+        pools(world).run(train, [*SMALL, *layout.split(), *steps], str(tmp_path / "moved"))
+    assert_same_curve(metrics(tmp_path / "moved"), one_process("plain"))
