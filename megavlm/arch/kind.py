@@ -80,6 +80,10 @@ class LayerKind(ABC):
     def communication(self, scenario: Scenario) -> Communication:
         """Return what a forward pass exchanges under tensor parallelism (TP > 1)."""
 
+    def context_exchange(self, scenario: Scenario) -> tuple[float, ...]:
+        """Return the bytes of each tensor that a forward pass exchanges among context-parallel ranks (CP > 1)."""
+        return ()
+
 
 def stream_bytes(stream: Stream, scenario: Scenario) -> float:
     """Return the bytes of a stream's whole tensor for one micro-batch."""

@@ -54,6 +54,7 @@ def mask_bytes(scenario: Scenario) -> float:
     if language.bidirectional_images and (language.window_size is None or language.full_attention_layers):
         windows.add(None)
     length = max(1, work.token_squares // max(1, work.tokens))  # of a sample
-    bounds = [*range(0, work.tokens, length), work.tokens]
+    tokens = work.tokens * scenario.dims.cp  # masks are of whole rows
+    bounds = [*range(0, tokens, length), tokens]
     spans = (span for window in windows for span in spans_of(bounds, window=window, longest=longest))
     return float(sum(span.scores for span in spans) * scenario.bytes_each)

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from megavlm.arch.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
-from megavlm.arch.workload import Workload, times, typical_workload
+from megavlm.arch.workload import Workload, of_context_part, times, typical_workload
 from megavlm.config.derived import layer_precision, overlapped, sequence_parallel
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.parallel.dims import Dims
@@ -24,13 +24,13 @@ class Scenario:
     """A model, what one micro-batch holds, and the layout. Times and bytes follow from nothing else."""
 
     model: ModelConfig
-    work: Workload  # of one micro-batch
+    work: Workload  # of one micro-batch, on one context-parallel rank
     dims: Dims
     micro_batches: int  # per data-parallel rank and step
     precision: str = "fp32"
     sequence_parallel: bool = False
-    sharding: Sharding = "optimizer"  # among data-parallel ranks
-    shard_size: int | None = None  # HSDP: ranks that share; default: all data-parallel ranks
+    sharding: Sharding = "optimizer"  # among DP × CP ranks
+    shard_size: int | None = None  # HSDP: ranks that share; default: all DP × CP ranks
     overlap_grad_reduce: bool = False
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
@@ -54,8 +54,8 @@ class Scenario:
 
     @property
     def shards(self) -> int:
-        """Data-parallel ranks that share optimizer state (and more)."""
-        return 1 if self.sharding == "none" else self.shard_size or self.dims.dp
+        """DP × CP ranks that share optimizer state (and more)."""
+        return 1 if self.sharding == "none" else self.shard_size or self.dims.dp_cp
 
     @property
     def shards_gradients(self) -> bool:
@@ -82,7 +82,7 @@ def _gradient_reaches(names: tuple[str, ...], trained: frozenset[str]) -> tuple[
 
 def encoder_scenario(scenario: Scenario, vision_tp: int) -> Scenario:
     """Return the scenario of a colocated encoder, one copy of which `vision_tp` ranks of the world hold together."""
-    dims = replace(scenario.dims, tp=vision_tp, pp=1, vpp=1, dp=scenario.dims.world // vision_tp)
+    dims = Dims(tp=vision_tp, dp=scenario.dims.world // vision_tp)
     sharding: Sharding = "none" if scenario.sharding == "none" else "optimizer"
     return replace(scenario, dims=dims, sharding=sharding, sequence_parallel=vision_tp > 1)
 
@@ -93,14 +93,14 @@ def scenario_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Scenario
     sample = typical_workload(config)
     return Scenario(
         model=config.model,
-        work=times(sample, train.micro_batch_size),
+        work=of_context_part(times(sample, train.micro_batch_size), dims.cp),
         dims=dims,
         micro_batches=train.global_batch_size // (train.micro_batch_size * dims.dp),
         precision=config.precision.dtype,
         sequence_parallel=sequence_parallel(config),
         sharding=config.parallel.data_parallel_sharding,
         shard_size=config.parallel.hybrid_shard_size,
-        overlap_grad_reduce=bool(overlapped(config, dp=dims.dp).parallel.overlap_grad_reduce),
+        overlap_grad_reduce=bool(overlapped(config, dp=dims.dp_cp).parallel.overlap_grad_reduce),
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
         trained=trained_layers(config),
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from math import gcd
 
 from megavlm.arch.kind import FP32, Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
 from megavlm.arch.scenario import Scenario
@@ -79,6 +80,12 @@ class LanguageLayer(TransformerKind):
     def sizes(self, scenario: Scenario) -> LayerSizes:
         return _LanguageLayerSizes(scenario.model.language, scenario)
 
+    def context_exchange(self, scenario: Scenario) -> tuple[float, ...]:
+        """Return what attention exchanges: queries, keys and values before it, its output after it."""
+        sizes = self.sizes(scenario)
+        each = sizes.tokens * sizes.width * scenario.bytes_each
+        return each * (sizes.heads + 2 * sizes.groups * sizes.copies), each * sizes.heads
+
 
 def norm_parameters(vision: VisionConfig) -> int:
     """Return the parameters of one of the tower's norms."""
@@ -99,7 +106,7 @@ class LayerSizes:
         self.rotated = vision.position_embedding != "learned"
         self.qk_norm = vision.qk_norm != "none"
         self.scaled, self.post_norms = vision.layer_scale, False
-        self.keys_kept = self.groups  # heads of keys, and of values, that attention keeps
+        self.keys_kept, self.copies = self.groups, 1  # heads of keys, and of values, that attention keeps
         self.inner = 1 + (vision.activation == "swiglu")  # widths of the MLP that the activation keeps, its input's
 
     def saved(self, *, trained: bool, core_attention: bool) -> float:
@@ -110,6 +117,8 @@ class LayerSizes:
         queries_and_keys = T * (self.heads + self.groups) * self.width
         attention = (T * (2 * self.heads + 2 * self.keys_kept) * self.width) * e  # q, k, v and the output
         attention += T * self.heads * FP32 * (not core_attention)  # log of the sums that softmax divides by
+        if scenario.dims.cp > 1 and not core_attention:  # after the exchange: repeated keys, and another output
+            attention += T * (2 * self.keys_kept * (self.copies - 1) + self.heads * trained) * self.width * e
         if self.qk_norm:  # what the norms read, beside what attention reads
             attention += queries_and_keys * e
         if self.qk_norm and not scenario.on_gpu:
@@ -130,4 +139,5 @@ class _LanguageLayerSizes(LayerSizes):
         self.qkv_bias, self.linear_bias = language.add_qkv_bias, False
         self.rotated, self.qk_norm, self.scaled = True, language.qk_norm, False
         self.post_norms = language.post_norms
+        self.copies = scenario.dims.cp // gcd(self.groups, scenario.dims.cp)
         self.keys_kept = self.heads if masks_attention(language) else self.groups  # masks repeat them for their queries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megavlm.arch.image_tokens import Grid, tokens_per_grid
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
@@ -26,6 +26,17 @@ class Workload:
 def times(work: Workload, samples: int) -> Workload:
     """Return the workload of `samples` equal samples."""
     return Workload(**{name: value * samples for name, value in vars(work).items()})
+
+
+def of_context_part(work: Workload, ranks: int) -> Workload:
+    """Return what one of `ranks` context-parallel ranks computes: its positions, attention of its heads, all images."""
+    return replace(
+        work,
+        tokens=work.tokens // ranks,
+        token_squares=work.token_squares // ranks,
+        sliding_squares=work.sliding_squares // ranks,
+        trained_tokens=work.trained_tokens // ranks,
+    )
 
 
 def image_workload(grids: Sequence[Grid], model: ModelConfig) -> Workload:

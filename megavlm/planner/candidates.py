@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from megavlm.arch.scenario import Offloaded, Recompute, Sharding
@@ -12,10 +13,12 @@ from megavlm.parallel.dims import Dims, with_dims
 
 _STAGES: tuple[Sharding, ...] = ("none", "optimizer", "optimizer_gradients", "full")  # of ZeRO
 
+LEAST_PART = 16_384  # positions of a row: shorter parts are not worth their exchange where replicas do as well
+
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried. Context parallelism is not: this program cannot run it yet."""
+    """What is tried."""
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -26,6 +29,7 @@ class Space:
     sharding: tuple[Sharding, ...] = ("optimizer", "optimizer_gradients", "full", "none")
     # Tried in this order where a layout lacks memory.
     offload: tuple[tuple[Offloaded, ...], ...] = (("optimizer",), ("activations",), ("optimizer", "activations"))
+    cp: tuple[int, ...] = (1, 2, 4, 8, 16)  # those that leave a rank `LEAST_PART` positions
 
 
 @dataclass(frozen=True)
@@ -73,23 +77,24 @@ def with_offload(candidate: Candidate, space: Space) -> Iterator[Candidate]:
 
 
 def candidates(
-    world: int, space: Space, *, vision_tp: int = 1, offload: tuple[Offloaded, ...] = ()
+    world: int, space: Space, *, length: int, vision_tp: int = 1, offload: tuple[Offloaded, ...] = ()
 ) -> Iterator[Candidate]:
     """Everything in a space, but whole optimizer state only where nothing else is asked for: it saves a little of the
-    optimizer's time at best, and a search tries it last. `vision_tp` is that of colocated encoders; `offload` is what a
-    run offloads in any case.
+    optimizer's time at best, and a search tries it last. `length` are the positions of a row, `vision_tp` is that of
+    colocated encoders; `offload` is what a run offloads in any case.
     """
     kinds = tuple(kind for kind in space.sharding if kind != "none") or space.sharding
-    for tp in space.tp:
-        for pp in space.pp:
-            if world % (tp * pp):
-                continue
-            dp = world // (tp * pp)
+    for dims in _degrees(world, space, length=length):
+        for micro_batch in space.micro_batch:
+            for placement in space.placement:
+                for recompute in space.recompute:
+                    shared = vision_tp if placement == "colocated" else 1
+                    for sharding in kinds if dims.dp_cp > 1 else kinds[:1]:
+                        yield Candidate(dims, micro_batch, recompute, placement, sharding, shared, offload)
+
+
+def _degrees(world: int, space: Space, *, length: int) -> Iterator[Dims]:
+    for tp, cp, pp in product(space.tp, space.cp, space.pp):
+        if world % (tp * cp * pp) == 0 and (cp == 1 or length >= cp * LEAST_PART):
             for vpp in space.vpp if pp > 1 else (1,):
-                dims = Dims(tp, pp, vpp, dp)
-                for micro_batch in space.micro_batch:
-                    for placement in space.placement:
-                        for recompute in space.recompute:
-                            shared = vision_tp if placement == "colocated" else 1
-                            for sharding in kinds if dp > 1 else kinds[:1]:
-                                yield Candidate(dims, micro_batch, recompute, placement, sharding, shared, offload)
+                yield Dims(tp, pp, vpp, world // (tp * cp * pp), cp)

@@ -46,8 +46,10 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     gathers, reductions = exchanged.gathers, exchanged.reductions
     again = gathers if trained and scenario.sequence_parallel and name != OUTPUT else ()
     exchange = _collective(gathers, tp, link) + _collective(reductions, tp, link)
+    across = context_seconds(name, scenario, hardware)
+    exchange += across
     issue, issue_back = launch_seconds(name, scenario, passes, host)
-    calls = len(gathers) + len(reductions)
+    calls = len(gathers) + len(reductions) + 2 * (across > 0)
     issue += calls * host.operation[0] * scenario.on_gpu
     forward = sum(pair[0] for pair in terms.values()) + exchange
     if not (trained or reached):
@@ -59,7 +61,7 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     if recompute == "full" and reached and is_transformer(name):
         backward, issue_back = backward + forward, issue_back + issue
     if recompute == "selective" and "attention" in terms:
-        backward += terms["attention"][0]
+        backward += terms["attention"][0] + across
         issue_back += _ATTENTION_LAUNCHES * host.operation[0] * scenario.on_gpu
     launch = (issue, issue_back)
     if not is_offloaded(name, scenario):
@@ -70,6 +72,17 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     # Beside the next layer's forward pass, and the backward pass of the layer after it. Only backward passes depend on
     # what is recomputed, so what a copy out takes beyond a forward pass is counted there as well.
     return Seconds(forward, max(backward, copy) + max(0.0, copy - forward), launch)
+
+
+def context_seconds(name: str, scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds of a layer's all-to-alls among context-parallel ranks in a forward pass.
+
+    Each rank sends (n−1)/n of its tensors, as in the collectives of tensor parallelism.
+    """
+    dims = scenario.dims
+    if dims.cp == 1:
+        return 0.0
+    return _collective(layer_kind(name).context_exchange(scenario), dims.cp, hardware.link(dims.tp * dims.cp))
 
 
 def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, float]:
@@ -94,7 +107,7 @@ def transfer_seconds(size: float, scenario: Scenario, hardware: Hardware) -> flo
     dims = scenario.dims
     if dims.pp == 1:
         return 0.0
-    link = hardware.link(2 * dims.tp * dims.dp)
+    link = hardware.link(2 * dims.tp * dims.dp_cp)
     return 2 * link.latency + link.seconds(size)
 
 
@@ -104,22 +117,22 @@ def carried_bytes(scenario: Scenario, index: int) -> float:
 
 
 def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, held: float = 0.0) -> float:
-    """Return the seconds to reduce a rank's gradients in fp32 over data-parallel ranks and to gather updated weights.
+    """Return the seconds to reduce a rank's gradients in fp32 over DP × CP ranks and to gather updated weights.
 
     ZeRO-2 and 3 reduce after each micro-batch, and gather all weights that a rank holds (frozen ones too): once a step,
     or (3) for each pass.
     """
-    if scenario.dims.dp == 1:
+    ranks = scenario.dims.dp_cp
+    if ranks == 1:
         return 0.0
     shards, tp = scenario.shards, scenario.dims.tp
     gradients, weights = trained * FP32, trained * scenario.bytes_each
     if scenario.sharding == "none":  # an all-reduce is both halves in fp32
-        return 2 * _collective([gradients], scenario.dims.dp, hardware.link(scenario.dims.dp * tp))
+        return 2 * _collective([gradients], ranks, hardware.link(ranks * tp))
     link = hardware.link(shards * tp)
     seconds = 0.0
-    if shards < scenario.dims.dp:
-        replicas = scenario.dims.dp // shards
-        seconds = 2 * _collective([gradients / shards], replicas, hardware.link(scenario.dims.dp * tp))
+    if shards < ranks:
+        seconds = 2 * _collective([gradients / shards], ranks // shards, hardware.link(ranks * tp))
     if not scenario.shards_gradients:
         return seconds + _collective([gradients, weights], shards, link)
     gathers = 2 * scenario.micro_batches if scenario.sharding == "full" else 1

@@ -171,9 +171,11 @@ def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> floa
 
 def batch_bytes(scenario: Scenario, *, with_patches: bool) -> float:
     """Return the bytes of one micro-batch: token ids, labels and positions of 8 bytes, a mask of 4, which tokens are
-    trained (8 each), and its pixels.
+    trained (8 each), and its pixels. Context-parallel ranks also have the token ids of whole rows.
     """
     axes = 3 if scenario.model.language.mrope_section else 1
+    if scenario.dims.cp > 1:
+        axes += scenario.dims.cp
     text = scenario.work.tokens * (8 * (2 + axes) + 4) + (scenario.work.features + scenario.work.trained_tokens) * 8
     vision = scenario.model.vision
     pixels = scenario.work.patches * vision.in_channels * vision.patch_size**2 * scenario.bytes_each

@@ -58,7 +58,7 @@ def settings(config: Config, dims: Dims) -> Iterator[tuple[str, Config]]:
         size //= 2
         yield f"--micro-batch-size {size}", replace(config, train=replace(train, micro_batch_size=size))
     for kind in ("optimizer", "optimizer_gradients", "full"):
-        if dims.dp > 1 and kind != parallel.data_parallel_sharding:
+        if dims.dp_cp > 1 and kind != parallel.data_parallel_sharding:
             sharded = replace(config, parallel=replace(parallel, data_parallel_sharding=kind))
             yield f"--data-parallel-sharding {kind}", sharded
     offloaded: tuple[Literal["activations", "optimizer"], ...] = ("activations", "optimizer")

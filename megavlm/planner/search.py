@@ -47,7 +47,8 @@ def search(
     tried = 0
     vision_tp = config.parallel.vision_tensor_model_parallel_size
     offloads = hardware.on_gpu and bool(space.offload)
-    for wanted in candidates(world, space, vision_tp=vision_tp, offload=config.execution.offload):
+    length, offload = config.train.seq_length, config.execution.offload
+    for wanted in candidates(world, space, length=length, vision_tp=vision_tp, offload=offload):
         tried += 1
         candidate, reason = judge.with_fitting_encoder(wanted)
         if reason and (judge.rule(candidate) or not offloads):
@@ -80,7 +81,7 @@ def search(
             heapq.heappush(queue, (judge.bound(other), number, other, None))
     whole = "none" in space.sharding[1:]
     for each in found[:top]:
-        if whole and each.candidate.dims.dp > 1 and each.candidate.sharding == "optimizer":
+        if whole and each.candidate.dims.dp_cp > 1 and each.candidate.sharding == "optimizer":
             kept = judge.estimate(replace(each.candidate, sharding="none"))
             if isinstance(kept, Estimate) and (reason := judge.host_memory_error(kept)):
                 kept = Rejected(kept.candidate, reason)

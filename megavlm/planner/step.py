@@ -73,13 +73,13 @@ def encoder_layers(scenario: Scenario) -> int:
 def colocated_encoder(
     scenario: Scenario, hardware: Hardware, *, images: int, chunk_patches: int, kept: int, vision_tp: int = 1
 ) -> EncoderEstimate:
-    """Return what the encoder takes on each rank of a replica of TP × PP ranks.
+    """Return what the encoder takes on each rank of a replica of TP × CP × PP ranks.
 
     `images` are those of one micro-batch, alike; `vision_tp` ranks together are an encoder, which takes ⌈all of the
     step's / encoders⌉ of them in passes of about `chunk_patches`. All passes but the last `kept` are computed again for
     their backward.
     """
-    dims, ranks = scenario.dims, scenario.dims.tp * scenario.dims.pp
+    dims, ranks = scenario.dims, scenario.dims.replica
     all_images = images * scenario.micro_batches
     own = math.ceil(all_images * vision_tp / ranks)
     model_state = replicated_encoder(scenario, vision_tp=vision_tp)
