@@ -6,7 +6,7 @@ from megavlm.arch.kind import Communication, LayerCost, LayerKind, Stream, norm_
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.transformer import norm_parameters
 from megavlm.arch.workload import Workload
-from megavlm.config.derived import projector_inputs
+from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.config.schema import ModelConfig
 
 
@@ -61,21 +61,28 @@ class VisionNorm(LayerKind):
 
 
 class Projector(LayerKind):
-    """Pixel shuffle and a linear layer or an MLP, whole sequences on each rank outside their own products."""
+    """Merged patches and a linear layer or an MLP, whole sequences on each rank outside their own products."""
 
     reads = Stream.PATCHES
     launches = (15, 14)
     cpu_calls = 6
 
     def has_norm(self, model: ModelConfig) -> bool:
-        """Return whether a norm precedes the first linear layer."""
+        """Return whether patches or merged features are normalised."""
         return model.projector.input_norm
+
+    def convolution(self, model: ModelConfig) -> int:
+        """Return the weights that merge the patches of a block, whole on every tensor-parallel rank."""
+        learned = model.projector.merge == "convolution"
+        return block_channels(model) * projector_inputs(model) if learned else 0
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         projector, outputs = model.projector, model.language.hidden_size
         inputs = projector_inputs(model)
-        norm = inputs * (2 if projector.normalization == "LayerNorm" else 1)
+        normed = model.vision.hidden_size if projector.norm_before_merge else inputs
+        norm = normed * (2 if projector.normalization == "LayerNorm" else 1)
         count = norm * self.has_norm(model) + outputs * (projector.anyres_max_tiles is not None)
+        count += self.convolution(model)
         if projector.kind == "linear":
             return count + (inputs + projector.bias) * outputs // tp
         hidden = model.projector.hidden_size
@@ -85,14 +92,19 @@ class Projector(LayerKind):
         inputs, outputs = projector_inputs(model), model.language.hidden_size
         hidden = model.projector.hidden_size
         params = inputs * outputs if model.projector.kind == "linear" else inputs * hidden + hidden * outputs
+        params += self.convolution(model)
         return LayerCost(params, 2.0 * params * work.features)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         model, e = scenario.model, scenario.bytes_each
-        merged = scenario.work.features * projector_inputs(model) * e
+        features, projector = scenario.work.features, scenario.model.projector
+        merged = features * projector_inputs(model) * e
+        patches = features * block_channels(model) * e
+        convolved = patches * (projector.merge == "convolution")
+        normed = (patches if projector.norm_before_merge else merged) * self.has_norm(model)
         hidden = model.projector.hidden_size
-        inner = 0 if model.projector.kind == "linear" else 2 * scenario.work.features * hidden / scenario.dims.tp * e
-        return merged * (trained + self.has_norm(model)) + inner + scenario.work.patches * 8
+        inner = 0 if projector.kind == "linear" else 2 * features * hidden / scenario.dims.tp * e
+        return (merged + convolved) * trained + normed + inner + scenario.work.patches * 8
 
     def communication(self, scenario: Scenario) -> Communication:
         patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))

@@ -115,7 +115,11 @@ def attends_in_window(language: LanguageConfig, layer: int) -> bool:
     return language.window_size is not None and layer not in language.full_attention_layers
 
 
+def block_channels(model: ModelConfig) -> int:
+    """Return the channels of all patches of a block that the projector merges."""
+    return model.vision.hidden_size * model.projector.pixel_shuffle**2
+
+
 def projector_inputs(model: ModelConfig) -> int:
-    """Return the channels of a feature before the projector: those of a block's patches together, or of their mean."""
-    merged = model.projector.pixel_shuffle**2 if model.projector.merge == "concatenate" else 1
-    return model.vision.hidden_size * merged
+    """Return the channels of a merged feature: those of a block's patches together, or of one patch."""
+    return block_channels(model) if model.projector.merge == "concatenate" else model.vision.hidden_size

@@ -108,7 +108,7 @@ EFFECTS = (
     ),
     Effect(
         "model.projector",
-        ("normalization", "apply_layernorm_1p"),
+        ("normalization", "apply_layernorm_1p", "norm_before_merge"),
         lambda config: config.model.projector.input_norm or bool(config.model.vision.deepstack_layers),
         "without a norm layer",
         "add --projector-input-norm",
@@ -123,7 +123,7 @@ EFFECTS = (
     Effect(
         "model.projector",
         ("merge",),
-        lambda config: config.model.projector.pixel_shuffle > 1,
+        lambda config: config.model.projector.pixel_shuffle > 1 or config.model.projector.merge == "convolution",
         "without blocks of patches",
         "set --projector-pixel-shuffle",
     ),

@@ -84,12 +84,16 @@ class ProjectorConfig:
     pixel_shuffle: int = option(
         1, "Merge each N×N block of neighbouring patches into one feature before the projector."
     )
-    merge: Literal["concatenate", "average"] = option(
+    merge: Literal["concatenate", "average", "convolution"] = option(
         "concatenate",
-        "How the patches of a block of --projector-pixel-shuffle become one feature: concatenated, or averaged (Gemma "
-        "3).",
+        "How the patches of a block of --projector-pixel-shuffle become one feature: concatenated, averaged (Gemma 3), "
+        "or by a learned convolution over the block, which keeps the width of a patch (Mistral 3).",
     )
     input_norm: bool = option(False, "Apply a norm layer before the first linear layer of the projector (InternVL).")
+    norm_before_merge: bool = option(
+        False,
+        "Apply the norm layer of --projector-input-norm to single patches (Mistral 3); off: to merged features.",
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the projector's norm layers.")
     norm_epsilon: float = option(1e-5, "Epsilon of the norm layer before the projector's first linear layer.")
     apply_layernorm_1p: bool = option(

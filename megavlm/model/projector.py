@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from megavlm.arch.anyres import TileGroup
 from megavlm.arch.image_tokens import tokens_per_grid
-from megavlm.config.derived import projector_inputs
+from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.config.schema import ModelConfig
 from megavlm.model.norm import Norm
 from megavlm.model.vision import VisionLayout
-from megavlm.model.vision_ops import average_pool, pixel_shuffle, unpad_and_concat
+from megavlm.model.vision_ops import average_pool, channels_first_blocks, pixel_shuffle, unpad_and_concat
+
+MERGES = {"concatenate": pixel_shuffle, "average": average_pool, "convolution": channels_first_blocks}
 
 
 class Projector(MegatronModule):
@@ -37,19 +39,24 @@ class Projector(MegatronModule):
         collection: ProcessGroupCollection,
         norm_epsilon: float | None,
     ) -> None:
-        """`norm_epsilon` is that of a norm before the first linear layer; None: there is no such norm."""
+        """`norm_epsilon` is that of a norm of patches or merged features; None: there is no such norm."""
         assert not layer_config.sequence_parallel
         super().__init__(config=layer_config)
         self.projector = model.projector
         self.tp_group = collection.tp
-        self.merge = average_pool if model.projector.merge == "average" else pixel_shuffle
+        self.merge = MERGES[model.projector.merge]
         inputs = projector_inputs(model)
         outputs = model.language.hidden_size
         hidden = model.projector.hidden_size
         dtype = layer_config.params_dtype
         self.norm: nn.Module = nn.Identity()
         if norm_epsilon is not None:
-            self.norm = Norm(layer_config, inputs, norm_epsilon)
+            normed = model.vision.hidden_size if self.projector.norm_before_merge else inputs
+            self.norm = Norm(layer_config, normed, norm_epsilon)
+        # Whole on every tensor-parallel rank, as its inputs and outputs are: it needs no communication.
+        self.convolution: nn.Module = nn.Identity()
+        if self.projector.merge == "convolution":
+            self.convolution = nn.Linear(block_channels(model), inputs, bias=False, dtype=dtype)
         bias = model.projector.bias
         tiled = self.projector.anyres_max_tiles is not None
         self.image_newline = nn.Parameter(torch.empty(outputs, dtype=dtype)) if tiled else None
@@ -73,8 +80,10 @@ class Projector(MegatronModule):
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
         patches = hidden[:, 0].index_select(0, layout.patch_index(hidden.device))
-        merged = self.merge(patches, layout.grids, self.projector.pixel_shuffle)
-        out, _ = self.linear_fc1(self.norm(merged)[:, None])
+        first = self.projector.norm_before_merge
+        merged = self.merge(self.norm(patches) if first else patches, layout.grids, self.projector.pixel_shuffle)
+        merged = self.convolution(merged)
+        out, _ = self.linear_fc1((merged if first else self.norm(merged))[:, None])
         if self.linear_fc2 is not None:
             out, _ = self.linear_fc2(F.gelu(out))
         newline, most = self.image_newline, self.projector.anyres_max_tiles

@@ -15,7 +15,7 @@ from tests.support.pool import Pools
 activate()  # before the modules below import megatron-core
 
 from tests.support.hf_layout import Reference, assert_layout, make_reference  # noqa: E402
-from tests.support.tiny_models import gemma3, internvl, llava, llava_onevision, pixtral, qwen_vl, smolvlm  # noqa: E402
+from tests.support.tiny_models import gemma3, internvl, llava, llava_onevision, mistral3, pixtral, qwen_vl, smolvlm  # noqa: E402
 
 # Two micro-batches with equally many trained tokens: two images and none, one and one.
 IMAGES = ([[(32, 32), (32, 32)], []], [[(32, 32)], [(32, 32)]])
@@ -32,6 +32,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "idefics3-tied": (smolvlm.idefics3, smolvlm.IMAGES),
     "gemma3": (lambda: gemma3.gemma3(num_key_value_heads=1), gemma3.IMAGES[::2]),
     "pixtral": (pixtral.pixtral, pixtral.IMAGES[::2]),
+    "mistral3": (mistral3.mistral3, mistral3.IMAGES[::2]),
     "qwen2-vl": (qwen_vl.qwen2, SIZES),
     "qwen2.5-vl": (qwen_vl.qwen2_5, SIZES),
     "qwen2.5-vl-videos": (qwen_vl.qwen2_5, (*qwen_vl.VIDEOS, qwen_vl.IMAGES[1])),
@@ -75,7 +76,7 @@ def test_layouts_equal_transformers(
     assert_layout(pools, world, references(family), flags)
 
 
-@pytest.mark.parametrize("family", ["qwen3-vl", "llava-onevision", "gemma3", "qwen2.5-vl-videos"])
+@pytest.mark.parametrize("family", ["qwen3-vl", "llava-onevision", "gemma3", "mistral3", "qwen2.5-vl-videos"])
 def test_colocated_encoder_equals_transformers(
     pools: Pools, references: Callable[[str], Reference], family: str
 ) -> None:

@@ -32,7 +32,13 @@ GEMMA = (
     "--projector-kind linear --projector-merge average --projector-input-norm --projector-normalization RMSNorm"
 )
 
+MISTRAL3 = (
+    "--projector-merge convolution --projector-input-norm --projector-norm-before-merge "
+    "--projector-normalization RMSNorm --no-projector-bias"
+)
+
 CASES = {
+    "mistral3": (1, MISTRAL3),
     "gemma": (1, GEMMA),
     "plain": (1, ""),
     "bf16": (1, "--precision bf16"),

@@ -22,7 +22,7 @@ from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
 from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
 from tests.support import chat_templates as templates
-from tests.support.tokenizers import EXTRA, GEMMA, LLAMA3, QWEN, SMOL, byte_level, llama, with_begin
+from tests.support.tokenizers import EXTRA, GEMMA, LLAMA3, MISTRAL, QWEN, SMOL, byte_level, llama, with_begin
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,14 @@ CASES = {
     "smolvlm": Case(templates.SMOLVLM, "smol", TILES, stop="<end_of_utterance>", opening="<|im_start|>"),
     "llama3": Case(templates.LLAMA3, "llama3", IMAGE, stop="<|eot_id|>", opening="<|begin_of_text|>", in_parts=False),
     "mistral": Case(templates.MISTRAL, "llama", IMAGE, stop="</s>", opening="<s>", in_parts=False),
+    "mistral3": Case(
+        templates.MISTRAL3,
+        "mistral",
+        Prompt("[IMG]", ("", "[IMG_BREAK]", "[IMG_END]"), (3, 3)),
+        placeholder="[IMG]",
+        stop="</s>",
+        opening="<s>[SYSTEM_PROMPT]You see.[/SYSTEM_PROMPT]",
+    ),
     "vicuna": Case(templates.VICUNA, "llama", IMAGE, stop="</s>", opening="<s>" + CURIOUS, in_parts=False),
 }
 
@@ -75,6 +83,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gemma": (
             with_begin(byte_level((*GEMMA, "<image>")), "<bos>"),
             {"bos_token": "<bos>", "eos_token": "<end_of_turn>"},
+        ),
+        "mistral": (
+            with_begin(byte_level((*MISTRAL, "<image>")), "<s>"),
+            {"bos_token": "<s>", "eos_token": "</s>"},
         ),
         "llama": (llama(), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
     }
@@ -246,7 +258,8 @@ FORMATS: dict[str, ChatFormat] = {}
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
-    folder = {"chatml": "qwen", "llama3": "llama3", "smolvlm": "smol", "gemma": "gemma"}.get(name, "llama")
+    folders_of = {"chatml": "qwen", "smolvlm": "smol", "mistral_v7": "mistral", "llama3": "llama3", "gemma": "gemma"}
+    folder = folders_of.get(name, "llama")
     tokenizer = HuggingFaceTokenizer.of(folders[folder])
     chat = ChatFormat.of(tokenizer, template=name)
     assert chat.end_of_turn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from megavlm.families import family_of, processor_from
 from megavlm.families.shared.settings import Settings
 from tests.support import hf
 from tests.support.harness import Single
-from tests.support.processors import bare, model_of, picture
+from tests.support.processors import bare, model_of, picture, pixtral_processor
 from tests.support.tiny_models.pixtral import IMAGES, VISION, pixtral
 
 
@@ -53,16 +52,13 @@ def test_a_gelu_tower_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [(60, 80), (97, 53), (200, 200), (28, 28), (1, 1), (1, 37), (19, 190)])
 @pytest.mark.parametrize("merge", [1, 2])
-def test_tiles_and_prompts(size: tuple[int, int], merge: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same size, patches and text as Transformers' processor, whose module otherwise asks for torchvision."""
-    monkeypatch.setitem(sys.modules, "transformers.models.pixtral.image_processing_pixtral", pil)
-    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
-
+def test_tiles_and_prompts(size: tuple[int, int], merge: int) -> None:
+    """The same size, patches and text as Transformers' processor."""
     patch = 4
     theirs = pil.PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size=patch * merge)
     ours = processor_from(theirs.to_dict(), model_of(patch, merge=merge))
     whole = bare(
-        PixtralProcessor,
+        pixtral_processor(),
         patch_size=patch,
         spatial_merge_size=merge,
         image_token="[IMG]",

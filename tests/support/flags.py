@@ -52,6 +52,11 @@ MODELS = {
     "--language-rope-scaling-factor 8 --language-num-query-groups 2 --language-tie-embeddings --projector-kind linear "
     "--no-projector-bias --projector-merge average --projector-input-norm --projector-normalization RMSNorm "
     "--projector-apply-layernorm-1p",
+    # A norm of single patches, and blocks of 2×2 that a convolution merges.
+    "mistral3": "--projector-pixel-shuffle 2 --projector-merge convolution --projector-input-norm "
+    "--projector-norm-before-merge --projector-normalization RMSNorm --vision-normalization RMSNorm "
+    "--vision-activation swiglu --vision-position-embedding rope2d --vision-rotary-interleaved --no-projector-bias "
+    "--image-sizes 16 32",
     "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +18,13 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from tests.support import chat_templates as templates
-from tests.support.tokenizers import EXTRA, GEMMA, QWEN, SMOL, byte_level, llama, with_begin
+from tests.support.tokenizers import EXTRA, GEMMA, MISTRAL, QWEN, SMOL, byte_level, llama, with_begin
 
 Pixels = NDArray[np.uint8]
 
@@ -47,6 +49,19 @@ def picture(height: int, width: int, seed: int = 0) -> Pixels:
     coarse = rng.integers(0, 256, (-(-height // 6), -(-width // 6), 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
     return np.clip(smooth + rng.integers(-20, 21, smooth.shape), 0, 255).astype(np.uint8)
+
+
+def pixtral_processor() -> type:
+    """Transformers' class; of the module of image processors, which asks for torchvision, it needs a pure function."""
+    name = "transformers.models.pixtral.image_processing_pixtral"
+    absent = name not in sys.modules
+    if absent:
+        sys.modules[name] = image_processing_pil_pixtral
+    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+    if absent:
+        del sys.modules[name]
+    return PixtralProcessor
 
 
 @dataclass(frozen=True)
@@ -148,6 +163,20 @@ CASES = {
         },
         model_of(7, merge=4),
     ),
+    "mistral3": Whole(
+        pixtral_processor(),
+        image_processing_pil_pixtral.PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=14),
+        templates.MISTRAL3,
+        "mistral",
+        {
+            "patch_size": 7,
+            "spatial_merge_size": 2,
+            "image_token": "[IMG]",
+            "image_break_token": "[IMG_BREAK]",
+            "image_end_token": "[IMG_END]",
+        },
+        model_of(7, merge=2),
+    ),
     "smolvlm": Whole(
         transformers.SmolVLMProcessor,
         SmolVLMImageProcessorPil(size={"longest_edge": 96}, max_image_size={"longest_edge": 32}),
@@ -181,6 +210,9 @@ def tokenizers_in(root: Path) -> dict[str, Path]:
             bos_token="<bos>",
             eos_token="<end_of_turn>",
             extra_special_tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>"},
+        ),
+        "mistral": PreTrainedTokenizerFast(
+            tokenizer_object=with_begin(byte_level(MISTRAL), "<s>"), bos_token="<s>", eos_token="</s>"
         ),
         "llama": PreTrainedTokenizerFast(tokenizer_object=llama(), bos_token="<s>", eos_token="</s>"),
     }

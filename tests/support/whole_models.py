@@ -145,6 +145,14 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
                 image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
             )
             return transformers.Gemma3ForConditionalGeneration(config)
+        case "mistral3":
+            config = transformers.Mistral3Config(
+                vision_config=transformers.PixtralVisionConfig(**{**TOWER, "patch_size": 7, "hidden_act": "silu"}),
+                text_config=transformers.MistralConfig(**text, head_dim=10, sliding_window=None),
+                image_token_index=image,
+                tie_word_embeddings=False,
+            )
+            return transformers.Mistral3ForConditionalGeneration(config)
     config = transformers.SmolVLMConfig(
         vision_config={**TOWER, "image_size": 32, "patch_size": 8},
         text_config={"model_type": "llama", **text},

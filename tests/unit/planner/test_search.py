@@ -141,6 +141,7 @@ def test_the_timeline_is_drawn_as_one_page(tmp_path: Path) -> None:
         ("internvl3_38b", 38.39),
         ("llava_onevision_7b", 8.031),
         ("smolvlm_2b", 2.246),
+        ("mistral_small_3_24b", 24.01),
         ("llama3_70b", 70.55),
         ("gpt_7_1b", 6.975),
     ],
