@@ -65,6 +65,11 @@ def rope_scaling_has_a_middle(config: Config) -> str | None:
             f"--language-rope-high-freq-factor {language.rope_high_freq_factor} must be above "
             f"--language-rope-low-freq-factor {language.rope_low_freq_factor}: raise it (Llama 3.1 has 4 and 1)"
         )
+    if language.rope_scaling == "yarn" and language.rope_beta_fast <= language.rope_beta_slow:
+        return (
+            f"--language-rope-beta-fast {language.rope_beta_fast} must be above --language-rope-beta-slow "
+            f"{language.rope_beta_slow}: raise it (YaRN has 32 and 1)"
+        )
     return None
 
 

@@ -124,10 +124,10 @@ class LanguageConfig:
         None, "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results."
     )
     rotary_base: float = option(10000.0, "Base of the rotary position embedding.")
-    rope_scaling: Literal["none", "linear", "llama3"] = option(
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
         "none",
-        "Scaling of the rotary frequencies for longer contexts: linear divides all by the factor, llama3 only low "
-        "ones.",
+        "Scaling of the rotary frequencies for longer contexts: linear divides all by the factor, llama3 and yarn only "
+        "low ones.",
     )
     rope_scaling_factor: float = option(1.0, "Divisor of the scaled rotary frequencies.")
     rope_low_freq_factor: float = option(
@@ -138,8 +138,16 @@ class LanguageConfig:
         "llama3 scaling: keep frequencies with a wavelength below original positions / this; interpolate between "
         "the two bounds.",
     )
+    rope_beta_fast: float = option(
+        32.0, "yarn scaling: keep frequencies that make at least this many turns within the original positions."
+    )
+    rope_beta_slow: float = option(
+        1.0,
+        "yarn scaling: divide frequencies that make at most this many turns within the original positions; interpolate "
+        "between the two bounds.",
+    )
     rope_original_positions: int = option(
-        8192, "llama3 scaling: context length in tokens before scaling (original positions)."
+        8192, "llama3 and yarn scaling: context length in tokens before scaling (original positions)."
     )
     local_rotary_base: float | None = option(
         None,

@@ -137,6 +137,8 @@ RANGES = (
             "model.language.softmax_scale",
             "model.language.embedding_scale",
             "model.language.rope_scaling_factor",
+            "model.language.rope_beta_fast",
+            "model.language.rope_beta_slow",
             "model.language.rope_low_freq_factor",
             "model.language.rope_high_freq_factor",
             "parallel.distributed_timeout_minutes",

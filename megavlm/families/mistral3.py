@@ -1,4 +1,4 @@
-"""Mistral 3 (Mistral Small 3.1 and 3.2): Pixtral's tower, a learned merger of 2×2 patches, and Mistral."""
+"""Mistral 3 (Mistral Small 3.1 and 3.2, Ministral 3): Pixtral's tower, a learned merger of 2×2 patches, and Mistral."""
 
 from __future__ import annotations
 
@@ -66,22 +66,16 @@ CHAT = NamedTemplate(
     needs=("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
 )
 
-_SMALL: dict[str, Any] = {
-    "text_config": {
-        "model_type": "mistral",
-        "num_hidden_layers": 40,
-        "hidden_size": 5120,
-        "intermediate_size": 32768,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e9,
-        "sliding_window": None,
-    },
-    "vision_config": {"hidden_act": "silu", "image_size": 1540, "patch_size": 14},
-}
+
+def _released(kind: str, layers: int, width: int, inner: int, *, tied: bool = False) -> dict[str, Any]:
+    text = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner, "num_attention_heads": 32}
+    heads = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "rms_norm_eps": 1e-5}
+    return {
+        "text_config": {"model_type": kind, "sliding_window": None, **text, **heads},
+        "vision_config": {"hidden_act": "silu", "image_size": 1540, "patch_size": 14},
+        "tie_word_embeddings": tied,
+    }
+
 
 FAMILY = Family(
     name="mistral3",
@@ -99,5 +93,10 @@ FAMILY = Family(
     image_processors=(PROCESSOR,),
     image_text=IMAGE,
     chat_template=CHAT,
-    published={"mistral_small_3_24b": _SMALL},
+    published={
+        "mistral_small_3_24b": _released("mistral", 40, 5120, 32768),
+        "ministral_3_3b": _released("ministral3", 26, 3072, 9216, tied=True),
+        "ministral_3_8b": _released("ministral3", 34, 4096, 14336),
+        "ministral_3_14b": _released("ministral3", 40, 5120, 16384),
+    },
 )

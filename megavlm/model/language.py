@@ -168,6 +168,10 @@ def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
     Llama 3.1's scaling by s (its reference implementation, `apply_scaling`): with w the wavelength 2π/f, a wave shorter
     than L/high keeps its frequency, one longer than L/low turns s times slower, and in between the two are mixed in
     proportion to how far L/w lies from low to high.
+
+    YaRN (Peng et al. 2023) mixes in proportion to the number i of the pair: with the frequency base^(−2i/D) it makes n
+    turns within L at i = D/2 · ln(L / 2πn) / ln base. The bounds are rounded away from one another, as in its reference
+    implementation.
     """
     width = language.kv_channels
     plain = language.rotary_base ** (-torch.arange(0, width, 2, device=device).float() / width)
@@ -176,7 +180,23 @@ def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
     slow = plain / language.rope_scaling_factor
     if language.rope_scaling == "linear":
         return slow
+    if language.rope_scaling == "yarn":
+        first, last = _yarn_bounds(language)
+        share = ((torch.arange(width // 2, device=device) - first) / (last - first)).clamp(0, 1)
+        return torch.lerp(plain, slow, share)
     low, high = language.rope_low_freq_factor, language.rope_high_freq_factor
     turns = language.rope_original_positions * plain / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
     return torch.lerp(slow, plain, share)
+
+
+def _yarn_bounds(language: LanguageConfig) -> tuple[float, float]:
+    """Return the last pair that keeps its frequency, and the first that turns slower by the whole factor."""
+
+    def pair_of(turns: float) -> float:
+        length = math.log(language.rope_original_positions / (2 * math.pi * turns))
+        return language.kv_channels / 2 * length / math.log(language.rotary_base)
+
+    first = max(math.floor(pair_of(language.rope_beta_fast)), 0)
+    last = min(math.ceil(pair_of(language.rope_beta_slow)), language.kv_channels - 1)
+    return first, last if last != first else first + 1e-3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,12 @@ from megavlm.families import FAMILIES, family_of, published_model
 from megavlm.families.shared.settings import Settings
 from tests.support import hf
 from tests.support.harness import Single
-from tests.support.tiny_models.mistral3 import IMAGES, mistral3
+from tests.support.tiny_models.mistral3 import IMAGES, YARN, ministral3, mistral3
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_gradients_and_training(tied: bool, single: Single, tmp_path: Path) -> None:
-    theirs = mistral3(tied=tied)
+@pytest.mark.parametrize("build", [mistral3, ministral3])
+def test_logits_gradients_and_training(build: Callable[[], Any], single: Single, tmp_path: Path) -> None:
+    theirs = build()
     folder = hf.save(theirs, tmp_path / "hf")
     hf.assert_same_logits_and_gradients(folder, theirs, single, IMAGES)
     hf.assert_same_training(folder, theirs, single, IMAGES)
@@ -56,6 +58,20 @@ def test_where_files_say_that_embeddings_are_tied(top: dict[str, Any], text: dic
     values = {**sections[0], "text_config": sections[1], "vision_config": {"hidden_act": "silu"}}
     settings = Settings({"model_type": "mistral3", **values}, "config.json")
     assert family_of(settings).config(settings).language.tie_embeddings is tied
+
+
+def test_yarn_is_read_as_transformers_computes_it() -> None:
+    """The length up to which Ministral's queries are as ours, and the factor of scores where no scales are given."""
+    settings = Settings(ministral3().config.to_dict(), "config.json")
+    language = family_of(settings).config(settings).language
+    assert language.max_positions == YARN["original_max_position_embeddings"]
+    settings.values["text_config"]["rope_parameters"] = {**YARN, "mscale": None, "beta_fast": None}
+    plain = family_of(settings).config(settings).language
+    assert plain.softmax_scale == pytest.approx((0.1 * math.log(4) + 1) ** 2 / math.sqrt(10))
+    assert plain.rope_beta_fast == 32
+    settings.values["text_config"]["rope_parameters"] = {**YARN, "truncate": False}
+    with pytest.raises(UserError, match="rope_parameters"):
+        family_of(settings).config(settings)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,13 @@ _ROPE: dict[str, Expected] = {
     "low_freq_factor": number(1e-6, 1e6),
     "high_freq_factor": number(1e-6, 1e6),
     "original_max_position_embeddings": whole(1, 2**31 - 1),
+    "beta_fast": number(1e-3, 1e6),
+    "beta_slow": number(1e-3, 1e6),
+    "mscale": number(0, 1e3),
+    "mscale_all_dim": number(0, 1e3),
+    "attention_factor": number(1e-3, 1e3),
+    "llama_4_scaling_beta": number(0, 1e3),
+    "truncate": FLAG,
     "mrope_section": listed(whole(0, 2**14), 1, 8),
 }
 

@@ -1,7 +1,9 @@
-"""Language models of Transformers that one table describes: Llama, Vicuna, Mistral, Qwen2, Qwen2.5, Qwen3."""
+"""Language models of Transformers that one table describes: Llama, Vicuna, Mistral, Ministral, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
@@ -22,6 +24,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     },
+    "ministral3": {
+        **_LLAMA,
+        "intermediate_size": 14336,
+        "vocab_size": 131072,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    },
     "qwen2": {**_LLAMA, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
     "qwen3": {
         **_LLAMA,
@@ -31,8 +47,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
     },
 }
+_YARN_ROPE = ("factor", "original_max_position_embeddings")
 _LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-LANGUAGE_TYPES = tuple(_DEFAULTS)
 
 
 def language(settings: Settings, *, kind: str | None = None, tied: bool | None = None) -> LanguageConfig:
@@ -45,20 +61,21 @@ def language(settings: Settings, *, kind: str | None = None, tied: bool | None =
     settings.require("attention_bias", False, why="a bias on the attention output is not known here")
     settings.require("mlp_bias", False, why="biases in the language MLP are not known here")
     heads = settings.need("num_attention_heads")
+    width = settings.get("head_dim", None) or settings.need("hidden_size") // heads
     return LanguageConfig(
         num_layers=settings.need("num_hidden_layers"),
         hidden_size=settings.need("hidden_size"),
         ffn_hidden_size=settings.need("intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=settings.get("num_key_value_heads", heads),
-        kv_channels=settings.get("head_dim", None) or settings.need("hidden_size") // heads,
+        kv_channels=width,
         vocab_size=settings.need("vocab_size"),
         norm_epsilon=settings.get("rms_norm_eps", 1e-6),
         add_qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         tie_embeddings=settings.get("tie_word_embeddings", False) if tied is None else tied,
         max_positions=_max_positions(settings, kind),
-        **_rope(settings, kind),
+        **_rope(settings, width),
     )
 
 
@@ -68,17 +85,27 @@ def _given(values: Any) -> dict[str, Any]:
 
 
 def _max_positions(settings: Settings, kind: str) -> int | None:
-    """Return the longest sequence that full attention reproduces; beyond it a sliding window would mask tokens."""
+    """Return the longest sequence that full attention reproduces.
+
+    Beyond it a sliding window would mask tokens, and Ministral would scale its queries.
+    """
     longest = settings.get("max_position_embeddings", None)
     window = settings.get("sliding_window", None)
     slides = settings.get("use_sliding_window", False) if kind.startswith("qwen") else window is not None
-    limits = [limit for limit in (longest, window if slides else None) if limit is not None]
+    rope = _rope_settings(settings)
+    unscaled = rope.get("original_max_position_embeddings") if rope.get("llama_4_scaling_beta") else None
+    limits = [limit for limit in (longest, window if slides else None, unscaled) if limit is not None]
     return min(limits) if limits else None
 
 
-def _rope(settings: Settings, kind: str) -> dict[str, Any]:
-    """Return the rotary settings: `rope_parameters` of Transformers 5, before it `rope_theta` and `rope_scaling`."""
-    rope = {**settings.get("rope_scaling", {}), **settings.get("rope_parameters", {})}
+def _rope_settings(settings: Settings) -> dict[str, Any]:
+    """Return `rope_parameters` of Transformers 5, which were `rope_scaling` before."""
+    return {**settings.get("rope_scaling", {}), **settings.get("rope_parameters", {})}
+
+
+def _rope(settings: Settings, width: int) -> dict[str, Any]:
+    """Return the options of rotary positions of attention heads of this width."""
+    rope = _rope_settings(settings)
     found: dict[str, Any] = {"rotary_base": float(rope.get("rope_theta", settings.get("rope_theta", 10000.0)))}
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling in (
@@ -87,7 +114,7 @@ def _rope(settings: Settings, kind: str) -> dict[str, Any]:
         "mrope",
     ):  # dynamic: plain up to max_position_embeddings, the limit here
         return found
-    needed = {"linear": ("factor",), "llama3": _LLAMA3_ROPE}.get(scaling, ())
+    needed = {"linear": ("factor",), "llama3": _LLAMA3_ROPE, "yarn": _YARN_ROPE}.get(scaling, ())
     if missing := [name for name in needed if rope.get(name) is None]:
         raise UserError(f"{settings.where}: {scaling} rope_parameters have no {missing[0]}: the file is incomplete")
     if scaling == "linear":
@@ -100,7 +127,31 @@ def _rope(settings: Settings, kind: str) -> dict[str, Any]:
             "rope_high_freq_factor": float(rope["high_freq_factor"]),
             "rope_original_positions": int(rope["original_max_position_embeddings"]),
         }
-    refuse(settings, "rope_parameters", "known rotary scalings are default, dynamic, linear and llama3")
+    if scaling == "yarn" and rope.get("truncate", True):
+        return found | _yarn(rope, width)
+    refuse(
+        settings, "rope_parameters", "known rotary scalings are default, dynamic, linear, llama3 and yarn (truncated)"
+    )
+
+
+def _yarn(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Return YaRN's options. Queries and keys grow by a factor: scores by its square, which the softmax has here."""
+
+    def growth(scale: float) -> float:
+        return 0.1 * scale * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
+
+    grown = rope.get("attention_factor")
+    if grown is None:
+        scales = rope.get("mscale"), rope.get("mscale_all_dim")
+        grown = growth(scales[0]) / growth(scales[1]) if scales[0] and scales[1] else growth(1)
+    return {
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": float(rope["factor"]),
+        "rope_original_positions": int(rope["original_max_position_embeddings"]),
+        "rope_beta_fast": float(rope.get("beta_fast") or 32),
+        "rope_beta_slow": float(rope.get("beta_slow") or 1),
+        "softmax_scale": None if grown == 1 else grown**2 / math.sqrt(width),
+    }
 
 
 def language_table(language: LanguageConfig, prefix: str, *, head: str) -> Table:

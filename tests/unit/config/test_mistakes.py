@@ -150,6 +150,12 @@ MODEL = (
         "must be above",
         "--language-rope-high-freq-factor 4",
     ),
+    Mistake(
+        "--language-rope-scaling yarn --language-rope-beta-slow 32",
+        "--language-rope-beta-fast 32.0",
+        "must be above",
+        "--language-rope-beta-slow 1",
+    ),
     Mistake("--language-max-positions 32", "--seq-length 64", "lower it", "--seq-length 32"),
     Mistake(
         "--language-max-positions 48 --seq-length 64",
