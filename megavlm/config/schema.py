@@ -128,11 +128,15 @@ class DataConfig:
     max_image_pixels: int = option(
         2**26, "Files: skip samples with an image of more pixels than this, before the image is decoded."
     )
-    video_fps: float = option(
-        2.0, "Files: frames that are taken of a second of a video; a record may ask for another rate."
+    video_fps: float | None = option(
+        None,
+        "Files: frames that are taken of a second of a video; a record may ask for another rate; default: the model's "
+        "(Qwen: 2).",
     )
-    video_max_frames: int = option(
-        768, "Files: largest number of frames that are taken of a video; of longer ones, frames are further apart."
+    video_max_frames: int | None = option(
+        None,
+        "Files: largest number of frames that are taken of a video; of longer ones, frames are further apart; default: "
+        "the model's (Qwen: 768).",
     )
     video_max_tokens: int | None = option(
         None,

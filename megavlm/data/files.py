@@ -71,12 +71,7 @@ class FilesSource:
         self.pad_token = self.tokenizer.pad
         self._costs = CostModel.of(config.model)
         self.max_pixels = config.data.max_image_pixels
-        budget = Budget(
-            fps=config.data.video_fps,
-            max_frames=config.data.video_max_frames,
-            max_tokens=config.data.video_max_tokens or config.train.seq_length // 2,
-        )
-        self._visuals = Visuals(self.processor, self.max_pixels, budget)
+        self._visuals = Visuals(self.processor, self.max_pixels, _budget(self.processor, config))
 
     def warnings(self) -> list[str]:
         """Return the warnings to print before a run."""
@@ -249,3 +244,14 @@ class FilesSource:
         if not self.processor.anyres:
             return ()
         return tuple(TileGroup(layout.arrangement, layout.size) for layout in layouts)
+
+
+def _budget(processor: Processor, config: Config) -> Budget:
+    """Return the budget of each video: what the options say, else what is usual for the model."""
+    usual, data = Budget() if processor.video is None else processor.video.usual, config.data
+    return replace(
+        usual,
+        fps=data.video_fps or usual.fps,
+        max_frames=data.video_max_frames or usual.max_frames,
+        max_tokens=data.video_max_tokens or config.train.seq_length // 2,
+    )

@@ -41,7 +41,13 @@ def processor_for(config: Config) -> Processor:
     if given is None:
         processor: Processor = _plain(model, fast=data.fast_image_resize)
     elif (settings := _settings(folder := local_path(given, "--image-processor"))) is not None:
-        processor = processor_from(settings, model, fast=data.fast_image_resize, video=_video_settings(folder))
+        processor = processor_from(
+            settings,
+            model,
+            fast=data.fast_image_resize,
+            video=_video_settings(folder),
+            model_type=model_type(folder) or _type_of_tower(config),
+        )
     elif data.image_processor:
         raise UserError(f"--image-processor {given} has no {' and no '.join(_FILES)}: name a folder with one")
     else:
@@ -50,6 +56,12 @@ def processor_for(config: Config) -> Processor:
             "download, or name a folder with one with --image-processor"
         )
     return _checked(_with_area(processor, data), model)
+
+
+def _type_of_tower(config: Config) -> str | None:
+    """Return the architecture of the folder that the vision tower is from, if there is one."""
+    given = config.checkpoint.init_from or config.checkpoint.vision_from
+    return None if given is None else model_type(local_path(given, "--init-from"))
 
 
 def _with_area(processor: Processor, data: DataConfig) -> Processor:

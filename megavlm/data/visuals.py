@@ -47,7 +47,7 @@ class Visuals:
         if isinstance(visual, ImageRef):
             return self.processor.layout(*size_of(visual.source, max_pixels=self.max_pixels), images=images)
         if isinstance(visual.source, tuple):  # frames that were extracted before: all of them, if the budget allows it
-            rate = visual.fps or self.budget.fps
+            rate = visual.fps or self.budget.rate_of_images
             height, width = size_of(visual.source[0].source, max_pixels=self.max_pixels)
             clip = Clip(height, width, tuple(number / rate for number in range(len(visual.source))), rate)
             return self._videos.layout(clip, replace(self.budget, fps=rate))
@@ -68,7 +68,7 @@ class Visuals:
     @property
     def _videos(self) -> VideoProcessor:
         if self.processor.video is None:
-            raise BadSample(Reason.UNSUPPORTED, "it has a video, and this model family's videos are not read")
+            raise BadSample(Reason.UNSUPPORTED, "it has a video, and models of this family are trained on images alone")
         return self.processor.video
 
 

@@ -16,7 +16,8 @@ from megavlm.config.messages import did_you_mean, plain
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.processors.processor import Processor
-from megavlm.data.processors.reader import ProcessorReader, class_of
+from megavlm.data.processors.reader import ProcessorReader, VideoReader, class_of, video_class_of
+from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import SHARED, NamedTemplate
 from megavlm.families.shared.family import ALL_PARTS, Family
@@ -34,6 +35,12 @@ def _declared() -> tuple[Family, ...]:
 FAMILIES: tuple[Family, ...] = _declared()
 PROCESSOR_READERS: Mapping[str, ProcessorReader] = {
     name: reader for family in FAMILIES for reader in family.image_processors for name in reader.classes
+}
+VIDEO_READERS: Mapping[str, VideoReader] = {
+    name: family.videos
+    for family in FAMILIES
+    if family.videos is not None
+    for name in (*family.videos.classes, *family.videos.model_types)
 }
 CHAT_TEMPLATES: Mapping[str, NamedTemplate] = {
     template.name: template
@@ -74,12 +81,14 @@ def processor_from(
     *,
     fast: bool = False,
     video: Mapping[str, Any] | None = None,
+    model_type: str | None = None,
 ) -> Processor:
     """Return the image processor that a `preprocessor_config.json` describes, with the patches of `model`.
 
     Newer folders hold the options as `image_processor` inside `processor_config.json`: give that file then. `fast` is
-    `Processor.fast`, `video` what a `video_preprocessor_config.json` says, if there is one. Raises UserError, in one
-    line, for what is not supported.
+    `Processor.fast`, `video` what a `video_preprocessor_config.json` says, if there is one, and `model_type` is the
+    folder's, which decides how videos are prepared where no class of video processors is named. Raises UserError, in
+    one line, for what is not supported.
     """
     name, options = class_of(preprocessor_config)
     if name not in PROCESSOR_READERS:
@@ -87,7 +96,16 @@ def processor_from(
             f"image processor {name!r:.80} of preprocessor_config.json is unknown: supported are "
             + ", ".join(PROCESSOR_READERS)
         )
-    return PROCESSOR_READERS[name].read(options, model, fast=fast, video=video)
+    processor = PROCESSOR_READERS[name].read(options, model, fast=fast)
+    return replace(processor, video=_video_processor(options if video is None else video, model, model_type))
+
+
+def _video_processor(options: Any, model: ModelConfig, model_type: str | None) -> VideoProcessor | None:
+    """Return the processor of a model's videos; None for a model that is trained on images alone."""
+    if not isinstance(options, Mapping):
+        raise UserError("video_processor in processor_config.json is no object: correct it, or copy the file again")
+    reader = VIDEO_READERS.get(video_class_of(options) or "") or VIDEO_READERS.get(model_type or "")
+    return reader.read(options, model) if reader is not None else None
 
 
 def chat_template_of(model_type: str | None) -> NamedTemplate | None:

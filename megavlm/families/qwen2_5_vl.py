@@ -12,7 +12,7 @@ from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
-from megavlm.families.shared.qwen_video import with_videos
+from megavlm.families.shared.qwen_video import VIDEOS, with_videos
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
     PROCESSOR,
@@ -112,6 +112,7 @@ FAMILY = Family(
     table=table,
     inputs=inputs,
     image_processors=(PROCESSOR,),
+    videos=VIDEOS,
     image_text=IMAGE,
     chat_template=CHATML,
     published=PUBLISHED,

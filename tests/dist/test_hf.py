@@ -37,16 +37,18 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "qwen2.5-vl": (qwen_vl.qwen2_5, SIZES),
     "qwen2.5-vl-videos": (qwen_vl.qwen2_5, (*qwen_vl.VIDEOS, qwen_vl.IMAGES[1])),
     "qwen3-vl": (lambda: qwen_vl.qwen3(tied=True), SIZES),
+    "qwen3-vl-videos": (qwen_vl.qwen3, (*qwen_vl.VIDEOS, qwen_vl.IMAGES[1])),
 }
 LAYOUTS = {"tp2": (2, "--tp 2"), "pp2": (2, "--pp 2"), "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2")}
 # The fast set: every family where all kinds of cuts meet, and two at the layouts that tell which of them is at fault.
 ALONE = ("llava", "qwen3-vl")
+LATER = ("qwen3-vl-videos",)
 CASES = [
     pytest.param(
         family,
         layout,
         id=f"{family}-{layout}",
-        marks=() if family in ALONE or layout == "tp2-pp2-vpp2" else pytest.mark.slow,
+        marks=() if family in ALONE or (layout == "tp2-pp2-vpp2" and family not in LATER) else pytest.mark.slow,
     )
     for family in FAMILIES
     for layout in LAYOUTS
@@ -76,7 +78,13 @@ def test_layouts_equal_transformers(
     assert_layout(pools, world, references(family), flags)
 
 
-@pytest.mark.parametrize("family", ["qwen3-vl", "llava-onevision", "gemma3", "mistral3", "qwen2.5-vl-videos"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen3-vl", "llava-onevision", "gemma3", "mistral3", "qwen2.5-vl-videos"),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in LATER),
+    ],
+)
 def test_colocated_encoder_equals_transformers(
     pools: Pools, references: Callable[[str], Reference], family: str
 ) -> None:

@@ -29,7 +29,7 @@ def test_logits_gradients_and_training(build: Any, tied: bool, single: Single, t
     hf.assert_same_training(folder, theirs, single, IMAGES)
 
 
-@pytest.mark.parametrize("build", [qwen2, qwen2_5])
+@pytest.mark.parametrize("build", [qwen2, qwen2_5, qwen3])
 def test_videos(build: Any, single: Single, tmp_path: Path) -> None:
     theirs = build()
     folder = hf.save(theirs, tmp_path / "hf")

@@ -6,68 +6,119 @@ Transformers takes the same clip through its own decoder, sampling, video proces
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("av", reason="pip install av (the extra `video`)")
 
 from megavlm.config.schema import DataConfig, DatasetConfig
+from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
-from megavlm.data.types import Segment
+from megavlm.data.types import Sample, Segment
 from tests.support import hf
 from tests.support.clips import clip
 from tests.support.harness import Single, assert_same
 from tests.support.processors import picture
-from tests.support.video_reference import reference
+from tests.support.video_reference import Task, references
 from tests.support.whole_models import whole_folder
 
-OPTIONS = {
-    "video_processor_type": "Qwen2VLVideoProcessor",
-    "patch_size": 14,
-    "size": {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2},
+LENGTH = 256
+MESSAGES: list[Any] = [
+    {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What happens?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "A cat is blue."}]},
+]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A family's options of videos, and the patches of each group of frames that they give: 33 frames of 100 × 130
+    pixels at 12 per second, of which four per second are asked for.
+    """
+
+    options: dict[str, Any]
+    grids: tuple[tuple[int, int], ...]
+
+
+QWEN2 = {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 14}
+QWEN3 = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 16}
+WAYS = {
+    "qwen2-vl": Way({**QWEN2, "size": {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}}, ((6, 8),) * 5),
+    "qwen2.5-vl": Way({**QWEN2, "size": {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}}, ((6, 8),) * 5),
+    # 11 frames, of which the last fills the last pair; bounds are of all frames together
+    "qwen3-vl": Way({**QWEN3, "size": {"shortest_edge": 4096, "longest_edge": 100_000}}, ((4, 6),) * 6),
 }
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen2-vl"])
-def test_a_clip_gives_the_logits_that_transformers_gives(name: str, single: Single, tmp_path: Path) -> None:
-    folder, theirs, _ = whole_folder(name, tmp_path)
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(OPTIONS))
-    shown = [picture(100, 130, seed=number) for number in range(33)]
-    (tmp_path / "it.mp4").write_bytes(clip(33, rate=12, frames=shown))
-    turns = [{"from": "human", "value": "<video>\nWhat happens?"}, {"from": "gpt", "value": "A cat is blue."}]
-    (tmp_path / "train.jsonl").write_text(json.dumps({"video": "it.mp4", "conversations": turns}))
+@dataclass(frozen=True)
+class Seen:
+    """What became of a record with a clip: here, and in Transformers."""
 
-    config = hf.config_for(folder, seq_length=256)
-    data = DataConfig(datasets=(DatasetConfig(path=str(tmp_path / "train.jsonl")),), video_max_tokens=10**6)
+    sample: Sample
+    batch: MicroBatch
+    logits: torch.Tensor
+    inputs: dict[str, Any]
+    theirs: Any
+
+
+@pytest.fixture(scope="module")
+def seen(single: Single, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    """All families, because Transformers takes longer to be imported than to be asked."""
+    root = tmp_path_factory.mktemp("videos")
+    shown = [picture(100, 130, seed=number) for number in range(33)]
+    (root / "it.mp4").write_bytes(clip(33, rate=12, frames=shown))
+    turns = [{"from": "human", "value": "<video>\nWhat happens?"}, {"from": "gpt", "value": "A cat is blue."}]
+    (root / "train.jsonl").write_text(json.dumps({"video": "it.mp4", "conversations": turns}))
+    made = {}
+    for name, way in WAYS.items():
+        (root / name).mkdir()
+        folder, theirs, _ = whole_folder(name, root / name)
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(way.options))
+        made[name] = (folder, theirs)
+    film, rate = str(root / "it.mp4"), {"fps": 4.0}
+    inputs = references([Task(name, str(made[name][0]), MESSAGES, film, rate) for name in WAYS], root)
+    return {name: look(*made[name], given, single) for name, given in zip(WAYS, inputs, strict=True)}
+
+
+def look(folder: Path, theirs: Any, inputs: dict[str, Any], single: Single) -> Seen:
+    config = hf.config_for(folder, seq_length=LENGTH)
+    datasets = (DatasetConfig(path=str(folder.parents[1] / "train.jsonl")),)
+    data = DataConfig(datasets=datasets, video_max_tokens=10**6)
     config = replace(config, data=replace(data, video_fps=4.0))
     source = FilesSource(config)
-    (encoded,) = source.encode(0).samples
+    record = source.encode(0)
+    (encoded,) = record.samples
     sample = source.load(Segment(0, encoded))
-    batch = collate([[sample]], CollateSpec.of(config, source, seq_length=256))
+    batch = collate([[sample]], CollateSpec.of(config, source, seq_length=LENGTH))
     (logits,) = hf.engine_for(config, folder, single).schedule.logits([batch])
+    return Seen(sample, batch, logits, inputs, theirs)
 
-    messages: list[Any] = [
-        {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What happens?"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "A cat is blue."}]},
-    ]
-    inputs = reference(name, folder, messages, tmp_path / "it.mp4", fps=4.0)
-    assert inputs["input_ids"][0].tolist() == sample.tokens.tolist()
-    (groups, *grid), length = inputs["video_grid_thw"][0].tolist(), len(sample)
-    assert batch.image_sizes.grids == (tuple(grid),) * groups == ((6, 8),) * 5
-    assert batch.images is not None
-    blocks = batch.images.patches.view(groups, grid[0] // 2, 2, grid[1] // 2, 2, -1).transpose(2, 3)
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_clip_gives_the_tokens_and_logits_that_transformers_gives(name: str, seen: dict[str, Seen]) -> None:
+    ours = seen[name]
+    assert ours.inputs["input_ids"][0].tolist() == ours.sample.tokens.tolist()
+    assert ours.batch.image_sizes.grids == WAYS[name].grids
+    with torch.no_grad():
+        expected = ours.theirs(**ours.inputs, use_cache=False).logits
+    assert_same(ours.logits[:, : len(ours.sample)], expected, tolerance=hf.LOGITS, what="logits")
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if "qwen" in name])
+def test_pairs_of_frames_have_the_pixels_and_positions_of_transformers(name: str, seen: dict[str, Seen]) -> None:
+    ours, inputs = seen[name], seen[name].inputs
+    assert inputs["video_grid_thw"].tolist() == [[len(WAYS[name].grids), *WAYS[name].grids[0]]]
+    assert ours.batch.images is not None
+    (rows, columns), groups = WAYS[name].grids[0], len(WAYS[name].grids)
+    blocks = ours.batch.images.patches.view(groups, rows // 2, 2, columns // 2, 2, -1).transpose(2, 3)
     torch.testing.assert_close(blocks.flatten(0, 4), inputs["pixel_values_videos"], rtol=1e-5, atol=2e-6)
     kinds = ("mm_token_type_ids", "video_grid_thw", "second_per_grid_ts")
     asked = {kind: inputs[kind] for kind in kinds if kind in inputs}
-    positions, _ = theirs.model.get_rope_index(inputs["input_ids"], **asked)
-    assert batch.text.positions[:, 0, :length].tolist() == positions[:, 0].tolist()
-    assert (np.diff(np.unique(positions[0, inputs["mm_token_type_ids"] == 2])) >= 1).all()
-    with torch.no_grad():
-        expected = theirs(**inputs, use_cache=False).logits
-    assert_same(logits[:, :length], expected, tolerance=hf.LOGITS, what="logits")
+    positions, _ = ours.theirs.model.get_rope_index(inputs["input_ids"], **asked)
+    assert ours.batch.text.positions[:, 0, : len(ours.sample)].tolist() == positions[:, 0].tolist()
+    moments = positions[0, inputs["mm_token_type_ids"] == 2].unique()
+    assert len(moments) == groups, "a position in time for each pair"

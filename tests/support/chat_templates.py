@@ -17,6 +17,7 @@ LLAVA = (
 ONEVISION = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + ' '}}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'video') %}{{ '<video>' }}{% endfor %}"
     "{% if message['role'] != 'assistant' %}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ '\n' + content['text'] }}"
     "{% endfor %}{% else %}"
@@ -61,6 +62,7 @@ QWEN2_5_VL = (
 
 QWEN3_VL = """\
 {%- set image_count = namespace(value=0) %}
+{%- set video_count = namespace(value=0) %}
 {%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0].content is string %}
@@ -85,6 +87,10 @@ QWEN3_VL = """\
                     {%- set image_count.value = image_count.value + 1 %}
                     {%- if add_vision_id %}Picture {{ image_count.value }}: {% endif -%}
                     <|vision_start|><|image_pad|><|vision_end|>
+                {%- elif content.type == 'video' or 'video' in content %}
+                    {%- set video_count.value = video_count.value + 1 %}
+                    {%- if add_vision_id %}Video {{ video_count.value }}: {% endif -%}
+                    <|vision_start|><|video_pad|><|vision_end|>
                 {%- elif 'text' in content %}
                     {{- content.text }}
                 {%- endif %}

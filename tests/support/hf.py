@@ -107,7 +107,10 @@ def batch_of(
                 tokens += [words.pop(), words.pop()] + [image_token] * next(counts)
             else:
                 assert model.video_token is not None
-                tokens += [words.pop(), words.pop()] + [model.video_token] * sum(next(counts) for _ in each.grids)
+                apart = model.language.mrope_interleaved  # as Qwen3-VL's, each of which has its time before it
+                tokens.append(words.pop())
+                for place, _ in enumerate(each.grids):
+                    tokens += [words.pop()] * (apart or not place) + [model.video_token] * next(counts)
         tokens += [words.pop() for _ in range(12 + number)]
         samples.append(Sample(np.array(tokens), np.arange(len(tokens)) >= len(tokens) - 6, held, groups))
     return collate(
@@ -126,14 +129,15 @@ def batch_of(
 
 
 def _picture(size: tuple[int, ...], model: ModelConfig, *, seed: int) -> Image | LoadedImage:
-    """An image, or a video whose groups of frames are 0, 3, 6, … steps of M-RoPE from its beginning."""
+    """An image, or a video whose groups of frames are 0, 3, 6, … steps of M-RoPE from its beginning, or among text."""
     patch, span = model.vision.patch_size, model.vision.temporal_patch_size
     *frames, height, width = size
     arrays = [random_image(height, width, seed=seed + 100 * number) for number in range(*frames or [1])]
     if not frames:
         return Image(height, width, patch, partial(np.asarray, arrays[0]))
     groups = -(-len(arrays) // span)
-    film = Film(tuple(range(len(arrays))), (0.0,) * len(arrays), tuple(range(0, 3 * groups, 3)))
+    moments = () if model.language.mrope_interleaved else tuple(range(0, 3 * groups, 3))
+    film = Film(tuple(range(len(arrays))), (0.0,) * len(arrays), moments)
     pixels = spanning([patchify(array, patch) for array in arrays], span, channels=3)
     return LoadedImage((grid_of(height, width, patch),) * groups, pixels, film=film)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +75,8 @@ class Whole:
     tokenizer: str
     attributes: dict[str, Any]
     model: ModelConfig
+    options: dict[str, Any] = field(default_factory=dict)  # of the constructor, where there is torchvision
+    marks: dict[str, str] = field(default_factory=dict)  # special tokens by which the tokenizer's folder names them
 
 
 TILE = {"height": 28, "width": 28}

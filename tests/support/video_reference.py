@@ -1,4 +1,4 @@
-"""What Transformers makes of a conversation about a clip, in a process of its own.
+"""What Transformers makes of conversations about clips, in a process of its own.
 
 Its video processors need torchvision, of which they use a few functions on tensors. The process has them from
 `tests/support/torchvision_stand_in`, because with the real one present Transformers chooses other image processors, and
@@ -11,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,49 +20,65 @@ from typing import Any
 STAND_IN = Path(__file__).with_name("torchvision_stand_in")
 
 
-def reference(name: str, folder: Path, messages: list[Any], clip: Path, **sampling: Any) -> dict[str, Any]:
-    """Return the inputs of the Transformers model for `messages`, whose video is `clip`, sampled as `sampling` says.
+@dataclass(frozen=True)
+class Task:
+    """A conversation whose one video is `clip`, sampled as `sampling` says.
 
-    `name` is the case of `tests/support/processors.py` whose processor is taken.
+    `name` is the case of `tests/support/processors.py` whose processor is taken; `folder` holds its tokenizer and
+    `video_preprocessor_config.json`.
     """
+
+    name: str
+    folder: str
+    messages: list[Any]
+    clip: str
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+def references(tasks: Sequence[Task], out: Path) -> list[dict[str, Any]]:
+    """Return the inputs of the Transformers models for each task; files of them are left in the folder `out`."""
     import torch
 
-    out = folder.parent / "reference.pt"
-    task = {"name": name, "folder": str(folder), "messages": messages, "clip": str(clip), "sampling": sampling}
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{STAND_IN}", "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-m", "tests.support.video_reference", json.dumps(task), str(out)]
+    given = json.dumps([asdict(task) for task in tasks])
+    program = [sys.executable, "-m", "tests.support.video_reference", given, str(out)]
     subprocess.run(program, env=environment, check=True, cwd=root, timeout=300)
-    found: dict[str, Any] = torch.load(out)
-    return found
+    return [torch.load(out / f"{number}.pt") for number in range(len(tasks))]
 
 
-def main(task: dict[str, Any], out: str) -> None:
+def inputs_of(task: Task) -> dict[str, Any]:
     import torch
     import transformers
-    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
     from transformers.video_utils import load_video
 
     from tests.support.processors import CASES
 
-    case, folder = CASES[task["name"]], Path(task["folder"])
-    options = json.loads((folder / "video_preprocessor_config.json").read_text())
-    options.pop("video_processor_type")
-    videos = Qwen2VLVideoProcessor(**options, cap_pixels_per_frame=False)
+    case = CASES[task.name]
+    fixed = {"cap_pixels_per_frame": False} if "qwen" in task.name else {}
+    videos = transformers.AutoVideoProcessor.from_pretrained(task.folder, **fixed)
     processor = case.kind(
         image_processor=case.image_processor,
-        tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(task.folder, extra_special_tokens=case.marks),
         video_processor=videos,
         chat_template=case.template,
+        **case.options,
     )
-    sample = partial(videos.sample_frames, **task["sampling"])
-    frames, metadata = load_video(task["clip"], backend="pyav", sample_indices_fn=sample)
-    text = processor.apply_chat_template(task["messages"], tokenize=False)
+    sample = partial(videos.sample_frames, **task.sampling)
+    frames, metadata = load_video(task.clip, backend="pyav", sample_indices_fn=sample)
+    text = processor.apply_chat_template(task.messages, tokenize=False)
     made = processor(
         text=[text], videos=[frames], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt"
     )
-    torch.save({**{name: torch.as_tensor(value) for name, value in made.items()}}, out)
+    return {name: torch.as_tensor(value) for name, value in made.items()}
+
+
+def main(tasks: str, out: str) -> None:
+    import torch
+
+    for number, task in enumerate(json.loads(tasks)):
+        torch.save(inputs_of(Task(**task)), Path(out) / f"{number}.pt")
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2])
+    main(*sys.argv[1:])

@@ -29,6 +29,7 @@ def names_of_families() -> set[str]:
     """Everything by which files of models name a family."""
     names = {family.name for family in FAMILIES}.union(*(family.model_types for family in FAMILIES))
     names |= {name for family in FAMILIES for reader in family.image_processors for name in reader.classes}
+    names |= {name for family in FAMILIES if family.videos for name in family.videos.classes}
     names |= {name for family in FAMILIES for name in family.published}
     names |= {family.image_text for family in FAMILIES} - {"<image>"}
     return names - RECORDS

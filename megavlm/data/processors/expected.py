@@ -5,6 +5,7 @@ from __future__ import annotations
 from megavlm.json_files import FLAG, Expected, listed, mapped, number, whole
 
 _AREA = whole(1, 2**26)  # pixels; larger pictures are not made on the way either
+_FRAMES = whole(1, 2**18)
 _COLOURS = number(-1e3, 1e3)
 _ANY_SIZE = _AREA | listed(_AREA, 1, 2) | mapped(_AREA)
 _SIZE = Expected("a number of pixels up to 67108864, two of them, or an object of them", _ANY_SIZE.fits)
@@ -26,6 +27,10 @@ OPTIONS: dict[str, Expected] = {
     "max_image_size": _SIZE,
     "merge_size": whole(1, 64),
     "temporal_patch_size": whole(1, 64),
+    "fps": number(1e-3, 1e3),
+    "num_frames": _FRAMES,
+    "min_frames": _FRAMES,
+    "max_frames": _FRAMES,
     "spatial_merge_size": whole(1, 64),
     "min_pixels": _AREA,
     "max_pixels": _AREA,

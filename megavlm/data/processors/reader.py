@@ -1,13 +1,14 @@
 """`ProcessorReader`: how `preprocessor_config.json` of one image processor class of Transformers becomes a `Processor`.
 
-Defaults are those of the class that the file names. Nothing is guessed: an unknown size is an error.
+`VideoReader` does so for `video_preprocessor_config.json`. Defaults are those of the class that the file names. Nothing
+is guessed: an unknown size is an error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL.Image import Resampling
@@ -15,12 +16,14 @@ from PIL.Image import Resampling
 from megavlm.config.schema import ModelConfig
 from megavlm.data.processors.expected import OPTIONS
 from megavlm.data.processors.processor import MOST_PIXELS, Processor, Whole
+from megavlm.data.processors.sampling import Budget
 from megavlm.data.processors.sizes import Size
 from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
 from megavlm.json_files import check
 
 Json = Mapping[str, Any]
+_IMAGES, _VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
 
 # Defaults that classes share: resampling (3: bicubic, as Pillow counts) and the channels' means and deviations.
 CLIP_PIXELS: Json = {
@@ -40,37 +43,71 @@ class ProcessorReader:
         classes: names that the class has in files, without "ImageProcessor", "Fast" and the like.
         defaults: the class's own options, which files leave out.
         build: (options, model, fields that all processors share) → the processor.
-        video: (options of the video processor, model) → the one for videos, if the model has a video token.
     """
 
     classes: tuple[str, ...]
     defaults: Json
     build: Callable[[Json, ModelConfig, dict[str, Any]], Processor]
-    video: Callable[[Json, ModelConfig], VideoProcessor] | None = None
 
-    def read(self, given: Json, model: ModelConfig, *, fast: bool, video: Json | None = None) -> Processor:
-        """Return the processor that the options `given` describe. Raises UserError for what is not supported.
+    def read(self, given: Json, model: ModelConfig, *, fast: bool) -> Processor:
+        """Return the processor that the options `given` describe. Raises UserError for what is not supported."""
+        options = _filled(given, self.defaults, _IMAGES)
+        return self.build(options, model, {**_shared(options, model), "fast": fast})
 
-        `video` are those of the video processor; without it they are those of the images, as in Transformers.
+
+@dataclass(frozen=True)
+class VideoReader:
+    """Reads the options of a video processor class.
+
+    Args:
+        classes: names that the class has in files, without "VideoProcessor".
+        model_types: models whose videos it prepares where no file names a class.
+        defaults: the class's own options, which files leave out.
+        usual: frames of a video where the file does not say how many.
+        build: (options, model, fields that all processors share) → the processor; None if the model has no videos.
+    """
+
+    classes: tuple[str, ...]
+    model_types: tuple[str, ...]
+    defaults: Json
+    usual: Budget
+    build: Callable[[Json, ModelConfig, dict[str, Any]], VideoProcessor | None]
+
+    def read(self, given: Json, model: ModelConfig) -> VideoProcessor | None:
+        """Return the processor that the options `given` describe: those of a video processor, or of an image processor
+        in its place, as in Transformers. Raises UserError for what is not supported.
         """
-        options = {**self.defaults, **{key: value for key, value in given.items() if value is not None}}
-        check(options, OPTIONS, "preprocessor_config.json")
-        for option in ("do_resize", "do_rescale", "do_convert_rgb"):
-            if options.get(option, True) is not True:
-                raise UserError(f"{option}: false in preprocessor_config.json is not supported: remove it")
-        if not math.isclose(options.get("rescale_factor", 1 / 255), 1 / 255):
-            raise UserError("rescale_factor in preprocessor_config.json must be 1/255: other factors are not supported")
-        normalise = options.get("do_normalize", True)
-        shared = {
-            "patch_size": model.vision.patch_size,
-            "projector": model.projector,
-            "resample": Resampling(options["resample"]),
-            "mean": tuple(options["image_mean"]) if normalise else (0.0, 0.0, 0.0),
-            "std": tuple(options["image_std"]) if normalise else (1.0, 1.0, 1.0),
-            "fast": fast,
-            "video": self.video(video or given, model) if self.video and model.video_token is not None else None,
-        }
-        return self.build(options, model, shared)
+        options = _filled(given, self.defaults, _VIDEOS)
+        usual = replace(
+            self.usual, **{name: options[name] for name in ("fps", "min_frames", "max_frames") if name in options}
+        )
+        if "num_frames" in options:  # of every clip, whatever its length
+            usual = replace(usual, fps=math.inf, max_frames=options["num_frames"])
+        return self.build(options, model, {**_shared(options, model), "usual": usual})
+
+
+def _filled(given: Json, defaults: Json, file: str) -> Json:
+    """Return the options of a file with the defaults of its class. Raises UserError for what is not supported."""
+    options = {**defaults, **{key: value for key, value in given.items() if value is not None}}
+    check(options, OPTIONS, file)
+    for option in ("do_resize", "do_rescale", "do_convert_rgb"):
+        if options.get(option, True) is not True:
+            raise UserError(f"{option}: false in {file} is not supported: remove it")
+    if not math.isclose(options.get("rescale_factor", 1 / 255), 1 / 255):
+        raise UserError(f"rescale_factor in {file} must be 1/255: other factors are not supported")
+    return options
+
+
+def _shared(options: Json, model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that all processors share."""
+    normalise = options.get("do_normalize", True)
+    return {
+        "patch_size": model.vision.patch_size,
+        "projector": model.projector,
+        "resample": Resampling(options["resample"]),
+        "mean": tuple(options["image_mean"]) if normalise else (0.0, 0.0, 0.0),
+        "std": tuple(options["image_std"]) if normalise else (1.0, 1.0, 1.0),
+    }
 
 
 def build_whole(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Whole:
@@ -83,6 +120,12 @@ def build_whole(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Wh
         crop=sides(options.get("crop_size"), "crop_size") if options.get("do_center_crop") else None,
         **shared,
     )
+
+
+def video_class_of(options: Json) -> str | None:
+    """Return the short name of the class of video processors that a file names, if it does."""
+    name = options.get("video_processor_type")
+    return name.removesuffix("VideoProcessor") if isinstance(name, str) else None
 
 
 def class_of(preprocessor_config: Json) -> tuple[str, Json]:

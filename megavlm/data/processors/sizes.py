@@ -24,10 +24,11 @@ def shortest_edge(size: Size, edge: int) -> Size:
     return (scaled, edge) if size[1] <= size[0] else (edge, scaled)
 
 
-def smart_resize(size: Size, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
+def smart_resize(size: Size, *, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, span: int = 1) -> Size:
     """Return sides that are multiples of `factor`, with an area in [min_pixels, max_pixels] and about the same ratio.
 
-    This is the rule of Qwen2-VL and its successors.
+    This is the rule of Qwen2-VL and its successors. Qwen3-VL's bounds are of all `frames` of a video together, which
+    are counted as a multiple of the `span` in a patch.
 
     Raises BadSample for images more elongated than 1:200, which the reference refuses.
     """
@@ -35,13 +36,20 @@ def smart_resize(size: Size, *, factor: int, min_pixels: int, max_pixels: int) -
     if max(size) / min(size) > _MOST_ELONGATED:
         raise BadSample(Reason.TOO_NARROW, f"{height}×{width} pixels are more elongated than 1:{_MOST_ELONGATED}")
     rows, columns = round(height / factor), round(width / factor)
-    if rows * columns * factor**2 > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
+    pixels = round(frames / span) * span * rows * columns * factor**2
+    if pixels > max_pixels:
+        shrink = math.sqrt(frames * height * width / max_pixels)
         rows, columns = (max(1, math.floor(side / shrink / factor)) for side in size)
-    elif rows * columns * factor**2 < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    elif pixels < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
         rows, columns = (math.ceil(side * grow / factor) for side in size)
     return rows * factor, columns * factor
+
+
+def at_least(size: Size, side: int) -> Size:
+    """Return the size enlarged, if need be, so that no side is shorter than `side` (Qwen3-VL's videos)."""
+    enlarged = max(side / size[0], side / size[1], 1.0)
+    return int(size[0] * enlarged), int(size[1] * enlarged)
 
 
 def best_resolution(size: Size, resolutions: Iterable[Size]) -> Size:

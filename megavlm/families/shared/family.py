@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.anyres import Tiling
 from megavlm.config.schema import ModelConfig
-from megavlm.data.processors.reader import ProcessorReader
+from megavlm.data.processors.reader import ProcessorReader, VideoReader
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table
@@ -49,6 +49,7 @@ class Family:
         inputs: a micro-batch → keyword arguments of the Transformers model's forward.
         tiling: config.json → how the model divides an image into tiles, if it does.
         image_processors: readers of the image processor classes that its folders name.
+        videos: reader of its video processor's options; None: it is trained on images alone.
         image_text: how its tokenizers write the image token.
         chat_template: the template of folders that come without one.
         published: configurations to plan for by name: what config.json of a released model says beyond the defaults.
@@ -66,6 +67,7 @@ class Family:
     inputs: Inputs | None = None
     tiling: Callable[[Settings], Tiling] | None = None
     image_processors: tuple[ProcessorReader, ...] = ()
+    videos: VideoReader | None = None
     image_text: str = "<image>"
     chat_template: NamedTemplate | None = None
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -1,30 +1,27 @@
-"""Videos of Qwen2-VL and Qwen2.5-VL: two frames a patch, one run of tokens a clip, and M-RoPE's time."""
+"""Videos of the Qwen-VL families: frames that share patches, sizes within an area, one run of tokens and M-RoPE's time.
+
+Qwen3-VL's differ in some of this (`megavlm/families/qwen3_vl.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from PIL.Image import Resampling
 
-from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ModelConfig
 from megavlm.data.processors import sizes
-from megavlm.data.processors.expected import OPTIONS
-from megavlm.data.processors.layout import Film, Layout, Prompt
-from megavlm.data.processors.reader import CLIP_PIXELS, Json, has_only, require_model_value
-from megavlm.data.processors.sampling import Budget, Clip, taken
+from megavlm.data.processors.layout import Prompt
+from megavlm.data.processors.reader import CLIP_PIXELS, Json, VideoReader, has_only, require_model_value
+from megavlm.data.processors.sampling import Budget, Clip, from_the_first, taken
 from megavlm.data.processors.sizes import Size
 from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
 from megavlm.families.shared.settings import Settings
-from megavlm.json_files import check
 
 TEXT = "<|video_pad|>"
 _ABOVE_LEAST = 1.05  # a budget shrinks frames to this multiple of their least area, and no further
-_OPTIONS: Json = {**CLIP_PIXELS, "size": {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2}}
 
 
 def with_videos(model: ModelConfig, settings: Settings, *, steps_per_second: float | None) -> ModelConfig:
@@ -38,53 +35,46 @@ class QwenVideo(VideoProcessor):
 
     min_pixels: int  # of a frame
     max_pixels: int
-    number: int | None  # the video token
+    number: int  # the video token
     steps_per_second: float | None
     start: str = "<|vision_start|>"
     end: str = "<|vision_end|>"
 
-    def layout(self, clip: Clip, budget: Budget) -> Layout:
-        span = self.frames_per_patch
-        numbers = taken(clip, self._affordable(budget), multiple=span)
-        groups = -(-len(numbers) // span)
-        tile = self._tile(*self._resized((clip.height, clip.width), frames=groups * span, budget=budget))
-        features = groups * tokens_per_grid(tile.grid, self.projector)
-        # Frames per second of those that are taken, as Transformers computes it: the share of all, times their rate.
-        seconds = span / (len(numbers) / len(clip.times) * clip.rate)
-        return Layout(
-            size=(clip.height, clip.width),
-            tiles=(tile,) * groups,
-            arrangement=(0, 0),
-            prompt=Prompt(self.text, (self.start, self.end), (features,), self.number),
-            film=Film(
-                frames=numbers,
-                seconds=tuple(clip.times[number] for number in numbers),
-                moments=moments_of(groups, seconds, self.steps_per_second),
-            ),
+    def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
+        return taken(clip, budget, from_the_first, multiple=self.frames_per_patch)
+
+    def frame_size(self, size: Size, frames: int, budget: Budget) -> Size:
+        own, groups = self.size_of(size, frames, most=None), self.groups(frames)
+        if budget.max_tokens is None or groups * self._tokens(self._tile(*own)) <= budget.max_tokens:
+            return own
+        share = max(budget.max_tokens * self.factor**2 // groups, self._least)
+        return self.size_of(size, groups * self.frames_per_patch, most=share)
+
+    def size_of(self, size: Size, frames: int, *, most: int | None) -> Size:
+        """Return the size of frames of at most `most` pixels each; None: as many as the model's folder allows."""
+        return sizes.smart_resize(
+            size, factor=self.factor, min_pixels=self.min_pixels, max_pixels=most or self.max_pixels
         )
 
-    def _resized(self, size: Size, *, frames: int, budget: Budget) -> Size:
-        most = self.max_pixels
-        if budget.max_tokens is not None:
-            whole = budget.max_tokens * self._factor**2
-            most = max(min(most, whole * self.frames_per_patch // frames), self._least)
-        return sizes.smart_resize(size, factor=self._factor, min_pixels=self.min_pixels, max_pixels=most)
+    def most_groups(self, tokens: int) -> int:
+        return tokens * self.factor**2 // self._least
 
-    def _affordable(self, budget: Budget) -> Budget:
-        """Return a budget of no more frames than have a token each of the least area."""
-        if budget.max_tokens is None:
-            return budget
-        groups = max(budget.max_tokens * self._factor**2 // self._least, 1)
-        most = min(budget.max_frames, groups * self.frames_per_patch)
-        return replace(budget, max_frames=most, min_frames=min(budget.min_frames, most))
+    def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
+        return Prompt(self.text, (self.start, self.end), (self.groups(len(numbers)) * tokens,), self.number)
+
+    def moments(self, clip: Clip, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        # Frames per second of those that are taken, as Transformers computes it: the share of all, times their rate.
+        seconds = self.frames_per_patch / (len(numbers) / len(clip.times) * clip.rate)
+        return moments_of(self.groups(len(numbers)), seconds, self.steps_per_second)
+
+    @property
+    def factor(self) -> int:
+        """Return the side in pixels of a feature."""
+        return self.patch_size * self.projector.pixel_shuffle
 
     @property
     def _least(self) -> int:
         return int(self.min_pixels * _ABOVE_LEAST)
-
-    @property
-    def _factor(self) -> int:
-        return self.patch_size * self.projector.pixel_shuffle
 
 
 def moments_of(groups: int, seconds: float, steps_per_second: float | None) -> tuple[int, ...]:
@@ -100,13 +90,21 @@ def moments_of(groups: int, seconds: float, steps_per_second: float | None) -> t
     return tuple((np.arange(groups, dtype=np.float32) * step).astype(np.int64).tolist())
 
 
-def read_video_processor(given: Mapping[str, Any], model: ModelConfig) -> VideoProcessor:
-    """Return the processor that the options of a video processor describe, or of an image processor in its place.
+def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor | None:
+    """Return the processor of Qwen2-VL and Qwen2.5-VL; None for a model without a video token."""
+    given = qwen_fields(options, model)
+    if given is None:
+        return None
+    return QwenVideo(**given, **shared, steps_per_second=model.video_steps_per_second)
 
-    Raises UserError if its patches are not the model's.
+
+def qwen_fields(options: Json, model: ModelConfig) -> dict[str, Any] | None:
+    """Return the fields that all of these families' options give; None for a model without a video token.
+
+    Raises UserError if the patches are not the model's.
     """
-    options = {**_OPTIONS, **{key: value for key, value in given.items() if value is not None}}
-    check(options, OPTIONS, "video_preprocessor_config.json")
+    if model.video_token is None:
+        return None
     vision = model.vision
     require_model_value(options, "patch_size", vision.patch_size)
     require_model_value(options, "merge_size", model.projector.pixel_shuffle)
@@ -114,16 +112,19 @@ def read_video_processor(given: Mapping[str, Any], model: ModelConfig) -> VideoP
     size = options["size"]
     if not has_only(size, "shortest_edge", "longest_edge"):
         raise UserError("size in video_preprocessor_config.json must give shortest_edge and longest_edge, as areas")
-    return QwenVideo(
-        patch_size=vision.patch_size,
-        frames_per_patch=vision.temporal_patch_size,
-        projector=model.projector,
-        resample=Resampling(options["resample"]),
-        mean=tuple(options["image_mean"]),
-        std=tuple(options["image_std"]),
-        text=TEXT,
-        min_pixels=options.get("min_pixels", size["shortest_edge"]),
-        max_pixels=options.get("max_pixels", size["longest_edge"]),
-        number=model.video_token,
-        steps_per_second=model.video_steps_per_second,
-    )
+    return {
+        "frames_per_patch": vision.temporal_patch_size,
+        "text": TEXT,
+        "min_pixels": options.get("min_pixels", size["shortest_edge"]),
+        "max_pixels": options.get("max_pixels", size["longest_edge"]),
+        "number": model.video_token,
+    }
+
+
+VIDEOS = VideoReader(
+    ("Qwen2VL", "Qwen2_5_VL"),
+    ("qwen2_vl", "qwen2_5_vl"),
+    {**CLIP_PIXELS, "size": {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2}},
+    Budget(),
+    build_video,
+)

@@ -19,7 +19,6 @@ from megavlm.errors import UserError
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.inputs import in_blocks
 from megavlm.families.shared.language import language
-from megavlm.families.shared.qwen_video import read_video_processor
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import FusedQKV, Rename, Table, linear
 from megavlm.families.shared.vision import ACTIVATIONS
@@ -227,5 +226,4 @@ PROCESSOR = ProcessorReader(
     ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL"),
     {**CLIP_PIXELS, "size": {"shortest_edge": 56**2, "longest_edge": 28**2 * 1280}},
     build_processor,
-    read_video_processor,
 )

@@ -33,7 +33,8 @@ FILM = clip(20, rate=10)
 
 
 def visuals(processor: Processor | None = None, **budget: float) -> Visuals:
-    return Visuals(processor or processor_from(IMAGES, MODEL), 10**6, Budget(**budget))  # type: ignore[arg-type]
+    processor = processor or processor_from(IMAGES, MODEL, model_type="qwen2_5_vl")
+    return Visuals(processor, 10**6, Budget(**budget))  # type: ignore[arg-type]
 
 
 def loaded(given: Visuals, *things: ImageRef | VideoRef) -> list[LoadedImage]:
@@ -57,7 +58,7 @@ def test_a_folder_of_frames_is_the_clip_that_it_was(tmp_path: Path) -> None:
     for number in range(4):
         Image.fromarray(pixels(5 * number)).save(tmp_path / f"{number}.png")
     frames = tuple(ImageRef(tmp_path / f"{number}.png") for number in range(4))
-    (of_frames,), (of_clip,) = loaded(visuals(), VideoRef(frames, fps=2.0)), loaded(visuals(), VideoRef(FILM))
+    (of_frames,), (of_clip,) = loaded(visuals(), VideoRef(frames)), loaded(visuals(), VideoRef(FILM))
     assert of_frames.film is not None
     assert of_clip.film is not None
     assert (of_frames.film.moments, of_frames.grids) == (of_clip.film.moments, of_clip.grids)
@@ -97,8 +98,8 @@ def test_pixels_of_images_are_repeated_beside_a_video_only() -> None:
 
 def test_a_model_without_videos_says_so() -> None:
     model = ModelConfig(vision=MODEL.vision, projector=MODEL.projector)
-    with pytest.raises(BadSample) as raised:
-        visuals(processor_from(IMAGES, model)).layouts([VideoRef(FILM)])
+    with pytest.raises(BadSample, match="models of this family are trained on images alone") as raised:
+        visuals(processor_from(IMAGES, model, model_type="qwen2_5_vl")).layouts([VideoRef(FILM)])
     assert raised.value.reason is Reason.UNSUPPORTED
 
 

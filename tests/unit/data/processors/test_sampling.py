@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.processors.sampling import Budget, Clip, rate_of, taken
+from megavlm.data.processors.sampling import (
+    Budget,
+    Clip,
+    Places,
+    from_first_to_last,
+    from_the_first,
+    in_the_middle,
+    rate_of,
+    taken,
+)
 
 
 def regular(frames: int, rate: float) -> Clip:
@@ -29,14 +38,34 @@ def regular(frames: int, rate: float) -> Clip:
     ],
 )
 def test_frames_at_equal_intervals(frames: int, rate: float, budget: Budget, expected: tuple[int, ...]) -> None:
-    assert taken(regular(frames, rate), budget, multiple=2) == expected
+    assert taken(regular(frames, rate), budget, from_the_first, multiple=2) == expected
 
 
 def test_frames_at_irregular_intervals_are_even_in_time() -> None:
     times = (*np.arange(0, 1, 0.01), *np.arange(1, 9))  # a hundred frames in the first second, one in each other
     clip = Clip(48, 80, times, rate_of(times, None))
-    chosen = [times[number] for number in taken(clip, Budget(fps=1), multiple=2)]
+    chosen = [times[number] for number in taken(clip, Budget(fps=1), from_the_first, multiple=2)]
     assert chosen == pytest.approx(range(8), abs=0.6)
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [(from_the_first, (0, 3, 6)), (in_the_middle, (1, 5, 8)), (from_first_to_last, (0, 4, 9))],
+)
+def test_where_frames_are_taken(places: Places, expected: tuple[int, ...]) -> None:
+    assert taken(regular(10, 10.0), Budget(fps=3, min_frames=1), places) == expected
+
+
+def test_frames_of_any_length_of_clip() -> None:
+    budget = Budget(fps=float("inf"), max_frames=5)
+    assert len(taken(regular(400, 10.0), budget, in_the_middle)) == len(taken(regular(5, 10.0), budget, in_the_middle))
+
+
+def test_the_time_of_a_frame_is_its_number_unless_its_own_contradicts() -> None:
+    rounded = Clip(48, 80, (0, 0.033, 0.067, 0.1), 30.0)
+    assert [rounded.seconds(number) for number in range(4)] == [number / 30 for number in range(4)]
+    irregular = Clip(48, 80, (0, 0.01, 0.02, 9), 1.0)
+    assert [irregular.seconds(number) for number in range(4)] == [0, 0.01, 0.02, 9]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +88,14 @@ def test_the_rate_is_the_stated_one_unless_frames_contradict(times: tuple, state
     st.floats(0.01, 60),
     st.integers(1, 50),
     st.integers(1, 4),
+    st.sampled_from([from_the_first, in_the_middle, from_first_to_last]),
 )
-def test_any_clip_gives_frames_within_the_budget(gaps: list[float], fps: float, most: int, multiple: int) -> None:
+def test_any_clip_gives_frames_within_the_budget(
+    gaps: list[float], fps: float, most: int, multiple: int, places: Places
+) -> None:
     times = tuple(np.cumsum([0.0, *gaps]).tolist())
-    chosen = taken(Clip(48, 80, times, rate_of(times, None)), Budget(fps=fps, max_frames=most), multiple=multiple)
+    clip = Clip(48, 80, times, rate_of(times, None))
+    chosen = taken(clip, Budget(fps=fps, max_frames=most), places, multiple=multiple)
     assert 1 <= len(chosen) <= max(1, min(most, len(times)))
     assert all(before < after for before, after in pairwise(chosen))
     assert chosen[-1] < len(times)
