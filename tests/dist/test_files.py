@@ -17,7 +17,7 @@ from tests.support.training import SMALL, assert_same_curve, metrics, train, wit
 FILES = [
     *SMALL,
     *"--images-per-sample 1 --image-sizes --train-iters 8 --seq-length 96".split(),
-    *"--packing-window 16 --num-workers 0 --lr-decay-iters 20".split(),
+    *"--packing-window 16 --num-workers 0 --lr-decay-iters 20 --vision-num-layers 1 --language-num-layers 3".split(),
 ]
 
 

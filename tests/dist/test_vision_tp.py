@@ -44,5 +44,5 @@ def test_dropout_keeps_the_ranks_of_an_encoder_alike(pools: Pools, tmp_path: Pat
     flags = "--no-save --pp 2 --placement colocated --vision-tp 2 --no-sequence-parallel"
     argv = [*SMALL, *flags.split(), *"--hidden-dropout 0.2 --attention-dropout 0.2".split()]
     for whole, difference in pools(2).run(largest_difference, argv, str(tmp_path)):
-        assert whole > 30
+        assert whole > 20
         assert difference == 0

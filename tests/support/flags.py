@@ -11,6 +11,7 @@ from megavlm.config.schema import Config
 QWEN3 = (
     "--vision-activation gelu_tanh --vision-position-embedding learned_rope2d "
     "--vision-position-interpolation bilinear --vision-temporal-patch-size 2 --vision-deepstack-layers 0 2 3 "
+    "--vision-num-layers 5 "
     "--projector-hidden-size 128 --language-mrope-section 2 2 2 --language-mrope-interleaved --language-qk-norm"
 )
 
@@ -34,7 +35,7 @@ MODELS = {
     # Windows of 4 patches on grids of 4 and 6; images that turn three ways.
     "qwen2.5-vl": "--vision-normalization RMSNorm --vision-activation swiglu --no-vision-patch-bias "
     "--vision-position-embedding rope2d --vision-temporal-patch-size 2 --vision-window-size 16 "
-    "--vision-full-attention-layers 1 4 --projector-hidden-size 128 --language-mrope-section 1 2 3 "
+    "--vision-full-attention-layers 1 --projector-hidden-size 128 --language-mrope-section 1 2 3 "
     "--language-add-qkv-bias --language-num-query-groups 2 --language-tie-embeddings",
     "qwen3-vl": QWEN3,
     # The mergers train in the middle of a tower that does not.
@@ -70,7 +71,7 @@ PADDED = (
 )
 
 
-HALF = "--train-iters 3".split()
+HALF = "--train-iters 2".split()
 # A run of four steps and its first half: enough where every bit must agree.
 FOUR = "--lr-warmup-iters 1 --train-iters 4".split()
 TWO = "--lr-warmup-iters 1 --train-iters 2".split()

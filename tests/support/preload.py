@@ -24,7 +24,9 @@ if not Path("/proc/driver/nvidia").exists():  # else each child asks for its dev
     # What the program imports when it is called, and torch in the first step.
     import torch._dynamo
 
-    import megavlm.cli.train  # noqa: F401
+    import megavlm.cli.train
+    import megavlm.train.build
+    import megavlm.train.loop  # noqa: F401
 
 threads = len(os.listdir("/proc/self/task"))
 assert threads == 1, f"{threads} threads: what the others hold would stay locked in every child"

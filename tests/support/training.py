@@ -11,12 +11,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-# Uneven on purpose: vision 5 layers, language 7, odd widths, images of none, one, two and two sizes.
+# Uneven on purpose: vision 3 layers, language 5, odd widths, images of none, one, two and two sizes.
 SMALL = (
-    "--train-iters 6 --lr-decay-iters 20 --global-batch-size 4 --micro-batch-size 1 --seq-length 32 --no-tensorboard "
-    "--vision-num-layers 5 --vision-hidden-size 32 --vision-ffn-hidden-size 48 --vision-num-attention-heads 4 "
+    "--train-iters 4 --lr-decay-iters 20 --global-batch-size 4 --micro-batch-size 1 --seq-length 32 --no-tensorboard "
+    "--vision-num-layers 3 --vision-hidden-size 32 --vision-ffn-hidden-size 48 --vision-num-attention-heads 4 "
     "--vision-image-size 16 --vision-patch-size 4 --projector-pixel-shuffle 2 "
-    "--language-num-layers 7 --language-hidden-size 48 --language-ffn-hidden-size 64 "
+    "--language-num-layers 5 --language-hidden-size 48 --language-ffn-hidden-size 64 "
     "--language-num-attention-heads 4 --language-num-query-groups 4 --language-vocab-size 97 "
     "--images-per-sample 1 0 2 1 --image-sizes 16 24 --lr 1e-3 --lr-warmup-iters 2"
 ).split()
