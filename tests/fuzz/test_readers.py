@@ -20,7 +20,8 @@ from tests.fuzz.mutations import mutated
 from tests.fuzz.readers import READERS
 from tests.fuzz.structured import damaged
 
-BINARY = ("metadata", "distcp", "common.pt", "safetensors", "sentencepiece", "parquet", "tar", "tar index", "image")
+TABLES = ("parquet", "arrow")
+BINARY = ("metadata", "distcp", "common.pt", "safetensors", "sentencepiece", *TABLES, "tar", "tar index", "image")
 TEXT = ("chat template", "text", "jsonl", "events.jsonl", "metrics.jsonl", "feature cache")
 JSON = [name for name in READERS if name not in (*BINARY, *TEXT)]
 

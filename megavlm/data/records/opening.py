@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 from megavlm.config.messages import shown
 from megavlm.config.schema import DatasetConfig
+from megavlm.data.records import arrow
 from megavlm.data.records.arrays import NotAnArray, array_spans
+from megavlm.data.records.arrow import ArrowFile
 from megavlm.data.records.container import Container, FileRecords, Joined, Records
 from megavlm.data.records.parquet import ParquetFile
 from megavlm.data.records.pictures import FindFile, file_below, stored_below
@@ -21,7 +24,8 @@ from megavlm.paths import open_regular
 from megavlm.storage.cache import local_path
 from megavlm.storage.urls import complaint, is_url, without_secrets
 
-_FILES = (".json", ".jsonl", ".ndjson", ".parquet", ".txt")  # suffixes of the files that are read in a folder
+_TABLES: dict[str, Callable[[Path], Container]] = {".parquet": ParquetFile, ".arrow": ArrowFile}
+_FILES = (".json", ".jsonl", ".ndjson", ".txt", *_TABLES)  # suffixes of the files that are read in a folder
 _LOOKED_AT = 100  # most records that are read to find a good one
 _UNREADABLE = {
     b"\xff\xfe": "UTF-16",
@@ -89,6 +93,8 @@ def files_of(source: DatasetConfig) -> list[Path]:
     path = _local(source)
     if path.is_file():
         return [path]
+    if path.is_dir() and arrow.is_saved(path):
+        return _saved_files(source, path)
     if not path.is_dir():
         raise _wrong(source, "is not a file or folder: check the path")
     found = sorted((file for file in path.iterdir() if file.suffix.lower() in _FILES), key=lambda file: file.name)
@@ -99,6 +105,16 @@ def files_of(source: DatasetConfig) -> list[Path]:
     return found
 
 
+def _saved_files(source: DatasetConfig, path: Path) -> list[Path]:
+    try:
+        files = arrow.saved_files(path)
+    except UserError as error:
+        raise UserError(f"--datasets {error}") from error
+    if not files:
+        raise _wrong(source, "has no files: save the data set again")
+    return files
+
+
 def _open_file(source: DatasetConfig, file: Path) -> Container:
     try:
         with open_regular(file) as opened:
@@ -107,13 +123,14 @@ def _open_file(source: DatasetConfig, file: Path) -> Container:
         what = error.strerror or "it is no regular file"
         raise _wrong(source, f"cannot be read ({what}): check what it is, and its permissions", file) from error
     suffix = file.suffix.lower()
-    if suffix == ".parquet":
+    if suffix in _TABLES:
         try:
-            return ParquetFile(file)
+            return _TABLES[suffix](file)
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            raise _wrong(source, f"is no parquet file ({shown(str(error))}): write it again", file) from error
+            kind = suffix.removeprefix(".")
+            raise _wrong(source, f"is no {kind} file ({shown(str(error))}): write it again", file) from error
     for start, form in _UNREADABLE.items():
         if head.startswith(start):
             raise _wrong(source, f"is {form}: convert it to plain UTF-8", file)

@@ -45,7 +45,7 @@ class ParquetFile:
         if groups is None or groups.process != os.getpid():  # after a fork, its lock is the parent's
             groups = self._groups = _Groups(self._path, self._columns)
         try:
-            return _record(groups.get(group).slice(index - first, 1))
+            return record_of(groups.get(group).slice(index - first, 1))
         except (
             OSError,
             ValueError,
@@ -88,7 +88,7 @@ class _Groups:
             return self._tables[number]
 
 
-def _record(row: Any) -> Any:
+def record_of(row: Any) -> Any:
     """Return a table's only row in Python's types. Raises ValueError for one that would take too much memory."""
     if row.nbytes > _LARGEST_ROW:
         raise ValueError(f"the row has {row.nbytes} bytes, more than {_LARGEST_ROW}")

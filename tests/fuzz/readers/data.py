@@ -116,6 +116,30 @@ def table(folder: Path, data: bytes) -> None:
     records("a.parquet")(folder, data)
 
 
+@cache
+def arrows() -> list[bytes]:
+    """Return Arrow files of both formats, with images in the table and beside it."""
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    images = [{"bytes": b"\xff\xd8" * 9, "path": None}, {"bytes": None, "path": "a.jpg"}] * 2
+    table = pa.table({"conversations": [TURNS] * 4, "image": pa.array(images, kind)})
+    found = []
+    for new, each in itertools.product((pa.ipc.new_stream, pa.ipc.new_file), (table, pa.table({"text": ["a", "b"]}))):
+        buffer = io.BytesIO()
+        with new(buffer, each.schema) as file:
+            file.write_table(each, max_chunksize=2)
+        found.append(buffer.getvalue())
+    return found
+
+
+def saved(folder: Path, data: bytes) -> None:
+    """Open a folder of `save_to_disk` whose state.json is `data`."""
+    (folder / "saved").mkdir()
+    (folder / "saved" / "data-00000-of-00001.arrow").write_bytes(arrows()[0])
+    (folder / "saved" / "dataset_info.json").write_bytes(b"{}")
+    (folder / "saved" / "state.json").write_bytes(data)
+    open_records(DatasetConfig(str(folder / "saved"))).read(0)
+
+
 def shards(folder: Path, data: bytes, name: str = "0.tar") -> None:
     source = DatasetConfig(str(folder / "data"), kind="webdataset")
     (folder / "data").mkdir()
@@ -200,6 +224,7 @@ BLEND = {
     "splits": {"train": {"blend": [{"weight": 1, "path": "data"}]}},
 }
 CRUDE = b'{"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}'
+STATE = json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"}).encode()
 NOTES = (
     b'{"recipe": {"a": 1}, "records": 0, "samples": 0, "shards": 0, "skipped": {}, "skipped_bytes": 0, "done": false}'
 )
@@ -214,6 +239,8 @@ READERS = {
     "jsonl": Reader(records("a.jsonl"), lambda: [b"\n".join(LINES[:1] * 3), *LINES], few=40),
     "text": Reader(records("a.txt"), lambda: [b"one\ntwo\r\nthree\n"]),
     "parquet": Reader(table, tables),
+    "arrow": Reader(records("a.arrow"), arrows, few=40),
+    "saved data set": Reader(saved, lambda: [STATE]),
     "tar": Reader(shards, lambda: [tar()], few=5),
     "tar index": of_folder("0.tar.idx", bytes(8) + (2048).to_bytes(8, "little") * 3),
     "prepared folder": of_folder(".nv-meta/.info.json", PREPARED),
