@@ -1,9 +1,9 @@
 """Decode the frames of untrusted video files, one at a time, or say why they cannot be decoded.
 
 `probe` reads a clip's packets without decoding them, so it knows when each frame is shown, also where their intervals
-vary, and that the clip has an end. `frames` decodes those that are asked for: it goes forward, and jumps to a key frame
-where that saves decoding. All bounds are counts, not seconds, so that a clip is read, or skipped, alike on a busy
-machine; `--data-worker-timeout` ends what hangs.
+vary, and that the clip has an end. `frames` decodes those that are asked for: it goes forward, jumps to a key frame
+where that saves decoding, and leaves out what no wanted frame is predicted from. All bounds are counts, not seconds, so
+that a clip is read, or skipped, alike on a busy machine; `--data-worker-timeout` ends what hangs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megavlm.data.decode import content_of
 from megavlm.data.processors.sampling import Clip, rate_of
 from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
+from megavlm.storage.file_range import FileRange
 from megavlm.storage.stored_file import StoredFile
 
 if TYPE_CHECKING:
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 Pixels = NDArray[np.uint8]
-Source = bytes | Path | StoredFile
+Source = bytes | Path | StoredFile | FileRange
 
 MAX_FRAMES = 2**18  # of a clip: two hours at 30 frames per second
 _MAX_DECODED = 2**38  # pixels that are decoded for one clip: 18 minutes of 4K at 30 frames per second
+# Codecs in which a frame says that no other one is predicted from it. (In HEVC it says so of its own layer only.)
+_SAYS_WHAT_IS_UNUSED = ("h264", "mpeg4", "mpeg2video", "mpeg1video")
 # A playlist names other files, and the network: no such format is read, and FFmpeg opens nothing by a name.
 _OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,ivf,h264,hevc,m4v,"
@@ -83,7 +86,9 @@ def frames(source: Source, numbers: Sequence[int], *, max_pixels: int) -> Iterat
         if numbers[-1] >= len(index.marks):
             raise BadSample(Reason.TRUNCATED, f"the clip has {len(index.marks)} frames, and had more when it was read")
         wanted = [index.marks[number] for number in numbers]
-        yield from map(_upright, _decoded(container, stream, index, wanted))
+        convert = _pyav().video.reformatter.VideoReformatter()  # one for all frames: each sets up tables of its own
+        for frame in _decoded(container, stream, index, wanted):
+            yield _upright(convert.reformat(frame, format="rgb24", threads=1).to_ndarray(), frame.rotation)
 
 
 def _decoded(
@@ -92,13 +97,14 @@ def _decoded(
     """Yield the frames with these time stamps, in order."""
     pixels, at, jumps = 0, None, True
     decoding: Iterator[VideoFrame] = iter(())
+    needed = frozenset(wanted)
     for mark in wanted:
         key = index.keys[max(bisect_right(index.keys, mark) - 1, 0)] if index.keys else index.marks[0]
         if at is None or (jumps and key > at):  # a key frame lies between here and there
-            decoding, at_key = _from(container, stream, key, mark)
+            decoding, at_key = _from(container, stream, key, mark, needed)
             if not at_key:  # as in transport streams: from now on go forward only
                 jumps = False
-                decoding, _ = _from(container, stream, min(0, index.marks[0]), mark)
+                decoding, _ = _from(container, stream, min(0, index.marks[0]), mark, needed)
         for frame in decoding:
             pixels += frame.width * frame.height
             if pixels > _MAX_DECODED:
@@ -113,14 +119,26 @@ def _decoded(
         yield frame
 
 
-def _from(container: InputContainer, stream: VideoStream, start: int, mark: int) -> tuple[Iterator[VideoFrame], bool]:
+def _from(
+    container: InputContainer, stream: VideoStream, start: int, mark: int, needed: frozenset[int]
+) -> tuple[Iterator[VideoFrame], bool]:
     """Return the frames from `start` on, and whether they begin at `mark` or before: some containers seek inexactly."""
     container.seek(start, stream=stream)
-    decoding = container.decode(stream)
+    decoding = _forward(container, stream, needed)
     first = next(decoding, None)
     if first is None:
         return iter(()), False
     return chain([first], decoding), first.pts is None or first.pts <= mark
+
+
+def _forward(container: InputContainer, stream: VideoStream, needed: frozenset[int]) -> Iterator[VideoFrame]:
+    """Yield frames from the present position on, without those that neither `needed` nor other frames need."""
+    codec = stream.codec_context
+    leaves_out = codec.name in _SAYS_WHAT_IS_UNUSED
+    for packet in container.demux(stream):
+        if leaves_out:
+            codec.skip_frame = "NONREF" if packet.pts is not None and packet.pts not in needed else "DEFAULT"
+        yield from packet.decode()
 
 
 def _index(container: InputContainer, stream: VideoStream) -> _Index:
@@ -154,7 +172,7 @@ def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, V
     """Open a clip, and turn what PyAV says of damaged ones into BadSample."""
     av = _pyav()
     try:
-        file = _file(content_of(source))
+        file = _file(source)
     except OSError as error:
         raise BadSample(Reason.MISSING, f"the clip cannot be opened: {error}") from error
     is_clip = False
@@ -190,15 +208,17 @@ def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, V
             raise BadSample(reason, f"{what} ({type(error).__name__}: {str(error)[:200]})") from error
 
 
-def _file(content: bytes | Path) -> IO[bytes]:
+def _file(source: Source) -> IO[bytes]:
     """Return an open file: PyAV would take a name for a URL or a playlist's."""
+    if isinstance(source, FileRange):
+        return source.open()
+    content = content_of(source)
     return BytesIO(content) if isinstance(content, bytes) else content.open("rb")
 
 
-def _upright(frame: VideoFrame) -> Pixels:
+def _upright(pixels: Pixels, rotation: float) -> Pixels:
     """Return the pixels of a frame, turned as its display matrix says (phones store portraits lying down)."""
-    pixels: Pixels = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
-    quarters = round(frame.rotation / 90) % 4  # counterclockwise
+    quarters = round(rotation / 90) % 4  # counterclockwise
     return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
 
 

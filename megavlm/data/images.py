@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from megavlm.data.processors.layout import Film
 
 
+_TOGETHER = 256  # patches that are normalised at once: what they need stays in a core's cache
+
+
 def patchify(
     image: NDArray[np.uint8],
     patch_size: int,
@@ -28,20 +31,42 @@ def patchify(
 
     Patches are row-major. Within a patch the order is (channel, row, column), as in a flattened Conv2d weight
     [H, C, p, p], so that a linear layer over patches computes the same as that convolution with stride p.
-    Normalisation is (x / 255 − mean) / std, with one mean and std or one per channel. It runs in numpy, because torch
-    would start threads of its own in the loader's thread.
     """
-    import torch  # not at the top: `families` import image processors, and load without torch
+    return normalised([cells_of(image, patch_size)], 1, mean=mean, std=std)
 
+
+def cells_of(image: NDArray[np.uint8], patch_size: int) -> NDArray[np.uint8]:
+    """Return the patches [rows·columns, C, p·p], row-major, of an image [height, width, C] of bytes."""
     height, width, channels = image.shape
     rows, columns = grid_of(height, width, patch_size)
     cells = image.reshape(rows, patch_size, columns, patch_size, channels)
-    patches = cells.transpose(0, 2, 4, 1, 3).reshape(rows * columns, channels * patch_size**2).astype(np.float32)
-    area = patch_size**2
+    return cells.transpose(0, 2, 4, 1, 3).reshape(rows * columns, channels, patch_size**2)
+
+
+def normalised(
+    frames: Sequence[NDArray[np.uint8]], span: int, *, mean: float | Sequence[float], std: float | Sequence[float]
+) -> Tensor:
+    """Return the patches [groups·P, C·span·p·p], float32, that span `span` frames each, from the cells of each frame
+    [P, C, p·p]; the last frame fills the last group.
+
+    Within a patch the order is (channel, frame, row, column), as in a flattened Conv3d weight. Normalisation is
+    (x / 255 − mean) / std, with one mean and std or one per channel. It runs in numpy, because torch would start
+    threads of its own in the loader's thread.
+    """
+    import torch  # not at the top: `families` import image processors, and load without torch
+
+    count, channels, area = frames[0].shape
+    groups = -(-len(frames) // span)
     means, stds = np.broadcast_to(mean, channels), np.broadcast_to(std, channels)
-    patches *= np.repeat(1 / (255 * stds), area).astype(np.float32)
-    patches -= np.repeat(means / stds, area).astype(np.float32)
-    return torch.from_numpy(patches)
+    factor, shift = (each[:, None].astype(np.float32) for each in (1 / (255 * stds), means / stds))
+    patches = np.empty((groups, count, channels, span, area), np.float32)
+    for place in range(groups * span):
+        frame, target = frames[min(place, len(frames) - 1)], patches[place // span, :, :, place % span]
+        for start in range(0, count, _TOGETHER):
+            part = target[start : start + _TOGETHER]
+            np.multiply(frame[start : start + _TOGETHER], factor, out=part)
+            part -= shift
+    return torch.from_numpy(patches.reshape(groups * count, -1))
 
 
 def spanning(frames: Sequence[Tensor], span: int, channels: int) -> Tensor:

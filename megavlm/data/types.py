@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.arch.anyres import TileGroup
+from megavlm.storage.file_range import FileRange
 from megavlm.storage.stored_file import StoredFile
 
 if TYPE_CHECKING:  # families read their errors from here, and run without torch
@@ -95,7 +96,7 @@ class VideoRef:
     `fps` is what the record says: the rate at which frames are taken from a file, or at which its images were.
     """
 
-    source: bytes | Path | StoredFile | tuple[ImageRef, ...]
+    source: bytes | Path | StoredFile | FileRange | tuple[ImageRef, ...]
     fps: float | None = None
 
 

@@ -37,8 +37,9 @@ def clip(
     sound: bool = False,
     size: tuple[int, int] = (HEIGHT, WIDTH),
     frames: Sequence[NDArray[np.uint8]] = (),
+    group: int = 6,
 ) -> bytes:
-    """A file of `count` frames, at `times` (seconds) or `rate`; a key frame comes every six frames.
+    """A file of `count` frames, at `times` (seconds) or `rate`; a key frame comes every `group` frames.
 
     `frames` are their pixels, if not those of `pixels`.
     """
@@ -55,7 +56,7 @@ def clip(
             stream.options = {"sc_threshold": "1000000000"} if kind == "avi" else {"sc_threshold": "0", "bf": "2"}
             stream.height, stream.width = size
             stream.pix_fmt = "yuv420p"
-            stream.codec_context.gop_size = 6
+            stream.codec_context.gop_size = group
             stream.bit_rate = 4_000_000
             base = Fraction(1, rate) if times is None else Fraction(1, 1000)
             stream.time_base = stream.codec_context.time_base = base

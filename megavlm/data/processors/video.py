@@ -9,11 +9,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL.Image import Resampling
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ProjectorConfig
-from megavlm.data.images import patchify, spanning
+from megavlm.data.images import cells_of, normalised
 from megavlm.data.processors.layout import Film, Layout, Prompt, Tile
 from megavlm.data.processors.resize import Pixels, resize_as_torchvision
 from megavlm.data.processors.sampling import Budget, Clip
@@ -77,18 +79,18 @@ class VideoProcessor(ABC):
         """Return `Film.moments`."""
         return ()
 
-    def frame(self, pixels: Pixels, grid: tuple[int, int]) -> Tensor:
-        """Return the normalised patches [rows·columns, 3·p·p] of one frame, resized to (rows, columns) of patches."""
+    def frame(self, pixels: Pixels, grid: tuple[int, int]) -> NDArray[np.uint8]:
+        """Return the patches [rows·columns, 3, p·p] of one frame, resized to (rows, columns) of patches, as bytes."""
         height, width = (side * self.patch_size for side in grid)
-        return patchify(self.resized(pixels, grid)[:height, :width], self.patch_size, mean=self.mean, std=self.std)
+        return cells_of(self.resized(pixels, grid)[:height, :width], self.patch_size)
 
     def resized(self, pixels: Pixels, grid: tuple[int, int]) -> Pixels:
         """Return the pixels of a frame at the size that `frame_size` returned, which has this grid of patches."""
         return resize_as_torchvision(pixels, grid[0] * self.patch_size, grid[1] * self.patch_size, self.resample)
 
-    def patches(self, frames: list[Tensor]) -> Tensor:
-        """Return the patches of all groups of frames, [groups·rows·columns, 3·frames_per_patch·p·p]."""
-        return spanning(frames, self.frames_per_patch, channels=3)
+    def patches(self, frames: list[NDArray[np.uint8]]) -> Tensor:
+        """Return the normalised patches of all groups of frames, [groups·rows·columns, 3·frames_per_patch·p·p]."""
+        return normalised(frames, self.frames_per_patch, mean=self.mean, std=self.std)
 
     def groups(self, frames: int) -> int:
         """Return how many groups so many frames make; the last frame fills the last group."""

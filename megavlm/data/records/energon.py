@@ -10,6 +10,7 @@ import hashlib
 import tarfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -35,11 +36,11 @@ from megatron.energon.savable_loader import SavableDataLoaderState
 from megatron.energon.state import FlexState
 
 from megavlm.data.records.blend import check_yaml
-from megavlm.data.records.parts import conversation_of_parts
+from megavlm.data.records.parts import Part, conversation_of_parts
 from megavlm.data.records.plain import from_plain, to_plain
 from megavlm.data.records.prepared import check_prepared
 from megavlm.data.records.split import is_held_out, key_of_parts
-from megavlm.data.records.tars import LARGEST_SAMPLE, PlainMember
+from megavlm.data.records.tars import LARGEST_SAMPLE, Member, PlainMember
 from megavlm.data.types import BadSample, Conversation, Reason
 from megavlm.errors import UserError
 
@@ -78,7 +79,7 @@ def cook_with_key(sample: CrudeSample) -> Cooked:
     return cooked
 
 
-def _parts(sample: CrudeSample) -> dict[str, bytes]:
+def _parts(sample: CrudeSample) -> dict[str, Part]:
     return {name: part for name, part in sample.items() if not name.startswith("__")}
 
 
@@ -112,12 +113,17 @@ class Forgiving:
         }
 
     def _look_at(self, index: int) -> None:
-        """Raise ValueError for a sample that is too large, and make the tar's reader leave sparse files out."""
+        """Raise ValueError for a sample that is too large; make the tar's reader leave sparse files out, and clips
+        where they are.
+        """
         place = self._reader._get_itar_sample_pointer(index)
         if place.byte_size > LARGEST_SAMPLE:
             raise ValueError(f"the sample has {place.byte_size} bytes, more than {LARGEST_SAMPLE}")
         with self._reader._open_itarfile(place.tar_file_id) as tar:
             tar.tarinfo = PlainMember
+            path = self._reader.tar_filepaths[place.tar_file_id]
+            if path.is_local():
+                tar.fileobject = partial(Member, path=path.local_path())
 
     def _shard(self, index: int) -> str:
         try:

@@ -2,7 +2,8 @@
 
 The file `json` holds a LLaVA record or messages. Otherwise the text is in the file `txt` or `caption`, or in a field
 `text` or `caption` of the json (img2dataset writes such captions). The images are the files with an image's extension,
-in order (`jpg`, or `0.jpg`, `1.jpg`, …); the videos are those with a video's.
+in order (`jpg`, or `0.jpg`, `1.jpg`, …); the videos are those with a video's. A file that the record's `video` or
+`videos` name, as a clip or as one of its frames, belongs to that video.
 """
 
 from __future__ import annotations
@@ -15,52 +16,81 @@ from megavlm.config.messages import shown
 from megavlm.data.records.turns import conversation_of, shape_of
 from megavlm.data.records.videos import natural
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, VideoRef
+from megavlm.storage.file_range import FileRange
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif")
 _VIDEOS = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "flv", "ogv", "3gp")
 _CAPTIONS = ("txt", "caption")
 
 
-def conversation_of_parts(parts: Mapping[str, bytes]) -> Conversation:
+Part = bytes | FileRange
+"""The content of a file of a sample; a clip stays in its tar."""
+
+
+def is_clip(name: str) -> bool:
+    """Return whether a file of a sample is a video, by its extension."""
+    return name.lower().rpartition(".")[2] in _VIDEOS
+
+
+def conversation_of_parts(parts: Mapping[str, Part]) -> Conversation:
     """Return the conversation of a sample, given its files by extension (all that follows the name's first dot).
 
     Raises BadSample if they hold none.
     """
-    names, clips = _with_extension(parts, _IMAGES), _with_extension(parts, _VIDEOS)
+    record = _record(parts)
+    named = set(_texts([record.get("video"), record.get("videos")]))
+    names = [name for name in _with_extension(parts, _IMAGES) if name not in named]
+    clips = _with_extension(parts, _VIDEOS)
     rest, rest_of_clips = iter(names), iter(clips)
 
-    def part_of(name: str, others: Iterator[str]) -> bytes:
+    def part_of(name: str, others: Iterator[str]) -> Part:
         """Return the file `name` of the sample or, if that is a path elsewhere, the next file of its kind."""
         part = name if name in parts else next(others, None)
         if part is None:
             raise BadSample(Reason.MISSING, f"the sample has no file {shown(name)}: it has {_listed(parts)}")
         return parts[part]
 
-    record = _record(parts)
+    def image_of_part(name: str) -> ImageRef:
+        content = part_of(name, rest)
+        if isinstance(content, FileRange):
+            raise BadSample(Reason.NOT_AN_IMAGE, f"{shown(name)} is a video")
+        return ImageRef(content)
+
     if not any(record.get(field) for field in ("image", "images")):
         record = {**record, "images": [parts[name] for name in names]}
     if not any(record.get(field) for field in ("video", "videos")):
-        record = {**record, "videos": [parts[name] for name in clips]}
+        record = {**record, "videos": clips}
     shape = shape_of(record)
     if shape is None:
         raise BadSample(Reason.NOT_A_RECORD, f"none of its files {_listed(parts)} holds a conversation or a text")
     return conversation_of(
         record,
         shape,
-        find=lambda name: ImageRef(part_of(name, rest)),
+        find=image_of_part,
         find_video=lambda name: VideoRef(part_of(name, rest_of_clips)),
     )
 
 
-def _with_extension(parts: Mapping[str, bytes], extensions: Collection[str]) -> list[str]:
+def _with_extension(parts: Mapping[str, Part], extensions: Collection[str]) -> list[str]:
     return sorted((name for name in parts if name.lower().rpartition(".")[2] in extensions), key=natural)
 
 
-def _record(parts: Mapping[str, bytes]) -> dict[str, Any]:
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a field of a record, which may be lists and objects of them."""
+    waiting = [value]  # not recursion: a record may be nested as deep as its author likes
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list | Mapping):
+            waiting += value.values() if isinstance(value, Mapping) else value
+
+
+def _record(parts: Mapping[str, Part]) -> dict[str, Any]:
     record: Any = {}
     if "json" in parts:
         try:
-            record = json.loads(parts["json"])
+            record = json.loads(_bytes(parts["json"]))
         except (ValueError, RecursionError) as error:
             raise BadSample(Reason.NOT_A_RECORD, f"its json file is not JSON: {error}") from error
     if not isinstance(record, dict):
@@ -70,11 +100,16 @@ def _record(parts: Mapping[str, bytes]) -> dict[str, Any]:
     for name in _CAPTIONS:
         if name in parts:
             try:
-                return {"text": parts[name].decode()}
+                return {"text": _bytes(parts[name]).decode()}
             except UnicodeDecodeError as error:
                 raise BadSample(Reason.NOT_A_RECORD, f"its {name} file is not UTF-8: {error}") from error
     return {**record, "text": record.get("text", record.get("caption"))}
 
 
-def _listed(parts: Mapping[str, bytes]) -> str:
+def _bytes(part: Part) -> bytes:
+    assert isinstance(part, bytes), "only clips stay in their tar"
+    return part
+
+
+def _listed(parts: Mapping[str, Part]) -> str:
     return shown(sorted(parts))

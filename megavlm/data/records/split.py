@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from megavlm.data.records.parts import Part
 from megavlm.data.records.turns import COLUMNS
+from megavlm.storage.file_range import FileRange
 
 _BYTES = 8
 _NEVER = b"\xff" * _BYTES  # of a record that has no content: it will be skipped
@@ -33,7 +36,7 @@ def key_of(record: Any) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=_BYTES).digest()
 
 
-def key_of_parts(parts: Mapping[str, bytes]) -> bytes:
+def key_of_parts(parts: Mapping[str, Part]) -> bytes:
     """Return the hash of a sample of a WebDataset, which is files by extension."""
     return key_of({"text": [[name, _plain(parts[name])] for name in sorted(parts)]})
 
@@ -44,7 +47,10 @@ def is_held_out(key: bytes, fraction: float) -> bool:
 
 
 def _plain(value: Any) -> str:
-    """Return what stands for a value that JSON does not have: the hash of an image's bytes."""
+    """Return what stands for a value that JSON does not have: the hash of the bytes of an image or a clip."""
+    if isinstance(value, FileRange):
+        with value.open() as file:
+            return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
     if isinstance(value, bytes | bytearray | memoryview):
         return hashlib.blake2b(value, digest_size=16).hexdigest()
     return repr(value)

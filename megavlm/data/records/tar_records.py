@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import tarfile
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,11 @@ from numpy.typing import NDArray
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import tars
 from megavlm.data.records.opening import name_of
-from megavlm.data.records.parts import conversation_of_parts
+from megavlm.data.records.parts import Part, conversation_of_parts
 from megavlm.data.records.split import key_of_parts
 from megavlm.data.types import BadSample, Conversation, Reason
 from megavlm.errors import UserError
-from megavlm.paths import open_regular
+from megavlm.storage.file_range import FileRange
 from megavlm.storage.urls import is_url
 
 
@@ -55,17 +54,16 @@ class TarRecords:
         tar = int(np.searchsorted(self._ends, index, side="right"))
         return tar, index - (int(self._ends[tar - 1]) if tar else 0)
 
-    def _parts(self, index: int) -> dict[str, bytes]:
+    def _parts(self, index: int) -> dict[str, Part]:
         """Return the files of a sample by extension. Raises BadSample if they cannot be read."""
         tar, place = self._find(index)
         start, end = (int(offset) for offset in self._offsets[tar][place : place + 2])
         if not 0 <= end - start <= tars.LARGEST_SAMPLE:
             raise BadSample(Reason.TRUNCATED, f"it has {end - start} bytes, more than {tars.LARGEST_SAMPLE}")
+        sample = FileRange(self._paths[tar], start, end - start)
         try:
-            with open_regular(self._paths[tar]) as file:
-                file.seek(start)
-                content = io.BytesIO(file.read(end - start))
-            with tarfile.open(fileobj=content, mode="r:", tarinfo=tars.PlainMember) as opened:
+            with sample.open() as content, tarfile.open(fileobj=content, mode="r:", tarinfo=tars.PlainMember) as opened:
+                opened.fileobject = partial(tars.Member, path=sample.path, start=start)  # type: ignore[assignment]
                 return {
                     part: data.read()
                     for member in opened

@@ -19,6 +19,9 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+from megavlm.data.records.parts import Part, is_clip
+from megavlm.storage.file_range import FileRange
+
 META = ".nv-meta"
 _INFO = (".info.json", ".info.yaml")
 _READERS = 8  # tars that are indexed at once: waiting for a disk or a network takes most of the time
@@ -44,6 +47,19 @@ def part_of(member: tarfile.TarInfo) -> str | None:
     """Return the extension of a file of a sample, which is all that follows its name's first dot; None for others."""
     own = _KEY.match(member.name) if member.isreg() and not _NO_SAMPLE.match(member.name) else None
     return None if own is None else member.name[len(own[1]) + 1 :]
+
+
+class Member(tarfile.ExFileObject):
+    """A file of a tar, of which `read` returns the bytes; or, of a clip in a tar of this machine, where they lie."""
+
+    def __init__(self, tar: tarfile.TarFile, member: tarfile.TarInfo, *, path: Path, start: int = 0) -> None:
+        super().__init__(tar, member)
+        self._place, self._stays = FileRange(path, start + member.offset_data, member.size), is_clip(member.name)
+
+    def read(self, size: int | None = -1) -> Part:  # type: ignore[override]
+        if self._place.start + self._place.length > self._place.path.stat().st_size:
+            raise tarfile.ReadError("the tar ends inside of a file")  # which may claim to be larger than all memory
+        return self._place if self._stays else super().read(size)
 
 
 def is_prepared(folder: Path) -> bool:

@@ -12,6 +12,7 @@ from megavlm.config.messages import shown
 from megavlm.data.decode import resolve_inside
 from megavlm.data.records.pictures import FindFile, file_below, image_of
 from megavlm.data.types import BadSample, ImageRef, Reason, VideoRef
+from megavlm.storage.file_range import FileRange
 
 FindVideo = Callable[[str], VideoRef]
 """Returns the video that a record refers to by its name; raises BadSample if there is none."""
@@ -56,8 +57,9 @@ def _image_by(find: FindVideo) -> FindFile:
 
     def found(name: str) -> ImageRef:
         source = find(name).source
-        if isinstance(source, tuple):
-            raise BadSample(Reason.NOT_AN_IMAGE, f"{shown(name)} is a folder, and not one frame of a video")
+        if isinstance(source, tuple | FileRange):
+            what = "a folder" if isinstance(source, tuple) else "a video"
+            raise BadSample(Reason.NOT_AN_IMAGE, f"{shown(name)} is {what}, and not one frame of a video")
         return ImageRef(source)
 
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.data.records.parts import conversation_of_parts
-from megavlm.data.types import BadSample, ImageRef, Reason, Turn
+from megavlm.data.types import BadSample, ImageRef, Reason, Turn, VideoRef
+from megavlm.storage.file_range import FileRange
 
 A, B = ImageRef(b"first"), ImageRef(b"second")
 
@@ -96,3 +98,20 @@ def test_numbers_in_names_may_have_any_length() -> None:
     """Python refuses to read integers of more than 4,300 digits."""
     parts = {"json": turns("<image><image>?"), f"{'9' * 5000}.jpg": b"second", "0007.jpg": b"first"}
     assert conversation_of_parts(parts).turns[0] == Turn("user", (A, B, "?"))
+
+
+def test_frames_of_a_video_are_none_of_the_images() -> None:
+    record = turns("<image><video><video>?", videos=[{"frames": ["1.0.jpg", "1.1.jpg"], "fps": 2}, {"video": "2.mp4"}])
+    parts = {"json": record, "0.jpg": b"first", "1.1.jpg": b"b", "1.0.jpg": b"a", "2.mp4": b"clip"}
+    frames = VideoRef((ImageRef(b"a"), ImageRef(b"b")), fps=2.0)
+    assert conversation_of_parts(parts).turns[0] == Turn("user", (A, frames, VideoRef(b"clip"), "?"))
+
+
+def test_a_clip_stays_where_it_is() -> None:
+    place = FileRange(Path("a.tar"), 512, 40)
+    found = conversation_of_parts({"json": turns("<video>?"), "mp4": place})
+    assert found.turns[0] == Turn("user", (VideoRef(place), "?"))
+    for record in (turns("<image>?", image="mp4"), turns("<video>?", videos=[["mp4"]])):
+        with pytest.raises(BadSample) as raised:
+            conversation_of_parts({"json": record, "mp4": place})
+        assert raised.value.reason is Reason.NOT_AN_IMAGE

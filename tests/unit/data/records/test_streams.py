@@ -13,9 +13,11 @@ import pytest
 
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import is_held_out, open_stream, open_tars, prepare_stream
+from megavlm.data.records.split import key_of_parts
 from megavlm.data.records.streams import for_energon
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, VideoRef
 from megavlm.errors import UserError
+from megavlm.storage.file_range import FileRange
 from tests.support.tar_shards import sample, write_shards, write_tar
 
 
@@ -309,3 +311,26 @@ def test_a_bucket_is_the_profile_that_is_made_of_it(url: str, place: str) -> Non
     assert for_energon(url) == place
     if not url.startswith("msc"):
         assert "msc://{}/{}".format(*_resolve_non_msc_url(url)) == place
+
+
+def test_clips_stay_in_their_tar(tmp_path: Path) -> None:
+    """A stream and reading by number find the same bytes, keys are those of the bytes, and a cut clip is bad."""
+    spoken = [{"from": "human", "value": "<video>What?"}, {"from": "gpt", "value": "x"}]
+    told = json.dumps({"conversations": spoken}).encode()
+    samples = [{"json": told, "mp4": bytes([number]) * 700} for number in range(3)]
+    path = write_tar(tmp_path / "data/0.tar", samples)
+    streamed = list(islice(iter(opened(path.parent, shuffle=False)), 3))
+    records = open_tars(DatasetConfig(str(path.parent)), cache=tmp_path)
+    for number, item in enumerate(streamed):
+        assert isinstance(item, Conversation)
+        assert item == records.read(number)
+        (video,) = item.images
+        assert isinstance(video, VideoRef)
+        assert isinstance(video.source, FileRange)
+        with video.source.open() as file:
+            assert file.read() == samples[number]["mp4"]
+            assert (file.seek(-1, 2), file.read(5)) == (699, bytes([number]))
+        assert records.key(number) == key_of_parts(samples[number])
+    path.write_bytes(path.read_bytes()[: video.source.start + 300])
+    with pytest.raises(BadSample, match="ends inside of a file"):
+        records.read(2)
