@@ -12,7 +12,7 @@ from megavlm.inference.exports import model_folder
 from megavlm.inference.options import add_model_options, assistant_of, sampling_of
 from megavlm.inference.talk import Talk
 
-_COMMANDS = "/image FILE adds an image to the next message, /reset begins anew, /quit or Ctrl-D ends"
+_COMMANDS = "/image FILE or /video FILE adds one to the next message, /reset begins anew, /quit or Ctrl-D ends"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,6 +24,8 @@ def main(argv: Sequence[str]) -> int:
         talk = Talk(assistant_of(given, found), sampling, system=given.system)
         for image in given.image:
             talk.add_image(image)
+        for video in given.video:
+            talk.add_video(video)
         if given.prompt is None:
             _converse(talk)
         else:
@@ -46,6 +48,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--image", action="append", default=[], metavar="FILE", help="Image of the first message; may be repeated."
+    )
+    parser.add_argument(
+        "--video",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Video of the first message, or a folder of its frames; may be repeated.",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="Print the answer to this message and end.")
     add_model_options(parser, max_new_tokens=512)
@@ -80,6 +89,9 @@ def _take(talk: Talk, line: str) -> None:
     if command == "/image" and rest.strip():
         height, width = talk.add_image(rest.strip())
         _note(f"({height}×{width} pixels, with the next message)")
+    elif command == "/video" and rest.strip():
+        film = talk.add_video(rest.strip())
+        _note(f"({len(film.frames)} frames, to {film.seconds[-1]:.1f} s, with the next message)")
     elif command == "/reset":
         talk.reset()
     elif command.startswith("/") and "/" not in command[1:]:

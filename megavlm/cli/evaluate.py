@@ -1,4 +1,4 @@
-"""Score a trained model on questions about images: `python tools/evaluate.py RUN_DIR --task questions.jsonl`.
+"""Score a trained model on questions about images and videos: `python tools/evaluate.py RUN_DIR --task FILE.jsonl`.
 
 Answers are appended to a folder while the model gives them, and the same command continues after an interruption. In
 the end the folder has the scores (results.json) and a page of the wrong answers (failures.html). torchrun starts a
@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Score a trained model on questions about images.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Score a trained model on questions about images and videos.", allow_abbrev=False
+    )
     parser.add_argument(
         "--task",
         nargs="+",

@@ -17,6 +17,7 @@ from megavlm.data.costs import CostModel
 from megavlm.data.order import Order
 from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
 from megavlm.data.processors import Layout, Processor
+from megavlm.data.processors.layout import Film
 from megavlm.data.processors.sampling import Budget
 from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name_of, open_records, open_tars
 from megavlm.data.types import (
@@ -31,6 +32,7 @@ from megavlm.data.types import (
     Segment,
     Skipped,
     StreamSample,
+    VideoRef,
 )
 from megavlm.data.visuals import Visuals, stored
 from megavlm.errors import UserError
@@ -199,6 +201,12 @@ class FilesSource:
             images=tuple(self._visuals.load(images, stored(*each)) for each in enumerate(layouts)),
             tile_groups=self._tile_groups(layouts),
         )
+
+    def film_of(self, video: VideoRef) -> Film:
+        """Return the frames of a video that the model receives. Raises BadSample if it reads none, or not this one."""
+        (layout,) = self._visuals.layouts([video])
+        assert layout.film is not None
+        return layout.film
 
     @property
     def answer_ends(self) -> tuple[int, ...]:

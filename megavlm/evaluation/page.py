@@ -1,12 +1,13 @@
-"""Write the questions that a model answered wrongly as one HTML page, with their images."""
+"""Write the questions that a model answered wrongly as one HTML page, with their images and first frames."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-from megavlm.data.decode import decode
-from megavlm.data.types import BadSample, ImageRef
+from megavlm.data.decode import MAX_PIXELS
+from megavlm.data.types import BadSample, Visual
+from megavlm.data.visuals import first_frame
 from megavlm.evaluation.metrics import METRICS
 from megavlm.evaluation.scores import Scored, scores_of
 from megavlm.evaluation.task import Task
@@ -52,7 +53,7 @@ def _failure(task: Task, failed: Scored) -> str:
         if failed.answer.error
         else (f"<mark>{escape(failed.answer.text) or '(nothing)'}</mark>")
     )
-    images = "".join(_pictures(task, failed)) if question.images else ""
+    images = "".join(_pictures(task, failed)) if question.images or question.videos else ""
     distinct = " · ".join(map(escape, dict.fromkeys(question.references)))
     return (
         f"<article><h3>{escape(question.label)} <span>{question.metric} · score {failed.score:.2f}</span></h3>"
@@ -68,6 +69,9 @@ def _pictures(task: Task, failed: Scored) -> list[str]:
         return [f'<span class="warning">{escape(error.detail)}</span>']
 
 
-def _picture(image: ImageRef) -> str:
-    """Return an image, reduced, as an <img> that holds its bytes. Raises BadSample if it cannot be decoded."""
-    return picture(decode(image.source).pixels, side=_SIDE)
+def _picture(visual: Visual) -> str:
+    """Return an image, or the first frame of a video, reduced, as an <img> that holds its bytes.
+
+    Raises BadSample if it cannot be decoded.
+    """
+    return picture(first_frame(visual, max_pixels=MAX_PIXELS), side=_SIDE)

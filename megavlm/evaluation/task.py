@@ -1,4 +1,4 @@
-"""Tasks: files of questions about images with reference answers (docs/after-training.md has the format)."""
+"""Tasks: files of questions about images and videos with reference answers (docs/after-training.md has the format)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megavlm.config.messages import shown
 from megavlm.data.records.arrays import NotAnArray, array_spans
 from megavlm.data.records.pictures import file_below, image_of
 from megavlm.data.records.spans import BOM, SpanFile, line_spans
-from megavlm.data.types import BadSample, Conversation, ImageRef, Turn
+from megavlm.data.records.videos import video_below, video_of
+from megavlm.data.types import BadSample, Conversation, Turn, Visual
 from megavlm.errors import UserError
 from megavlm.evaluation.choices import LETTERS, chosen_letter, question_with_choices
 from megavlm.evaluation.metrics import ANNOTATORS, METRICS
@@ -34,7 +35,7 @@ class TaskOption:
 
 @dataclass(frozen=True)
 class Question:
-    """A record of a task. `images` are its values, of which the files are found when they are needed."""
+    """A record of a task. `images` and `videos` are its values, of which the files are found when they are needed."""
 
     label: str  # as in `task.jsonl:18`
     text: str
@@ -42,6 +43,8 @@ class Question:
     references: tuple[str, ...]
     metric: str
     choices: tuple[str, ...] = ()
+    videos: tuple[Any, ...] = ()
+    fps: Any = None  # of its videos
 
     def score(self, answer: str) -> float:
         return METRICS[self.metric].score(answer, self.references, self.choices)
@@ -54,15 +57,19 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """All questions of a file, and the folder that their images lie in."""
+    """All questions of a file, and the folder that their images and videos lie in."""
 
     name: str
     image_root: Path
     questions: tuple[Question, ...]
 
-    def pictures(self, question: Question) -> list[ImageRef]:
-        """Return a question's images. Raises BadSample for one that is missing or outside of the image root."""
-        return [image_of(image, partial(file_below, self.image_root)) for image in question.images]
+    def pictures(self, question: Question) -> list[Visual]:
+        """Return a question's images, then its videos. Raises BadSample for one that is missing or outside of the image
+        root.
+        """
+        find, find_video = partial(file_below, self.image_root), partial(video_below, self.image_root)
+        images = [image_of(image, find) for image in question.images]
+        return [*images, *(video_of(video, find_video, question.fps) for video in question.videos)]
 
     def conversation(self, question: Question, system: str | None) -> Conversation:
         """Return the turns before the answer. Raises BadSample as `pictures` does."""
@@ -74,7 +81,8 @@ class Task:
         """Return a hash of what a model is asked, so that other metrics or references leave it as it is."""
         total = hashlib.sha256()
         for question in self.questions:
-            total.update(repr((question.asked, question.images)).encode())
+            videos = (question.videos, question.fps) if question.videos else ()
+            total.update(repr((question.asked, question.images, *videos)).encode())
         return total.hexdigest()
 
 
@@ -131,15 +139,19 @@ def _question(record: Any, label: str, metric: str | None) -> Question:
     text = record.get("question")
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where} has no field `question` with a text")
-    images = record.get("images", record.get("image"))
-    listed = tuple(images) if isinstance(images, list) else () if images is None else (images,)
+    images, videos = _values(record, "images", "image"), _values(record, "videos", "video")
     references = _texts(record.get("answers", record.get("answer")), where, "answers")
     choices = _texts(record["choices"], where, "choices") if record.get("choices") is not None else ()
     chosen = metric or record.get("metric") or ("multiple_choice" if choices else "exact_match")
     _check_metric(chosen, where)
-    question = Question(label, text, listed, references, chosen, choices)
+    question = Question(label, text, images, references, chosen, choices, videos, record.get("fps"))
     _check_references(question, where)
     return question
+
+
+def _values(record: Mapping[str, Any], several: str, one: str) -> tuple[Any, ...]:
+    value = record.get(several, record.get(one))
+    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
 
 def _texts(value: Any, where: str, field: str) -> tuple[str, ...]:

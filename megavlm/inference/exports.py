@@ -116,5 +116,8 @@ def _data_options(run_dir: Path) -> DataConfig:
     file = run_dir / "config.yaml"
     if not file.is_file():
         return DataConfig()
-    data = from_yaml_file(file).data
-    return replace(DataConfig(), **{name: getattr(data, name) for name in _MAKE_SAMPLES})
+    config = from_yaml_file(file)
+    data = replace(DataConfig(), **{name: getattr(config.data, name) for name in _MAKE_SAMPLES})
+    if data.video_max_tokens is None and config.train.seq_length is not None:
+        return replace(data, video_max_tokens=config.train.seq_length // 2)  # a chat has other sequences
+    return data

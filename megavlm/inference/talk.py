@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megavlm.data.decode import size_of
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
+from megavlm.data.processors.layout import Film
+from megavlm.data.records.videos import video_below
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn, Visual
 from megavlm.inference.assistant import Assistant, Sampling
 
 
 class Talk:
-    """Keeps what was said. Each answer is generated from the whole conversation, its images included."""
+    """Keeps what was said. Each answer is generated from the whole conversation, with its images and videos."""
 
     def __init__(self, assistant: Assistant, sampling: Sampling, *, system: str | None = None) -> None:
         self._assistant = assistant
@@ -20,9 +22,9 @@ class Talk:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns and images; the system turn stays."""
+        """Forget all turns, images and videos; the system turn stays."""
         self._turns: tuple[Turn, ...] = self._opening
-        self._images: list[ImageRef] = []
+        self._images: list[Visual] = []
 
     def add_image(self, path: str) -> tuple[int, int]:
         """Show an image with the next message; return its height and width. Raises BadSample if it is no image."""
@@ -32,6 +34,19 @@ class Talk:
         size = size_of(file)
         self._images.append(ImageRef(file))
         return size
+
+    def add_video(self, path: str) -> Film:
+        """Show a clip, or a folder of frames, with the next message; return which frames the model sees.
+
+        Raises BadSample if it is no video, or the model reads none.
+        """
+        file = Path(path).expanduser().resolve()
+        if not file.exists():
+            raise BadSample(Reason.MISSING, f"{path} is not a file or folder")
+        video = video_below(file.parent, file.name)
+        film = self._assistant.source.film_of(video)
+        self._images.append(video)
+        return film
 
     def answer(self, message: str, show: Callable[[str], None]) -> str:
         """Return the answer to a message, and show it piece by piece.

@@ -136,6 +136,7 @@ def _in_full(source: FilesSource, record: EncodedRecord) -> list[Shown]:
                 sample.tokens.tolist(),
                 sample.trained.tolist(),
                 image_tokens=source.feature_tokens,
+                video_tokens=set(source.feature_tokens) - {source.image_token},
                 decode=source.tokenizer.decode,
             ),
         )

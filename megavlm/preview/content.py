@@ -21,6 +21,7 @@ class Stretch:
     text: str
     trained: bool
     image: bool = False
+    video: bool = False  # image tokens of a video
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,21 +82,30 @@ class PreviewContent:
 
 
 def stretches_of(
-    tokens: Sequence[int], trained: Sequence[bool], *, image_tokens: Collection[int], decode: Decode
+    tokens: Sequence[int],
+    trained: Sequence[bool],
+    *,
+    image_tokens: Collection[int],
+    decode: Decode,
+    video_tokens: Collection[int] = (),
 ) -> tuple[Stretch, ...]:
     """Return a sample's text in stretches: a new one begins where training begins or ends, and at images.
+
+    `video_tokens` are those of the image tokens that stand for videos alone.
 
     Each stretch is decoded together with the tokens before it, because a tokenizer's spaces depend on them.
     """
     found: list[Stretch] = []
     at = 0
     while at < len(tokens):
-        image = tokens[at] in image_tokens
-        end = at + 1
-        while end < len(tokens) and (tokens[end] in image_tokens) == image and trained[end] == trained[at]:
+        image, video = tokens[at] in image_tokens, tokens[at] in video_tokens
+        kind, end = (image, video), at + 1
+        while end < len(tokens) and trained[end] == trained[at]:
+            if (tokens[end] in image_tokens, tokens[end] in video_tokens) != kind:
+                break
             end += 1
         if image:
-            found.append(Stretch(str(end - at), trained=False, image=True))
+            found.append(Stretch(str(end - at), trained=False, image=True, video=video))
         else:
             before = [token for token in tokens[max(0, at - _CONTEXT) : at] if token not in image_tokens]
             text = decode([*before, *tokens[at:end]])[len(decode(before)) :]

@@ -15,10 +15,12 @@ from PIL import Image
 from megavlm.preview.charts import histogram
 from megavlm.preview.content import PackedSegment, PreviewContent, Shown, Stretch
 from megavlm.preview.html import document, facts, section
+from megavlm.preview.pictures import picture
 from megavlm.preview.style import COLOURS
 
 _FIRST_BARS, _MOST_BARS = 24, 512  # sequences that are drawn at first, and after a click on "more"
 _MOST_SKIPPED = 5  # examples that are listed for each reason
+_FIRST_FRAMES, _FRAME = 12, 320  # frames of a video that are shown at first; pixels of a frame's longer side
 
 
 def page(content: PreviewContent) -> str:
@@ -109,7 +111,8 @@ def _sequences(content: PreviewContent) -> str:
 def _legend() -> str:
     return (
         '<p class="quiet"><mark>Trained</mark> tokens have a loss; the others are context. '
-        '<span class="image">image</span> stands for image tokens.</p>'
+        '<span class="image">image</span> stands for image tokens, <span class="image">video</span> for those of a '
+        "video.</p>"
     )
 
 
@@ -128,16 +131,25 @@ def _sample(shown: Shown, content: PreviewContent) -> str:
 
 def _tiles(pictures: Sequence[NDArray[np.uint8]], seconds: Sequence[float]) -> str:
     """Return the pictures of an image, or the frames of a video with their times."""
-    shown = list(map(_picture, pictures))
-    if seconds:
-        times = (f"<figcaption>{second:.2f} s</figcaption>" for second in seconds)
-        shown = [f"<figure>{picture}{time}</figure>" for picture, time in zip(shown, times, strict=True)]
-    return f'<div class="tiles">{"".join(shown)}</div>'
+    if not seconds:
+        return f'<div class="tiles">{"".join(map(_picture, pictures))}</div>'
+    frames = [
+        f"<figure>{picture(pixels, side=_FRAME)}<figcaption>{second:.2f} s</figcaption></figure>"
+        for pixels, second in zip(pictures, seconds, strict=True)
+    ]
+    first, rest = "".join(frames[:_FIRST_FRAMES]), frames[_FIRST_FRAMES:]
+    film = f'<div class="film">{first}</div>'
+    if rest:
+        more = f"<summary>{len(rest):,} more frames, to {seconds[-1]:.2f} s</summary>"
+        film += f'<details>{more}<div class="film">{"".join(rest)}</div></details>'
+    height, width = pictures[0].shape[:2]
+    about = f"video: {len(frames):,} frames of {height}×{width} pixels"
+    return f'<div class="video"><p class="quiet">{about}</p>{film}</div>'
 
 
 def _stretch(stretch: Stretch) -> str:
     if stretch.image:
-        return f'<span class="image">image × {escape(stretch.text)}</span>'
+        return f'<span class="image">{"video" if stretch.video else "image"} × {escape(stretch.text)}</span>'
     return f"<mark>{escape(stretch.text)}</mark>" if stretch.trained else escape(stretch.text)
 
 

@@ -102,7 +102,11 @@ article{border-top:1px solid var(--line);padding:16px 0}
 .tiles{display:flex;align-items:flex-start;flex-wrap:wrap;gap:3px;max-width:100%}
 .tiles img{max-width:min(100%,360px);height:auto;min-width:48px;border-radius:3px;outline:1px solid var(--line);
   image-rendering:auto}
-.tiles figcaption{color:var(--quiet);font-size:12px}
+.video{width:100%}
+.video p{margin:0 0 4px;font-size:12px}
+.film{display:grid;grid-template-columns:repeat(auto-fill,minmax(120px,1fr));gap:6px;margin:0 0 6px}
+.film img{width:100%;height:auto;border-radius:3px;outline:1px solid var(--line)}
+.film figcaption{margin:2px 0 0;color:var(--quiet);font-size:12px;font-variant-numeric:tabular-nums}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.65 ui-monospace,"DejaVu Sans Mono",monospace}
 mark{background:var(--trained);color:var(--trained-ink);border-bottom:2px solid var(--trained-line);border-radius:2px;
   -webkit-box-decoration-break:clone;box-decoration-break:clone}

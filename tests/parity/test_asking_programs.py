@@ -14,7 +14,7 @@ from PIL import Image
 
 from megavlm.cli import chat, convert, evaluate
 from megavlm.config.schema import DataConfig
-from megavlm.data.types import Conversation, ImageRef, Turn
+from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef
 from megavlm.inference.assistant import Assistant, Sampling
 from tests.support.processors import picture
 from tests.support.whole_models import whole_folder
@@ -98,6 +98,37 @@ def test_a_conversation_of_several_turns(
     assert "unknown command /loudly" in printed.err
 
 
+def test_questions_about_a_video(
+    model: Path,
+    assistant: Assistant,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Chat and evaluation show the model what a training sample shows it."""
+    pytest.importorskip("av", reason="pip install av (the extra `video`)")
+    from tests.support.clips import clip
+
+    frames = [picture(60, 90, seed=number) for number in range(12)]
+    (video := tmp_path / "it.mp4").write_bytes(clip(12, rate=6, frames=frames))
+    answer = expected(assistant, Turn("user", (VideoRef(video), ASKED)))
+    assert answer != expected(assistant, Turn("user", (ASKED,))), "the model looks at its prompt"
+    assert chat.main([str(model), "--video", str(video), "--prompt", ASKED, *SHORT]) == 0
+    assert capsys.readouterr().out == f"{answer}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/video {video}\n{ASKED}\n/video {tmp_path}\n/quit\n"))
+    assert chat.main([str(model), *SHORT]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{answer}\n"
+    assert "(4 frames, to 1.5 s, with the next message)" in printed.err
+    assert "holds 0 images" in printed.err
+    lines = [{"video": "it.mp4", "question": ASKED, "answers": [answer]}, {"question": ASKED, "answers": [answer]}]
+    (tmp_path / "task.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    argv = [str(model), "--task", str(tmp_path / "task.jsonl"), "--out", str(tmp_path / "out"), *SHORT]
+    assert evaluate.main(argv) == 0
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert [each["score"] for each in results["tasks"]["task"]["answers"]] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -105,6 +136,8 @@ def test_a_conversation_of_several_turns(
         ("{root} --prompt x", "neither a config.json nor a complete checkpoint"),
         ("{model} --prompt x --image {root}/none.png", "none.png is not a file"),
         ("{model} --prompt x --image {model}/config.json", "not of a known image format"),
+        ("{model} --prompt x --video {root}/none.mp4", "none.mp4 is not a file or folder"),
+        ("{model} --prompt x --video {model}/config.json", "not of a known video format"),
         ("{model} --prompt x --temperature -1", "--temperature -1.0 must be 0 or more"),
         ("{model} --prompt x --max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
         ("{model} --prompt x --device cuda:7", "--device cuda:7: this machine has"),

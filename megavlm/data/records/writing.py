@@ -1,7 +1,8 @@
 """Write records as WebDataset tars, one shard after another; the same records give the same bytes.
 
 A shard is written under a temporary name, renamed when it is complete, and noted in `prepare_data.json`; an interrupted
-run continues after the last shard noted. Samples are LLaVA records (`json`) with their images beside them, unchanged.
+run continues after the last shard noted. Samples are LLaVA records (`json`) with their images and videos beside them,
+unchanged; clips are copied from file to file.
 """
 
 from __future__ import annotations
@@ -19,23 +20,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.decode import content_of, size_of
+from megavlm.data import clips
+from megavlm.data.decode import MAX_PIXELS, content_of, size_of
 from megavlm.data.records import tars
 from megavlm.data.records.container import Records
-from megavlm.data.records.turns import TAG
+from megavlm.data.records.turns import TAG, VIDEO_TAG
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn, VideoRef
 from megavlm.errors import UserError
 from megavlm.json_files import FLAG, OBJECT, check, mapped, read_json, whole
+from megavlm.paths import open_regular
+from megavlm.storage.file_range import FileRange
+from megavlm.storage.stored_file import StoredFile
 
 NOTES = "prepare_data.json"
 SKIPPED = "skipped.jsonl"
 _READERS = 8  # threads that read images; what they read is written in order
+_HEAD = 16  # bytes that tell what a file is
 _AT_ONCE = 256  # records that are read before they are written
 _SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
 # First bytes of image files. Any other file is named .jpg, since readers look at the content.
 _SIGNATURES = {b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif", b"RIFF": "webp"}
 
-Parts = dict[str, bytes]
+_CLIP_SIGNATURES = {b"\x1aE\xdf\xa3": "mkv", b"RIFF": "avi", b"OggS": "ogv", b"FLV": "flv"}  # any other: .mp4
+
+Content = bytes | Path | StoredFile
+Parts = dict[str, Content]
 
 
 _COUNT = whole(0, 2**62)
@@ -86,11 +95,10 @@ def write_shards(
             while shard.size < shard_bytes and (made := next(samples, None)) is not None:
                 index, parts = made
                 read += 1
-                if isinstance(parts, BadSample):
-                    counts[parts.reason] += 1
-                    skipped.write(_line(records.label(index), parts))
-                else:
-                    shard.add(f"{index:09}", parts)
+                bad = parts if isinstance(parts, BadSample) else shard.add(f"{index:09}", parts)
+                if bad is not None:
+                    counts[bad.reason] += 1
+                    skipped.write(_line(records.label(index), bad))
                 progress(notes.records + read, notes)
             samples.close()
             shard.close()
@@ -114,21 +122,44 @@ def write_shards(
 
 
 def parts_of(conversation: Conversation, label: str) -> Parts:
-    """Return the files of a sample by extension. Raises BadSample if the header of an image cannot be read."""
+    """Return the files of a sample by extension. Raises BadSample if the header of an image or clip cannot be read."""
     parts: Parts = {}
+    videos: list[dict[str, Any]] = []
     names = [""] if len(conversation.images) == 1 else [f"{number}." for number in range(len(conversation.images))]
-    for name, image in zip(names, conversation.images, strict=True):
-        if isinstance(image, VideoRef):
-            raise BadSample(Reason.UNSUPPORTED, "videos are not written to tars")
-        data = _bytes(image)
-        size_of(data)
-        parts[name + _extension(data)] = data
-    record: dict[str, Any] = {"id": label}
+    for name, visual in zip(names, conversation.images, strict=True):
+        if isinstance(visual, VideoRef):
+            files, video = _video(visual, name)
+            videos.append(video)
+        else:
+            data = _bytes(visual)
+            size_of(data)
+            files = {name + _extension(data): data}
+        parts |= files
+    if (size := sum(map(_size, parts.values()))) > tars.LARGEST_SAMPLE:
+        raise BadSample(Reason.UNSUPPORTED, f"it has {size} bytes, more than {tars.LARGEST_SAMPLE} in a tar")
+    record: dict[str, Any] = {"id": label, **({"videos": videos} if videos else {})}
     if conversation.turns[0].role == "text":
-        record["text"] = _text(conversation.turns[0])
+        record["text"] = _text(conversation.turns[0], videos=bool(videos))
     else:
-        record["conversations"] = [{"from": _SPEAKERS[t.role], "value": _text(t)} for t in conversation.turns]
+        said = [(turn.role, _text(turn, videos=bool(videos))) for turn in conversation.turns]
+        record["conversations"] = [{"from": _SPEAKERS[role], "value": text} for role, text in said]
     return {"json": json.dumps(record, ensure_ascii=False).encode(), **parts}
+
+
+def _video(video: VideoRef, name: str) -> tuple[Parts, dict[str, Any]]:
+    """Return the files of a video, and what the record says of it."""
+    rate = {} if video.fps is None else {"fps": video.fps}
+    if isinstance(video.source, tuple):
+        frames: Parts = {}
+        for number, frame in enumerate(video.source):
+            size_of(frame.source)
+            frames[f"{name}{number}.{_extension(_head(frame.source))}"] = frame.source
+        return frames, {"frames": list(frames), **rate}
+    assert not isinstance(video.source, FileRange), "tars are not written again"
+    clips.probe(video.source, max_pixels=MAX_PIXELS)
+    head = _head(video.source)
+    kind = next((kind for signature, kind in _CLIP_SIGNATURES.items() if head.startswith(signature)), "mp4")
+    return {name + kind: video.source}, {"video": name + kind, **rate}
 
 
 def _samples(
@@ -155,12 +186,20 @@ class _Shard:
         self.size = 0
         self.count = 0
 
-    def add(self, key: str, parts: Parts) -> None:
-        for name, data in parts.items():
+    def add(self, key: str, parts: Parts) -> BadSample | None:
+        """Add a sample, or return what has become of it since its headers were read."""
+        try:
+            contents = {name: content_of(source) for name, source in parts.items()}
+        except BadSample as error:  # of a store
+            return error
+        for name, content in contents.items():
             entry = tarfile.TarInfo(f"{key}.{name}")  # without user and time, so that the bytes are reproducible
-            entry.size = len(data)
-            self._tar.addfile(entry, io.BytesIO(data))
+            with io.BytesIO(content) if isinstance(content, bytes) else open_regular(content) as file:
+                entry.size = file.seek(0, io.SEEK_END)
+                file.seek(0)
+                self._tar.addfile(entry, file)
         self.size, self.count = self._tar.offset, self.count + 1
+        return None
 
     def close(self) -> None:
         self._tar.close()
@@ -191,8 +230,11 @@ def _note(out: Path, notes: Notes) -> None:
     temporary.replace(out / NOTES)
 
 
-def _text(turn: Turn) -> str:
-    return "".join(part if isinstance(part, str) else TAG for part in turn.parts)
+def _text(turn: Turn, *, videos: bool) -> str:
+    if videos and any(isinstance(part, str) and VIDEO_TAG in part for part in turn.parts):
+        raise BadSample(Reason.IMAGE_COUNT, f"a text has {VIDEO_TAG} beside its videos")
+    tags = [part if isinstance(part, str) else VIDEO_TAG if isinstance(part, VideoRef) else TAG for part in turn.parts]
+    return "".join(tags)
 
 
 def _bytes(image: ImageRef) -> bytes:
@@ -203,6 +245,22 @@ def _bytes(image: ImageRef) -> bytes:
         return content.read_bytes()
     except OSError as error:
         raise BadSample(Reason.MISSING, str(error)) from error
+
+
+def _head(source: Content) -> bytes:
+    """Return the first bytes of a file."""
+    if isinstance(source, StoredFile):
+        return source.head(at_most=_HEAD)[0]
+    if isinstance(source, bytes):
+        return source[:_HEAD]
+    with open_regular(source) as file:
+        return file.read(_HEAD)
+
+
+def _size(source: Content) -> int:
+    if isinstance(source, StoredFile):
+        return source.head(at_most=_HEAD)[1]
+    return len(source) if isinstance(source, bytes) else source.stat().st_size
 
 
 def _extension(data: bytes) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from megavlm.data.types import BadSample, Reason
+from megavlm.data.types import BadSample, ImageRef, Reason, VideoRef
 from megavlm.errors import UserError
 from megavlm.evaluation.answers import Answer, AnswerFolder
 from megavlm.evaluation.asking import progress, remaining
 from megavlm.evaluation.page import failures_page
 from megavlm.evaluation.scores import results_json, scored, scores_of
-from megavlm.evaluation.task import check_names, read_task, task_option
+from megavlm.evaluation.task import Task, check_names, read_task, task_option
 
 RECORDS: list[dict[str, Any]] = [
     {"image": "cat.png", "question": "What is it?", "answers": ["cat", "a cat"]},
@@ -52,6 +52,31 @@ def test_records_become_questions_with_a_metric_each(file: Path) -> None:
     assert read_task(task_option(str(array))).digest == task.digest
     changed = written(file.parent, [{**RECORDS[0], "question": "What?"}, *RECORDS[1:]], "other.jsonl")
     assert read_task(task_option(str(changed))).digest != task.digest
+
+
+def test_a_question_about_videos(file: Path) -> None:
+    pytest.importorskip("av", reason="pip install av (the extra `video`)")
+    from tests.support.clips import clip
+
+    (file.parent / "it.mp4").write_bytes(clip(4))
+    (file.parent / "frames").mkdir()
+    Image.new("RGB", (70, 50), "blue").save(file.parent / "frames/1.png")
+    asked = {"image": "cat.png", "videos": ["it.mp4", "frames"], "fps": 2, "question": "What?", "answers": ["a cat"]}
+    task = read_task(task_option(str(written(file.parent, [asked, {**asked, "fps": 1}], "videos.jsonl"))))
+    image, clip_of, frames = task.pictures(task.questions[0])
+    assert isinstance(clip_of, VideoRef)
+    assert isinstance(frames, VideoRef)
+    assert (image, clip_of.source, clip_of.fps) == (
+        ImageRef((file.parent / "cat.png").resolve()),
+        (file.parent / "it.mp4").resolve(),
+        2.0,
+    )
+    assert frames.source == (ImageRef((file.parent / "frames/1.png").resolve()),)
+    assert task.conversation(task.questions[0], None).turns[0].parts == (image, clip_of, frames, "What?")
+    assert Task("a", file.parent, task.questions[:1]).digest != Task("a", file.parent, task.questions[1:]).digest
+    found = scored(task, {(task.name, number): Answer(task.name, number, "dog") for number in range(2)})
+    page = failures_page("x", [], [(task, found)], most=1)
+    assert [page.count(alt) for alt in ('alt="500×700 pixels"', 'alt="48×80 pixels"', 'alt="50×70 pixels"')] == [1] * 3
 
 
 def test_images_outside_of_the_root_are_refused(file: Path) -> None:

@@ -159,6 +159,21 @@ def test_stretches_keep_spaces_and_count_image_tokens() -> None:
         Stretch(" b", False),
         Stretch(" c c", True),
     )
+    marks = stretches_of([0, 4, 4, 0], [False] * 4, image_tokens={0, 4}, video_tokens={4}, decode=decode)
+    assert [(each.text, each.video) for each in marks] == [("1", False), ("2", True), ("1", False)]
+
+
+def test_frames_of_a_video_have_their_times() -> None:
+    frames = tuple(np.full((30, 40, 3), number, dtype=np.uint8) for number in range(14))
+    seconds = tuple(number / 2 for number in range(14))
+    shown = Shown("x:1", 0, 9, (frames,), (seconds,), (Stretch("14", trained=False, image=True, video=True),))
+    content = PreviewContent("t", (), 32, 1, (SourceShare("x", 1, 1.0, 1),), (), (), (shown,), ())
+    read = Read(html := page(content))
+    assert len(read.images) == 14
+    assert "video: 14 frames of 30×40 pixels" in read.text
+    assert "2 more frames, to 6.50 s" in read.text
+    assert html.index("5.50 s</figcaption>") < html.index("<details>") < html.index("6.00 s</figcaption>")
+    assert "video × 14" in read.text
 
 
 def test_pixels_come_back_from_patches() -> None:

@@ -14,8 +14,9 @@ from PIL import Image
 from megavlm.cli.prepare import main
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records, open_stream, prepare_stream, writing
-from megavlm.data.types import Conversation, ImageRef
+from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.errors import UserError
+from megavlm.storage.file_range import FileRange
 
 
 def picture(colour: int, file_format: str = "PNG") -> bytes:
@@ -68,10 +69,24 @@ def prepare(source: Path, out: Path, *options: str) -> int:
 
 
 def inlined(conversation: Conversation) -> list[Any]:
-    """Turns with the bytes of their images."""
-    parts = [(turn.role, part) for turn in conversation.turns for part in turn.parts]
-    contents = [(role, part.source if isinstance(part, ImageRef) else part) for role, part in parts]
-    return [(role, content.read_bytes() if isinstance(content, Path) else content) for role, content in contents]
+    """Turns with the bytes of their images and videos."""
+    return [(turn.role, content(part)) for turn in conversation.turns for part in turn.parts]
+
+
+def content(part: Any) -> Any:
+    match part:
+        case ImageRef():
+            return content(part.source)
+        case VideoRef():
+            return [content(each) for each in part.source] if isinstance(part.source, tuple) else content(
+                part.source
+            ), part.fps
+        case Path():
+            return part.read_bytes()
+        case FileRange():
+            with part.open() as file:
+                return file.read()
+    return part
 
 
 def read_back(out: Path, count: int) -> list[Any]:
@@ -179,3 +194,32 @@ def test_notes_of_something_else_are_one_line(tmp_path: Path, notes: bytes) -> N
     (tmp_path / "skipped.jsonl").write_bytes(b"")
     with pytest.raises(UserError, match="something else"):
         writing._notes(tmp_path, {})
+
+
+def test_videos_come_out_as_they_went_in(tmp_path: Path) -> None:
+    """A clip at a rate of its own, a folder of frames, both beside an image, and what is no clip."""
+    pytest.importorskip("av", reason="pip install av (the extra `video`)")
+    from tests.support.clips import clip
+
+    media = tmp_path / "images"
+    (media / "frames").mkdir(parents=True)
+    for number in (0, 1, 10):
+        (media / f"frames/{number}.jpg").write_bytes(picture(number, "JPEG"))
+    (media / "a.png").write_bytes(picture(1))
+    (media / "it.mkv").write_bytes(clip(4, kind="mkv"))
+    (media / "bad.mp4").write_bytes(b"no clip")
+    fields: list[dict[str, Any]] = [
+        {"video": "it.mkv", "fps": 0.5},
+        {"video": "frames"},
+        {"image": "a.png", "video": ["frames", "it.mkv"], "fps": 3},
+        {"video": "bad.mp4"},
+    ]
+    tags = ("<video>", "<image>", "<video>so<image><video>", "<video>")
+    said = [[{"from": "human", "value": f"{tag}?"}, {"from": "gpt", "value": "yes"}] for tag in tags]
+    records = [{**each, "conversations": turns} for each, turns in zip(fields, said, strict=True)]
+    (tmp_path / "train.json").write_text(json.dumps(records))
+    assert prepare(tmp_path / "train.json", tmp_path / "out") == 0
+    given = open_records(DatasetConfig(path=str(tmp_path / "train.json"), image_root=str(media)))
+    assert read_back(tmp_path / "out", 3) == [inlined(given.read(index)) for index in range(3)]
+    (skipped,) = (tmp_path / "out/skipped.jsonl").read_text().splitlines()
+    assert json.loads(skipped)["reason"] == "not_a_video"
