@@ -1,0 +1,140 @@
+"""Clips as data of a run, on a tiny Qwen2.5-VL: packed and balanced, resumed, encoded ahead, cached, out of tars."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("av", reason="pip install av (the extra `video`)")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+from megavlm.checkpoint.hf.pretrained import with_pretrained_model
+from megavlm.cli import prepare as prepare_data
+from tests.support.clips import clip
+from tests.support.pool import Pools
+from tests.support.processors import picture
+from tests.support.training import assert_same_curve, metrics, train, without_wall_time
+from tests.support.whole_models import whole_folder
+
+VIDEOS = {
+    "video_processor_type": "Qwen2VLVideoProcessor",
+    "patch_size": 14,
+    "size": {"shortest_edge": 4 * 28**2, "longest_edge": 8 * 28**2},
+}
+RUN = (
+    "--precision fp32 --train-iters 5 --lr-decay-iters 20 --lr-warmup-iters 1 --lr 1e-3 --global-batch-size 4 "
+    "--micro-batch-size 1 --seq-length 192 --packing-window 12 --num-workers 0 --no-tensorboard --seed 3 "
+    "--save-interval 0"
+).split()
+FROZEN = "--placement colocated --freeze vision projector --pp 2".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and records with clips of several lengths, a folder of frames, images, both, and neither."""
+    root = tmp_path_factory.mktemp("clips")
+    model, _, _ = whole_folder("qwen2.5-vl", root)
+    (model / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS))
+    media = root / "media"
+    (media / "frames").mkdir(parents=True)
+    from PIL import Image
+
+    for number in range(4):
+        Image.fromarray(picture(60, 90, seed=number)).save(media / "frames" / f"{number}.png")
+        frames = [picture(60 + 30 * number, 90, seed=10 * number + each) for each in range(8 + 6 * number)]
+        (media / f"{number}.mp4").write_bytes(clip(len(frames), rate=6, frames=frames))
+    kinds: list[dict[str, Any]] = [
+        {"video": "0.mp4"},
+        {"image": "frames/1.png"},
+        {"video": "1.mp4", "fps": 1},
+        {},
+        {"video": "frames", "fps": 2},
+        {"image": "frames/2.png", "video": "2.mp4"},
+        {"video": ["3.mp4", "0.mp4"]},
+    ]
+    rng = np.random.default_rng(0)
+    lines = []
+    for number in range(40):
+        words = " ".join(rng.choice(["cat", "dog", "tree", "two", "red"], int(rng.integers(1, 9))))
+        turns = [{"from": "human", "value": f"What {words}?"}, {"from": "gpt", "value": f"A {words} {number}."}]
+        lines.append(json.dumps({**kinds[number % len(kinds)], "conversations": turns}))
+    (root / "train.jsonl").write_text("\n".join(lines))
+    return root
+
+
+def train_model(argv: list[str], run_dir: str) -> None:
+    train(argv, run_dir, prepare=with_pretrained_model)
+
+
+def train_without_encoder(argv: list[str], run_dir: str) -> None:
+    """Fails where the encoder runs."""
+    from unittest.mock import patch
+
+    from megavlm.pipeline.encoder import EncoderRunner
+
+    with patch.object(EncoderRunner, "_run", None):
+        train_model(argv, run_dir)
+
+
+def flags(folder: Path, source: Path | None = None) -> list[str]:
+    data = str(source or f"{folder / 'train.jsonl'},image_root={folder / 'media'}")
+    return [*RUN, "--init-from", str(folder / "hf"), "--datasets", data]
+
+
+@pytest.fixture(scope="module")
+def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole")
+    pools(1).run(train_model, [*flags(folder), "--no-save"], str(run_dir))
+    return run_dir
+
+
+def test_two_replicas_with_workers_and_a_stop_train_on_the_same_clips(
+    pools: Pools, folder: Path, whole: Path, tmp_path: Path
+) -> None:
+    pools(1).run(train_model, [*flags(folder), "--train-iters", "2"], str(tmp_path / "one"))
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    pools(1).run(train_model, flags(folder), str(tmp_path / "one"))
+    assert without_wall_time(metrics(tmp_path / "one")) == without_wall_time(metrics(whole))
+    pools(2).run(train_model, [*flags(folder), "--num-workers", "1"], str(tmp_path / "two"))
+    assert_same_curve(metrics(tmp_path / "two"), metrics(whole))
+    for record in metrics(whole):
+        assert record["skipped_samples"] == 0
+        assert record["packing_efficiency"] > 0.6
+        assert record["images"] > 8, "pairs of frames are counted as images"
+    balanced = metrics(tmp_path / "two")[2:]
+    assert all(1 <= record["imbalance_vision"] <= record["imbalance_vision_before"] for record in balanced)
+
+
+@pytest.mark.slow
+def test_a_frozen_encoder_encodes_clips_ahead_or_finds_their_features(
+    pools: Pools, folder: Path, tmp_path: Path
+) -> None:
+    argv = [*flags(folder), *FROZEN]
+    pools(2).run(train_model, [*argv, "--no-save"], str(tmp_path / "plain"))
+    pools(2).run(train_model, [*argv, "--encode-ahead", "--train-iters", "2"], str(tmp_path / "ahead"))
+    pools(2).run(train_model, [*argv, "--encode-ahead"], str(tmp_path / "ahead"))
+    assert without_wall_time(metrics(tmp_path / "ahead")) == without_wall_time(metrics(tmp_path / "plain"))
+    cached = [*argv, "--no-save", "--vision-cache", str(tmp_path / "cache")]
+    pools(2).run(train_model, cached, str(tmp_path / "first"))
+    pools(2).run(train_without_encoder, cached, str(tmp_path / "second"))
+    for run in ("first", "second"):
+        assert_same_curve(metrics(tmp_path / run), metrics(tmp_path / "plain"))
+
+
+@pytest.mark.slow
+def test_clips_in_tars_are_those_of_the_files_and_resume_exactly(pools: Pools, folder: Path, tmp_path: Path) -> None:
+    tars = tmp_path / "tars"
+    assert prepare_data.main([str(folder / "train.jsonl"), str(tars), "--image-root", str(folder / "media")]) == 0
+    argv = [*flags(folder, tars), "--no-shuffle"]
+    pools(1).run(train_model, [*argv, "--no-save"], str(tmp_path / "whole"))
+    pools(1).run(train_model, [*argv, "--train-iters", "2"], str(tmp_path / "halves"))
+    pools(1).run(train_model, [*argv, "--num-workers", "1"], str(tmp_path / "halves"))
+    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+    pools(1).run(train_model, [*flags(folder), "--no-shuffle", "--no-save"], str(tmp_path / "files"))
+    assert_same_curve(metrics(tmp_path / "whole"), metrics(tmp_path / "files"))
