@@ -80,8 +80,10 @@ class LayerKind(ABC):
     def communication(self, scenario: Scenario) -> Communication:
         """Return what a forward pass exchanges under tensor parallelism (TP > 1)."""
 
-    def context_exchange(self, scenario: Scenario) -> tuple[float, ...]:
-        """Return the bytes of each tensor that a forward pass exchanges among context-parallel ranks (CP > 1)."""
+    def context_exchange(self, scenario: Scenario) -> tuple[tuple[int, float], ...]:
+        """Return the exchanges of a forward pass among context-parallel ranks (CP > 1): ranks, and bytes of a tensor of
+        which each rank sends or receives all but its own share.
+        """
         return ()
 
 

@@ -80,11 +80,18 @@ class LanguageLayer(TransformerKind):
     def sizes(self, scenario: Scenario) -> LayerSizes:
         return _LanguageLayerSizes(scenario.model.language, scenario)
 
-    def context_exchange(self, scenario: Scenario) -> tuple[float, ...]:
-        """Return what attention exchanges: queries, keys and values before it, its output after it."""
-        sizes = self.sizes(scenario)
+    def context_exchange(self, scenario: Scenario) -> tuple[tuple[int, float], ...]:
+        """Return what attention exchanges: queries, keys and values before it, its output after it; in between, groups
+        of ranks gather keys and values.
+        """
+        sizes, split = self.sizes(scenario), scenario.dims.row_split
         each = sizes.tokens * sizes.width * scenario.bytes_each
-        return each * (sizes.heads + 2 * sizes.groups * sizes.copies), each * sizes.heads
+        keys = 2 * sizes.groups * sizes.copies
+        return (
+            (split.heads, each * (sizes.heads + keys)),
+            (split.groups, each * keys * split.groups),
+            (split.heads, each * sizes.heads),
+        )
 
 
 def norm_parameters(vision: VisionConfig) -> int:
@@ -118,7 +125,8 @@ class LayerSizes:
         attention = (T * (2 * self.heads + 2 * self.keys_kept) * self.width) * e  # q, k, v and the output
         attention += T * self.heads * FP32 * (not core_attention)  # log of the sums that softmax divides by
         if scenario.dims.cp > 1 and not core_attention:  # after the exchange: repeated keys, and another output
-            attention += T * (2 * self.keys_kept * (self.copies - 1) + self.heads * trained) * self.width * e
+            keys = self.keys_kept * (self.copies * scenario.dims.cp_groups - 1)
+            attention += T * (2 * keys + self.heads * trained) * self.width * e
         if self.qk_norm:  # what the norms read, beside what attention reads
             attention += queries_and_keys * e
         if self.qk_norm and not scenario.on_gpu:
@@ -139,5 +147,6 @@ class _LanguageLayerSizes(LayerSizes):
         self.qkv_bias, self.linear_bias = language.add_qkv_bias, False
         self.rotated, self.qk_norm, self.scaled = True, language.qk_norm, False
         self.post_norms = language.post_norms
-        self.copies = scenario.dims.cp // gcd(self.groups, scenario.dims.cp)
+        exchanging = scenario.dims.row_split.heads
+        self.copies = exchanging // gcd(self.groups, exchanging)
         self.keys_kept = self.heads if masks_attention(language) else self.groups  # masks repeat them for their queries

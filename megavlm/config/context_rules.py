@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from megavlm.config.derived import sequence_parallel
+from megavlm.config.derived import context_heads, masks_attention, sequence_parallel
 from megavlm.config.messages import divisors, nearest
 from megavlm.config.schema import Config
 
 
 def heads_divide_over_context(config: Config) -> str | None:
-    """CP divides the query heads of a tensor-parallel rank, which attention distributes."""
+    """With a2a alone CP divides the query heads of a tensor-parallel rank, which attention distributes."""
     tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     heads = config.model.language.num_attention_heads
-    if heads // tp % cp:
+    if config.parallel.cp_comm_type == "a2a" and heads // tp % cp:
         return (
             f"--context-parallel-size {cp} does not divide the {heads // tp} query heads of a rank "
             f"(--language-num-attention-heads {heads}, --tensor-model-parallel-size {tp}): set it to "
-            f"{divisors(heads // tp)}"
+            f"{divisors(heads // tp)}, or use --cp-comm-type auto"
         )
     return None
 
@@ -25,11 +26,25 @@ def heads_divide_over_context(config: Config) -> str | None:
 def sequence_divides_over_context(config: Config) -> str | None:
     cp, length = config.parallel.context_parallel_size, config.train.seq_length
     tp = config.parallel.tensor_model_parallel_size if sequence_parallel(config) else 1
-    if cp > 1 and length % (cp * tp):
+    groups = cp // context_heads(config)
+    multiple = math.lcm(cp * tp, 2 * groups if groups > 1 else 1)
+    if cp > 1 and length % multiple:
         return (
-            f"--seq-length {length} is not divisible by {cp * tp}, the ranks that share a sequence "
-            f"(--context-parallel-size {cp}{f' × --tensor-model-parallel-size {tp}' if tp > 1 else ''}): "
-            f"{nearest(length, cp * tp)}"
+            f"--seq-length {length} is not divisible by {multiple}, the parts into which ranks split a sequence "
+            f"(--context-parallel-size {cp}{f' × --tensor-model-parallel-size {tp}' if tp > 1 else ''}"
+            f"{f', two parts each for {groups} groups that gather keys' if groups > 1 else ''}): "
+            f"{nearest(length, multiple)}"
+        )
+    return None
+
+
+def gathered_keys_have_no_masks(config: Config) -> str | None:
+    cp, heads = config.parallel.context_parallel_size, context_heads(config)
+    if heads < cp and masks_attention(config.model.language):
+        return (
+            f"--context-parallel-size {cp} gathers keys and values, as only {heads} of the ranks can exchange heads; "
+            "that supports no sliding windows and no images that attend both ways: use a --cp that divides the heads "
+            "of a rank, with --cp-comm-type a2a"
         )
     return None
 
@@ -49,5 +64,6 @@ def context_parallelism_supports(config: Config) -> str | None:
 CONTEXT_RULES: tuple[Callable[[Config], str | None], ...] = (
     heads_divide_over_context,
     sequence_divides_over_context,
+    gathered_keys_have_no_masks,
     context_parallelism_supports,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
@@ -22,6 +23,17 @@ def replica_size(config: Config) -> int:
     parallel = config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     return tp * cp * parallel.pipeline_model_parallel_size
+
+
+def context_heads(config: Config) -> int:
+    """Return how many context-parallel ranks exchange heads; groups of so many gather one another's keys and values."""
+    parallel = config.parallel
+    if parallel.cp_comm_type == "all_gather":
+        return 1
+    if parallel.cp_comm_type == "a2a":
+        return parallel.context_parallel_size
+    heads = config.model.language.num_attention_heads // parallel.tensor_model_parallel_size
+    return math.gcd(heads, parallel.context_parallel_size)
 
 
 def shards_gradients(config: Config) -> bool:

@@ -87,6 +87,13 @@ EFFECTS = (
     Effect("data", ("packing_window",), lambda config: config.data.packing, "with --no-packing", "use --packing"),
     Effect(
         "parallel",
+        ("cp_comm_type",),
+        lambda config: config.parallel.context_parallel_size > 1,
+        "without context parallelism",
+        "add --cp 2",
+    ),
+    Effect(
+        "parallel",
         ("vision_tensor_model_parallel_size",),
         _colocated,
         "without a colocated encoder",

@@ -18,7 +18,14 @@ class ParallelConfig:
         1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp", common=LAYOUT
     )
     context_parallel_size: int = option(
-        1, "Number of ranks that split each sequence, for long ones; must divide the query heads of a TP rank.", "--cp"
+        1,
+        "Number of ranks that split each sequence (context parallelism), for sequences that one rank cannot hold.",
+        "--cp",
+    )
+    cp_comm_type: Literal["auto", "a2a", "all_gather"] = option(
+        "auto",
+        "How ranks of --cp attend to one another's positions: exchange heads (a2a), gather keys and values "
+        "(all_gather), or both (auto): as many ranks exchange heads as the heads allow, and groups of them gather.",
     )
     expert_model_parallel_size: int = option(1, "Number of ranks that split the experts; only 1 is supported.", "--ep")
     sequence_parallel: bool | None = option(

@@ -1,7 +1,7 @@
 """Split the rows of micro-batches into the parts of context-parallel ranks: index arithmetic, without communication.
 
-Rank r of R has the positions r·S/R … (r+1)·S/R − 1 of each row. Labels were shifted before, so no part needs its
-neighbour's tokens; only attention does (`model/context_attention.py`).
+`RowSplit` says which positions a rank has. Labels were shifted before, so no part needs its neighbour's tokens; only
+attention does (`model/context_attention.py`).
 
 Legend: B rows, S positions per row, F image features.
 """
@@ -9,44 +9,57 @@ Legend: B rows, S positions per row, F image features.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from megavlm.data.batch import ContextPart, MicroBatch, TextBatch
+from megavlm.parallel.dims import RowSplit
 
 
-def part_of(batch: MicroBatch, *, rank: int, ranks: int) -> MicroBatch:
-    """Return the micro-batch on the host as one of `ranks` context-parallel ranks computes it.
+@lru_cache(maxsize=16)
+def order_of(split: RowSplit, length: int) -> Tensor:
+    """Return [S], the positions of a row as ranks have them: those of rank 0 in order, then those of rank 1, …"""
+    runs = torch.arange(length).view(split.runs, -1)
+    if split.groups > 1:
+        runs = torch.stack([runs[: split.groups], runs[split.groups :].flip(0)], dim=1)
+    return runs.flatten()
+
+
+@lru_cache(maxsize=16)
+def _places(split: RowSplit, length: int) -> Tensor:
+    """Return [S], the place of each position in `order_of`."""
+    return order_of(split, length).argsort()
+
+
+def part_of(batch: MicroBatch, split: RowSplit, *, rank: int) -> MicroBatch:
+    """Return the micro-batch on the host as one of the context-parallel ranks computes it.
 
     Images stay whole: their features are selected where they are merged with the text.
     """
-    if ranks == 1:
+    if split.ranks == 1:
         return batch
     text, length = batch.text, batch.text.tokens.shape[1]
-    assert length % ranks == 0, "the configuration rules refuse this"
-    rows, positions = local_positions(text.feature_positions, rank=rank, ranks=ranks, length=length)
-    context = ContextPart(ranks, text.tokens, rows, text.feature_positions.numel())
+    rows, positions = local_positions(text.feature_positions, split, rank=rank, length=length)
+    context = ContextPart(split.ranks, text.tokens, rows, text.feature_positions.numel())
     features = batch.features
     if features is not None:
-        _, merged = local_positions(features.positions, rank=rank, ranks=ranks, length=length)
+        _, merged = local_positions(features.positions, split, rank=rank, length=length)
         features = replace(features, positions=merged)
-    return replace(
-        batch, text=_part_of_text(text, positions, rank=rank, ranks=ranks), features=features, context=context
-    )
+    return replace(batch, text=_part_of_text(text, positions, split, rank=rank), features=features, context=context)
 
 
-def _part_of_text(text: TextBatch, feature_positions: Tensor, *, rank: int, ranks: int) -> TextBatch:
+def _part_of_text(text: TextBatch, feature_positions: Tensor, split: RowSplit, *, rank: int) -> TextBatch:
     length = text.tokens.shape[1]
-    own = slice(rank * length // ranks, (rank + 1) * length // ranks)
-    trained = text.trained_positions
+    own, trained = order_of(split, length).view(split.ranks, -1)[rank], text.trained_positions
     if trained is not None:
-        _, trained = local_positions(trained, rank=rank, ranks=ranks, length=length)
+        _, trained = local_positions(trained, split, rank=rank, length=length)
         if not len(trained):
             trained = torch.zeros(1, dtype=torch.int64)  # one whose loss the mask leaves out
 
     def cut(values: Tensor) -> Tensor:
-        return _in_memory_of(values, values[..., own])
+        return _in_memory_of(values, values.index_select(-1, own))
 
     return replace(
         text,
@@ -60,21 +73,20 @@ def _part_of_text(text: TextBatch, feature_positions: Tensor, *, rank: int, rank
     )
 
 
-def local_positions(positions: Tensor, *, rank: int, ranks: int, length: int) -> tuple[Tensor, Tensor]:
+def local_positions(positions: Tensor, split: RowSplit, *, rank: int, length: int) -> tuple[Tensor, Tensor]:
     """Return which of the indices [F] into the flattened [B·S] lie in a rank's part, and the same in [B·S/ranks].
 
     `length` is S.
     """
-    own = length // ranks
-    chosen = torch.nonzero(part_index(positions, ranks=ranks, length=length) == rank)[:, 0]
-    places = positions[chosen]
-    found = places // length * own + places % own
-    return _in_memory_of(positions, chosen), _in_memory_of(positions, found)
+    owner, found = in_parts(positions, split, length=length)
+    chosen = torch.nonzero(owner == rank)[:, 0]
+    return _in_memory_of(positions, chosen), _in_memory_of(positions, found[chosen])
 
 
-def part_index(positions: Tensor, *, ranks: int, length: int) -> Tensor:
-    """Return [F], the rank in whose part of its row each index [F] into the flattened [B·S] lies; `length` is S."""
-    return positions % length // (length // ranks)
+def in_parts(positions: Tensor, split: RowSplit, *, length: int) -> tuple[Tensor, Tensor]:
+    """Return of each index [F] into the flattened [B·S] the rank that has it, and its index there into [B·S/ranks]."""
+    own, places = length // split.ranks, _places(split, length)[positions % length]
+    return places // own, positions // length * own + places % own
 
 
 def _in_memory_of(like: Tensor, values: Tensor) -> Tensor:

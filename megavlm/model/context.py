@@ -19,6 +19,7 @@ from megavlm.data.batch import MicroBatch
 from megavlm.data.kv_cache import Continuation
 from megavlm.model.cached_attention import cached_attention
 from megavlm.model.deepstack import add_features
+from megavlm.model.gathered_attention import causal_spans
 from megavlm.model.language import rope
 from megavlm.model.masks import image_runs, masked_spans
 from megavlm.model.packing import Packing, packed
@@ -70,6 +71,11 @@ class MicroBatchContext:
             return self._cached(self.batch.continuation, window=None)
         if self.config.model.language.bidirectional_images:
             return self._masked_packing(window=None)
+        context = self.groups.context
+        if self.batch.context is not None and context.split.groups > 1:
+            rows, group = self.batch.row_tokens.shape[0], context.keys.rank()
+            spans = causal_spans(self._bounds, rows=rows, split=context.split, group=group)
+            return packed(self._bounds, self.device, causal=spans)
         return None if self.batch.text.cu_seqlens is None else packed(self._bounds, self.device)
 
     @cached_property

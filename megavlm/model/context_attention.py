@@ -4,8 +4,11 @@ Before attention each rank has some positions of all heads, within it all positi
 had before. The exchange is its own inverse, and so its own gradient (megatron-core's `all_to_all`). Packing, masks and
 kernels are those of one process, and every rank has equally much to compute however samples are packed.
 
-Legend: S positions, B rows, C context-parallel ranks, D head width, and on each of these ranks N query heads and G
-key/value heads before the exchange.
+More ranks than the heads allow are groups of such ranks: within a group heads are exchanged as above, and each group
+gathers the keys and values of all for its own queries (`gathered_attention.py`).
+
+Legend: S positions, B rows, C context-parallel ranks, E of them that exchange heads (C where there is one group), D
+head width, and on each of these ranks N query heads and G key/value heads before the exchange.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from math import gcd
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import all_to_all
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megavlm.model.gathered_attention import attend_to_earlier, in_order_of_rows
 from megavlm.model.packing import Packing
+from megavlm.parallel.groups import ContextGroups
 
 
 @cache
@@ -33,12 +38,9 @@ def across_context(attention: type) -> type:
     """
 
     class ContextAttention(attention):  # type: ignore[misc, unused-ignore]
-        def __init__(
-            self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any
-        ) -> None:
-            own = with_own_heads(config, pg_collection.cp.size())
-            super().__init__(own, *args, pg_collection=pg_collection, **kwargs)
-            self.context_group = pg_collection.cp
+        def __init__(self, config: TransformerConfig, *args: Any, context: ContextGroups, **kwargs: Any) -> None:
+            super().__init__(with_own_heads(config, context.split.heads), *args, **kwargs)
+            self.context = context
 
         def forward(
             self,
@@ -50,18 +52,29 @@ def across_context(attention: type) -> type:
             **kwargs: Any,
         ) -> Tensor:
             """query [S/C, B, N, D], key and value [S/C, B, G, D] → [S/C, B, N·D]."""
-            group, packing = self.context_group, packed_seq_params
+            packing, width, ranks = packed_seq_params, query.shape[-1], self.context.split.heads
             if packing is not None and packing.cached is not None:
-                out: Tensor = super().forward(query, key, value, *args, packed_seq_params=packing, **kwargs)
-                return out
-            sent, sizes = heads_for_ranks((query, key, value), group.size())
-            whole = rows_of_ranks(all_to_all(group, sent)).split(sizes, dim=2)
-            inputs = (x.contiguous() for x in whole)
-            out = super().forward(*inputs, *args, packed_seq_params=packing, **kwargs)
-            parts = out.unflatten(0, (group.size(), -1)).unflatten(-1, (-1, query.shape[-1]))
-            return heads_of_ranks(all_to_all(group, parts))
+                cached: Tensor = super().forward(query, key, value, *args, packed_seq_params=packing, **kwargs)
+                return cached
+            sent, sizes = heads_for_ranks((query, key, value), ranks)
+            parts = rows_of_ranks(all_to_all(self.context.heads, sent)).split(sizes, dim=2)
+            query, key, value = (x.contiguous() for x in parts)
+            if self.context.split.groups == 1:
+                out = super().forward(query, key, value, *args, packed_seq_params=packing, **kwargs)
+            else:
+                assert packing is not None, "the spans of queries"
+                keys, values = gathered((key, value), self.context.keys)
+                out = attend_to_earlier(query, keys, values, packing.causal, self._attend)
+            heads = out.unflatten(0, (ranks, -1)).unflatten(-1, (-1, width))
+            return heads_of_ranks(all_to_all(self.context.heads, heads))
 
     return ContextAttention
+
+
+def gathered(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return whole rows [S, B, heads, D] of each tensor, of which each rank of the group has a part."""
+    whole = gather_from_sequence_parallel_region(torch.cat(list(tensors), dim=2), group=group)
+    return list(in_order_of_rows(whole, group.size()).split([x.shape[2] for x in tensors], dim=2))
 
 
 def with_own_heads(config: TransformerConfig, ranks: int) -> TransformerConfig:
@@ -81,10 +94,10 @@ def copies_of_heads(heads: int, ranks: int) -> int:
 
 
 def heads_for_ranks(tensors: Sequence[Tensor], ranks: int) -> tuple[Tensor, list[int]]:
-    """Return the heads that each rank gets, [C, S/C, B, heads, D], and how many of them are of each tensor.
+    """Return the heads that each of E ranks gets, [E, S/C, B, heads, D], and how many of them are of each tensor.
 
-    Rank c gets equally many consecutive heads of each tensor [S/C, B, heads, D]. Key/value heads that C does not divide
-    are repeated. As C divides the N query heads, lcm(G, C) divides them too: each rank has the keys of its queries.
+    Each gets equally many consecutive heads of each tensor [S/C, B, heads, D]. Key/value heads that E does not divide
+    are repeated. As E divides the N query heads, lcm(G, E) divides them too: each rank has the keys of its queries.
     """
     repeated = [x.repeat_interleave(copies_of_heads(x.shape[2], ranks), dim=2) for x in tensors]
     parts = [x.unflatten(2, (ranks, -1)) for x in repeated]
@@ -92,10 +105,10 @@ def heads_for_ranks(tensors: Sequence[Tensor], ranks: int) -> tuple[Tensor, list
 
 
 def rows_of_ranks(parts: Tensor) -> Tensor:
-    """Return whole rows [S, B, heads, D] of the parts [C, S/C, B, heads, D] that came from each rank."""
+    """Return the group's rows [E·S/C, B, heads, D] of the parts [E, S/C, B, heads, D] that came from each rank."""
     return parts.flatten(0, 1)
 
 
 def heads_of_ranks(parts: Tensor) -> Tensor:
-    """Return all heads [S/C, B, N·D] of the parts [C, S/C, B, N/C, D] that came from each rank."""
+    """Return all heads [S/C, B, N·D] of the parts [E, S/C, B, N/E, D] that came from each rank."""
     return parts.permute(1, 2, 0, 3, 4).flatten(2)

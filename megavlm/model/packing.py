@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megavlm.model.cached_attention import CachedAttention
+from megavlm.model.gathered_attention import CausalSpan
 from megavlm.model.masks import MaskedSpan
 
 Run = tuple[int, int, int]  # (start, sequences, length)
@@ -34,6 +35,7 @@ class Packing(PackedSeqParams):
     batch: tuple[int, int] = (0, 0)  # (sequences, length) of equal ones at the beginning, for one call without bounds
     rest: PackedSeqParams | None = None  # of the sequences after them, where there are any
     masked: tuple[MaskedSpan, ...] = ()  # the masks by which tokens attend, where sequences alone do not say it
+    causal: tuple[CausalSpan, ...] = ()  # the queries of a group of context-parallel ranks that gather keys
     cached: CachedAttention | None = None  # set while answers are generated: nothing else above is set then
 
 
@@ -44,6 +46,7 @@ def packed(
     usual: int = 0,
     order: Order | None = None,
     masked: tuple[MaskedSpan, ...] = (),
+    causal: tuple[CausalSpan, ...] = (),
 ) -> Packing:
     """Sequences between `bounds`: 0, …, T. The layout stays [S, B, heads, width] ("sbhd"): rotary angles come per
     position. `usual` is the length that the model gives most sequences, 0 where there is none such.
@@ -62,6 +65,7 @@ def packed(
         batch=(count, usual),
         rest=rest,
         masked=masked,
+        causal=causal,
     )
 
 

@@ -173,7 +173,10 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     if language.bidirectional_images or attends_in_window(language, number):
         modules = replace(modules, core_attention=CoreAttention)
     if groups.dims.cp > 1:
-        modules = replace(modules, core_attention=across_context(modules.core_attention))
+        context = groups.context
+        core = modules.core_attention if context.split.groups == 1 else CoreAttention
+        spec = ModuleSpec(module=across_context(core), params={"context": context})
+        modules = replace(modules, core_attention=spec)
     branch: Any = get_bias_dropout_add
     if language.post_norms:
         branch = ModuleSpec(module=PostNorm, params={"config": layer_config, "norm": modules.post_norm})

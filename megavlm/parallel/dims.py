@@ -6,10 +6,40 @@ a tensor-parallel group are neighbours (one node) and pipeline neighbours are fu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+from megavlm.config.derived import context_heads
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """How context-parallel ranks split rows.
+
+    `heads` neighbouring ranks exchange heads, and `groups` of such ranks gather one another's keys and values: rank
+    h + heads·g is number h of group g. One group has each row whole, and each of its ranks a run of equally many
+    positions. Later positions attend to more keys, so each of several groups has two runs of a row: the g-th of
+    2·groups from the beginning and the g-th from the end (zig-zag; Llama 3, Grattafiori et al. 2024).
+    """
+
+    heads: int = 1
+    groups: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.heads * self.groups
+
+    @property
+    def runs(self) -> int:
+        """Return how many runs a row is cut into."""
+        return 2 * self.groups if self.groups > 1 else 1
+
+    @property
+    def multiple(self) -> int:
+        """Return what must divide the positions of a row."""
+        return math.lcm(self.ranks, self.runs)
 
 
 @dataclass(frozen=True)
@@ -21,6 +51,11 @@ class Dims:
     vpp: int = 1
     dp: int = 1
     cp: int = 1
+    cp_groups: int = 1  # of `RowSplit`
+
+    @property
+    def row_split(self) -> RowSplit:
+        return RowSplit(heads=self.cp // self.cp_groups, groups=self.cp_groups)
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -92,6 +127,7 @@ def dims_of(config: Config, *, world: int) -> Dims:
     dims = Dims(
         tp=parallel.tensor_model_parallel_size,
         cp=parallel.context_parallel_size,
+        cp_groups=parallel.context_parallel_size // context_heads(config),
         pp=parallel.pipeline_model_parallel_size,
         vpp=parallel.virtual_pipeline_model_parallel_size,
     )

@@ -19,11 +19,33 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 
 from megavlm.backend import Backend
 from megavlm.errors import UserError
-from megavlm.parallel.dims import Coordinates, Dims
+from megavlm.parallel.dims import Coordinates, Dims, RowSplit
 from megavlm.parallel.rendezvous import Meeting, join, refuse_shared_devices
 
 Found = TypeVar("Found")
 ENCODER_RNG = "encoder-rng"  # name of a colocated encoder's dropout generator in megatron-core's tracker
+
+
+@dataclass(frozen=True)
+class ContextGroups:
+    """The groups in which context-parallel ranks exchange heads, and gather keys and values."""
+
+    split: RowSplit
+    heads: dist.ProcessGroup
+    keys: dist.ProcessGroup  # its rank is the number of the group whose keys this rank has
+
+    @classmethod
+    def of(cls, dims: Dims, collection: ProcessGroupCollection, *, timeout: timedelta) -> ContextGroups:
+        """Make the groups; every rank calls it."""
+        split, alone = dims.row_split, collection.ep
+        if split.groups == 1:
+            return cls(split, collection.cp, alone)
+        if split.heads == 1:
+            return cls(split, alone, collection.cp)
+        ranks = np.arange(dims.world).reshape(-1, split.groups, split.heads, dims.tp)
+        heads = ranks.transpose(0, 1, 3, 2).reshape(-1, split.heads)
+        keys = ranks.transpose(0, 2, 3, 1).reshape(-1, split.groups)
+        return cls(split, _group_among(heads.tolist(), timeout=timeout), _group_among(keys.tolist(), timeout=timeout))
 
 
 @dataclass(frozen=True)
@@ -34,6 +56,7 @@ class Groups:
     coords: Coordinates
     collection: ProcessGroupCollection
     replica: dist.ProcessGroup  # the TP × CP × PP ranks of this rank's model replica, in the order of `replica_rank`
+    context: ContextGroups
     tied: dist.ProcessGroup | None  # the two ranks that hold a copy of tied embeddings, if two stages do
 
     @property
@@ -43,11 +66,6 @@ class Groups:
     @property
     def pp(self) -> dist.ProcessGroup:
         return self.collection.pp
-
-    @property
-    def cp(self) -> dist.ProcessGroup:
-        """Return the context-parallel ranks, each of which has a part of the same rows."""
-        return self.collection.cp
 
     @property
     def dp(self) -> dist.ProcessGroup:
@@ -175,7 +193,8 @@ def build_groups(
         replica = _group_among([dims.replica_ranks(dp) for dp in range(dims.dp)], timeout=timeout)
     if shard_size is not None and shard_size < dims.dp_cp:
         _share_in_groups(collection, dims, shard_size, timeout=timeout)
-    return Groups(dims=dims, coords=coords, collection=collection, replica=replica, tied=tied)
+    context = ContextGroups.of(dims, collection, timeout=timeout)
+    return Groups(dims=dims, coords=coords, collection=collection, replica=replica, context=context, tied=tied)
 
 
 def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, *, timeout: timedelta) -> None:
@@ -234,7 +253,8 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, ti
     get_cuda_rng_tracker().add(ENCODER_RNG, seed + 1_000_000 * (1 + draws))
     dims = Dims(tp=tp, pp=1, vpp=1, dp=groups.dims.world // tp)
     coords = Coordinates(tp=together.rank(), dp=apart.rank(), pp=0)
-    return Groups(dims=dims, coords=coords, collection=collection, replica=together, tied=None)
+    context = ContextGroups(RowSplit(), alone, alone)
+    return Groups(dims=dims, coords=coords, collection=collection, replica=together, context=context, tied=None)
 
 
 def _group_among(candidates: Sequence[Sequence[int]], *, timeout: timedelta) -> dist.ProcessGroup:

@@ -20,8 +20,9 @@ from megavlm.backend.streams import InlineStream, SideStream, side_stream
 from megavlm.config.derived import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.batch import ImageBatch, LocalFeatures, MicroBatch
-from megavlm.data.context_parts import part_index
+from megavlm.data.context_parts import in_parts
 from megavlm.data.image_assignment import ImageAssignment
+from megavlm.parallel.dims import RowSplit
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.encoder import EncoderPasses, EncoderRunner
 from megavlm.pipeline.feature_exchange import FeatureExchange, Route, feature_exchange_of, senders
@@ -71,18 +72,17 @@ class ColocatedEncoder:
         with self._side_stream.run(_patches(self._ahead.batches)):
             return self._ahead.passes.advance()
 
-    def encode(self, batches: Sequence[MicroBatch], *, context_parts: int) -> list[MicroBatch]:
+    def encode(self, batches: Sequence[MicroBatch], split: RowSplit) -> list[MicroBatch]:
         """Return the micro-batches for the language model: on the host, without images, and with the features that
         this rank merges (on the device).
 
-        Every rank of the replica calls it, with its own images of the same micro-batches. `context_parts`: among how
-        many context-parallel ranks rows will be split, CP or 1.
+        Every rank of the replica calls it, with its own images of the same micro-batches. `split`: how rows will be.
         """
-        exchange = self._exchange(batches, context_parts)
+        exchange = self._exchange(batches, split)
         features = self._send(self._own_features(batches), exchange.features(self._groups.replica_rank))
         self._begin_upcoming()
 
-        positions = [self._local_positions(batch, context_parts) for batch in batches]
+        positions = [self._local_positions(batch, split) for batch in batches]
         values: Sequence[Tensor | None] = [None] * len(batches)
         leaves: tuple[Tensor, ...] = ()
         if self._groups.coords.pp == 0:
@@ -112,16 +112,16 @@ class ColocatedEncoder:
             replace(batch, images=_images_of(batch).select(mask)) for batch, mask in zip(batches, chosen, strict=True)
         ]
 
-    def _exchange(self, batches: Sequence[MicroBatch], context_parts: int) -> FeatureExchange:
+    def _exchange(self, batches: Sequence[MicroBatch], split: RowSplit) -> FeatureExchange:
         """Return which ranks send and receive each feature of a step."""
         sizes = [batch.image_sizes for batch in batches]
         projector = self._config.model.projector
         counts = [count for each in sizes for count in each.image_tokens(projector)]
         encoder = np.repeat(np.concatenate(self._assignment.encoders(sizes)), counts)
         rows = senders(encoder, width=self._assignment.width)
-        shards = np.concatenate([self._shards(batch, context_parts).numpy() for batch in batches])
+        shards = np.concatenate([self._shards(batch, split).numpy() for batch in batches])
         dims = self._groups.dims
-        first_stage = [self._own_shard(tp, cp, context_parts) for cp in range(dims.cp) for tp in range(dims.tp)]
+        first_stage = [self._own_shard(tp, cp, split) for cp in range(dims.cp) for tp in range(dims.tp)]
         return feature_exchange_of(rows, shards, [*first_stage, *[-1] * (dims.replica - len(first_stage))])
 
     def _own_features(self, batches: Sequence[MicroBatch]) -> Tensor:
@@ -147,23 +147,25 @@ class ColocatedEncoder:
     def _needs_gradients(self) -> bool:
         return self.encoder.trained and torch.is_grad_enabled()
 
-    def _shards(self, batch: MicroBatch, context_parts: int) -> Tensor:
+    def _shards(self, batch: MicroBatch, split: RowSplit) -> Tensor:
         """Return [F], in which shard of its row each feature lies: tensor-parallel shards of context-parallel parts."""
-        text, ranks = batch.text, context_parts * self._sequence_shards
-        return part_index(text.feature_positions, ranks=ranks, length=text.tokens.shape[1])
+        text, length = batch.text, batch.text.tokens.shape[1]
+        owner, places = in_parts(text.feature_positions, split, length=length)
+        own = length // split.ranks
+        return owner * self._sequence_shards + places % own // (own // self._sequence_shards)
 
-    def _own_shard(self, tp: int, cp: int, context_parts: int) -> int:
+    def _own_shard(self, tp: int, cp: int, split: RowSplit) -> int:
         """Return the shard that a rank merges; ranks that do not split a row all have the whole of it."""
-        return (cp if context_parts > 1 else 0) * self._sequence_shards + tp % self._sequence_shards
+        return (cp if split.ranks > 1 else 0) * self._sequence_shards + tp % self._sequence_shards
 
     @property
     def _sequence_shards(self) -> int:
         return self._groups.dims.tp if sequence_parallel(self._config) else 1
 
-    def _local_positions(self, batch: MicroBatch, context_parts: int) -> Tensor:
+    def _local_positions(self, batch: MicroBatch, split: RowSplit) -> Tensor:
         """Return the positions [F'] of the features that this rank merges."""
         at = self._groups.coords
-        chosen = self._shards(batch, context_parts) == self._own_shard(at.tp, at.cp, context_parts)
+        chosen = self._shards(batch, split) == self._own_shard(at.tp, at.cp, split)
         return batch.text.feature_positions[chosen]
 
     def _send(self, values: Tensor, route: Route) -> Tensor:

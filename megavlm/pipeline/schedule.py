@@ -26,7 +26,7 @@ from megavlm.data.batch import MicroBatch
 from megavlm.data.context_parts import part_of
 from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.specs import common_config, padded_heads
-from megavlm.parallel.dims import Dims
+from megavlm.parallel.dims import Dims, RowSplit
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.micro_batches import DevicePrefetcher
@@ -170,10 +170,11 @@ class Schedule:
         logits: bool = False,
     ) -> list[Any]:
         at = self.groups.coords
-        parts = 1 if logits else self.groups.dims.cp  # answers are generated alike on all context-parallel ranks
+        # Answers are generated alike on all context-parallel ranks.
+        split = RowSplit() if logits else self.groups.dims.row_split
         if self.colocated is not None:
-            batches = self.colocated.encode(batches, context_parts=parts)
-        batches = [part_of(batch, rank=at.cp, ranks=parts) for batch in batches]
+            batches = self.colocated.encode(batches, split)
+        batches = [part_of(batch, split, rank=at.cp) for batch in batches]
         # While chunks take micro-batches, passes of the next step's encoder are queued.
         meanwhile = self.colocated.advance if self.colocated is not None else None
         moving = DevicePrefetcher(

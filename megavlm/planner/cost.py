@@ -82,7 +82,8 @@ def context_seconds(name: str, scenario: Scenario, hardware: Hardware) -> float:
     dims = scenario.dims
     if dims.cp == 1:
         return 0.0
-    return _collective(layer_kind(name).context_exchange(scenario), dims.cp, hardware.link(dims.tp * dims.cp))
+    link = hardware.link(dims.tp * dims.cp)
+    return sum(_collective([size], ranks, link) for ranks, size in layer_kind(name).context_exchange(scenario))
 
 
 def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, float]:

@@ -11,7 +11,7 @@ from megavlm.arch.workload import times, typical_workload
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.config.schema import Config
-from megavlm.parallel.dims import Dims
+from megavlm.parallel.dims import Dims, dims_of
 from megavlm.planner.candidates import Candidate, Space, with_offload
 from megavlm.planner.cost import held_parameters, trained_parameters
 from megavlm.planner.hardware import Hardware
@@ -210,7 +210,7 @@ class LayoutEvaluator:
     def scenario(self, candidate: Candidate) -> Scenario:
         """Return the scenario of a candidate; a colocated encoder has one of its own (`encoder_scenario`)."""
         layout = replace(candidate, placement="stages", vision_tp=1).applied(self.config)
-        return scenario_of(layout, candidate.dims, on_gpu=self.hardware.on_gpu)
+        return scenario_of(layout, dims_of(layout, world=candidate.dims.world), on_gpu=self.hardware.on_gpu)
 
     def _make_profiles(self, candidate: Candidate) -> LayerProfiles:
         dims = candidate.dims

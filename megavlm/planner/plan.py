@@ -47,7 +47,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         plan: dict[str, Any] = {
-            "dims": {name: degree for name, degree in asdict(self.dims).items() if name != "cp" or degree > 1},
+            "dims": {name: n for name, n in asdict(self.dims).items() if not name.startswith("cp") or n > 1},
             "placement": self.placement,
             "chunks": [list(names) for names in self.chunks],
         }

@@ -20,7 +20,6 @@ LAYOUTS = {
     "cp2-dp2": (4, "--cp 2"),
 }
 FAST = [
-    ("cp4", "shared-kv", ""),
     ("cp2-tp2", "qwen3-vl", ""),
     ("cp2-pp2-vpp2", "one-image-rank", ""),
     ("cp2-dp2", "gemma3", ""),
@@ -33,12 +32,20 @@ SLOW = [
     ("cp2-dp2", "rich", "--data-parallel-sharding none"),
     ("cp2-dp2", "one-image-rank", "--overlap-grad-reduce --overlap-param-gather"),
     ("cp2-dp2", "rich", "--hybrid-shard-size 2"),
+    *[(layout, "qwen3-vl", "--placement colocated") for layout in LAYOUTS],
+    ("cp2-tp2", "padded-heads", "--placement colocated --no-sequence-parallel"),
+    ("cp2-pp2-vpp2", "llava-onevision", "--placement colocated --encoder-chunk-patches 20"),
+    ("cp2-tp2", "rich", "--placement colocated --vision-tp 2"),
+    ("cp4", "one-image-rank", "--placement colocated"),
+    ("cp2-dp2", "frozen-vision-projector", "--placement colocated --encode-ahead"),
     *[
         (f"cp2-{other}", "qwen3-vl", f"--data-parallel-sharding {kind}")
         for other in ("dp2", "tp2", "pp2")
         for kind in ("optimizer_gradients", "full")
     ],
     ("cp4", "plain", "--loss-chunk-tokens 2"),
+    *[(layout, "rich", "--cp-comm-type all_gather") for layout in LAYOUTS],
+    ("cp2-tp2", "qwen3-vl", "--cp-comm-type all_gather --placement colocated"),
 ]
 
 
@@ -61,12 +68,29 @@ def test_every_split_of_rows_gives_the_numbers_of_one_process(pools, one_process
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--lora-rank 4", "--offload optimizer activations"])
+def test_other_runs_split_rows(pools, tmp_path, flags):
+    argv = [*SMALL, "--no-save", *flags.split()]
+    pools(1).run(train, argv, str(tmp_path / "one"))
+    pools(4).run(train, [*argv, *"--cp 2 --tp 2".split()], str(tmp_path / "four"))
+    assert_same_curve(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
+
+
+@pytest.mark.slow
 def test_three_ranks_split_rows_of_six_heads(pools, tmp_path):
     argv = [*SMALL, "--no-save", *"--language-num-attention-heads 6 --language-num-query-groups 2".split()]
     argv += "--seq-length 33".split()
     pools(1).run(train, argv, str(tmp_path / "one"))
     pools(3).run(train, [*argv, "--cp", "3"], str(tmp_path / "three"))
     assert_same_curve(metrics(tmp_path / "three"), metrics(tmp_path / "one"))
+
+
+def test_heads_that_context_ranks_do_not_divide(pools, tmp_path):
+    """Six heads on four ranks: two exchange heads, two groups of them gather keys and values."""
+    argv = [*SMALL, "--no-save", *"--language-num-attention-heads 6 --language-num-query-groups 3".split()]
+    pools(1).run(train, argv, str(tmp_path / "one"))
+    pools(4).run(train, [*argv, "--cp", "4"], str(tmp_path / "four"))
+    assert_same_curve(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
 
 
 @pytest.mark.slow

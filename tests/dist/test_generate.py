@@ -19,6 +19,9 @@ CASES = [
     (2, "qwen3-vl", "--tp 2 --placement colocated"),
     (2, "shared-kv", "--data-parallel-sharding full"),
     (4, "qwen3-vl", "--tp 2 --pp 2 --vpp 2"),
+    pytest.param(4, "gemma3", "--cp 2 --tp 2", marks=pytest.mark.slow),
+    pytest.param(4, "qwen3-vl", "--cp 2 --pp 2 --placement colocated", marks=pytest.mark.slow),
+    pytest.param(4, "rich", "--cp 4 --cp-comm-type all_gather", marks=pytest.mark.slow),
 ]
 
 

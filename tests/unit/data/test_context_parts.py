@@ -9,16 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.data.batch import ImageSizes, LocalFeatures, MicroBatch, TextBatch
-from megavlm.data.context_parts import part_of
+from megavlm.data.context_parts import order_of, part_of
+from megavlm.parallel.dims import RowSplit
 
 IMAGE = 7
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[MicroBatch, int]:
-    """Rows with image tokens and trained tokens anywhere, or nowhere; and among how many ranks they are split."""
-    ranks, rows, own = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    size, shape = rows * ranks * own, (rows, ranks * own)
+def batches(draw: st.DrawFn) -> tuple[MicroBatch, RowSplit]:
+    """Rows with image tokens and trained tokens anywhere, or nowhere; and how ranks split them."""
+    split, rows = RowSplit(draw(st.integers(1, 4)), draw(st.integers(1, 4))), draw(st.integers(1, 3))
+    length = split.multiple * draw(st.integers(1, 3))
+    size, shape = rows * length, (rows, length)
     flags = st.lists(st.booleans(), min_size=size, max_size=size)
     image, trained = (torch.tensor(draw(flags)).view(shape) for _ in range(2))
     numbers = torch.arange(size).view(shape)
@@ -33,16 +35,19 @@ def batches(draw: st.DrawFn) -> tuple[MicroBatch, int]:
         cu_seqlens=torch.tensor([0, size]),
         sources=400 + numbers,
     )
-    return MicroBatch(text, ImageSizes()), ranks
+    return MicroBatch(text, ImageSizes()), split
 
 
 @settings(max_examples=200, deadline=None)
 @given(batches())
-def test_the_parts_of_all_ranks_are_the_whole(drawn: tuple[MicroBatch, int]) -> None:
-    batch, ranks = drawn
-    parts = [part_of(batch, rank=rank, ranks=ranks) for rank in range(ranks)]
+def test_the_parts_of_all_ranks_are_the_whole(drawn: tuple[MicroBatch, RowSplit]) -> None:
+    batch, split = drawn
+    parts = [part_of(batch, split, rank=rank) for rank in range(split.ranks)]
     for name in ("tokens", "labels", "loss_mask", "positions", "sources"):
-        assert torch.equal(torch.cat([getattr(part.text, name) for part in parts], -1), getattr(batch.text, name))
+        whole = torch.cat([getattr(part.text, name) for part in parts], -1)
+        order = order_of(split, whole.shape[-1])
+        assert torch.equal(whole, getattr(batch.text, name)[..., order])
+        assert sorted(order.tolist()) == list(range(len(order)))
     for part in parts:
         assert part.num_features == batch.num_features
         assert part.row_tokens is batch.text.tokens
@@ -62,11 +67,11 @@ def test_the_parts_of_all_ranks_are_the_whole(drawn: tuple[MicroBatch, int]) -> 
 
 @settings(max_examples=200, deadline=None)
 @given(batches())
-def test_every_trained_token_has_its_loss_in_one_part(drawn: tuple[MicroBatch, int]) -> None:
-    batch, ranks = drawn
+def test_every_trained_token_has_its_loss_in_one_part(drawn: tuple[MicroBatch, RowSplit]) -> None:
+    batch, split = drawn
     losses: list[int] = []
-    for rank in range(ranks):
-        text = part_of(batch, rank=rank, ranks=ranks).text
+    for rank in range(split.ranks):
+        text = part_of(batch, split, rank=rank).text
         places = text.trained_positions
         assert places is not None
         assert len(places), "an output layer computes at least one loss"
@@ -80,19 +85,30 @@ def test_features_of_a_colocated_encoder_move_with_their_tokens() -> None:
     none = torch.empty(0, dtype=torch.int64)
     text = TextBatch(tokens, tokens, tokens.float(), tokens, feature_positions=torch.tensor([1, 5, 6, 14]))
     batch = MicroBatch(text, ImageSizes(), features=LocalFeatures(torch.tensor([5, 6, 14]), None))
-    second = part_of(batch, rank=1, ranks=2)
+    second = part_of(batch, RowSplit(2), rank=1)
     assert second.features is not None
     assert second.features.positions.tolist() == [1, 2, 6] == second.text.feature_positions.tolist()
-    first = part_of(replace(batch, features=LocalFeatures(none, None)), rank=0, ranks=2)
+    first = part_of(replace(batch, features=LocalFeatures(none, None)), RowSplit(2), rank=0)
     assert first.text.feature_positions.tolist() == [1]
 
 
 def test_the_device_gets_the_part_and_the_tokens_of_whole_rows() -> None:
     tokens = torch.arange(8).view(1, 8)
     text = TextBatch(tokens, tokens, tokens.float(), tokens, feature_positions=torch.tensor([2, 7]))
-    batch = part_of(MicroBatch(text, ImageSizes()), rank=1, ranks=2)
+    batch = part_of(MicroBatch(text, ImageSizes()), RowSplit(2), rank=1)
     moved = batch.with_tensors({name: tensor + 1 for name, tensor in batch.host_tensors().items()})
     assert moved.text.tokens.tolist() == [[5, 6, 7, 8]]
     assert moved.row_tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert moved.context is not None
     assert moved.context.feature_rows.tolist() == [2]
+
+
+def test_groups_that_gather_keys_have_a_run_from_either_end() -> None:
+    parts = order_of(RowSplit(heads=2, groups=2), 16).view(4, -1).tolist()
+    assert parts == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_groups_have_equally_many_scores() -> None:
+    """Position p attends to p + 1; contiguous parts of four groups would have 1.75 times the mean."""
+    scores = (order_of(RowSplit(1, 4), 64).view(4, -1) + 1).sum(1)
+    assert scores.max() <= 1.001 * scores.float().mean()
