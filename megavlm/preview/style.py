@@ -104,7 +104,7 @@ article{border-top:1px solid var(--line);padding:16px 0}
   image-rendering:auto}
 .video{width:100%}
 .video p{margin:0 0 4px;font-size:12px}
-.film{display:grid;grid-template-columns:repeat(auto-fill,minmax(120px,1fr));gap:6px;margin:0 0 6px}
+.film{display:grid;grid-template-columns:repeat(auto-fill,minmax(96px,1fr));gap:6px;margin:0 0 6px}
 .film img{width:100%;height:auto;border-radius:3px;outline:1px solid var(--line)}
 .film figcaption{margin:2px 0 0;color:var(--quiet);font-size:12px;font-variant-numeric:tabular-nums}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.65 ui-monospace,"DejaVu Sans Mono",monospace}
