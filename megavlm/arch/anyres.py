@@ -3,8 +3,11 @@
 An image comes as a base tile, which is all of it at the tower's size, and a grid of tiles that show it enlarged, its
 shape kept, in the middle, padded on two opposite sides. The grid's features form one map. It loses its padding, is
 reduced where it is larger than `max_tiles` tiles, and each of its rows ends with a newline. The base tile's features
-come first. An image whose base tile is all there is ends with one newline. Image tokens are counted here, and features
-are arranged in `megavlm/model/vision_ops.py`; both as in Transformers' LlavaOnevision.
+come first. An image whose base tile is all there is ends with one newline.
+
+A frame of a video is one tile. Its features are resized to half as many a side, and one newline ends the video. Image
+tokens are counted here, and features are arranged in `megavlm/model/vision_ops.py`; both as in Transformers'
+LlavaOnevision.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from megavlm.errors import UserError
 
@@ -24,10 +28,14 @@ _TOLERATED = 1.1
 
 @dataclass(frozen=True)
 class TileGroup:
-    """Consecutive tiles of a micro-batch that are one image: its base tile, then the tiles of its grid, row by row."""
+    """Consecutive tiles of a micro-batch that are one image: its base tile, then the tiles of its grid, row by row.
+
+    Or one tile that is a frame of a video, and maybe the video's last.
+    """
 
     grid: tuple[int, int]  # (rows, columns) of tiles; (0, 0) if the image has only its base tile
     size: tuple[int, int]  # (height, width) of the image in pixels, as it was before tiling
+    kind: Literal["image", "frame", "last frame"] = "image"
 
     @property
     def tiles(self) -> int:
@@ -74,7 +82,14 @@ def feature_map(group: TileGroup, side: int, *, max_tiles: int) -> FeatureMap:
 
 def tokens_per_tiled_image(group: TileGroup, side: int, *, max_tiles: int) -> int:
     """Return the image tokens of one image, newlines included. Each tile has `side` × `side` features."""
+    if group.kind != "image":
+        return half(side) ** 2 + (group.kind == "last frame")
     if group.tiles == 1:
         return side**2 + 1
     kept = feature_map(group, side, max_tiles=max_tiles)
     return side**2 + kept.height * (kept.width + 1)
+
+
+def half(side: int) -> int:
+    """Return the side of a frame's features after resizing."""
+    return -(-side // 2)

@@ -172,7 +172,7 @@ def _described(batch: MicroBatch) -> dict[str, Any]:
         "tensors": [(name, _dtype(tensor), list(tensor.shape)) for name, tensor in batch.text.tensors().items()],
         "patches": None if patches is None else (_dtype(patches), list(patches.shape)),
         "grids": sizes.grids,
-        "tile_groups": [(group.grid, group.size) for group in sizes.tile_groups],
+        "tile_groups": [(group.grid, group.size, group.kind) for group in sizes.tile_groups],
         "lengths": batch.text.lengths,
     }
 
@@ -183,7 +183,7 @@ def _batch(fields: dict[str, Any], reader: _Reader) -> MicroBatch:
     }
     sizes = ImageSizes(
         grids=tuple((rows, columns) for rows, columns in fields["grids"]),
-        tile_groups=tuple(TileGroup(grid=tuple(grid), size=tuple(size)) for grid, size in fields["tile_groups"]),
+        tile_groups=tuple(TileGroup(tuple(grid), tuple(size), kind) for grid, size, kind in fields["tile_groups"]),
     )
     images = None
     if fields["patches"] is not None:

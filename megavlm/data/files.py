@@ -251,7 +251,7 @@ class FilesSource:
         """Return the tiles of each image, for a model that reads images as tiles of several resolutions."""
         if not self.processor.anyres:
             return ()
-        return tuple(TileGroup(layout.arrangement, layout.size) for layout in layouts)
+        return tuple(group for layout in layouts for group in layout.tile_groups)
 
 
 def _budget(processor: Processor, config: Config) -> Budget:

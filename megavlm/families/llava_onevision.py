@@ -1,4 +1,7 @@
-"""LLaVA-OneVision: SigLIP without its last norm, a two-layer MLP, tiled images with newlines, Qwen2. No videos."""
+"""LLaVA-OneVision: SigLIP without its last norm, a two-layer MLP, tiled images with newlines, Qwen2.
+
+A video's frames are whole; their features are resized to half as many a side, and one newline ends the video.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,23 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megavlm.arch.anyres import TileGroup, Tiling
+from megavlm.arch.anyres import TileGroup, Tiling, half
 from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.data.processors import sizes
-from megavlm.data.processors.layout import Layout
+from megavlm.data.processors.layout import Layout, Prompt, Tile
 from megavlm.data.processors.processor import Processor, cut, pad_evenly, pad_to_square, squared
-from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, sides, square
+from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader, sides, square
 from megavlm.data.processors.resize import Pixels
+from megavlm.data.processors.sampling import Budget, Clip
 from megavlm.data.processors.sizes import Size, best_resolution
+from megavlm.data.processors.video import VideoProcessor
 from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.frames import Frames, frame_fields
+from megavlm.families.shared.inputs import unpatchify
 from megavlm.families.shared.language import language, language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
@@ -56,6 +62,7 @@ def config(settings: Settings) -> ModelConfig:
         ),
         language=language(text, kind=text.get("model_type", "qwen2"), tied=tied),
         image_token=settings.get("image_token_index", settings.get("image_token_id", 151646)),
+        video_token=settings.get("video_token_index", settings.get("video_token_id", 151647)),
     )
 
 
@@ -92,21 +99,31 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
-    """Transformers tiles an image if it is its sample's only one, so it must know how many each sample has."""
+    """Transformers tiles an image if it is its sample's only one, so it must know how many each sample has.
+
+    Raises UserError for videos of several lengths, which it does not take together.
+    """
     import torch
 
-    sizes = batch.image_sizes
-    if not sizes.grids:
-        return {"input_ids": batch.text.tokens}
-    ends = torch.tensor(sizes.image_tokens(model.projector)).cumsum(0)
-    image_tokens = torch.eq(batch.text.tokens, model.image_token or 0).sum(1).cumsum(0).cpu()
-    images = torch.searchsorted(ends, image_tokens, right=True).diff(prepend=torch.tensor([0]))
-    return {
-        "input_ids": batch.text.tokens,
-        "image_sizes": torch.tensor([group.size for group in sizes.tile_groups]),
-        "batch_num_images": images,
-        **pixel_values(batch, model.vision),
-    }
+    groups, counts = batch.image_sizes.tile_groups, batch.image_sizes.image_tokens(model.projector)
+    given = {"input_ids": batch.text.tokens}
+    pixels = iter(unpatchify(batch, model.vision) if groups else ())
+    tiles = [[next(pixels) for _ in range(group.tiles)] for group in groups]
+    images = [number for number, group in enumerate(groups) if group.kind == "image"]
+    if images:
+        ends = torch.tensor([counts[number] for number in images]).cumsum(0)
+        image_tokens = torch.eq(batch.text.tokens, model.image_token or 0).sum(1).cumsum(0).cpu()
+        given["batch_num_images"] = torch.searchsorted(ends, image_tokens, right=True).diff(prepend=torch.tensor([0]))
+        given["image_sizes"] = torch.tensor([groups[number].size for number in images])
+        given["pixel_values"] = torch.stack([tile for number in images for tile in tiles[number]])
+    if len(images) < len(groups):
+        frames = [tile for tile, group in zip(tiles, groups, strict=True) if group.kind != "image"]
+        lasts = [group.kind == "last frame" for group in groups if group.kind != "image"]
+        length = lasts.index(True) + 1
+        if lasts != ([False] * (length - 1) + [True]) * (len(lasts) // length):
+            raise UserError("Transformers takes videos of one length at a time: ask about them one by one")
+        given["pixel_values_videos"] = torch.stack([frame for (frame,) in frames]).unflatten(0, (-1, length))
+    return given
 
 
 _LEGACY_HEAD = "language_model.lm_head.weight"
@@ -161,6 +178,28 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
     return Anyres(tile=tile, resolutions=resolutions, **shared)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HalvedFrames(Frames):
+    """Takes one run of tokens for a video."""
+
+    number: int
+
+    def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
+        return Prompt(self.text, ("", ""), (len(numbers) * tokens + 1,), self.number)
+
+    def _tokens(self, tile: Tile) -> int:
+        return half(tile.grid[0]) ** 2
+
+
+def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor | None:
+    """Return the processor; None for a model without a video token. Raises UserError for frames that are not square."""
+    if model.video_token is None:
+        return None
+    fields = frame_fields(options)
+    square(fields["size"], "size")
+    return HalvedFrames(**fields, **shared, text="<video>", number=model.video_token)
+
+
 FAMILY = Family(
     name="llava_onevision",
     model_types=("llava_onevision",),
@@ -184,6 +223,13 @@ FAMILY = Family(
             },
             build_processor,
         ),
+    ),
+    videos=VideoReader(
+        ("LlavaOnevision",),
+        ("llava_onevision",),
+        {**CLIP_PIXELS, "size": {"height": 384, "width": 384}},
+        Budget(fps=1.0, max_frames=32, min_frames=1),
+        build_video,
     ),
     chat_template=CHATML,
     published={

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavlm.arch.anyres import TileGroup, feature_map
+from megavlm.arch.anyres import TileGroup, feature_map, half
 
 Grid = tuple[int, int]
 
@@ -91,22 +92,36 @@ def unpad_and_concat(
     features: Tensor, groups: Sequence[TileGroup], counts: Sequence[int], *, newline: Tensor, max_tiles: int
 ) -> Tensor:
     """Return images' features [F, H] from their tiles' [Σ counts, H]: of each image the base tile, then the grid of
-    tiles as one map without its padding, each row closed by a newline [H] (LLaVA-OneVision; `arch/anyres.py`).
+    tiles as one map without its padding, each row closed by a newline [H] (LLaVA-OneVision; `arch/anyres.py`). Of each
+    frame of a video the reduced map, and a newline after the last.
 
     Args:
         counts: features of each tile.
     """
     tiles = iter(features.split(list(counts)))
     images: list[Tensor] = []
-    for group in groups:
-        base = next(tiles)
-        images.append(base)
-        if group.tiles == 1:
-            images.append(newline[None])
-        else:
-            grid = torch.stack([next(tiles) for _ in range(group.tiles - 1)])
-            images.append(_lines(grid, group, newline=newline, max_tiles=max_tiles))
+    for is_image, some in groupby(groups, lambda group: group.kind == "image"):
+        if not is_image:
+            frames = list(some)
+            for group, frame in zip(frames, _halved(torch.stack([next(tiles) for _ in frames])), strict=True):
+                images += [frame, newline[None]] if group.kind == "last frame" else [frame]
+            continue
+        for group in some:
+            images.append(next(tiles))
+            if group.tiles == 1:
+                images.append(newline[None])
+            else:
+                grid = torch.stack([next(tiles) for _ in range(group.tiles - 1)])
+                images.append(_lines(grid, group, newline=newline, max_tiles=max_tiles))
     return torch.cat(images)
+
+
+def _halved(frames: Tensor) -> Tensor:
+    """Return the features [frames, ⌈side/2⌉², H] of frames [frames, side², H], resized together."""
+    side = round(frames.shape[1] ** 0.5)
+    maps = frames.unflatten(1, (side, side)).permute(0, 3, 1, 2).contiguous()
+    reduced = F.interpolate(maps, (half(side), half(side)), mode="bilinear", align_corners=False)
+    return reduced.permute(0, 2, 3, 1).flatten(1, 2)
 
 
 def _lines(grid: Tensor, group: TileGroup, *, newline: Tensor, max_tiles: int) -> Tensor:

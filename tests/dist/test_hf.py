@@ -28,6 +28,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "internvl-6b": (lambda: transformers.InternVLForConditionalGeneration(internvl.large()), IMAGES),
     "llava-onevision": (llava_onevision.onevision, llava_onevision.IMAGES),
     "llava-onevision-tied": (lambda: llava_onevision.onevision(tied=True), llava_onevision.IMAGES),
+    "llava-onevision-videos": (llava_onevision.onevision, llava_onevision.VIDEOS[:2]),
     "smolvlm": (smolvlm.smolvlm, smolvlm.IMAGES),
     "idefics3-tied": (smolvlm.idefics3, smolvlm.IMAGES),
     "gemma3": (lambda: gemma3.gemma3(num_key_value_heads=1), gemma3.IMAGES[::2]),
@@ -42,7 +43,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
 LAYOUTS = {"tp2": (2, "--tp 2"), "pp2": (2, "--pp 2"), "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2")}
 # The fast set: every family where all kinds of cuts meet, and two at the layouts that tell which of them is at fault.
 ALONE = ("llava", "qwen3-vl")
-LATER = ("qwen3-vl-videos",)
+LATER = ("qwen3-vl-videos", "llava-onevision-videos")
 CASES = [
     pytest.param(
         family,

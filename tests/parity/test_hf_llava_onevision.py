@@ -24,7 +24,7 @@ from megavlm.families.shared.settings import Settings
 from megavlm.model.vision_ops import unpad_and_concat
 from tests.support import hf
 from tests.support.harness import Single
-from tests.support.tiny_models.llava_onevision import IMAGES, VISION, onevision
+from tests.support.tiny_models.llava_onevision import IMAGES, VIDEOS, VISION, onevision
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,16 @@ def test_logits_gradients_and_training(options: dict[str, Any], single: Single, 
     folder = hf.save(theirs, tmp_path / "hf")
     hf.assert_same_logits_and_gradients(folder, theirs, single, IMAGES)
     hf.assert_same_training(folder, theirs, single, IMAGES)
+
+
+def test_videos(single: Single, tmp_path: Path) -> None:
+    theirs = onevision()
+    folder = hf.save(theirs, tmp_path / "hf")
+    hf.assert_same_logits_and_gradients(folder, theirs, single, VIDEOS)
+    hf.assert_same_training(folder, theirs, single, VIDEOS)
+    config = hf.config_for(folder)
+    with pytest.raises(UserError, match="videos of one length at a time"):
+        LLAVA_ONEVISION.inputs(hf.batch_of(config, [[(1, 12, 12)], [(2, 12, 12)]]), config.model)  # type: ignore[misc]
 
 
 def test_round_trip_and_generation(tmp_path: Path) -> None:

@@ -19,15 +19,21 @@ from megavlm.config.schema import DataConfig, DatasetConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
+from megavlm.data.processors.sampling import Clip
+from megavlm.data.processors.video import VideoProcessor
 from megavlm.data.types import Sample, Segment
+from megavlm.families.shared.inputs import unpatchify
 from tests.support import hf
 from tests.support.clips import clip
 from tests.support.harness import Single, assert_same
-from tests.support.processors import picture
+from tests.support.processors import CASES, picture
 from tests.support.video_reference import Task, references
 from tests.support.whole_models import whole_folder
 
 LENGTH = 256
+# (frames, frames per second) of clips of which frames are taken; nothing is decoded.
+LENGTHS = ((33, 12.0), (7, 10.0), (90, 29.97), (1000, 30.0), (2400, 23.976), (9001, 59.94))
+UNBOUND = ("onevision", "internvl")  # of which Transformers takes as many frames as the rate asks for
 MESSAGES: list[Any] = [
     {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What happens?"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "A cat is blue."}]},
@@ -51,6 +57,10 @@ WAYS = {
     "qwen2.5-vl": Way({**QWEN2, "size": {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}}, ((6, 8),) * 5),
     # 11 frames, of which the last fills the last pair; bounds are of all frames together
     "qwen3-vl": Way({**QWEN3, "size": {"shortest_edge": 4096, "longest_edge": 100_000}}, ((4, 6),) * 6),
+    # 28 pixels are patches, and two are none
+    "onevision": Way(
+        {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": {"height": 30, "width": 30}}, ((2, 2),) * 11
+    ),
 }
 
 
@@ -63,6 +73,7 @@ class Seen:
     logits: torch.Tensor
     inputs: dict[str, Any]
     theirs: Any
+    video: VideoProcessor
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +91,7 @@ def seen(single: Single, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         (folder / "video_preprocessor_config.json").write_text(json.dumps(way.options))
         made[name] = (folder, theirs)
     film, rate = str(root / "it.mp4"), {"fps": 4.0}
-    inputs = references([Task(name, str(made[name][0]), MESSAGES, film, rate) for name in WAYS], root)
+    inputs = references([Task(name, str(made[name][0]), MESSAGES, film, rate, LENGTHS) for name in WAYS], root)
     return {name: look(*made[name], given, single) for name, given in zip(WAYS, inputs, strict=True)}
 
 
@@ -95,7 +106,8 @@ def look(folder: Path, theirs: Any, inputs: dict[str, Any], single: Single) -> S
     sample = source.load(Segment(0, encoded))
     batch = collate([[sample]], CollateSpec.of(config, source, seq_length=LENGTH))
     (logits,) = hf.engine_for(config, folder, single).schedule.logits([batch])
-    return Seen(sample, batch, logits, inputs, theirs)
+    assert source.processor.video is not None
+    return Seen(sample, batch, logits, inputs, theirs, source.processor.video)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -104,7 +116,8 @@ def test_a_clip_gives_the_tokens_and_logits_that_transformers_gives(name: str, s
     assert ours.inputs["input_ids"][0].tolist() == ours.sample.tokens.tolist()
     assert ours.batch.image_sizes.grids == WAYS[name].grids
     with torch.no_grad():
-        expected = ours.theirs(**ours.inputs, use_cache=False).logits
+        given = {name: value for name, value in ours.inputs.items() if name != "frames"}
+        expected = ours.theirs(**given, use_cache=False).logits
     assert_same(ours.logits[:, : len(ours.sample)], expected, tolerance=hf.LOGITS, what="logits")
 
 
@@ -122,3 +135,23 @@ def test_pairs_of_frames_have_the_pixels_and_positions_of_transformers(name: str
     assert ours.batch.text.positions[:, 0, : len(ours.sample)].tolist() == positions[:, 0].tolist()
     moments = positions[0, inputs["mm_token_type_ids"] == 2].unique()
     assert len(moments) == groups, "a position in time for each pair"
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if "qwen" not in name])
+def test_frames_have_the_pixels_of_transformers(name: str, seen: dict[str, Seen]) -> None:
+    ours, inputs = seen[name], seen[name].inputs
+    frames = inputs["pixel_values_videos" if "pixel_values_videos" in inputs else "pixel_values"].flatten(0, -4)
+    shown = torch.stack(unpatchify(ours.batch, CASES[name].model.vision))
+    torch.testing.assert_close(shown, frames[..., : shown.shape[-2], : shown.shape[-1]], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_frames_are_taken_where_transformers_takes_them(name: str, seen: dict[str, Seen]) -> None:
+    ours = seen[name]
+    for (count, rate), expected in zip(LENGTHS, ours.inputs["frames"], strict=True):
+        clip = Clip(100, 130, tuple(number / rate for number in range(count)), rate)
+        budget = replace(ours.video.usual, fps=4.0)
+        if name in UNBOUND:
+            budget = replace(budget, max_frames=10**6)
+        numbers = ours.video.numbers(clip, budget)
+        assert list(numbers) == expected, f"of {count} frames at {rate} per second"

@@ -102,8 +102,11 @@ def batch_of(
         held = tuple(_picture(size, model, seed=seed + 10 * number + place) for place, size in enumerate(seen))
         counts = iter(tokens_per_image([grid for each in held for grid in each.grids], groups, model.projector))
         tokens: list[int] = []
-        for each in groups or held:
-            if isinstance(each, TileGroup) or each.film is None:
+        for each, before in zip(groups or held, (None, *(groups or held)), strict=False):
+            if isinstance(each, TileGroup) and each.kind != "image":
+                inside = isinstance(before, TileGroup) and before.kind == "frame"
+                tokens += [words.pop(), words.pop()][: 0 if inside else 2] + [model.video_token or 0] * next(counts)
+            elif isinstance(each, TileGroup) or each.film is None:
                 tokens += [words.pop(), words.pop()] + [image_token] * next(counts)
             else:
                 assert model.video_token is not None
@@ -148,10 +151,15 @@ def tiled(
     """What the tower sees of a sample's images, tiled as Transformers would with the resolutions of `resolutions`."""
     if model.projector.anyres_max_tiles is None:
         return sizes, ()
-    side, groups = model.vision.image_size, []
-    for size in sizes:
-        height, width = select_best_resolution(size, resolutions(side)) if len(sizes) == 1 else (0, 0)
-        groups.append(TileGroup((height // side, width // side), size))
+    side, groups = model.vision.image_size, list[TileGroup]()
+    alone = sum(len(size) == 2 for size in sizes) == 1
+    for *frames, height, width in sizes:
+        size = (height, width)
+        if frames:
+            groups += [TileGroup((0, 0), size, "frame")] * (frames[0] - 1) + [TileGroup((0, 0), size, "last frame")]
+            continue
+        rows, columns = select_best_resolution(size, resolutions(side)) if alone else (0, 0)
+        groups.append(TileGroup((rows // side, columns // side), size))
     return [(side, side)] * sum(group.tiles for group in groups), tuple(groups)
 
 

@@ -112,6 +112,11 @@ CASES = {
             "video_token": "<video>",
         },
         model_of(14, most=9),
+        options={
+            "num_image_tokens": 4,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_9",
+        },
     ),
     "internvl": Whole(
         transformers.InternVLProcessor,
@@ -200,7 +205,7 @@ CASES = {
 def tokenizers_in(root: Path) -> dict[str, Path]:
     made = {
         "qwen": PreTrainedTokenizerFast(
-            tokenizer_object=byte_level((*QWEN, *EXTRA, "<|video_pad|>")),
+            tokenizer_object=byte_level((*QWEN, *EXTRA, "<|video_pad|>", "<video>")),
             eos_token="<|im_end|>",
             pad_token="<|endoftext|>",
         ),

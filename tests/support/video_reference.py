@@ -33,6 +33,9 @@ class Task:
     messages: list[Any]
     clip: str
     sampling: dict[str, Any] = field(default_factory=dict)
+    lengths: Sequence[
+        tuple[int, float]
+    ] = ()  # (frames, frames per second) of clips: "frames" are those it takes of each
 
 
 def references(tasks: Sequence[Task], out: Path) -> list[dict[str, Any]]:
@@ -50,7 +53,7 @@ def references(tasks: Sequence[Task], out: Path) -> list[dict[str, Any]]:
 def inputs_of(task: Task) -> dict[str, Any]:
     import torch
     import transformers
-    from transformers.video_utils import load_video
+    from transformers.video_utils import VideoMetadata, load_video
 
     from tests.support.processors import CASES
 
@@ -70,7 +73,9 @@ def inputs_of(task: Task) -> dict[str, Any]:
     made = processor(
         text=[text], videos=[frames], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt"
     )
-    return {name: torch.as_tensor(value) for name, value in made.items()}
+    clips = [VideoMetadata(count, fps=rate, duration=count / rate) for count, rate in task.lengths]
+    taken = [[int(number) for number in sample(metadata=clip)] for clip in clips]
+    return {"frames": taken, **{name: torch.as_tensor(value) for name, value in made.items()}}
 
 
 def main(tasks: str, out: str) -> None:

@@ -95,6 +95,7 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
                 vision_config=transformers.SiglipVisionConfig(**TOWER),
                 text_config=transformers.Qwen2Config(**text),
                 image_token_index=image,
+                video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
                 image_grid_pinpoints=PINPOINTS,
                 vision_aspect_ratio="anyres_max_9",
             )

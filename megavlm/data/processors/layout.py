@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megavlm.arch.anyres import TileGroup
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -68,6 +70,14 @@ class Layout:
     def features(self) -> int:
         """Return the number of image tokens."""
         return sum(self.prompt.runs)
+
+    @property
+    def tile_groups(self) -> tuple[TileGroup, ...]:
+        """Return how features become image tokens, in models that join the tiles of an image (`arch/anyres.py`)."""
+        if self.film is None:
+            return (TileGroup(self.arrangement, self.size),)
+        frame = TileGroup(self.arrangement, self.size, "frame")
+        return (*(frame for _ in self.tiles[1:]), TileGroup(self.arrangement, self.size, "last frame"))
 
     @property
     def patches(self) -> int:

@@ -44,6 +44,7 @@ _SETTINGS: dict[str, Expected] = {
     "image_token_id": _TOKEN,
     "image_token_index": _TOKEN,
     "video_token_id": _TOKEN,
+    "video_token_index": _TOKEN,
     "tokens_per_second": number(1e-3, 1e6),
     "image_size": _SQUARE,
     "patch_size": _SQUARE,

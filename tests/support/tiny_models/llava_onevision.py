@@ -14,6 +14,10 @@ from tests.support.tiny_models.llava import TEXT
 IMAGES = ([[(20, 33)], [(12, 12), (9, 30)]], [[(40, 14)], []], [[], []], [[(36, 36)], [(12, 12)]])
 
 
+# (frames, height, width) of videos, beside images and alone. Transformers takes videos of one length at a time.
+VIDEOS = ([[(2, 20, 33)], [(12, 12), (2, 9, 30)]], [[(3, 40, 14), (3, 12, 12)], []], [[(20, 33)], [(1, 12, 12)]])
+
+
 VISION: dict[str, Any] = {
     "hidden_size": 36,
     "intermediate_size": 52,
@@ -30,6 +34,7 @@ def onevision(*, tied: bool = False, **options: Any) -> transformers.PreTrainedM
         vision_config=transformers.SiglipVisionConfig(**VISION, vision_use_head=not tied),
         text_config=transformers.Qwen2Config(**TEXT, tie_word_embeddings=tied),
         image_token_index=60,
+        video_token_index=59,
         image_grid_pinpoints=hf.resolutions(VISION["image_size"]),
         vision_aspect_ratio="anyres_max_2",
         **options,

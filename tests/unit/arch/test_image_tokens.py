@@ -29,6 +29,8 @@ def test_tokens_of_base_tiles_grids_and_newlines() -> None:
     groups = [TileGroup((2, 1), (20, 10)), TileGroup((0, 0), (20, 10))]
     tiled = ProjectorConfig(pixel_shuffle=2, anyres_max_tiles=9)
     assert tokens_per_image([(4, 4)] * 4, groups, tiled) == [4 + 4 * (2 + 1), 4 + 1]
+    frames = [TileGroup((0, 0), (20, 10), "frame"), TileGroup((0, 0), (20, 10), "last frame")]
+    assert tokens_per_image([(6, 6)] * 2, frames, tiled) == [2 * 2, 2 * 2 + 1]
     assert tokens_per_image([(4, 6)], [], ProjectorConfig(pixel_shuffle=2)) == [6]
     assert tokens_per_image([], [], tiled) == []
     with pytest.raises(AssertionError, match="every tile"):

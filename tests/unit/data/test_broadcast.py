@@ -23,7 +23,8 @@ def step() -> StepData:
         sources=torch.ones(2, 32, dtype=torch.int64),
         lengths=(31, 7),
     )
-    tiled = ImageSizes(((2, 2),) * 3, (TileGroup(grid=(1, 2), size=(30, 40)),))
+    groups = (TileGroup(grid=(1, 2), size=(30, 40)), TileGroup((0, 0), (30, 40), "last frame"))
+    tiled = ImageSizes(((2, 2),) * 4, groups)
     return StepData(
         batches=[replace(first, features=None), MicroBatch(odd, tiled)],
         read=9,

@@ -1,0 +1,43 @@
+"""Videos as frames of one size, each a picture of its own to the vision tower."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megavlm.data.processors.reader import Json, sides
+from megavlm.data.processors.resize import Pixels, resize_as_torchvision
+from megavlm.data.processors.sampling import Budget, Clip, taken
+from megavlm.data.processors.sizes import Size
+from megavlm.data.processors.video import VideoProcessor
+from megavlm.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frames(VideoProcessor):
+    """Resizes each frame to `size`, whatever its shape; a budget of tokens takes fewer. A family adds the text."""
+
+    size: Size
+
+    def places(self, count: int, frames: int) -> list[int]:
+        """Return `frames` of the numbers below `count`: the first of each of `frames` equal parts."""
+        return [number * count // frames for number in range(frames)]
+
+    def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
+        return taken(clip, budget, self.places)
+
+    def frame_size(self, size: Size, frames: int, budget: Budget) -> Size:
+        return self.size
+
+    def most_groups(self, tokens: int) -> int:
+        return tokens // self._tokens(self._tile(*self.size))
+
+    def resized(self, pixels: Pixels, grid: tuple[int, int]) -> Pixels:
+        return resize_as_torchvision(pixels, *self.size, self.resample)
+
+
+def frame_fields(options: Json) -> dict[str, Any]:
+    """Return the fields that the options of these families give. Raises UserError for what is not supported."""
+    if options.get("do_center_crop"):
+        raise UserError("do_center_crop in video_preprocessor_config.json is not supported: remove it")
+    return {"size": sides(options["size"], "size")}
