@@ -64,6 +64,7 @@ class FilesSource:
             train_on=config.data.train_on,
             model_type=model_type(tokenizer_path(config)),
             reserved=(self.processor.video.text,) if self.processor.video is not None else (),
+            videos_as_text=self.processor.video is not None and self.processor.video.as_text,
         )
         self.names = tuple(name_of(source) for source in config.data.datasets)
         self.validation_names = tuple(name_of(source) for source in self._validation)

@@ -1,4 +1,7 @@
-"""InternVL2.5 and InternVL3 (the -hf checkpoints): InternViT, 2×2 pixel shuffle with a norm and an MLP, Qwen2.5."""
+"""InternVL2.5 and InternVL3 (the -hf checkpoints): InternViT, 2×2 pixel shuffle with a norm and an MLP, Qwen2.5.
+
+A video's frames are images of one tile, each of which has a name.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Layout, Prompt
 from megavlm.data.processors.processor import Processor, cut
-from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, sides
+from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader, sides
 from megavlm.data.processors.resize import Pixels
+from megavlm.data.processors.sampling import Budget, Clip, in_the_middle
 from megavlm.data.processors.sizes import Size
+from megavlm.data.processors.video import VideoProcessor
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.frames import Frames, frame_fields
 from megavlm.families.shared.inputs import pixel_values
 from megavlm.families.shared.language import language, language_table
 from megavlm.families.shared.settings import Settings, refuse
@@ -102,6 +108,26 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class NumberedFrames(Frames):
+    """Writes the number of each frame before it."""
+
+    start: str = "<img>"
+    end: str = "</img>"
+
+    def places(self, count: int, frames: int) -> list[int]:
+        return in_the_middle(count, frames)
+
+    def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
+        names = [f"Frame{number}: {self.start}" for number in range(1, len(numbers) + 1)]
+        texts = (names[0], *(f"{self.end}\n{name}" for name in names[1:]), self.end)
+        return Prompt(self.text, texts, (tokens,) * len(numbers))
+
+
+def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor:
+    return NumberedFrames(**frame_fields(options), **shared, text=IMAGE)
+
+
 FAMILY = Family(
     name="internvl",
     model_types=("internvl",),
@@ -122,6 +148,13 @@ FAMILY = Family(
         ),
     ),
     image_text=IMAGE,
+    videos=VideoReader(
+        ("InternVL",),
+        ("internvl",),
+        {**CLIP_PIXELS, "size": {"height": 384, "width": 384}},
+        Budget(fps=2.0, max_frames=32, min_frames=1),
+        build_video,
+    ),
     chat_template=CHATML,
     published={
         "internvl3_8b": {

@@ -1,36 +1,54 @@
-"""SmolVLM and Idefics3: SigLIP for any grid, 3×3 or 4×4 pixel shuffle into one linear layer, Llama. Images alone.
+"""SmolVLM and Idefics3: SigLIP for any grid, 3×3 or 4×4 pixel shuffle into one linear layer, Llama.
 
 A user's image is cut into square tiles and a small copy of the whole, each an image of its own here. Tiles must be
 full, as their processors make them where they split images (the default): Transformers hides a padded tile's padding
-from attention and still makes features of it, which is not known here.
+from attention and still makes features of it, which is not known here. SmolVLM reads videos, as frames of one tile,
+each of which has its time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.data.processors import sizes
+from megavlm.data.processors.expected import VIDEO_SAMPLING
 from megavlm.data.processors.layout import Layout, Prompt
 from megavlm.data.processors.processor import Processor, cut
-from megavlm.data.processors.reader import HALF_PIXELS, Json, ProcessorReader, has_only
-from megavlm.data.processors.resize import Pixels
-from megavlm.data.processors.sizes import Size
+from megavlm.data.processors.reader import HALF_PIXELS, Json, ProcessorReader, VideoReader, has_only
+from megavlm.data.processors.resize import Pixels, resize_as_torchvision
+from megavlm.data.processors.sampling import Budget, Clip, shown_at
+from megavlm.data.processors.sizes import LARGEST_SIDE, Size
+from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.frames import Frames
 from megavlm.families.shared.inputs import pixel_values
 from megavlm.families.shared.language import language, language_table
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.vision import idefics3, siglip_table
+from megavlm.json_files import check
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megavlm.data.batch import MicroBatch
+
+
+AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
+_UNSEEN = 1  # seconds at either end of a long video of which no frame is taken
+_ONES = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -64,8 +82,8 @@ class SplitTiles(Processor):
     edge: int
     tile: int
     split: bool = True
-    around: str = "<fake_token_around_image>"
-    whole: str = "<global-img>"
+    around: str = AROUND
+    whole: str = WHOLE
 
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         tile = self._tile(self.tile, self.tile)
@@ -103,6 +121,66 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimedFrames(Frames):
+    """Writes the time before each frame, and how many there are and how long the video is before all of them."""
+
+    edge: int  # of the longer side of frames, which are made square afterwards
+
+    def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
+        count, rate = len(clip.times), clip.rate
+        frames = max(min(round(count / rate * budget.fps), budget.max_frames), 1)
+        first, last = 0, count - 1
+        if count / rate - 2 * _UNSEEN > budget.max_frames * budget.fps:  # compared by the reference, so here too
+            inside = int(_UNSEEN * rate), min(int(count - _UNSEEN * rate), count - 1)
+            first, last = inside if inside[0] < inside[1] else (first, last)
+        return shown_at(clip, np.linspace(first, last, frames, dtype=int).tolist())
+
+    def resized(self, pixels: Pixels, grid: tuple[int, int]) -> Pixels:
+        inside = sizes.longest_edge(pixels.shape[:2], min(self.edge, LARGEST_SIDE))
+        return super().resized(resize_as_torchvision(pixels, *inside, self.resample), grid)
+
+    def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
+        lasts = timedelta(seconds=int(len(clip.times) / clip.rate))
+        count = in_words(len(numbers))
+        begin = f"You are provided the following series of {count} frames from a {lasts} [H:MM:SS] video.\n"
+        moments = [int(clip.seconds(number)) for number in numbers]
+        marks = [f"\nFrame from {second // 60:02d}:{second % 60:02d}:{AROUND}{WHOLE}" for second in moments]
+        texts = (begin + marks[0], *(AROUND + mark for mark in marks[1:]), f"{AROUND}\n\n")
+        return Prompt(self.text, texts, (tokens,) * len(numbers))
+
+
+def in_words(number: int) -> str:
+    """Return a number below a million in English, as `num2words` writes it: "one hundred and twenty-three"."""
+    if number < 20:
+        return _ONES[number]
+    if number < 100:
+        ten, one = divmod(number, 10)
+        return _TENS[ten - 2] + (f"-{_ONES[one]}" if one else "")
+    size, name = (100, "hundred") if number < 1000 else (1000, "thousand")
+    many, rest = divmod(number, size)
+    link = " and " if rest < 100 else ", "
+    return f"{in_words(many)} {name}" + (f"{link}{in_words(rest)}" if rest else "")
+
+
+def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor:
+    """Return the processor. `video_sampling` is how published folders write how many frames are taken."""
+    sampling = options.get("video_sampling", {})
+    check(sampling, VIDEO_SAMPLING, "video_sampling in video_preprocessor_config.json")
+    size = options.get("size", sampling.get("video_size", {"longest_edge": 4 * 364}))
+    tile = options["max_image_size"]
+    if not has_only(size, "longest_edge") or not has_only(tile, "longest_edge"):
+        raise UserError(
+            "size and max_image_size in video_preprocessor_config.json must give longest_edge, and nothing else"
+        )
+    usual = Budget(
+        fps=sampling.get("fps", options.get("fps", 1.0)),
+        max_frames=sampling.get("max_frames", options.get("num_frames", 64)),
+    )
+    fields = {**shared, "usual": usual, "size": (tile["longest_edge"],) * 2, "edge": size["longest_edge"]}
+    return TimedFrames(**fields, text="<image>", as_text=True)
+
+
 CHAT = NamedTemplate(
     "smolvlm",
     """\
@@ -133,6 +211,13 @@ FAMILY = Family(
             },
             build_processor,
         ),
+    ),
+    videos=VideoReader(
+        ("SmolVLM",),
+        ("smolvlm",),
+        {**HALF_PIXELS, "resample": 1, "max_image_size": {"longest_edge": 364}},
+        Budget(),
+        build_video,
     ),
     chat_template=CHAT,
     published={

@@ -61,6 +61,18 @@ WAYS = {
     "onevision": Way(
         {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": {"height": 30, "width": 30}}, ((2, 2),) * 11
     ),
+    "internvl": Way(
+        {"video_processor_type": "InternVLVideoProcessor", "size": {"height": 28, "width": 28}}, ((2, 2),) * 11
+    ),
+    # Its chat template has no videos; frames are resized twice.
+    "smolvlm": Way(
+        {
+            "video_processor_type": "SmolVLMVideoProcessor",
+            "max_image_size": {"longest_edge": 32},
+            "video_sampling": {"fps": 1, "max_frames": 5, "video_size": {"longest_edge": 96}},
+        },
+        ((4, 4),) * 5,
+    ),
 }
 
 
@@ -102,6 +114,7 @@ def look(folder: Path, theirs: Any, inputs: dict[str, Any], single: Single) -> S
     config = replace(config, data=replace(data, video_fps=4.0))
     source = FilesSource(config)
     record = source.encode(0)
+    assert not record.skipped
     (encoded,) = record.samples
     sample = source.load(Segment(0, encoded))
     batch = collate([[sample]], CollateSpec.of(config, source, seq_length=LENGTH))

@@ -132,6 +132,13 @@ CASES = {
             "multimodal_pattern": re.compile("(?P<image><IMG_CONTEXT>)|(?P<video><video>)"),
         },
         model_of(14, merge=2),
+        options={"image_seq_length": 1},
+        marks={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
     ),
     "qwen2-vl": Whole(
         transformers.Qwen2VLProcessor,
@@ -198,6 +205,7 @@ CASES = {
             "video_processor": SimpleNamespace(num_frames=1, fps=1),
         },
         model_of(8, merge=2),
+        options={"image_seq_len": 4},
     ),
 }
 

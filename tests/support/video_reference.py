@@ -1,8 +1,10 @@
 """What Transformers makes of conversations about clips, in a process of its own.
 
 Its video processors need torchvision, of which they use a few functions on tensors. The process has them from
-`tests/support/torchvision_stand_in`, because with the real one present Transformers chooses other image processors, and
-because its wheels on PyPI are for CUDA. The stand-in was compared with torchvision 0.28: equal bytes.
+`tests/support/stand_in_packages`, because with the real one present Transformers chooses other image processors, and
+because its wheels on PyPI are for CUDA. The stand-in was compared with torchvision 0.28: equal bytes with the bicubic
+filter; with the Lanczos one, it calls the same function of torch. SmolVLM's processor needs num2words, of which a few
+words are there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-STAND_IN = Path(__file__).with_name("torchvision_stand_in")
+STAND_IN = Path(__file__).with_name("stand_in_packages")
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,8 @@ class Task:
     messages: list[Any]
     clip: str
     sampling: dict[str, Any] = field(default_factory=dict)
-    lengths: Sequence[
-        tuple[int, float]
-    ] = ()  # (frames, frames per second) of clips: "frames" are those it takes of each
+    # (frames, frames per second) of clips; "frames" among the inputs are those that are taken of each
+    lengths: Sequence[tuple[int, float]] = ()
 
 
 def references(tasks: Sequence[Task], out: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from megavlm.data.chat.spans import Kind, Skeleton, TurnSpans, by_prefixes, skel
 from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.text import TextTokenizer
-from megavlm.data.types import BadSample, Conversation, Reason, Turn, Visual
+from megavlm.data.types import BadSample, Conversation, Reason, Turn, VideoRef, Visual
 from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
 
@@ -29,8 +29,9 @@ class ChatFormat:
     """Turns conversations into the tokens that Transformers makes with the same template, tokenizer and processor.
 
     `placeholder` represents an image in the rendered text. If `in_parts`, the template writes it for each part
-    {"type": "image"} of a message; else the message's text contains it. Templates get videos as images: what replaces
-    the placeholder is what differs. `reserved` are further texts that no turn may contain: the video token's.
+    {"type": "image"} of a message; else the message's text contains it. Templates get videos as images, or, if
+    `videos_as_text`, as text that is the placeholder: what replaces it is what differs. `reserved` are further texts
+    that no turn may contain: the video token's.
     """
 
     template: ChatTemplate | None
@@ -40,6 +41,7 @@ class ChatFormat:
     train_on: TrainOn = "assistant"
     openings: tuple[tuple[str, str], ...] = ()  # see `openings_of`
     reserved: tuple[str, ...] = ()
+    videos_as_text: bool = False
     end_of_turn: str = ""  # text after an answer that is trained with it; empty if the template has none
     _skeletons: dict[tuple[Kind, ...], Skeleton] = field(default_factory=dict, compare=False, repr=False)
 
@@ -53,6 +55,7 @@ class ChatFormat:
         train_on: TrainOn = "assistant",
         model_type: str | None = None,
         reserved: tuple[str, ...] = (),
+        videos_as_text: bool = False,
     ) -> ChatFormat:
         """Return the format that `--chat-template` names.
 
@@ -70,7 +73,9 @@ class ChatFormat:
             raise UserError(
                 f"--chat-template {template} cannot be trained on: {error}; choose one of {', '.join(CHAT_TEMPLATES)}"
             ) from error
-        return cls(chosen, tokenizer, written, in_parts, train_on, openings, reserved, end_of_turn)
+        return cls(
+            chosen, tokenizer, written, in_parts, train_on, openings, reserved, videos_as_text, end_of_turn=end_of_turn
+        )
 
     def encode(self, conversation: Conversation, prompts: Sequence[Prompt]) -> EncodedConversation:
         """Return the tokens of a conversation whose images are replaced by `prompts`, one for each, in order.
@@ -132,7 +137,7 @@ class ChatFormat:
     def _messages(self, conversation: Conversation) -> tuple[list[Message], tuple[Kind, ...], list[str]]:
         """Return a conversation as templates take it, the shape of its turns, and its texts in order."""
         contents = [
-            _parts(turn) if self.in_parts else (_joined(turn, self.placeholder),) for turn in conversation.turns
+            self._parts(turn) if self.in_parts else (_joined(turn, self.placeholder),) for turn in conversation.turns
         ]
         texts = [part for content in contents for part in content if isinstance(part, str)]
         messages: list[Message] = []
@@ -147,6 +152,12 @@ class ChatFormat:
                 messages.append({"role": turn.role, "content": content[0]})
                 shape.append((turn.role, None))
         return messages, tuple(shape), texts
+
+    def _parts(self, turn: Turn) -> tuple[str | Visual, ...]:
+        parts = _parts(turn)
+        if not self.videos_as_text:
+            return parts
+        return tuple(self.placeholder if isinstance(part, VideoRef) else part for part in parts)
 
     def _render(self, template: ChatTemplate, conversation: Conversation) -> tuple[str, TurnSpans]:
         messages, shape, texts = self._messages(conversation)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from megavlm.json_files import FLAG, Expected, listed, mapped, number, whole
+from megavlm.json_files import FLAG, OBJECT, Expected, listed, mapped, number, whole
 
 _AREA = whole(1, 2**26)  # pixels; larger pictures are not made on the way either
 _FRAMES = whole(1, 2**18)
+_FPS = number(1e-3, 1e3)
 _COLOURS = number(-1e3, 1e3)
 _ANY_SIZE = _AREA | listed(_AREA, 1, 2) | mapped(_AREA)
 _SIZE = Expected("a number of pixels up to 67108864, two of them, or an object of them", _ANY_SIZE.fits)
@@ -27,7 +28,7 @@ OPTIONS: dict[str, Expected] = {
     "max_image_size": _SIZE,
     "merge_size": whole(1, 64),
     "temporal_patch_size": whole(1, 64),
-    "fps": number(1e-3, 1e3),
+    "fps": _FPS,
     "num_frames": _FRAMES,
     "min_frames": _FRAMES,
     "max_frames": _FRAMES,
@@ -37,4 +38,7 @@ OPTIONS: dict[str, Expected] = {
     "min_patches": whole(1, 256),
     "max_patches": whole(1, 256),
     "image_grid_pinpoints": listed(listed(whole(1, 2**14), 2, 2), 1, 1_024),
+    "video_sampling": OBJECT,
 }
+# Of `video_sampling`.
+VIDEO_SAMPLING: dict[str, Expected] = {"fps": _FPS, "max_frames": _FRAMES, "video_size": _SIZE}

@@ -14,7 +14,7 @@ from megavlm.data.types import BadSample, Reason
 Size = tuple[int, int]  # (height, width) or (rows, columns)
 
 _MOST_ELONGATED = 200  # beyond this Qwen's processor refuses
-_LARGEST_SIDE = 4096  # Idefics3 enlarges no further
+LARGEST_SIDE = 4096  # Idefics3 enlarges no further
 
 
 def shortest_edge(size: Size, edge: int) -> Size:
@@ -105,10 +105,10 @@ def longest_edge(size: Size, edge: int) -> Size:
         height, width = edge, _even(int(edge * ratio))
     height, width = max(height, 1), max(width, 1)
     ratio, longest = width / height, max(height, width)
-    if longest > _LARGEST_SIDE and width >= height:
-        height, width = int(_LARGEST_SIDE / ratio), _LARGEST_SIDE
-    elif longest > _LARGEST_SIDE:
-        height, width = _LARGEST_SIDE, int(_LARGEST_SIDE * ratio)
+    if longest > LARGEST_SIDE and width >= height:
+        height, width = int(LARGEST_SIDE / ratio), LARGEST_SIDE
+    elif longest > LARGEST_SIDE:
+        height, width = LARGEST_SIDE, int(LARGEST_SIDE * ratio)
     return max(height, 1), max(width, 1)
 
 

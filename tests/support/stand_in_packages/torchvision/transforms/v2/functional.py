@@ -12,13 +12,13 @@ __all__ = ["InterpolationMode", "grayscale_to_rgb", "normalize", "resize"]
 def resize(
     image: torch.Tensor, size: Sequence[int], interpolation: InterpolationMode, antialias: bool = True
 ) -> torch.Tensor:
-    """Bytes stay bytes with the bicubic filter; an image of the right size is returned as it is."""
+    """Bytes stay bytes with these filters; an image of the right size is returned as it is."""
     assert image.dtype == torch.uint8
-    assert interpolation is InterpolationMode.BICUBIC
+    assert interpolation in (InterpolationMode.BICUBIC, InterpolationMode.LANCZOS)
     if tuple(image.shape[-2:]) == tuple(size):
         return image
     frames = image.reshape(-1, *image.shape[-3:])
-    resized = torch.nn.functional.interpolate(frames, size=tuple(size), mode="bicubic", antialias=antialias)
+    resized = torch.nn.functional.interpolate(frames, size=tuple(size), mode=interpolation.value, antialias=antialias)
     return resized.reshape(*image.shape[:-2], *size)
 
 

@@ -1,0 +1,63 @@
+"""What families say of a video's frames, where no clip is needed to see it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.data.processors.sampling import Clip
+from megavlm.data.processors.video import VideoProcessor
+from megavlm.families import processor_from
+from megavlm.families.smolvlm import in_words
+
+MODEL = ModelConfig(vision=VisionConfig(patch_size=14), projector=ProjectorConfig(pixel_shuffle=2))
+SMOL = {"image_processor_type": "SmolVLMImageProcessor"}
+LONG = Clip(48, 80, tuple(number / 10 for number in range(37_050)), 10.0)
+
+
+def videos(model_type: str, **options: object) -> VideoProcessor | None:
+    return processor_from(SMOL, MODEL, video=options, model_type=model_type).video
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (13, "thirteen"),
+        (20, "twenty"),
+        (64, "sixty-four"),
+        (100, "one hundred"),
+        (101, "one hundred and one"),
+        (768, "seven hundred and sixty-eight"),
+        (1000, "one thousand"),
+        (1001, "one thousand and one"),
+        (1100, "one thousand, one hundred"),
+        (262_144, "two hundred and sixty-two thousand, one hundred and forty-four"),
+    ],
+)
+def test_numbers_are_written_as_num2words_does(number: int, words: str) -> None:
+    assert in_words(number) == words
+
+
+def test_a_video_says_how_long_it_is_and_when_each_frame_is_shown() -> None:
+    found = videos("smolvlm", max_image_size={"longest_edge": 28})
+    assert found is not None
+    layout = found.layout(LONG, found.usual)
+    first, second, *_ = layout.prompt.texts
+    assert "following series of sixty-four frames from a 1:01:45 [H:MM:SS] video.\n" in first
+    assert "\nFrame from 00:01:<" in first, "not from the first second of a long video"
+    assert "\nFrame from 00:59:<" in second
+    assert layout.prompt.texts[-1] == "<fake_token_around_image>\n\n"
+    assert layout.features == 64
+
+
+def test_a_family_of_the_same_image_processor_without_videos() -> None:
+    assert videos("idefics3") is None
+    assert videos("llama") is None
+
+
+def test_a_folder_says_how_many_frames_every_clip_gives() -> None:
+    found = videos("internvl", size={"height": 28, "width": 28}, num_frames=3)
+    assert found is not None
+    texts = found.layout(LONG, found.usual).prompt.texts
+    assert texts == ("Frame1: <img>", "</img>\nFrame2: <img>", "</img>\nFrame3: <img>", "</img>")
