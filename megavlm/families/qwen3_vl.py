@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.layers import DEEPSTACK, PROJECTOR, VISION_LAYER, VISION_NORM
 from megavlm.config.schema import ModelConfig, VisionConfig
@@ -28,15 +28,20 @@ from megavlm.families.shared.qwen_vl import (
     PROCESSOR,
     UNGATED,
     attention_table,
-    inputs,
     model_config,
     patch_embed_table,
     text_model,
     vision_sizes,
     with_defaults,
 )
+from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.data.batch import MicroBatch
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 151936,
@@ -86,6 +91,11 @@ def _vision(tower: Settings) -> VisionConfig:
         activation=activation,
         deepstack_layers=tuple(tower.need("deepstack_visual_indexes")),
     )
+
+
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+    """Return what the other Qwen-VL models take, without positions: here they follow from the tokens."""
+    return {name: value for name, value in qwen_inputs(batch, model).items() if name != "position_ids"}
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
