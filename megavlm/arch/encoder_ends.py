@@ -76,23 +76,40 @@ class Projector(LayerKind):
         learned = model.projector.merge == "convolution"
         return block_channels(model) * projector_inputs(model) if learned else 0
 
+    def matrices(self, model: ModelConfig) -> int:
+        """Return the weights of the layers that tensor-parallel ranks divide."""
+        inputs, outputs, hidden = projector_inputs(model), model.language.hidden_size, model.projector.hidden_size
+        match model.projector.kind:
+            case "linear":
+                return inputs * outputs
+            case "mlp":
+                return inputs * hidden + hidden * outputs
+            case "gated":
+                return inputs * outputs + 3 * outputs * hidden
+
+    def biases(self, model: ModelConfig, tp: int) -> int:
+        """Return the biases of the same layers on one of `tp` ranks: those of the last layer of an MLP are whole."""
+        outputs, hidden = model.language.hidden_size, model.projector.hidden_size
+        match model.projector.kind:
+            case "linear":
+                return outputs // tp
+            case "mlp":
+                return hidden // tp + outputs
+            case "gated":
+                return outputs // tp + 2 * hidden // tp + outputs
+
     def parameters(self, model: ModelConfig, tp: int) -> int:
         projector, outputs = model.projector, model.language.hidden_size
-        inputs = projector_inputs(model)
+        inputs, per_norm = projector_inputs(model), 2 if projector.normalization == "LayerNorm" else 1
         normed = model.vision.hidden_size if projector.norm_before_merge else inputs
-        norm = normed * (2 if projector.normalization == "LayerNorm" else 1)
-        count = norm * self.has_norm(model) + outputs * (projector.anyres_max_tiles is not None)
-        count += self.convolution(model)
-        if projector.kind == "linear":
-            return count + (inputs + projector.bias) * outputs // tp
-        hidden = model.projector.hidden_size
-        return count + (inputs + projector.bias + outputs) * hidden // tp + outputs * projector.bias
+        norms = per_norm * (normed * self.has_norm(model) + outputs * (projector.kind == "gated"))
+        newline = outputs * (projector.anyres_max_tiles is not None)
+        merging = self.convolution(model) + inputs * (projector.merge == "convolution" and projector.merge_bias)
+        divided = self.matrices(model) // tp + self.biases(model, tp) * projector.bias
+        return norms + newline + merging + divided
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        inputs, outputs = projector_inputs(model), model.language.hidden_size
-        hidden = model.projector.hidden_size
-        params = inputs * outputs if model.projector.kind == "linear" else inputs * hidden + hidden * outputs
-        params += self.convolution(model)
+        params = self.matrices(model) + self.convolution(model)
         return LayerCost(params, 2.0 * params * work.features)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
@@ -102,13 +119,16 @@ class Projector(LayerKind):
         patches = features * block_channels(model) * e
         convolved = patches * (projector.merge == "convolution")
         normed = (patches if projector.norm_before_merge else merged) * self.has_norm(model)
-        hidden = model.projector.hidden_size
-        inner = 0 if projector.kind == "linear" else 2 * features * hidden / scenario.dims.tp * e
+        widths = features * projector.hidden_size / scenario.dims.tp * e
+        inner = {"linear": 0.0, "mlp": 2 * widths, "gated": 4 * widths}[projector.kind]
+        if projector.kind == "gated":  # what norm, GELU and the gated MLP read
+            inner += features * model.language.hidden_size * e * (2 + trained)
         return (merged + convolved) * trained + normed + inner + scenario.work.patches * 8
 
     def communication(self, scenario: Scenario) -> Communication:
         patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
-        return Communication((patches,) * scenario.sequence_parallel, (features, features))
+        more = (features,) * (scenario.model.projector.kind == "gated")
+        return Communication((patches,) * scenario.sequence_parallel + more, (features, features, *more))
 
 
 class DeepstackMerger(Projector):

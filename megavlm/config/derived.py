@@ -133,5 +133,12 @@ def block_channels(model: ModelConfig) -> int:
 
 
 def projector_inputs(model: ModelConfig) -> int:
-    """Return the channels of a merged feature: those of a block's patches together, or of one patch."""
-    return block_channels(model) if model.projector.merge == "concatenate" else model.vision.hidden_size
+    """Return the channels of a merged feature: of a block's patches together, of one patch, or as many as asked for."""
+    if model.projector.merge == "concatenate":
+        return block_channels(model)
+    return model.projector.merge_channels or model.vision.hidden_size
+
+
+def rotary_channels(language: LanguageConfig) -> int:
+    """Return how many channels of an attention head rotate."""
+    return int(language.kv_channels * language.rotary_percent)

@@ -115,15 +115,26 @@ EFFECTS = (
     ),
     Effect(
         "model.projector",
-        ("normalization", "apply_layernorm_1p", "norm_before_merge"),
-        lambda config: config.model.projector.input_norm or bool(config.model.vision.deepstack_layers),
+        ("normalization", "apply_layernorm_1p"),
+        lambda config: (
+            config.model.projector.input_norm
+            or config.model.projector.kind == "gated"
+            or bool(config.model.vision.deepstack_layers)
+        ),
         "without a norm layer",
         "add --projector-input-norm",
     ),
     Effect(
         "model.projector",
         ("norm_epsilon",),
-        lambda config: config.model.projector.input_norm,
+        lambda config: config.model.projector.input_norm or config.model.projector.kind == "gated",
+        "without a norm layer",
+        "add --projector-input-norm",
+    ),
+    Effect(
+        "model.projector",
+        ("norm_before_merge",),
+        lambda config: config.model.projector.input_norm or bool(config.model.vision.deepstack_layers),
         "without a norm layer",
         "add --projector-input-norm",
     ),
@@ -133,6 +144,20 @@ EFFECTS = (
         lambda config: config.model.projector.pixel_shuffle > 1 or config.model.projector.merge == "convolution",
         "without blocks of patches",
         "set --projector-pixel-shuffle",
+    ),
+    Effect(
+        "model.projector",
+        ("merge_channels", "merge_bias"),
+        lambda config: config.model.projector.merge == "convolution",
+        "without a convolution",
+        "use --projector-merge convolution",
+    ),
+    Effect(
+        "model.vision",
+        ("norm_before_position",),
+        lambda config: config.model.vision.pre_norm,
+        "without a norm layer",
+        "add --vision-pre-norm",
     ),
     Effect(
         "model.language",

@@ -95,7 +95,7 @@ def encoders_divide_replica(config: Config) -> str | None:
 
 
 def _projector_width(model: ModelConfig) -> tuple[str, int]:
-    if model.projector.kind == "mlp" and is_set(model.projector, "hidden_size"):
+    if model.projector.kind != "linear" and is_set(model.projector, "hidden_size"):
         return "--projector-hidden-size", model.projector.hidden_size
     return "--language-hidden-size (the width of the projector)", model.language.hidden_size
 

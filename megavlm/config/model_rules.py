@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megavlm.config.derived import masks_attention
+from megavlm.config.derived import masks_attention, rotary_channels
 from megavlm.config.lora import adapted_parts, never_run, unmatched
 from megavlm.config.messages import divisors, nearest
 from megavlm.config.resolve import data_kind, is_set, resolve_model
@@ -45,8 +45,19 @@ def language_heads_divide_hidden(config: Config) -> str | None:
 
 
 def language_rotary_pairs(config: Config) -> str | None:
-    """Rotary embedding rotates pairs of channels, so that the head width must be even."""
+    """Rotary embedding rotates pairs of channels, so that the number of channels that rotate must be even."""
     language = config.model.language
+    if language.rotary_percent < 1 and not language.rotary_interleaved:
+        return (
+            f"--language-rotary-percent {language.rotary_percent} turns a part of each head, which works with pairs of "
+            "neighbouring channels: add --language-rotary-interleaved"
+        )
+    channels = rotary_channels(resolve_model(config.model).language)
+    if language.rotary_percent < 1 and (channels % 2 or not channels):
+        return (
+            f"--language-rotary-percent {language.rotary_percent} rotates {channels} channels of a head, and rotary "
+            "embedding needs pairs: set another share"
+        )
     if is_set(language, "kv_channels") and language.kv_channels % 2:
         return f"--language-kv-channels {language.kv_channels} must be even for rotary embedding: add or subtract 1"
     if not is_set(language, "kv_channels") and (head := language.hidden_size // language.num_attention_heads) % 2:
@@ -95,11 +106,11 @@ def mrope_sections_fill_the_head(config: Config) -> str | None:
     sections = language.mrope_section
     if language.mrope_interleaved and not sections:
         return "--language-mrope-interleaved sets the order of M-RoPE sections: add --language-mrope-section"
-    pairs = resolve_model(config.model).language.kv_channels // 2
+    pairs = rotary_channels(resolve_model(config.model).language) // 2
     if sections and (len(sections) != 3 or sum(sections) != pairs):
         return (
             f"--language-mrope-section {' '.join(map(str, sections))} must be three numbers (time, height, width) that "
-            f"add up to {pairs}, the channel pairs of a language head"
+            f"add up to {pairs}, the channel pairs of a language head that rotate"
         )
     return None
 

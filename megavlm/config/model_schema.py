@@ -53,6 +53,9 @@ class VisionConfig:
     )
     patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP has none).")
     pre_norm: bool = option(False, "Add a norm layer directly after the patch embedding (CLIP).")
+    norm_before_position: bool = option(
+        False, "Apply the norm layer of --vision-pre-norm before learned positions are added (GLM-4.1V); off: after."
+    )
     post_norm: bool = option(
         True, "Add a norm layer after the last layer; it has no effect if --vision-feature-layer is not -1."
     )
@@ -77,18 +80,24 @@ class VisionConfig:
 class ProjectorConfig:
     """The projector, which maps vision features to language embeddings."""
 
-    kind: Literal["linear", "mlp"] = option(
-        "mlp", "Type of the projector: one linear layer, or an MLP (linear, GELU, linear)."
+    kind: Literal["linear", "mlp", "gated"] = option(
+        "mlp",
+        "Type of the projector: one linear layer, an MLP (linear, GELU, linear), or gated: a linear layer, norm and "
+        "GELU, then a SwiGLU MLP (GLM-4.1V).",
     )
-    hidden_size: int = option(None, "Inner width of the MLP projector; default: --language-hidden-size.")
+    hidden_size: int = option(None, "Inner width of the projector's MLP; default: --language-hidden-size.")
     pixel_shuffle: int = option(
         1, "Merge each N×N block of neighbouring patches into one feature before the projector."
     )
     merge: Literal["concatenate", "average", "convolution"] = option(
         "concatenate",
         "How the patches of a block of --projector-pixel-shuffle become one feature: concatenated, averaged (Gemma 3), "
-        "or by a learned convolution over the block, which keeps the width of a patch (Mistral 3).",
+        "or by a learned convolution over the block (Mistral 3).",
     )
+    merge_channels: int | None = option(
+        None, "Channels of a feature after --projector-merge convolution; default: those of a patch."
+    )
+    merge_bias: bool = option(False, "Add a bias to --projector-merge convolution (GLM-4.1V).")
     input_norm: bool = option(False, "Apply a norm layer before the first linear layer of the projector (InternVL).")
     norm_before_merge: bool = option(
         False,
@@ -110,7 +119,7 @@ class ProjectorConfig:
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """A decoder-only transformer; covers Llama, Qwen2, Qwen3, Gemma 3 and the language models of their VLMs."""
+    """A decoder-only transformer; covers Llama, Mistral, Qwen2, Qwen3, Gemma 3, GLM-4 and those of their VLMs."""
 
     num_layers: int = option(4, "Number of transformer layers of the language model.")
     hidden_size: int = option(128, "Hidden size of the language model.")
@@ -148,6 +157,12 @@ class LanguageConfig:
     )
     rope_original_positions: int = option(
         8192, "llama3 and yarn scaling: context length in tokens before scaling (original positions)."
+    )
+    rotary_percent: float = option(
+        1.0, "Share of the channels of an attention head that rotate, its first ones (GLM: 0.5)."
+    )
+    rotary_interleaved: bool = option(
+        False, "Rotate pairs of neighbouring channels (GLM); off: channels of the first and the second half of a head."
     )
     local_rotary_base: float | None = option(
         None,

@@ -37,6 +37,7 @@ RANGES = (
             "model.vision.window_size",
             "model.language.window_size",
             "model.projector.hidden_size",
+            "model.projector.merge_channels",
             "model.projector.pixel_shuffle",
             "model.projector.anyres_max_tiles",
             "model.language.num_layers",
@@ -166,7 +167,11 @@ RANGES = (
         ),
     ),
     Range("between 0 and 1", lambda value: 0 <= value <= 1, ("data.imageless_share", "data.max_bad_sample_rate")),
-    Range("greater than 0 and at most 1", lambda value: 0 < value <= 1, ("data.answer_share",)),
+    Range(
+        "greater than 0 and at most 1",
+        lambda value: 0 < value <= 1,
+        ("data.answer_share", "model.language.rotary_percent"),
+    ),
     # The seeds that all random generators of a run accept; numpy has the tightest bound.
     Range("between 0 and 2**32 − 1", lambda value: 0 <= value < 2**32, ("train.seed",)),
     Range("1, because it is not supported yet", lambda value: value == 1, ("parallel.expert_model_parallel_size",)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -19,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megavlm.config.derived import rotary_channels
 from megavlm.config.schema import LanguageConfig
 from megavlm.data.batch import TextBatch
 from megavlm.model.cross_entropy import CrossEntropy
@@ -146,6 +148,9 @@ def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
     else:
         moved = positions.t()[:, :, None]
     angles = moved.float() * frequencies(language, device=positions.device)
+    if language.rotary_interleaved:
+        both = angles.repeat_interleave(2, dim=-1)
+        return F.pad(both, (0, language.kv_channels - both.shape[-1]))[:, :, None]  # channels that do not rotate
     return torch.cat([angles, angles], dim=-1)[:, :, None]
 
 
@@ -163,7 +168,7 @@ def mrope_axes(section: tuple[int, ...], *, interleaved: bool) -> list[int]:
 
 
 def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
-    """Angle per position of each pair of channels, [head_width/2]: base^(−2i/D), slower where scaled.
+    """Angle per position of each pair of the D channels that rotate, [D/2]: base^(−2i/D), slower where scaled.
 
     Llama 3.1's scaling by s (its reference implementation, `apply_scaling`): with w the wavelength 2π/f, a wave shorter
     than L/high keeps its frequency, one longer than L/low turns s times slower, and in between the two are mixed in
@@ -173,7 +178,7 @@ def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
     turns within L at i = D/2 · ln(L / 2πn) / ln base. The bounds are rounded away from one another, as in its reference
     implementation.
     """
-    width = language.kv_channels
+    width = rotary_channels(language)
     plain = language.rotary_base ** (-torch.arange(0, width, 2, device=device).float() / width)
     if language.rope_scaling == "none":
         return plain
@@ -192,11 +197,12 @@ def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
 
 def _yarn_bounds(language: LanguageConfig) -> tuple[float, float]:
     """Return the last pair that keeps its frequency, and the first that turns slower by the whole factor."""
+    width = rotary_channels(language)
 
     def pair_of(turns: float) -> float:
         length = math.log(language.rope_original_positions / (2 * math.pi * turns))
-        return language.kv_channels / 2 * length / math.log(language.rotary_base)
+        return width / 2 * length / math.log(language.rotary_base)
 
     first = max(math.floor(pair_of(language.rope_beta_fast)), 0)
-    last = min(math.ceil(pair_of(language.rope_beta_slow)), language.kv_channels - 1)
+    last = min(math.ceil(pair_of(language.rope_beta_slow)), width - 1)
     return first, last if last != first else first + 1e-3

@@ -87,20 +87,24 @@ class EmulatedExecution(Execution):
 
 def modules_of(name: str, config: Config, groups: Groups) -> LayerModules:
     """Return the modules of layer `name`. Raises UserError if `--transformer-impl` is not available."""
+    interleaved = part_of(name) == "language" and config.model.language.rotary_interleaved
     if implementation(config) == "te":
         from megatron.core.extensions import transformer_engine
 
         from megavlm.model.te import te_modules
 
         # Adapters read what the linear layer reads, which a norm inside it would keep to itself.
-        return te_modules(transformer_engine, fused_norm=part_of(name) not in adapted_parts(config))
+        fused_norm = part_of(name) not in adapted_parts(config)
+        return te_modules(transformer_engine, fused_norm=fused_norm, interleaved=interleaved)
     fp8 = _operands(config, groups) if layer_precision(name, config) == "fp8" else None
-    return torch_modules(fp8, compiled=config.execution.compile_small_ops)
+    return torch_modules(fp8, compiled=config.execution.compile_small_ops, interleaved=interleaved)
 
 
-def torch_modules(fp8: Callable[[], Operands] | None = None, *, compiled: bool = False) -> LayerModules:
+def torch_modules(
+    fp8: Callable[[], Operands] | None = None, *, compiled: bool = False, interleaved: bool = False
+) -> LayerModules:
     """Ours and megatron-core's own, which run anywhere; linear layers emulate FP8 with operands that `fp8` makes.
-    Where `compiled`, activation and rotation are a kernel each.
+    Where `compiled`, activation and rotation are a kernel each. `interleaved` pairs of channels rotate as neighbours.
     """
     column: Any = with_bias_inside(ColumnParallelLinear)
     row: Any = with_bias_inside(RowParallelLinear)
@@ -114,7 +118,7 @@ def torch_modules(fp8: Callable[[], Operands] | None = None, *, compiled: bool =
         row_linear=row,
         core_attention=CoreAttention,
         activations=_compiled_activations() if compiled else ACTIVATIONS,
-        rotary=_compiled_rotary() if compiled else Rotary(),
+        rotary=_compiled_rotary(interleaved) if compiled else Rotary(interleaved=interleaved),
     )
 
 
@@ -124,8 +128,8 @@ def _compiled_activations() -> dict[str, Activation]:
 
 
 @cache
-def _compiled_rotary() -> Rotary:
-    return Rotary(torch.compile)
+def _compiled_rotary(interleaved: bool) -> Rotary:
+    return Rotary(torch.compile, interleaved=interleaved)
 
 
 def cross_entropy_of(config: Config) -> CrossEntropy:

@@ -56,14 +56,19 @@ class Projector(MegatronModule):
         # Whole on every tensor-parallel rank, as its inputs and outputs are: it needs no communication.
         self.convolution: nn.Module = nn.Identity()
         if self.projector.merge == "convolution":
-            self.convolution = nn.Linear(block_channels(model), inputs, bias=False, dtype=dtype)
+            self.convolution = nn.Linear(block_channels(model), inputs, bias=self.projector.merge_bias, dtype=dtype)
         bias = model.projector.bias
         tiled = self.projector.anyres_max_tiles is not None
         self.image_newline = nn.Parameter(torch.empty(outputs, dtype=dtype)) if tiled else None
         common = {"config": layer_config, "init_method": layer_config.init_method, "tp_group": collection.tp}
+        self.linear_in = self.linear_gate = self.linear_fc2 = None
+        if model.projector.kind == "gated":
+            self.linear_in = ColumnParallelLinear(inputs, outputs, bias=bias, gather_output=True, **common)
+            self.inner_norm = Norm(layer_config, outputs, self.projector.norm_epsilon)
+            self.linear_gate = ColumnParallelLinear(outputs, hidden, bias=bias, gather_output=False, **common)
+            inputs = outputs
         if model.projector.kind == "linear":
             self.linear_fc1 = ColumnParallelLinear(inputs, outputs, bias=bias, gather_output=True, **common)
-            self.linear_fc2 = None
         else:
             self.linear_fc1 = ColumnParallelLinear(inputs, hidden, bias=bias, gather_output=False, **common)
             self.linear_fc2 = RowParallelLinear(
@@ -83,12 +88,21 @@ class Projector(MegatronModule):
         first = self.projector.norm_before_merge
         merged = self.merge(self.norm(patches) if first else patches, layout.grids, self.projector.pixel_shuffle)
         merged = self.convolution(merged)
-        out, _ = self.linear_fc1((merged if first else self.norm(merged))[:, None])
-        if self.linear_fc2 is not None:
-            out, _ = self.linear_fc2(F.gelu(out))
+        out = self._projected((merged if first else self.norm(merged))[:, None])
         newline, most = self.image_newline, self.projector.anyres_max_tiles
         if newline is None or most is None:
             return out
         # As the rest of this, alike on every tensor-parallel rank: the newline's gradient needs no reduction.
         counts = [tokens_per_grid(grid, self.projector) for grid in layout.grids]
         return unpad_and_concat(out[:, 0], tile_groups, counts, newline=newline, max_tiles=most)[:, None]
+
+    def _projected(self, features: Tensor) -> Tensor:
+        """[F, 1, inputs] → [F, 1, Hl]."""
+        if self.linear_in is not None and self.linear_gate is not None:
+            features, _ = self.linear_in(features)
+            features = F.gelu(self.inner_norm(features))
+            gate, _ = self.linear_gate(features)
+        out, _ = self.linear_fc1(features)
+        if self.linear_fc2 is not None:
+            out, _ = self.linear_fc2(F.gelu(out) if self.linear_gate is None else F.silu(gate) * out)
+        return out

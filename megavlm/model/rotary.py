@@ -16,7 +16,7 @@ Heads = tuple[Tensor, Tensor, Tensor]  # query [S, B, N, D], key and value [S, B
 
 
 class Rotation(NamedTuple):
-    """What layers need of rotary angles, once for all of them: [S, B or 1, 1, D], both halves of D alike."""
+    """What layers need of rotary angles, once for all of them: [S, B or 1, 1, D], both channels of a pair alike."""
 
     angles: Tensor  # float32
     cos: Tensor  # in the type that layers compute in, as in Transformers
@@ -28,10 +28,16 @@ def rotation(angles: Tensor, dtype: torch.dtype) -> Rotation:
 
 
 class Rotary:
-    """With torch: three kernels for queries, three for keys, one that copies values, unless they are compiled."""
+    """With torch: three kernels for queries, three for keys, one that copies values, unless they are compiled.
 
-    def __init__(self, compiled: Callable[[Any], Any] = lambda function: function) -> None:
+    Pairs of channels are those of the two halves of a head, or `interleaved`: neighbours.
+    """
+
+    def __init__(
+        self, compiled: Callable[[Any], Any] = lambda function: function, *, interleaved: bool = False
+    ) -> None:
         self._turned, self._split, self._joined = compiled(turned), compiled(split_and_turned), compiled(joined)
+        self._interleaved = interleaved
 
     def split(self, mixed: Tensor, sizes: Sequence[int]) -> Heads:
         query, key, value = mixed.split(sizes, dim=-1)
@@ -39,12 +45,14 @@ class Rotary:
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Heads [S, B, heads, D], turned by the angles."""
-        found: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin, self._turned)
+        found: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin, self._turned, self._interleaved)
         return found
 
     def split_and_rotate(self, mixed: Tensor, sizes: Sequence[int], rotation: Rotation) -> Heads:
         """Return `split`'s tensors with queries and keys rotated. Values are copied, so `mixed` can be freed."""
-        heads: Heads = _SplitAndRotate.apply(mixed, sizes[1], rotation.cos, rotation.sin, self._split, self._joined)
+        heads: Heads = _SplitAndRotate.apply(
+            *(mixed, sizes[1], rotation.cos, rotation.sin), *(self._split, self._joined, self._interleaved)
+        )
         return heads
 
 
@@ -52,59 +60,66 @@ class _Rotate(torch.autograd.Function):
     """Backward turns by −θ."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turn: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turn: Any, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.turn = turn
-        found: Tensor = turn(x, cos, sin, 1)
+        ctx.turn, ctx.interleaved = turn, interleaved
+        found: Tensor = turn(x, cos, sin, 1, interleaved)
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.turn(grad, *ctx.saved_tensors, -1), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.turn(grad, *ctx.saved_tensors, -1, ctx.interleaved), None, None, None, None
 
 
 class _SplitAndRotate(torch.autograd.Function):
     """Backward writes the gradient of `mixed` in its place, where autograd would join three tensors afterwards."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, width: int, cos: Tensor, sin: Tensor, split: Any, join: Any) -> Heads:
+    def forward(
+        ctx: Any, mixed: Tensor, width: int, cos: Tensor, sin: Tensor, split: Any, join: Any, interleaved: bool
+    ) -> Heads:
         ctx.save_for_backward(cos, sin)
-        ctx.join = join
-        heads: Heads = split(mixed, width, cos, sin)
+        ctx.join, ctx.interleaved = join, interleaved
+        heads: Heads = split(mixed, width, cos, sin, interleaved)
         return heads
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return ctx.join(*grads, *ctx.saved_tensors), None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        return ctx.join(*grads, *ctx.saved_tensors, ctx.interleaved), None, None, None, None, None, None
 
 
-def split_and_turned(mixed: Tensor, width: int, cos: Tensor, sin: Tensor) -> Heads:
+def split_and_turned(mixed: Tensor, width: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Heads:
     """Queries and keys turned by θ, and a copy of the values."""
     parts = mixed.unflatten(-1, (-1, width))
     queries, keys, values = parts[..., :-2, :], parts[..., -2, :], parts[..., -1, :]
-    query = rotate(queries, cos[:, :, None], sin[:, :, None], out=mixed.new_empty(queries.shape))
-    key = rotate(keys, cos, sin, out=mixed.new_empty(keys.shape))
+    turned_queries = mixed.new_empty(queries.shape)
+    query = rotate(queries, cos[:, :, None], sin[:, :, None], out=turned_queries, interleaved=interleaved)
+    key = rotate(keys, cos, sin, out=mixed.new_empty(keys.shape), interleaved=interleaved)
     return query.flatten(2, 3), key, values.contiguous()
 
 
-def joined(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def joined(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return the inverse: queries and keys turned by −θ, in one tensor with the values."""
     queries = query.unflatten(2, (key.shape[2], -1))  # [S, B, G, R, D]
     mixed = key.new_empty(*key.shape[:3], queries.shape[3] + 2, key.shape[3])
-    rotate(queries, cos[:, :, None], sin[:, :, None], out=mixed[..., :-2, :], sense=-1)
-    rotate(key, cos, sin, out=mixed[..., -2, :], sense=-1)
+    out = mixed[..., :-2, :]
+    rotate(queries, cos[:, :, None], sin[:, :, None], out=out, sense=-1, interleaved=interleaved)
+    rotate(key, cos, sin, out=mixed[..., -2, :], sense=-1, interleaved=interleaved)
     mixed[..., -1, :].copy_(value)
     return mixed.flatten(-2)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, sense: int) -> Tensor:
-    return rotate(x, cos, sin, out=x.new_empty(x.shape), sense=sense)
+def turned(x: Tensor, cos: Tensor, sin: Tensor, sense: int, interleaved: bool) -> Tensor:
+    return rotate(x, cos, sin, out=x.new_empty(x.shape), sense=sense, interleaved=interleaved)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, sense: int = 1) -> Tensor:
-    """x·cos θ + sense·(−x₂, x₁)·sin θ on halves (x₁, x₂) of the last dimension, written to `out`."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, sense: int = 1, interleaved: bool = False) -> Tensor:
+    """x·cos θ + sense·(−x₂, x₁)·sin θ, written to `out`: x₁ and x₂ are the halves of the last dimension, or interleaved
+    its even and odd channels.
+    """
     half = x.shape[-1] // 2
+    first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
     torch.mul(x, cos, out=out)
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sense)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sense)
+    out[..., first].addcmul_(x[..., second], sin[..., first], value=-sense)
+    out[..., second].addcmul_(x[..., first], sin[..., second], value=sense)
     return out

@@ -32,7 +32,7 @@ _FUSED = {
 }
 
 
-def te_modules(extension: Any, *, fused_norm: bool) -> LayerModules:
+def te_modules(extension: Any, *, fused_norm: bool, interleaved: bool = False) -> LayerModules:
     """Return the parts out of `megatron.core.extensions.transformer_engine`, or what stands for it."""
     column = extension.TELayerNormColumnParallelLinear if fused_norm else extension.TEColumnParallelLinear
     return LayerModules(
@@ -42,7 +42,7 @@ def te_modules(extension: Any, *, fused_norm: bool) -> LayerModules:
         row_linear=with_bias_inside(extension.TERowParallelLinear),
         core_attention=flattened(extension.TEDotProductAttention),
         activations=ACTIVATIONS | te_activations(),
-        rotary=TeRotary(extension.fused_apply_rotary_pos_emb),
+        rotary=TeRotary(extension.fused_apply_rotary_pos_emb, interleaved=interleaved),
         keys=_FUSED if fused_norm else {},
     )
 
@@ -68,12 +68,13 @@ class TeRotary(Rotary):
     Its kernels take angles in fp32, [S, 1, 1, D]: where rows have their own, they are laid one after the other.
     """
 
-    def __init__(self, rotate: Any) -> None:
+    def __init__(self, rotate: Any, *, interleaved: bool = False) -> None:
         """`rotate` is megatron-core's `fused_apply_rotary_pos_emb`."""
         from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
         from transformer_engine.pytorch.utils import SplitAlongDim
 
         self._rotate, self._split, self._both = rotate, SplitAlongDim, apply_fused_qkv_rotary_pos_emb
+        self._pairs = {"interleaved": interleaved}
 
     def split(self, mixed: Tensor, sizes: Sequence[int]) -> Heads:
         """Backward copies nothing where attention's gradients lie in one tensor as these do."""
@@ -82,11 +83,12 @@ class TeRotary(Rotary):
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         flat, angles = _in_one_row(x, rotation.angles)
-        return self._rotate(flat, angles).view(x.shape)
+        return self._rotate(flat, angles, **self._pairs).view(x.shape)
 
     def split_and_rotate(self, mixed: Tensor, sizes: Sequence[int], rotation: Rotation) -> Heads:
         flat, angles = _in_one_row(mixed, rotation.angles)
-        query, key, value = (x.view(*mixed.shape[:2], *x.shape[2:]) for x in self._both(flat, angles, angles, sizes))
+        heads = self._both(flat, angles, angles, sizes, **self._pairs)
+        query, key, value = (x.view(*mixed.shape[:2], *x.shape[2:]) for x in heads)
         return query, key, value
 
 

@@ -103,7 +103,8 @@ class VisionLayout:
 
 
 class PatchEmbed(nn.Module):
-    """Linear patch embedding, class token, learned positions and (CLIP) a first norm: [P, D] → [V(/TP), 1, H].
+    """Linear patch embedding, class token, learned positions and a first norm after (CLIP) or before these (GLM-4.1V):
+    [P, D] → [V(/TP), 1, H].
 
     Computed whole on every tensor-parallel rank, then scattered: the scatter's backward gathers, so the replicated
     parameters get equal gradients everywhere and need no reduction.
@@ -140,6 +141,8 @@ class PatchEmbed(nn.Module):
             rows, columns = layout.grids[0]
             patches = weight.new_zeros(rows * columns, weight.shape[1])
         embedded = F.linear(patches.to(weight.dtype), weight, self.proj.bias)
+        if self.vision.norm_before_position:
+            embedded = self.norm(embedded)
         tables = {grid: self._positions(grid) for grid in dict.fromkeys(layout.grids)}
         pieces: list[Tensor] = []
         for grid, tokens in zip(layout.grids, embedded.split([r * c for r, c in layout.grids]), strict=True):
@@ -147,7 +150,9 @@ class PatchEmbed(nn.Module):
                 tokens = torch.cat([self.class_token[None], tokens])
             table = tables[grid]
             pieces.append(tokens if table is None else tokens + table)
-        hidden = self.norm(layout.in_tower_order(torch.cat(pieces)))
+        hidden = layout.in_tower_order(torch.cat(pieces))
+        if not self.vision.norm_before_position:
+            hidden = self.norm(hidden)
         hidden = F.pad(hidden, (0, 0, 0, layout.padding))[:, None]
         if self.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.groups.tp)

@@ -15,7 +15,17 @@ from tests.support.pool import Pools
 activate()  # before the modules below import megatron-core
 
 from tests.support.hf_layout import Reference, assert_layout, make_reference  # noqa: E402
-from tests.support.tiny_models import gemma3, internvl, llava, llava_onevision, mistral3, pixtral, qwen_vl, smolvlm  # noqa: E402
+from tests.support.tiny_models import (  # noqa: E402
+    gemma3,
+    glm4v,
+    internvl,
+    llava,
+    llava_onevision,
+    mistral3,
+    pixtral,
+    qwen_vl,
+    smolvlm,
+)
 
 # Two micro-batches with equally many trained tokens: two images and none, one and one.
 IMAGES = ([[(32, 32), (32, 32)], []], [[(32, 32)], [(32, 32)]])
@@ -37,6 +47,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "qwen2-vl": (qwen_vl.qwen2, SIZES),
     "qwen2.5-vl": (qwen_vl.qwen2_5, SIZES),
     "qwen2.5-vl-videos": (qwen_vl.qwen2_5, (*qwen_vl.VIDEOS, qwen_vl.IMAGES[1])),
+    "glm4v": (glm4v.glm4v, SIZES),
     "qwen3-vl": (lambda: qwen_vl.qwen3(tied=True), SIZES),
     "qwen3-vl-videos": (qwen_vl.qwen3, (*qwen_vl.VIDEOS, qwen_vl.IMAGES[1])),
 }
@@ -82,7 +93,7 @@ def test_layouts_equal_transformers(
 @pytest.mark.parametrize(
     "family",
     [
-        *("qwen3-vl", "llava-onevision", "gemma3", "mistral3", "qwen2.5-vl-videos"),
+        *("qwen3-vl", "llava-onevision", "gemma3", "mistral3", "glm4v", "qwen2.5-vl-videos"),
         *(pytest.param(family, marks=pytest.mark.slow) for family in LATER),
     ],
 )

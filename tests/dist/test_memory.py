@@ -37,7 +37,16 @@ MISTRAL3 = (
     "--projector-normalization RMSNorm --no-projector-bias"
 )
 
+GLM4V = (
+    "--vision-pre-norm --vision-norm-before-position --vision-normalization RMSNorm --projector-kind gated "
+    "--projector-merge convolution --projector-merge-channels 192 --projector-merge-bias --no-projector-bias "
+    "--language-mrope-section 3 3 2 --language-rotary-percent 0.5 --language-rotary-interleaved --language-post-norms "
+    "--projector-hidden-size 384"
+)
+
 CASES = {
+    "glm4v": (1, GLM4V),
+    "tp2-glm4v": (2, f"--tp 2 {GLM4V}"),
     "mistral3": (1, MISTRAL3),
     "gemma": (1, GEMMA),
     "plain": (1, ""),

@@ -22,7 +22,7 @@ from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
 from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
 from tests.support import chat_templates as templates
-from tests.support.tokenizers import EXTRA, GEMMA, LLAMA3, MISTRAL, QWEN, SMOL, byte_level, llama, with_begin
+from tests.support.tokenizers import EXTRA, GEMMA, GLM, LLAMA3, MISTRAL, QWEN, SMOL, byte_level, llama, with_begin
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,14 @@ CASES = {
     "smolvlm": Case(templates.SMOLVLM, "smol", TILES, stop="<end_of_utterance>", opening="<|im_start|>"),
     "llama3": Case(templates.LLAMA3, "llama3", IMAGE, stop="<|eot_id|>", opening="<|begin_of_text|>", in_parts=False),
     "mistral": Case(templates.MISTRAL, "llama", IMAGE, stop="</s>", opening="<s>", in_parts=False),
+    "glm4v": Case(
+        templates.GLM4V,
+        "glm",
+        Prompt("<|image|>", ("<|begin_of_image|>", "<|end_of_image|>"), (4,)),
+        placeholder="<|begin_of_image|><|image|><|end_of_image|>",
+        stop="",
+        opening="[gMASK]<sop>",
+    ),
     "mistral3": Case(
         templates.MISTRAL3,
         "mistral",
@@ -83,6 +91,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gemma": (
             with_begin(byte_level((*GEMMA, "<image>")), "<bos>"),
             {"bos_token": "<bos>", "eos_token": "<end_of_turn>"},
+        ),
+        "glm": (
+            byte_level((*GLM, "<image>")),
+            {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
         ),
         "mistral": (
             with_begin(byte_level((*MISTRAL, "<image>")), "<s>"),
@@ -258,7 +270,14 @@ FORMATS: dict[str, ChatFormat] = {}
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
-    folders_of = {"chatml": "qwen", "smolvlm": "smol", "mistral_v7": "mistral", "llama3": "llama3", "gemma": "gemma"}
+    folders_of = {
+        "chatml": "qwen",
+        "glm4v": "glm",
+        "smolvlm": "smol",
+        "mistral_v7": "mistral",
+        "llama3": "llama3",
+        "gemma": "gemma",
+    }
     folder = folders_of.get(name, "llama")
     tokenizer = HuggingFaceTokenizer.of(folders[folder])
     chat = ChatFormat.of(tokenizer, template=name)

@@ -88,13 +88,13 @@ def test_an_index_must_not_lead_out_of_the_folder(folder: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are gemma3, internvl, llama"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are gemma3, glm4v, glm46v, internvl"),
         ({"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu' is not supported"),
         ({"vision_feature_layer": [1, 2]}, "vision_feature_layer = [1, 2] is not supported"),
         ({"vision_feature_select_strategy": "full"}, "the class token as a feature is not known here"),
         ({"text_config": {"model_type": "gemma"}}, "text_config: model_type = 'gemma' is not supported"),
         ({"text_config": {"model_type": "llama", "hidden_act": "gelu"}}, "only SwiGLU language models are known here"),
-        ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "known rotary scalings are"),
+        ({"text_config": {"rope_parameters": {"rope_type": "longrope"}}}, "known rotary scalings are"),
         ({"vision_config": {"image_size": [224, 448]}}, "image_size = [224, 448] is not supported: only square"),
     ],
 )

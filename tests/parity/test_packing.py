@@ -28,6 +28,15 @@ def masked(config: Config) -> Config:
     return replace(config, model=replace(config.model, language=language, image_token=VOCABULARY - 1))
 
 
+def merged(config: Config) -> Config:
+    """Images of one, four and nine blocks that a convolution merges, into a gated projector."""
+    projector = ProjectorConfig(
+        kind="gated", hidden_size=40, pixel_shuffle=2, merge="convolution", merge_channels=20, merge_bias=True,
+        input_norm=True, norm_before_merge=True,
+    )  # fmt: skip
+    return replace(config, model=replace(config.model, projector=projector))
+
+
 CONFIGS = {
     "one axis": base(),
     "M-RoPE": base(mrope_section=(2, 2, 2)),
@@ -36,6 +45,7 @@ CONFIGS = {
     ),
     "masks": masked(base(window_size=9, full_attention_layers=(1,), local_rotary_base=100.0)),
     "tiled": tiled(base()),
+    "merged": merged(base(mrope_section=(1, 1, 1), rotary_percent=0.5, rotary_interleaved=True, post_norms=True)),
     "recomputed": replace(base(), execution=replace(base().execution, recompute_granularity="full")),
 }
 

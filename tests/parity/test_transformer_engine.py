@@ -32,7 +32,7 @@ RICH = replace(
         ),
     ),
 )
-ADAPTED = replace(base(), lora=LoraConfig(rank=2))
+ADAPTED = replace(base(rotary_interleaved=True), lora=LoraConfig(rank=2))
 MLPS = {"swiglu": 2, "dswiglu": 2}
 # Calls of its kernels in a pass through two vision layers and two language layers.
 KERNELS = {
@@ -55,7 +55,8 @@ WINDOWED = replace(
 # Layers with masks take torch's attention: here the first of two.
 MASKED = base(
     activation="geglu", post_norms=True, apply_layernorm_1p=True, qk_norm=True, window_size=20, softmax_scale=0.2,
-    full_attention_layers=(1,), local_rotary_base=100.0, embedding_scale=7.0,
+    full_attention_layers=(1,), local_rotary_base=100.0, embedding_scale=7.0, rotary_interleaved=True,
+    rotary_percent=0.5,
 )  # fmt: skip
 CONFIGS = {"plain": base(), "rich": RICH, "adapted": ADAPTED, "windowed": WINDOWED, "masked": MASKED}
 

@@ -259,3 +259,31 @@ MISTRAL3 = """\
     {%- endif %}
 {%- endfor %}
 """
+
+# GLM-4.1V's: nothing ends an answer but the turn that follows it.
+GLM4V = """\
+[gMASK]<sop>
+{%- for msg in messages %}
+    {%- if msg.role == 'system' %}
+{{- '<|system|>\n' + (msg.content if msg.content is string else msg.content[0].text) }}
+    {%- elif msg.role == 'user' %}
+{{- '<|user|>\n' }}
+        {%- if msg.content is string %}
+{{- msg.content }}
+        {%- else %}
+            {%- for item in msg.content %}
+                {%- if item.type == 'image' or 'image' in item %}
+{{- '<|begin_of_image|><|image|><|end_of_image|>' }}
+                {%- elif item.type == 'text' %}
+{{- item.text }}
+                {%- endif %}
+            {%- endfor %}
+        {%- endif %}
+    {%- elif msg.role == 'assistant' %}
+{{- '<|assistant|>\n' + (msg.content if msg.content is string else msg.content[0].text) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|assistant|>\n' }}
+{%- endif %}
+"""

@@ -58,6 +58,13 @@ MODELS = {
     "--projector-norm-before-merge --projector-normalization RMSNorm --vision-normalization RMSNorm "
     "--vision-activation swiglu --vision-position-embedding rope2d --vision-rotary-interleaved --no-projector-bias "
     "--image-sizes 16 32",
+    # Half of a head rotates by neighbouring channels, a pair each with time, height and width.
+    "glm4v": "--vision-pre-norm --vision-norm-before-position --vision-normalization RMSNorm "
+    "--vision-position-embedding learned_rope2d --vision-temporal-patch-size 2 "
+    "--no-vision-add-bias-linear --vision-activation swiglu "
+    "--projector-kind gated --projector-pixel-shuffle 2 --projector-merge convolution --projector-merge-channels 20 "
+    "--projector-merge-bias --no-projector-bias --language-mrope-section 1 1 1 --language-rotary-percent 0.5 "
+    "--language-rotary-interleaved --language-post-norms --language-add-qkv-bias --image-sizes 16 32",
     "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
 }
 

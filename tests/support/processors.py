@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -24,15 +25,15 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from tests.support import chat_templates as templates
-from tests.support.tokenizers import EXTRA, GEMMA, MISTRAL, QWEN, SMOL, byte_level, llama, with_begin
+from tests.support.tokenizers import EXTRA, GEMMA, GLM, MISTRAL, QWEN, SMOL, byte_level, llama, with_begin
 
 Pixels = NDArray[np.uint8]
 
 
-def model_of(patch: int, *, merge: int = 1, most: int | None = None) -> ModelConfig:
+def model_of(patch: int, *, merge: int = 1, most: int | None = None, frames: int = 1) -> ModelConfig:
     """A model as far as image processors look at it."""
     projector = ProjectorConfig(pixel_shuffle=merge, anyres_max_tiles=most)
-    return ModelConfig(vision=VisionConfig(patch_size=patch), projector=projector)
+    return ModelConfig(vision=VisionConfig(patch_size=patch, temporal_patch_size=frames), projector=projector)
 
 
 def bare(kind: type, **attributes: Any) -> Any:
@@ -177,6 +178,14 @@ CASES = {
         },
         model_of(7, merge=4),
     ),
+    "glm4v": Whole(
+        transformers.Glm4vProcessor,
+        Glm4vImageProcessorPil(size={"shortest_edge": 2 * 3136, "longest_edge": 2 * 60 * 28**2}),
+        templates.GLM4V,
+        "glm",
+        {"image_token": "<|image|>", "video_token": "<|video|>", "video_start_id": -1, "video_end_id": -1},
+        model_of(14, merge=2, frames=2),
+    ),
     "mistral3": Whole(
         pixtral_processor(),
         image_processing_pil_pixtral.PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=14),
@@ -225,6 +234,9 @@ def tokenizers_in(root: Path) -> dict[str, Path]:
             bos_token="<bos>",
             eos_token="<end_of_turn>",
             extra_special_tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>"},
+        ),
+        "glm": PreTrainedTokenizerFast(
+            tokenizer_object=byte_level(GLM), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
         ),
         "mistral": PreTrainedTokenizerFast(
             tokenizer_object=with_begin(byte_level(MISTRAL), "<s>"), bos_token="<s>", eos_token="</s>"

@@ -65,60 +65,80 @@ class _FusedRope(torch.autograd.Function):
     """x·cos θ + rotated(x)·sin θ in fp32. Backward reads the sine of a channel's partner, as its kernel does."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, freqs: Tensor) -> Tensor:
+    def forward(ctx: Any, t: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
         calls["rope"] += 1
         ctx.save_for_backward(freqs)
-        return _turned(t, freqs)
+        ctx.interleaved = interleaved
+        return _turned(t, freqs, interleaved)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         calls["rope backward"] += 1
-        return _turned_back(grad, *ctx.saved_tensors), None
+        return _turned_back(grad, *ctx.saved_tensors, ctx.interleaved), None, None
 
 
 class _FusedQkvRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, sizes: list[int]) -> Any:
+    def forward(ctx: Any, qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, sizes: list[int], interleaved: bool) -> Any:
         assert isinstance(sizes, list)
         assert qkv.is_contiguous()
         assert q_freqs.is_contiguous()
         calls["qkv rope"] += 1
         ctx.save_for_backward(q_freqs, k_freqs)
-        ctx.sizes = sizes
+        ctx.sizes, ctx.interleaved = sizes, interleaved
         query, key, value = qkv.split(sizes, dim=3)
         query = query.reshape(*query.shape[:2], -1, sizes[1])
-        return _turned(query, q_freqs), _turned(key, k_freqs), value.contiguous()
+        return _turned(query, q_freqs, interleaved), _turned(key, k_freqs, interleaved), value.contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         calls["qkv rope backward"] += 1
         query, key, value = (grad.contiguous() for grad in grads)
-        query, key = (_turned_back(x, freqs) for x, freqs in zip((query, key), ctx.saved_tensors, strict=True))
+        pairs = zip((query, key), ctx.saved_tensors, strict=True)
+        query, key = (_turned_back(x, freqs, ctx.interleaved) for x, freqs in pairs)
         parts = query.reshape(*key.shape[:3], ctx.sizes[0]), key, value
-        return torch.cat(parts, dim=3), None, None, None
+        return torch.cat(parts, dim=3), None, None, None, None
 
 
-def _turned(t: Tensor, freqs: Tensor) -> Tensor:
+def _turned(t: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
     assert t.dim() == freqs.dim() == 4
     assert freqs.shape[1:3] == (1, 1), "expected the second and third dims of the freqs tensor equal 1"
     assert freqs.dtype == torch.float32
     assert t.shape[0] <= freqs.shape[0]
     assert t.shape[3] == freqs.shape[3]
-    first, second = t.float().chunk(2, -1)
-    return (t * freqs.cos() + torch.cat((-second, first), -1) * freqs.sin()).to(t.dtype)
+    return (t * freqs.cos() + _partners(t.float(), interleaved) * freqs.sin()).to(t.dtype)
 
 
-def _turned_back(grad: Tensor, freqs: Tensor) -> Tensor:
-    first, second = (grad.float() * freqs.sin()).chunk(2, -1)
-    return (grad * freqs.cos() + torch.cat((second, -first), -1)).to(grad.dtype)
+def _turned_back(grad: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
+    return (grad * freqs.cos() - _partners(grad.float() * freqs.sin(), interleaved)).to(grad.dtype)
 
 
-def fused_apply_rotary_pos_emb(t: Tensor, freqs: Tensor, transpose_output_memory: bool = False) -> Tensor:
-    return _FusedRope.apply(t, freqs)  # type: ignore[no-any-return]
+def _partners(t: Tensor, interleaved: bool) -> Tensor:
+    """(−x₂, x₁) of each pair (x₁, x₂): of the halves, or of even and odd channels."""
+    if interleaved:
+        return torch.stack((-t[..., 1::2], t[..., ::2]), dim=-1).flatten(-2)
+    first, second = t.chunk(2, -1)
+    return torch.cat((-second, first), -1)
 
 
-def apply_fused_qkv_rotary_pos_emb(qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, qkv_split_arg_list: list[int]) -> Any:
-    return _FusedQkvRope.apply(qkv, q_freqs, k_freqs, qkv_split_arg_list)
+def fused_apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
+) -> Tensor:
+    return _FusedRope.apply(t, freqs, interleaved)  # type: ignore[no-any-return]
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    qkv_split_arg_list: list[int],
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+) -> Any:
+    assert tensor_format == "sbhd"
+    assert start_positions is None
+    return _FusedQkvRope.apply(qkv, q_freqs, k_freqs, qkv_split_arg_list, interleaved)
 
 
 class SplitAlongDim(torch.autograd.Function):

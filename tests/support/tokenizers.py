@@ -29,6 +29,12 @@ MISTRAL = (
 )
 
 
+GLM = (
+    *("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
+    *("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
+)
+
+
 SMOL = ("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<global-img>", "<image>", "<row_1_col_1>")
 
 

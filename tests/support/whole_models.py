@@ -29,6 +29,7 @@ QWEN_TOWER: dict[str, Any] = {
     "out_hidden_size": 32,
     "intermediate_size": 52,
 }
+GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "mrope_section": [1, 1, 1]}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 
@@ -146,6 +147,14 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
                 image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
             )
             return transformers.Gemma3ForConditionalGeneration(config)
+        case "glm4v":
+            config = transformers.Glm4vConfig(
+                vision_config={**QWEN_TOWER, "patch_size": 14, "image_size": 56},
+                text_config={**text, "rope_parameters": GLM_ROPE},
+                image_token_id=image,
+                video_token_id=marks["video_token_id"],
+            )
+            return transformers.Glm4vForConditionalGeneration(config)
         case "mistral3":
             config = transformers.Mistral3Config(
                 vision_config=transformers.PixtralVisionConfig(**{**TOWER, "patch_size": 7, "hidden_act": "silu"}),

@@ -97,6 +97,7 @@ _ROPE: dict[str, Expected] = {
     "attention_factor": number(1e-3, 1e3),
     "llama_4_scaling_beta": number(0, 1e3),
     "truncate": FLAG,
+    "partial_rotary_factor": number(1e-3, 1),
     "mrope_section": listed(whole(0, 2**14), 1, 8),
 }
 

@@ -156,6 +156,18 @@ MODEL = (
         "must be above",
         "--language-rope-beta-slow 1",
     ),
+    Mistake(
+        "--language-rotary-percent 0.5",
+        "--language-rotary-percent 0.5",
+        "add --language-rotary-interleaved",
+        "--language-rotary-interleaved",
+    ),
+    Mistake(
+        "--language-rotary-interleaved --language-rotary-percent 0.01",
+        "--language-rotary-percent 0.01",
+        "another share",
+        "--language-rotary-percent 0.5",
+    ),
     Mistake("--language-max-positions 32", "--seq-length 64", "lower it", "--seq-length 32"),
     Mistake(
         "--language-max-positions 48 --seq-length 64",

@@ -12,28 +12,33 @@ from megavlm.model.rotary import Rotary, rotation
 S, B, G, D = 7, 2, 3, 8
 
 
-def by_hand(mixed: Tensor, angles: Tensor, repeats: int) -> tuple[Tensor, ...]:
+def by_hand(mixed: Tensor, angles: Tensor, repeats: int, *, interleaved: bool) -> tuple[Tensor, ...]:
     """Splitting by autograd, and Transformers' formula of the rotation."""
     query, key, value = mixed.split([repeats * D, D, D], dim=-1)
     turned = []
     for x in (query.reshape(S, B, -1, D), key):
-        first, second = x.chunk(2, -1)
-        turned.append(x * angles.cos().to(x.dtype) + torch.cat((-second, first), -1) * angles.sin().to(x.dtype))
+        first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        partners = torch.stack((-second, first), -1).flatten(-2) if interleaved else torch.cat((-second, first), -1)
+        turned.append(x * angles.cos().to(x.dtype) + partners * angles.sin().to(x.dtype))
     return *turned, value
 
 
 @pytest.mark.parametrize("rows", [1, B])
 @pytest.mark.parametrize("repeats", [1, 4])
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_are_those_of_splitting_and_turning(dtype: torch.dtype, repeats: int, rows: int) -> None:
+def test_numbers_are_those_of_splitting_and_turning(
+    dtype: torch.dtype, interleaved: bool, repeats: int, rows: int
+) -> None:
     generator = torch.Generator().manual_seed(1)
     given = torch.randn(S, B, G, (repeats + 2) * D, generator=generator).to(dtype)
     half = torch.rand(S, rows, 1, D // 2, generator=generator) * 9
-    angles = torch.cat([half, half], -1)
+    angles = half.repeat_interleave(2, dim=-1) if interleaved else torch.cat([half, half], -1)
+    rotary, turns = Rotary(interleaved=interleaved), rotation(angles, dtype)
     found = []
     for split in (
-        lambda mixed: Rotary().split_and_rotate(mixed, [repeats * D, D, D], rotation(angles, dtype)),
-        lambda mixed: by_hand(mixed, angles, repeats),
+        lambda mixed: rotary.split_and_rotate(mixed, [repeats * D, D, D], turns),
+        lambda mixed: by_hand(mixed, angles, repeats, interleaved=interleaved),
     ):
         mixed = given.clone().requires_grad_()
         heads = split(mixed)

@@ -142,6 +142,7 @@ def test_the_timeline_is_drawn_as_one_page(tmp_path: Path) -> None:
         ("llava_onevision_7b", 8.031),
         ("smolvlm_2b", 2.246),
         ("mistral_small_3_24b", 24.01),
+        ("glm_4_1v_9b", 10.29),
         ("ministral_3_3b", 3.849),
         ("ministral_3_8b", 8.918),
         ("ministral_3_14b", 13.95),

@@ -1,0 +1,209 @@
+"""GLM-4.1V and GLM-4.6V-Flash: a ViT with a norm before its positions, a gated merger, and GLM-4 with M-RoPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, VISION_NORM
+from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.data.processors import sizes
+from megavlm.data.processors.processor import Processor
+from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader
+from megavlm.data.processors.sizes import Size
+from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.language import language_table
+from megavlm.families.shared.qwen_vl import (
+    NativeResolution,
+    build_processor,
+    inputs,
+    patch_embed_table,
+    text_model,
+    vision_sizes,
+    with_defaults,
+)
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import Concat, FusedQKV, Rename, Table, linear
+
+IMAGE, START, END = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
+_TEXT: dict[str, Any] = {
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+}
+_VISION: dict[str, Any] = {
+    "depth": 24,
+    "hidden_size": 1536,
+    "intermediate_size": 13696,
+    "out_hidden_size": 4096,
+    "num_heads": 12,
+    "image_size": 336,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def config(settings: Settings) -> ModelConfig:
+    """Glm4vConfig and Glm46VConfig."""
+    text = with_defaults(settings.section("text_config"), _TEXT)
+    tower = with_defaults(settings.section("vision_config"), _VISION)
+    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
+    language = _language(text, tied=tied)
+    if tower.need("out_hidden_size") != language.hidden_size:
+        refuse(tower, "out_hidden_size", f"features must be as wide as the language model, {language.hidden_size}")
+    return ModelConfig(
+        vision=_vision(tower),
+        projector=ProjectorConfig(
+            kind="gated",
+            hidden_size=tower.need("intermediate_size"),
+            pixel_shuffle=tower.get("spatial_merge_size", 2),
+            merge="convolution",
+            merge_channels=language.hidden_size,
+            merge_bias=True,
+            bias=False,
+        ),
+        language=language,
+        image_token=settings.get("image_token_id", 151343),
+    )
+
+
+def _language(text: Settings, *, tied: bool) -> LanguageConfig:
+    """Glm4vTextConfig: a Qwen2 with norms after attention and MLP, of whose heads a part rotates."""
+    rope = {**text.get("rope_scaling", {}), **text.get("rope_parameters", {})}
+    return replace(
+        text_model(text, kind="qwen2", tied=tied, section=(8, 12, 12), interleaved=False),
+        post_norms=True,
+        rotary_interleaved=True,
+        rotary_percent=rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)),
+    )
+
+
+def _vision(tower: Settings) -> VisionConfig:
+    """Glm4vVisionConfig. The MLP of its layers is as wide as what the tower puts out."""
+    tower.require("hidden_act", "silu", why="only SwiGLU is known here")
+    found = vision_sizes(tower) | {"ffn_hidden_size": tower.need("out_hidden_size")}
+    return VisionConfig(
+        **{**found, "norm_epsilon": tower.need("rms_norm_eps")},
+        image_size=tower.square("image_size", 336) // found["patch_size"] * found["patch_size"],
+        position_embedding="learned_rope2d",
+        normalization="RMSNorm",
+        activation="swiglu",
+        add_bias_linear=False,
+        add_qkv_bias=tower.get("attention_bias", False),
+        pre_norm=True,
+        norm_before_position=True,
+    )
+
+
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    projector = {
+        "projector.linear_in": "proj",
+        "projector.linear_gate": "gate_proj",
+        "projector.linear_fc1": "up_proj",
+        "projector.linear_fc2": "down_proj",
+    }
+    side, width = model.projector.pixel_shuffle, model.vision.hidden_size
+    kernel, visual = (model.language.hidden_size, width, side, side), prefixes.vision
+    names = {name: linear(name, f"{visual}merger.{hf_name}", bias=False) for name, hf_name in projector.items()}
+    return {
+        **_vision_table(model.vision, visual),
+        "projector.convolution.weight": Rename(f"{visual}downsample.weight", view=kernel),
+        "projector.convolution.bias": Rename(f"{visual}downsample.bias"),
+        **{name: rule for each in names.values() for name, rule in each.items()},
+        **linear("projector.inner_norm", f"{visual}merger.post_projection_norm", bias=True),
+        **language_table(model.language, prefixes.language, head=prefixes.head),
+        **_own_names(model.language, prefixes.language),
+    }
+
+
+def _vision_table(vision: VisionConfig, prefix: str) -> Table:
+    names = patch_embed_table(vision, prefix)
+    names["patch_embed.position"] = Rename(f"{prefix}embeddings.position_embedding.weight")
+    names |= linear("patch_embed.norm", f"{prefix}post_conv_layernorm", bias=False)
+    for number in range(vision.num_layers):
+        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}blocks.{number}."
+        for leaf in ("weight", "bias") if vision.add_qkv_bias else ("weight",):
+            fused = FusedQKV(f"{hf_layer}attn.qkv.{leaf}", heads=vision.num_attention_heads)
+            names[f"{layer}self_attention.linear_qkv.{leaf}"] = fused
+        names |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}attn.proj", bias=False)
+        names |= linear(f"{layer}input_layernorm", f"{hf_layer}norm1", bias=False)
+        names |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}norm2", bias=False)
+        gate_and_up = (f"{hf_layer}mlp.gate_proj.weight", f"{hf_layer}mlp.up_proj.weight")
+        names[f"{layer}mlp.linear_fc1.weight"] = Concat(gate_and_up)
+        names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=False)
+    return names | linear(VISION_NORM, f"{prefix}post_layernorm", bias=False)
+
+
+def _own_names(language: LanguageConfig, prefix: str) -> Table:
+    """Return the layers' tensors that GLM-4 names in its own way."""
+    names: Table = {}
+    for number in range(language.num_layers):
+        layer, hf_layer = f"{LANGUAGE_LAYER}{number}.", f"{prefix}layers.{number}."
+        names |= linear(f"{layer}self_attn_bda.norm", f"{hf_layer}post_self_attn_layernorm", bias=False)
+        names |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}post_attention_layernorm", bias=False)
+        names |= linear(f"{layer}mlp_bda.norm", f"{hf_layer}post_mlp_layernorm", bias=False)
+        names |= linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.gate_up_proj", bias=False)
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmResolution(NativeResolution):
+    """Counts an image as the frames of a patch, and first enlarges one that is narrower than a feature."""
+
+    frames: int
+    start: str = START
+    end: str = END
+
+    def _resized(self, size: Size) -> Size:
+        factor = self.patch_size * self.projector.pixel_shuffle
+        bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return sizes.smart_resize(
+            sizes.at_least(size, factor), factor=factor, frames=self.frames, span=self.frames, **bounds
+        )
+
+
+def processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
+    """Return the processor with the file's sizes, which are of all frames of a patch together."""
+    qwen: Any = build_processor(options, model, shared)
+    own = {"placeholder": f"{START}{IMAGE}{END}", "image_token": IMAGE, "frames": model.vision.temporal_patch_size}
+    bounds = {"min_pixels": qwen.min_pixels, "max_pixels": qwen.max_pixels}
+    return GlmResolution(**{**shared, **own, **bounds})
+
+
+CHAT = NamedTemplate(
+    "glm4v",
+    """\
+[gMASK]<sop>{% for message in messages %}{{ '<|' + message.role + '|>\\n' }}{{ message.content }}\
+{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}""",
+    needs=("[gMASK]", "<sop>", "<|user|>", "<|assistant|>"),
+)
+
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+
+FAMILY = Family(
+    name="glm4v",
+    model_types=("glm4v", "glm46v"),
+    config=config,
+    table=table,
+    inputs=inputs,
+    name_prefixes=(
+        NamePrefixes(vision="model.visual.", language="model.language_model."),
+        NamePrefixes(vision="visual.", language="model."),
+    ),
+    image_processors=(
+        ProcessorReader(
+            ("Glm4v", "Glm46V"),
+            {**CLIP_PIXELS, "size": {"shortest_edge": 112**2, "longest_edge": 28**2 * 15000}},
+            processor,
+        ),
+    ),
+    image_text=IMAGE,
+    chat_template=CHAT,
+    published={"glm_4_1v_9b": {"text_config": {"rope_parameters": _ROPE}}},
+)
