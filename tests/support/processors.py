@@ -18,6 +18,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -99,6 +100,19 @@ CASES = {
             "image_token": "<image>",
         },
         model_of(14),
+    ),
+    "llava-next": Whole(
+        transformers.LlavaNextProcessor,
+        LlavaNextImageProcessorPil(size={"shortest_edge": 28}, crop_size=TILE, image_grid_pinpoints=PINPOINTS),
+        templates.LLAVA,
+        "llama",
+        {
+            "patch_size": 14,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+            "image_token": "<image>",
+        },
+        model_of(14, most=2**16),
     ),
     "onevision": Whole(
         transformers.LlavaOnevisionProcessor,

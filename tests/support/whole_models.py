@@ -91,6 +91,14 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
                 image_token_index=image,
             )
             return transformers.LlavaForConditionalGeneration(config)
+        case "llava-next":
+            config = transformers.LlavaNextConfig(
+                vision_config=transformers.CLIPVisionConfig(**TOWER),
+                text_config=transformers.LlamaConfig(**text),
+                image_token_index=image,
+                image_grid_pinpoints=PINPOINTS,
+            )
+            return transformers.LlavaNextForConditionalGeneration(config)
         case "onevision":
             config = transformers.LlavaOnevisionConfig(
                 vision_config=transformers.SiglipVisionConfig(**TOWER),

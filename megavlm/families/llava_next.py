@@ -1,0 +1,106 @@
+"""LLaVA-NeXT (LLaVA-1.6): LLaVA-1.5 with tiled images, of which each is tiled and none is reduced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megavlm.arch.anyres import Tiling
+from megavlm.config.schema import ModelConfig
+from megavlm.data.processors.layout import Layout
+from megavlm.data.processors.processor import Processor
+from megavlm.data.processors.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, has_only, sides
+from megavlm.data.processors.resize import Pixels
+from megavlm.errors import UserError
+from megavlm.families import llava, llava_onevision
+from megavlm.families.shared.chat import VICUNA
+from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.settings import Settings
+from megavlm.families.shared.table import Rename, Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.data.batch import MicroBatch
+
+RESOLUTIONS = (
+    (336, 672),
+    (672, 336),
+    (672, 672),
+    (1008, 336),
+    (336, 1008),
+)  # (height, width) where a folder names none
+_NEVER = 2**16  # tiles: more than any image has, so that none is reduced
+
+
+def config(settings: Settings) -> ModelConfig:
+    """LlavaNextConfig."""
+    model = llava.config(settings)
+    return replace(model, projector=replace(model.projector, anyres_max_tiles=_NEVER))
+
+
+def tiling(settings: Settings) -> Tiling:
+    return llava_onevision.tiling(Settings({"image_grid_pinpoints": RESOLUTIONS, **settings.values}, settings.where))
+
+
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    newline = prefixes.projector.removesuffix("multi_modal_projector.") + "image_newline"
+    return {**llava.table(model, prefixes), "projector.image_newline": Rename(newline)}
+
+
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+    import torch
+
+    tiled = {"image_sizes": torch.tensor([group.size for group in batch.image_sizes.tile_groups])}
+    pixels = pixel_values(batch, model.vision)
+    return {"input_ids": batch.text.tokens, **(tiled if pixels else {}), **pixels}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EachTiled(llava_onevision.Anyres):
+    """Tiles an image whether or not it is its sample's only one."""
+
+    def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
+        return super().layout(height, width)
+
+    def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
+        return super().views(pixels)
+
+
+def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
+    """Return the processor. Raises UserError where tiles are no squares of the size that they are cropped to."""
+    size = options["size"]
+    tile = (size["shortest_edge"],) * 2 if has_only(size, "shortest_edge") else sides(size, "size")
+    if sides(options["crop_size"], "crop_size") != tile:
+        raise UserError("crop_size in preprocessor_config.json must be its size: other tiles are not supported")
+    anyres: Any = llava_onevision.build_processor({**options, "size": list(tile)}, model, shared)
+    return EachTiled(**shared, tile=anyres.tile, resolutions=anyres.resolutions)
+
+
+def _released(**text: Any) -> dict[str, Any]:
+    """Return what released models say: 336 pixels, and a vocabulary with the image token."""
+    tower = llava.FAMILY.published["llava_1_5_7b"]["vision_config"]
+    return {"vision_config": tower, "text_config": {"vocab_size": 32064, "rms_norm_eps": 1e-5, **text}}
+
+
+FAMILY = Family(
+    name="llava_next",
+    model_types=("llava_next",),
+    config=config,
+    table=table,
+    inputs=inputs,
+    tiling=tiling,
+    name_prefixes=llava.FAMILY.name_prefixes,
+    image_processors=(
+        ProcessorReader(
+            ("LlavaNext",), {**CLIP_PIXELS, **SQUARE_224, "image_grid_pinpoints": RESOLUTIONS}, build_processor
+        ),
+    ),
+    chat_template=VICUNA,
+    published={
+        "llava_next_7b": _released(model_type="llama"),
+        "llava_next_mistral_7b": _released(model_type="mistral", rope_theta=1e6, sliding_window=None),
+    },
+    unused=llava.FAMILY.unused,
+)
