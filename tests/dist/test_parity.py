@@ -82,7 +82,7 @@ FAST = [
     ("tp2", "padded-heads", "colocated-whole"),
     ("dp2", "one-image-rank", "colocated"),
     ("tp2-pp2", "llava-onevision", "colocated-passes"),
-    ("pp2-vpp2", "rich", "vision-tp2"),
+    ("pp2-vpp2", "glm4v", "vision-tp2"),
     ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
     ("tp2", "frozen-language", "vision-tp2-whole"),
 ]
@@ -97,6 +97,7 @@ SLOW = [
     ("pp2", "one-image-rank", "selective"),
     ("pp2", "frozen-language", "colocated"),
     ("pp2-vpp2", "rich", "colocated-passes"),
+    ("pp2-vpp2", "rich", "vision-tp2"),
     *[("tp2-pp2-vpp2", model, "vision-tp2-passes") for model in MODELS],
     *[
         (layout, model, "vision-tp2")

@@ -53,18 +53,15 @@ MODELS = {
     "--language-rope-scaling-factor 8 --language-num-query-groups 2 --language-tie-embeddings --projector-kind linear "
     "--no-projector-bias --projector-merge average --projector-input-norm --projector-normalization RMSNorm "
     "--projector-apply-layernorm-1p",
-    # A norm of single patches, and blocks of 2×2 that a convolution merges.
-    "mistral3": "--projector-pixel-shuffle 2 --projector-merge convolution --projector-input-norm "
-    "--projector-norm-before-merge --projector-normalization RMSNorm --vision-normalization RMSNorm "
-    "--vision-activation swiglu --vision-position-embedding rope2d --vision-rotary-interleaved --no-projector-bias "
-    "--image-sizes 16 32",
-    # Half of a head rotates by neighbouring channels, a pair each with time, height and width.
+    # Half of a head rotates by neighbouring channels, a pair each with time, height and width. Patches are normalised
+    # before a convolution merges them, as in Mistral 3.
     "glm4v": "--vision-pre-norm --vision-norm-before-position --vision-normalization RMSNorm "
     "--vision-position-embedding learned_rope2d --vision-temporal-patch-size 2 "
     "--no-vision-add-bias-linear --vision-activation swiglu "
     "--projector-kind gated --projector-pixel-shuffle 2 --projector-merge convolution --projector-merge-channels 20 "
-    "--projector-merge-bias --no-projector-bias --language-mrope-section 1 1 1 --language-rotary-percent 0.5 "
-    "--language-rotary-interleaved --language-post-norms --language-add-qkv-bias --image-sizes 16 32",
+    "--projector-merge-bias --projector-input-norm --projector-norm-before-merge --no-projector-bias "
+    "--language-mrope-section 1 1 1 --language-rotary-percent 0.5 --language-rotary-interleaved "
+    "--language-post-norms --language-add-qkv-bias",
     "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
 }
 
