@@ -57,8 +57,7 @@ def across_context(attention: type) -> type:
                 cached: Tensor = super().forward(query, key, value, *args, packed_seq_params=packing, **kwargs)
                 return cached
             sent, sizes = heads_for_ranks((query, key, value), ranks)
-            parts = rows_of_ranks(all_to_all(self.context.heads, sent)).split(sizes, dim=2)
-            query, key, value = (x.contiguous() for x in parts)
+            query, key, value = rows_of_ranks(all_to_all(self.context.heads, sent)).split(sizes, dim=2)
             if self.context.split.groups == 1:
                 out = super().forward(query, key, value, *args, packed_seq_params=packing, **kwargs)
             else:

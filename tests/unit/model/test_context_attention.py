@@ -148,7 +148,14 @@ def test_rows_of_answers_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transformer_engine_gets_whole_rows_of_its_own_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks have the same half of a row: rank 0 receives its own heads of it twice."""
     monkeypatch.setattr(context_attention, "all_to_all", lambda group, parts: torch.stack([parts[0], parts[0]]))
-    module = across_context(flattened(TEDotProductAttention))(
+    told = []
+
+    class Told(TEDotProductAttention):
+        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            told.append(config)
+
+    module = across_context(flattened(Told))(
         CONFIG,
         1,
         AttnMaskType.causal,
@@ -159,6 +166,7 @@ def test_transformer_engine_gets_whole_rows_of_its_own_heads(monkeypatch: pytest
     generator = torch.Generator().manual_seed(1)
     tensors = [torch.randn(6, 1, heads, WIDTH, generator=generator) for heads in (HEADS, 4, 4)]
     packing = packed([0, 5, 12], torch.device("cpu"))
+    assert [config.num_attention_heads for config in told] == [HEADS // 2]
     TEDotProductAttention.calls.clear()
     found = module(*tensors, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=packing)
     own = [torch.cat([x[:, :, : x.shape[2] // 2]] * 2) for x in tensors]
