@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from megavlm.arch.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
-from megavlm.arch.workload import Workload, of_context_part, times, typical_workload
+from megavlm.arch.workload import Workload, of_context_part, times, typical_images, typical_workload
 from megavlm.config.derived import layer_precision, overlapped, sequence_parallel
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.parallel.dims import Dims
@@ -87,15 +87,17 @@ def encoder_scenario(scenario: Scenario, vision_tp: int) -> Scenario:
     return replace(scenario, dims=dims, sharding=sharding, sequence_parallel=vision_tp > 1)
 
 
-def scenario_of(config: Config, dims: Dims, *, on_gpu: bool = False) -> Scenario:
-    """Return the scenario that a configuration describes on these degrees."""
-    train = config.train
-    sample = typical_workload(config)
+def scenario_of(config: Config, dims: Dims, *, on_gpu: bool = False, colocated: bool | None = None) -> Scenario:
+    """Return the scenario that a configuration describes on these degrees; `colocated` may say otherwise."""
+    train, size = config.train, config.train.micro_batch_size
+    if colocated is None:
+        colocated = config.placement.encoder == "colocated"
+    images = 0 if colocated else typical_images(config) * size
     return Scenario(
         model=config.model,
-        work=of_context_part(times(sample, train.micro_batch_size), dims.cp),
+        work=of_context_part(times(typical_workload(config), size), dims.cp, images=images),
         dims=dims,
-        micro_batches=train.global_batch_size // (train.micro_batch_size * dims.dp),
+        micro_batches=train.global_batch_size // (size * dims.dp),
         precision=config.precision.dtype,
         sequence_parallel=sequence_parallel(config),
         sharding=config.parallel.data_parallel_sharding,

@@ -28,8 +28,15 @@ def times(work: Workload, samples: int) -> Workload:
     return Workload(**{name: value * samples for name, value in vars(work).items()})
 
 
-def of_context_part(work: Workload, ranks: int) -> Workload:
-    """Return what one of `ranks` context-parallel ranks computes: its positions, attention of its heads, all images."""
+def of_context_part(work: Workload, ranks: int, *, images: int = 0) -> Workload:
+    """Return what one of `ranks` context-parallel ranks computes: its positions and its share of attention.
+
+    `images` alike are dealt to the ranks, of which the busiest has ⌈images / ranks⌉; 0: they stay as they are.
+    """
+    if images:
+        own = -(-images // ranks)
+        names = ("patches", "patch_squares", "window_squares", "features")
+        work = replace(work, **{name: getattr(work, name) * own // images for name in names})
     return replace(
         work,
         tokens=work.tokens // ranks,
@@ -60,8 +67,7 @@ def typical_workload(config: Config) -> Workload:
 
     All of its tokens are trained: which are is known only once data are read, and memory must suffice for all.
     """
-    vision, data = config.model.vision, config.data
-    images = max(1, round(sum(data.images_per_sample) / len(data.images_per_sample))) if data.images_per_sample else 1
+    vision, data, images = config.model.vision, config.data, typical_images(config)
     sides = data.image_sizes or (vision.image_size,)
     grids = [(side // vision.patch_size,) * 2 for side in sides]
     if config.model.projector.anyres_max_tiles is not None:  # a base tile, and the grid's if no other image is there
@@ -80,6 +86,12 @@ def typical_workload(config: Config) -> Workload:
         sliding_squares=sliding_squares(tokens, config.model.language.window_size),
         trained_tokens=tokens,
     )
+
+
+def typical_images(config: Config) -> int:
+    """Return the number of images of that sample."""
+    counts = config.data.images_per_sample
+    return max(1, round(sum(counts) / len(counts))) if counts else 1
 
 
 def window_patches(model: ModelConfig) -> int:

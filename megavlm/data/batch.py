@@ -23,6 +23,7 @@ from megavlm.config.schema import ProjectorConfig
 from megavlm.data.kv_cache import Continuation
 
 Mask = NDArray[np.bool_]
+_ROUTE = ("patch_rows", "sent", "received")  # tensors of `DealtImages`
 
 
 @dataclass(frozen=True)
@@ -134,16 +135,27 @@ class LocalFeatures:
 
 
 @dataclass(frozen=True, eq=False)
+class DealtImages:
+    """Which images a context-parallel rank encodes, and how their features become those of its part of the text."""
+
+    patch_rows: Tensor  # [P'] int64: which of all patches are of its images
+    num_features: int  # of its images
+    sent: Tensor  # int64: which of its features go to rank 0, to rank 1, …
+    sent_sizes: tuple[int, ...]  # how many go to each rank
+    received: Tensor  # [F'] int64: which of the received features each of the part's image tokens takes
+    received_sizes: tuple[int, ...]  # how many come from each rank
+
+
+@dataclass(frozen=True, eq=False)
 class ContextPart:
     """What a context-parallel rank knows of whole rows, while `MicroBatch.text` has its part of them alone.
 
     Whole remain `TextBatch.cu_seqlens` and `TextBatch.lengths`, too.
     """
 
-    ranks: int  # among which rows are split
     tokens: Tensor  # [B, S] int64: those of whole rows
-    feature_rows: Tensor  # [F'] int64: which of all F features are of the part's image tokens
-    num_features: int  # F
+    image_sizes: ImageSizes  # of all images of the text
+    images: DealtImages | None = None  # None if a colocated encoder has encoded them
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +165,7 @@ class MicroBatch:
     """
 
     text: TextBatch
-    image_sizes: ImageSizes  # of all images of the text
+    image_sizes: ImageSizes  # of all images of the text; of those that this rank encodes where they are dealt
     images: ImageBatch | None = None  # those that this rank encodes; None on a rank without vision layers
     features: LocalFeatures | None = None  # set once a colocated encoder has run
     continuation: Continuation | None = None  # set while answers are generated
@@ -168,8 +180,14 @@ class MicroBatch:
 
     @property
     def num_features(self) -> int:
-        """Return the number of image features of whole rows."""
-        return self.text.feature_positions.numel() if self.context is None else self.context.num_features
+        """Return the number of features of the images that this rank encodes if the encoder is in the pipeline."""
+        dealt = None if self.context is None else self.context.images
+        return self.text.feature_positions.numel() if dealt is None else dealt.num_features
+
+    @property
+    def row_image_sizes(self) -> ImageSizes:
+        """Return the sizes of all images of whole rows."""
+        return self.image_sizes if self.context is None else self.context.image_sizes
 
     @property
     def row_tokens(self) -> Tensor:
@@ -189,7 +207,9 @@ class MicroBatch:
         if self.features is not None:
             found["local_positions"] = self.features.positions
         if self.context is not None:
-            found |= {"row_tokens": self.context.tokens, "feature_rows": self.context.feature_rows}
+            found["row_tokens"] = self.context.tokens
+            if self.context.images is not None:
+                found |= {name: getattr(self.context.images, name) for name in _ROUTE}
         return found
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> MicroBatch:
@@ -200,7 +220,11 @@ class MicroBatch:
         if features is not None:
             features = replace(features, positions=tensors["local_positions"])
         if context is not None:
-            context = replace(context, tokens=tensors["row_tokens"], feature_rows=tensors["feature_rows"])
+            dealt = context.images
+            if dealt is not None:
+                route: dict[str, Any] = {name: tensors[name] for name in _ROUTE}
+                dealt = replace(dealt, **route)
+            context = replace(context, tokens=tensors["row_tokens"], images=dealt)
         copied: dict[str, Any] = {name: tensors[name] for name in self.text.tensors() if name in tensors}
         text = replace(self.text, **copied)
         return replace(self, text=text, images=images, features=features, context=context)

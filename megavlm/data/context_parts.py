@@ -34,18 +34,15 @@ def _places(split: RowSplit, length: int) -> Tensor:
 
 
 def part_of(batch: MicroBatch, split: RowSplit, *, rank: int) -> MicroBatch:
-    """Return the micro-batch on the host as one of the context-parallel ranks computes it.
-
-    Images stay whole: their features are selected where they are merged with the text.
-    """
+    """Return the micro-batch on the host as one of the context-parallel ranks computes it; images stay as they are."""
     if split.ranks == 1:
         return batch
     text, length = batch.text, batch.text.tokens.shape[1]
-    rows, positions = local_positions(text.feature_positions, split, rank=rank, length=length)
-    context = ContextPart(split.ranks, text.tokens, rows, text.feature_positions.numel())
+    positions = local_positions(text.feature_positions, split, rank=rank, length=length)
+    context = ContextPart(text.tokens, batch.image_sizes)
     features = batch.features
     if features is not None:
-        _, merged = local_positions(features.positions, split, rank=rank, length=length)
+        merged = local_positions(features.positions, split, rank=rank, length=length)
         features = replace(features, positions=merged)
     return replace(batch, text=_part_of_text(text, positions, split, rank=rank), features=features, context=context)
 
@@ -54,12 +51,12 @@ def _part_of_text(text: TextBatch, feature_positions: Tensor, split: RowSplit, *
     length = text.tokens.shape[1]
     own, trained = order_of(split, length).view(split.ranks, -1)[rank], text.trained_positions
     if trained is not None:
-        _, trained = local_positions(trained, split, rank=rank, length=length)
+        trained = local_positions(trained, split, rank=rank, length=length)
         if not len(trained):
             trained = torch.zeros(1, dtype=torch.int64)  # one whose loss the mask leaves out
 
     def cut(values: Tensor) -> Tensor:
-        return _in_memory_of(values, values.index_select(-1, own))
+        return in_memory_of(values, values.index_select(-1, own))
 
     return replace(
         text,
@@ -73,14 +70,13 @@ def _part_of_text(text: TextBatch, feature_positions: Tensor, split: RowSplit, *
     )
 
 
-def local_positions(positions: Tensor, split: RowSplit, *, rank: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return which of the indices [F] into the flattened [B·S] lie in a rank's part, and the same in [B·S/ranks].
+def local_positions(positions: Tensor, split: RowSplit, *, rank: int, length: int) -> Tensor:
+    """Return those of the indices [F] into the flattened [B·S] that lie in a rank's part, as indices into [B·S/ranks].
 
     `length` is S.
     """
     owner, found = in_parts(positions, split, length=length)
-    chosen = torch.nonzero(owner == rank)[:, 0]
-    return _in_memory_of(positions, chosen), _in_memory_of(positions, found[chosen])
+    return in_memory_of(positions, found[owner == rank])
 
 
 def in_parts(positions: Tensor, split: RowSplit, *, length: int) -> tuple[Tensor, Tensor]:
@@ -89,6 +85,6 @@ def in_parts(positions: Tensor, split: RowSplit, *, length: int) -> tuple[Tensor
     return places // own, positions // length * own + places % own
 
 
-def _in_memory_of(like: Tensor, values: Tensor) -> Tensor:
+def in_memory_of(like: Tensor, values: Tensor) -> Tensor:
     """Return contiguous values, in pinned memory if `like` is, so that the host does not wait for copies to a GPU."""
     return values.pin_memory() if like.is_pinned() else values.contiguous()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
 from megavlm.arch.anyres import TileGroup
@@ -117,7 +118,7 @@ class MicroBatchContext:
     def _image_tokens(self) -> list[int]:
         """Return the tokens of each image that attends to itself both ways; one of none if there are no such images."""
         model = self.config.model
-        counts = self.batch.image_sizes.image_tokens(model.projector) if model.language.bidirectional_images else []
+        counts = self.batch.row_image_sizes.image_tokens(model.projector) if model.language.bidirectional_images else []
         return counts or [0]
 
     @property
@@ -199,12 +200,16 @@ class MicroBatchContext:
         return (positions % length - first) * samples + positions // length
 
     def of_this_part(self, features: Tensor) -> Tensor:
-        """Return those of all features [F, 1, H] that belong to this context-parallel rank's part of the text.
+        """Return the features [F', 1, H] of this context-parallel rank's part of the text, given those of its images.
 
-        The gradients of the others are zero here, and complete in the sum over DP × CP ranks.
+        Ranks exchange them; the gradients go the opposite way.
         """
-        context = self.batch.context
-        return features if context is None else features.index_select(0, context.feature_rows)
+        dealt = None if self.batch.context is None else self.batch.context.images
+        if dealt is None:
+            return features
+        sent, group = features.index_select(0, dealt.sent), self.groups.collection.cp
+        found: Tensor = all_to_all(group, sent, list(dealt.received_sizes), list(dealt.sent_sizes))
+        return found.index_select(0, dealt.received)
 
     def with_features_merged(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Return the hidden states [S(/TP), B, H] with a colocated encoder's features [F', H] at the image tokens."""

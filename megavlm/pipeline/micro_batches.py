@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megavlm.backend.host_copies import HostCopies
-from megavlm.data.batch import MicroBatch
+from megavlm.data.batch import ImageBatch, MicroBatch
 
 
 class DevicePrefetcher:
@@ -69,16 +69,19 @@ class DevicePrefetcher:
 
 
 def _with_patches(batch: MicroBatch) -> MicroBatch:
-    """Return a micro-batch on the device with its patches, which the first rank of `vision_group` broadcasts.
+    """Return a micro-batch on the device with its patches, which the first rank of `vision_group` broadcasts, and of
+    which context-parallel ranks keep those of their own images.
 
     All ranks of the group call it for the same micro-batches, in the same order.
     """
-    images = batch.images
-    if images is None or images.vision_group is None:
+    images, context = batch.images, batch.context
+    if images is None:
         return batch
     patches = images.patches
     if patches.is_meta:
         patches = torch.empty(patches.shape, dtype=patches.dtype, device=batch.text.tokens.device)
-    if patches.numel():
+    if images.vision_group is not None and patches.numel():
         dist.broadcast(patches, group=images.vision_group, group_src=0)
-    return replace(batch, images=replace(images, patches=patches, vision_group=None))
+    if context is not None and context.images is not None:
+        patches = patches.index_select(0, context.images.patch_rows)
+    return replace(batch, images=ImageBatch(batch.image_sizes, patches))

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.batch import MicroBatch
-from megavlm.data.context_parts import part_of
 from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.specs import common_config, padded_heads
 from megavlm.parallel.dims import Dims, RowSplit
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import ColocatedEncoder
+from megavlm.pipeline.context_images import own_part
 from megavlm.pipeline.micro_batches import DevicePrefetcher
 from megavlm.pipeline.p2p import BatchShapedP2P
 from megavlm.pipeline.step_timers import StepTimers
@@ -92,6 +92,7 @@ class Schedule:
         chunks: Sequence[Any],
         *,
         config: TransformerConfig,
+        model: ModelConfig,
         groups: Groups,
         backend: Backend,
         num_sources: int = 0,
@@ -105,6 +106,7 @@ class Schedule:
         self.colocated = colocated
         self.chunks = list(chunks)
         self.config = config
+        self.model = model
         self.groups = groups
         self.backend = backend
         self.num_sources = num_sources
@@ -174,7 +176,8 @@ class Schedule:
         split = RowSplit() if logits else self.groups.dims.row_split
         if self.colocated is not None:
             batches = self.colocated.encode(batches, split)
-        batches = [part_of(batch, split, rank=at.cp) for batch in batches]
+        deals = self.model if self.colocated is None else None
+        batches = [own_part(batch, split, rank=at.cp, deals=deals) for batch in batches]
         # While chunks take micro-batches, passes of the next step's encoder are queued.
         meanwhile = self.colocated.advance if self.colocated is not None else None
         moving = DevicePrefetcher(

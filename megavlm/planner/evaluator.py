@@ -210,7 +210,8 @@ class LayoutEvaluator:
     def scenario(self, candidate: Candidate) -> Scenario:
         """Return the scenario of a candidate; a colocated encoder has one of its own (`encoder_scenario`)."""
         layout = replace(candidate, placement="stages", vision_tp=1).applied(self.config)
-        return scenario_of(layout, dims_of(layout, world=candidate.dims.world), on_gpu=self.hardware.on_gpu)
+        dims, colocated = dims_of(layout, world=candidate.dims.world), candidate.placement == "colocated"
+        return scenario_of(layout, dims, on_gpu=self.hardware.on_gpu, colocated=colocated)
 
     def _make_profiles(self, candidate: Candidate) -> LayerProfiles:
         dims = candidate.dims

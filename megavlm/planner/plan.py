@@ -11,7 +11,7 @@ from typing import Any
 from megavlm.arch.flops import layer_flops
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import EMBEDDING, OUTPUT, encoder_names, kind_of, layer_names, number_of
-from megavlm.arch.workload import of_context_part, typical_workload
+from megavlm.arch.workload import of_context_part, typical_images, typical_workload
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
@@ -74,7 +74,8 @@ def make_plan(config: Config, dims: Dims) -> Plan:
         )
     cuts = config.placement.pipeline_cuts
     if cuts is None:
-        flops = layer_flops(config, of_context_part(typical_workload(config), dims.cp))
+        images = 0 if encoder else typical_images(config)
+        flops = layer_flops(config, of_context_part(typical_workload(config), dims.cp, images=images))
         cuts = even_cuts([flops[name] for name in names], dims.chunks)
     else:
         _check_cuts(cuts, count=len(names), chunks=dims.chunks)

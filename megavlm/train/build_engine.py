@@ -79,6 +79,7 @@ def build_engine(
     schedule = Schedule(
         chunks,
         config=pipeline,
+        model=config.model,
         groups=groups,
         backend=backend,
         num_sources=num_sources,
