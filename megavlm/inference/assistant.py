@@ -121,9 +121,13 @@ class Assistant:
         width = max(map(len, samples))
         batch = collate([[sample] for sample in samples], CollateSpec.of(self.config, self.source, seq_length=width))
         shifts = [width - len(sample) for sample in samples]
-        tokens = torch.stack([row.roll(shift) for row, shift in zip(batch.text.tokens, shifts, strict=True)])
+        places = (torch.arange(width) - torch.tensor(shifts)[:, None]) % width  # [B, S]: where each came from
+        tokens, positions = (
+            each.expand(*each.shape[:-2], *places.shape).gather(-1, places.expand(*each.shape[:-2], *places.shape))
+            for each in (batch.text.tokens, batch.text.positions)
+        )
         mask = (torch.arange(width) >= torch.tensor(shifts)[:, None]).long()
-        batch = replace(batch, text=replace(batch.text, tokens=tokens))
+        batch = replace(batch, text=replace(batch.text, tokens=tokens, positions=positions))
         assert self.pretrained.family.inputs is not None
         given = {**self.pretrained.family.inputs(batch, self.config.model), "attention_mask": mask}
         dtype, device = self.model.dtype, self.model.device

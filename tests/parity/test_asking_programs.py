@@ -127,6 +127,15 @@ def test_questions_about_a_video(
     assert evaluate.main(argv) == 0
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert [each["score"] for each in results["tasks"]["task"]["answers"]] == [1, 0]
+    shorter, longer = (
+        assistant.source.prompt(Conversation((Turn("user", (VideoRef(video), text)),)))
+        for text in (ASKED, f"What is seen {'again ' * 20}in it?")
+    )
+    with torch.inference_mode():
+        alone, beside = (
+            assistant.model(**assistant.inputs(asked)).logits[0, -1] for asked in ([shorter], [shorter, longer])
+        )
+    torch.testing.assert_close(beside, alone, rtol=1e-4, atol=1e-5, msg="padding moves positions with their tokens")
 
 
 @pytest.mark.parametrize(
