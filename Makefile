@@ -38,7 +38,7 @@ export OMP_NUM_THREADS ?= 1
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test-unit test test-all test-next cluster-tools cloud-tools lmms-tools store-tools lint format clean
+.PHONY: help install demo test-unit test test-all test-next cards cluster-tools cloud-tools lmms-tools store-tools lint format clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -66,6 +66,9 @@ test-next: $(STAMP) ## Run contract, parity, resume and conversion tests on the 
 	@export PYTHONPATH=$(CURDIR)/$(NEXT_DIR); \
 	$(VENV)/bin/python -c 'from importlib.metadata import version; print("megatron-core", version("megatron-core"))' && \
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS) $(NEXT_TESTS)
+
+cards: $(STAMP) ## Measure each Hugging Face family again, and write cards/ and docs/cards.md.
+	$(VENV)/bin/python -m tests.support.cards --workers 2 $(ARGS)
 
 cluster-tools: ## Install SLURM for the tests of launch/ (Debian, Ubuntu; needs root).
 	@if command -v slurmctld >/dev/null && command -v munged >/dev/null; then echo 'SLURM is installed'; \

@@ -7,41 +7,50 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.models.internvl import InternVLVisionConfig, InternVLVisionModel
 
 from megavlm.backend import activate
 from tests.support.pool import Pools
-from tests.support.training import assert_same_curve, metrics, train_composed
+from tests.support.training import assert_same_curve, farthest_apart, metrics, train_composed
 
 activate()  # before the modules below import megatron-core
 
 from megavlm.cli import convert  # noqa: E402
 from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
 from tests.support import hf  # noqa: E402
+from tests.support.gates import hold  # noqa: E402
 from tests.support.tiny_models.llava import TEXT, VISION, vicuna  # noqa: E402
 
 RUN = [
     *"--precision fp32 --train-iters 5 --global-batch-size 4 --seq-length 40".split(),
     *"--lr 1e-3 --no-tensorboard --image-token 60".split(),
 ]
+CLIP = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION))
+SIGLIP = transformers.SiglipModel(transformers.SiglipConfig(vision_config=VISION, text_config=VISION))
 
 
 @pytest.mark.parametrize(
-    ("tower", "layer"),
+    ("tower", "layer", "text"),
     [
-        (transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)), "-2"),
-        (transformers.SiglipModel(transformers.SiglipConfig(vision_config=VISION, text_config=VISION)), "-3"),
+        pytest.param(CLIP, "-2", transformers.Qwen2Config(**TEXT), id="clip-qwen2"),
+        pytest.param(SIGLIP, "-3", transformers.MistralConfig(**TEXT, sliding_window=None), id="siglip-mistral"),
+        pytest.param(SIGLIP, "-2", transformers.LlamaConfig(**TEXT), id="siglip-llama", marks=pytest.mark.slow),
+        pytest.param(CLIP, "-2", transformers.Qwen3Config(**TEXT), id="clip-qwen3", marks=pytest.mark.slow),
     ],
-    ids=["clip", "siglip"],
 )
 def test_compose_train_and_export(
-    pools: Pools, tower: transformers.PreTrainedModel, layer: str, tmp_path: Path
+    pools: Pools,
+    tower: transformers.PreTrainedModel,
+    layer: str,
+    text: transformers.PreTrainedConfig,
+    tmp_path: Path,
 ) -> None:
     vision = hf.save(tower, tmp_path / "vision")
-    language = hf.save(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TEXT)), tmp_path / "language")
+    language = hf.save(transformers.AutoModelForCausalLM.from_config(text), tmp_path / "language")
     argv = [*RUN, "--vision-from", str(vision), "--language-from", str(language), "--vision-feature-layer", layer]
     pools(1).run(train_composed, argv, str(tmp_path / "one"))
     pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(tmp_path / "four"))
-    assert_same_curve(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
+    hold_composed(vision, language, tmp_path)
 
     exported = tmp_path / "exported"
     assert convert.main(["export", str(tmp_path / "four"), str(exported)]) == 0
@@ -49,6 +58,27 @@ def test_compose_train_and_export(
     assert convert.main(["verify", str(exported), str(tmp_path / "four")]) == 0
     assert torch.isfinite(theirs.lm_head.weight).all()
     assert (exported / "tokenizer_config.json").exists()
+
+
+@pytest.mark.slow
+def test_an_intern_vit_composes(pools: Pools, tmp_path: Path) -> None:
+    """Of it and Qwen3 no model of Transformers consists, so it trains and is not exported."""
+    tower = InternVLVisionModel(InternVLVisionConfig(**{**VISION, "image_size": [32, 32], "patch_size": [8, 8]}))
+    vision = hf.save(tower, tmp_path / "vision")
+    text = transformers.Qwen3Config(**TEXT)
+    language = hf.save(transformers.AutoModelForCausalLM.from_config(text), tmp_path / "language")
+    argv = [*RUN, "--vision-from", str(vision), "--language-from", str(language), "--vision-feature-layer", "-1"]
+    pools(1).run(train_composed, argv, str(tmp_path / "one"))
+    pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(tmp_path / "four"))
+    hold_composed(vision, language, tmp_path)
+
+
+def hold_composed(vision: Path, language: Path, runs: Path) -> None:
+    """The run of four processes has the curve of the one process, which the cards of both parts note."""
+    four, one = metrics(runs / "four"), metrics(runs / "one")
+    assert_same_curve(four, one)
+    for folder in (vision, language):
+        hold(hf.family_in(folder), "composed", *farthest_apart(four, one))
 
 
 def test_parts_of_larger_models_compose_whatever_the_rest_of_those_is(pools: Pools, tmp_path: Path) -> None:

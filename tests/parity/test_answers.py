@@ -12,6 +12,8 @@ from PIL import Image
 from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Role, Turn
 from megavlm.inference.assistant import Assistant, Sampling
+from tests.support import hf
+from tests.support.gates import hold
 from tests.support.processors import CASES, picture
 from tests.support.whole_models import answer_of_transformers, whole_folder
 
@@ -36,7 +38,8 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     prompts = [assistant.source.prompt(talk) for talk in talks]
     answers = assistant.answers(prompts, Sampling(LENGTH))
     expected = [_theirs(theirs, processor, assistant, talk, files) for talk in TALKS]
-    assert answers == expected
+    differing = [pair for pair in zip(answers, expected, strict=True) if pair[0] != pair[1]]
+    hold(hf.family_in(folder), "answers", len(differing), f"answers and Transformers' {differing}")
     assert len({*answers}) > 1, "the model looks at its prompt"
 
     shown: list[str] = []

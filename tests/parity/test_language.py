@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3 of Transformers, and ours: the same logits and gradients from the same weights."""
+"""Llama, Mistral, Qwen2 and Qwen3 of Transformers, and ours: the same logits and gradients from the same weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from megavlm.arch.layers import EMBEDDING, layer_names
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
 from megavlm.families.shared.language import language_table
+from tests.support.gates import hold
 from tests.support.harness import (
     OUTPUT_TOLERANCE,
     Single,
     assert_same,
     assert_same_gradients,
+    difference,
     gradients_of,
     load,
     parameters_of,
@@ -63,6 +65,18 @@ CASES = {
         ),
         ours(num_attention_heads=6, num_query_groups=2, norm_epsilon=1e-5, rotary_base=5e5),
     ),
+    "mistral": Case(
+        transformers.MistralConfig(
+            **COMMON,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=20,
+            rms_norm_eps=1e-5,
+            rope_parameters=rope(1e6),
+            sliding_window=None,
+        ),
+        ours(num_attention_heads=4, num_query_groups=2, kv_channels=20, norm_epsilon=1e-5, rotary_base=1e6),
+    ),
     "qwen2": Case(
         transformers.Qwen2Config(
             **COMMON,
@@ -104,7 +118,9 @@ def test_language_model_equals_transformers(name: str, single: Single) -> None:
     chunk.set_input_tensor(torch.zeros(1, 1, 48))  # the features of an imageless micro-batch
     logits, expected = chunk(text_batch(tokens), logits=True), theirs(tokens).logits
     assert_same(logits, expected, tolerance=OUTPUT_TOLERANCE, what="logits")
+    hold(case.theirs.model_type, "logits", difference(logits, expected, "logits"))
 
     (logits * direction).sum().backward()
     (expected * direction).sum().backward()
-    assert_same_gradients(gradients_of(chunk), to_ours(gradients_of(theirs), table, shapes))
+    expected_gradients = to_ours(gradients_of(theirs), table, shapes)
+    assert_same_gradients(gradients_of(chunk), expected_gradients, family=case.theirs.model_type)

@@ -21,6 +21,7 @@ from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import pipeline_config
 from megavlm.planner.plan import Plan
+from tests.support.gates import hold
 
 # fp32 carries 6e-8; sums of some hundred products through a few layers lose one to two digits of that, and backward
 # as much again.
@@ -69,19 +70,28 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-def assert_same(ours: Tensor, theirs: Tensor, *, tolerance: float, what: str) -> None:
-    """Largest difference relative to the largest value."""
+def difference(ours: Tensor, theirs: Tensor, what: str) -> float:
+    """Return the largest difference relative to the largest value."""
     assert ours.shape == theirs.shape, f"{what}: {tuple(ours.shape)} against {tuple(theirs.shape)}"
     scale = theirs.abs().max().item()
     assert scale > 1e-6, f"{what}: nothing to compare"
-    error = (ours - theirs).abs().max().item() / scale
+    return (ours - theirs).abs().max().item() / scale
+
+
+def assert_same(ours: Tensor, theirs: Tensor, *, tolerance: float, what: str) -> None:
+    error = difference(ours, theirs, what)
     assert error < tolerance, f"{what}: differs by {error:.1e}"
 
 
-def assert_same_gradients(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+def assert_same_gradients(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], *, family: str | None = None
+) -> None:
+    """All gradients are within the tolerance; the card of `family` notes the largest difference."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     for name, gradient in ours.items():
         assert_same(gradient, theirs[name], tolerance=GRADIENT_TOLERANCE, what=f"gradient of {name}")
+        if family is not None:
+            hold(family, "gradients", difference(gradient, theirs[name], name))
 
 
 def random_image(height: int, width: int, *, seed: int) -> NDArray[np.uint8]:

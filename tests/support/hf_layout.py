@@ -1,24 +1,29 @@
-"""A Hugging Face folder at any layout: every rank's slice of every gradient, and the logits, against Transformers."""
+"""A Hugging Face folder at any layout, against Transformers: logits, every rank's part of every gradient, training."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-TOLERANCES = {"logits": 1e-4, "gradient": 1e-3}
+from tests.support.gates import LAYOUTS, hold
+
+STEPS = 5
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What Transformers computed, as files: the weights, the gradients as if they were weights, and the logits."""
+    """What Transformers computed; tensors as files: the weights, the gradients as if they were weights, the logits."""
 
+    family: str
     folder: Path
     gradients: Path
     logits: Path
     images: Sequence[Any]  # for each micro-batch, what `tests.support.hf.batch_of` takes
+    losses: tuple[float, ...]  # of steps of AdamW, each with all micro-batches
 
 
 def make_reference(theirs: Any, folder: Path, images: Sequence[Any]) -> Reference:
@@ -30,24 +35,26 @@ def make_reference(theirs: Any, folder: Path, images: Sequence[Any]) -> Referenc
 
     hf.save(theirs, folder)
     config, pretrained = hf.config_for(folder), Pretrained.of(folder, *ALL_PARTS)
+    batches = [hf.batch_of(config, sizes, seed=number) for number, sizes in enumerate(images)]
     logits = {}
-    for number, sizes in enumerate(images):
-        loss, scores = hf.loss_of(theirs, pretrained, hf.batch_of(config, sizes, seed=number), config)
+    for number, batch in enumerate(batches):
+        loss, scores = hf.loss_of(theirs, pretrained, batch, config)
         (loss / len(images)).backward()
         logits[str(number)] = scores.detach().contiguous()
     save_file(logits, folder.with_name(f"{folder.name}-logits.safetensors"))
     hf.save_gradients(theirs, folder.with_name(f"{folder.name}-gradients"))
     return Reference(
+        pretrained.family.name,
         folder,
         folder.with_name(f"{folder.name}-gradients"),
         folder.with_name(f"{folder.name}-logits.safetensors"),
         images,
+        losses=tuple(hf.losses_of(theirs, pretrained, config, [batches] * STEPS)),
     )
 
 
-def compare(reference: Reference, layout: str) -> dict[str, float]:
-    """On this rank: the largest relative difference of each gradient slice, and of the logits on the last stage."""
-    from safetensors.torch import load_file
+def engine_at(reference: Reference, layout: str) -> tuple[Any, Any]:
+    """Return configuration and engine of this rank, at the layout that the flags say, with the folder's weights."""
     from torch import distributed as dist
 
     from megavlm import backend
@@ -56,16 +63,16 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     from megavlm.config.cli import parse
     from megavlm.config.resolve import resolve
     from megavlm.config.rules import check
-    from megavlm.model.weights import index_of, named_shards, real_shape
     from megavlm.parallel.dims import dims_of
     from megavlm.parallel.groups import build_groups, destroy_groups
     from megavlm.planner.plan import make_plan
     from megavlm.train.build_engine import build_engine
     from tests.support import hf
 
-    argv = f"--init-from {reference.folder} --seq-length {hf.LENGTH} --mbs {len(reference.images[0])} --gbs 8 {layout}"
-    argv += " --precision fp32 --data-parallel-sharding none --images-per-sample 0"  # none of the synthetic images
-    config = with_pretrained_model(parse(shlex.split(argv)))
+    argv = f"--init-from {reference.folder} --seq-length {hf.LENGTH} --mbs {len(reference.images[0])} --gbs 8"
+    argv += " --precision fp32 --images-per-sample 0"  # none of the synthetic images
+    argv += " --lr 1e-3 --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0 --adam-beta2 0.999 --clip-grad 0"
+    config = with_pretrained_model(parse(shlex.split(f"{argv} {layout}")))
     check(config, world=dist.get_world_size())
     config = resolve(config)
     destroy_groups()
@@ -77,18 +84,37 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
     def fill(chunks: Any) -> None:
         load_weights(chunks, [Pretrained.of(reference.folder, *ALL_PARTS)], config, vocab_size=vocabulary)
 
-    engine = build_engine(config, plan, groups, vocab_size=vocabulary, backend=backend.activate(), weights=fill)
-    batches = [hf.batch_of(config, sizes, seed=number) for number, sizes in enumerate(reference.images)]
+    return config, build_engine(config, plan, groups, vocab_size=vocabulary, backend=backend.activate(), weights=fill)
+
+
+def compare(reference: Reference, layout: str, packed: bool = False) -> dict[str, float]:
+    """On this rank: the largest relative difference of each gradient slice, and of the logits on the last stage.
+
+    Each replica has its share of the micro-batches. With `packed`, the samples of a micro-batch share one row.
+    """
+    from safetensors.torch import load_file
+
+    from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained
+    from megavlm.model.weights import index_of, named_shards, real_shape
+    from tests.support import hf
+
+    config, engine = engine_at(reference, f"{layout} --data-parallel-sharding none")
+    vocabulary, groups = config.model.language.vocab_size or 0, engine.groups
+    batches = [hf.batch_of(config, sizes, seed=number, packed=packed) for number, sizes in enumerate(reference.images)]
+    replica, replicas = groups.coords.dp, groups.dims.dp
+    mine = batches[replica::replicas]
     worst: dict[str, float] = {}
-    logits = engine.schedule.logits(batches)
-    if groups.coords.pp == plan.dims.pp - 1:
+    # Rows that ranks split have no whole logits: their losses and gradients tell.
+    logits = engine.schedule.logits(mine) if groups.dims.cp == 1 else []
+    if logits and groups.coords.pp == groups.dims.pp - 1:
         expected = load_file(reference.logits)
-        for number, ours in enumerate(logits):
-            worst[f"logits {number}"] = _relative(ours, expected[str(number)])
+        for number, (batch, ours) in enumerate(zip(mine, logits, strict=True)):
+            theirs = expected[str(replica + number * replicas)]
+            worst[f"logits {number}"] = max(_relative(*pair) for pair in _rows(batch, ours, theirs))
     engine.optimizer.zero_grad()
     colocated = engine.schedule.colocated
-    engine.schedule.train(batches if colocated is None else colocated.with_own_images(batches))
-    tokens = plan.dims.dp * sum(float(batch.text.loss_mask.sum()) for batch in batches)
+    engine.schedule.train(mine if colocated is None else colocated.with_own_images(mine))
+    tokens = sum(float(batch.text.loss_mask.sum()) for batch in batches)
     gradients = Pretrained.of(reference.gradients, *ALL_PARTS)
     for chunk in engine.model_chunks:
         for param in chunk.module.parameters():
@@ -97,15 +123,55 @@ def compare(reference: Reference, layout: str) -> dict[str, float]:
             real = real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocabulary)
             scale = gradients.read_slice(shard.key, real, tuple(slice(0, size) for size in real)).abs().max().item()
             wanted = gradients.read_slice(shard.key, real, index_of(shard))
-            worst[f"gradient {shard.key}"] = (shard.data - wanted).abs().max().item() / max(scale, 1e-6)
+            worst[f"gradients {shard.key}"] = (shard.data - wanted).abs().max().item() / max(scale, 1e-6)
     return worst
 
 
-def assert_layout(pools: Any, world: int, reference: Reference, layout: str) -> None:
-    """Logits and every gradient agree with Transformers' on all ranks."""
-    for rank, worst in enumerate(pools(world).run(compare, reference, layout)):
+def _rows(batch: Any, ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
+    """Return what is to be compared: whole logits, or those of each packed sample with its row of Transformers'."""
+    if batch.text.cu_seqlens is None:
+        return [(ours, theirs)]
+    bounds = batch.text.cu_seqlens.tolist()
+    samples = list(pairwise(bounds))[: len(theirs)]  # what follows is padding
+    return [(ours[0, start:end], row[: end - start]) for (start, end), row in zip(samples, theirs, strict=True)]
+
+
+def losses(reference: Reference, layout: str) -> list[float]:
+    """Return the losses of steps with all micro-batches, each replica with its share of them."""
+    from tests.support import hf
+
+    config, engine = engine_at(reference, layout)
+    batches = [hf.batch_of(config, sizes, seed=number) for number, sizes in enumerate(reference.images)]
+    mine = batches[engine.groups.coords.dp :: engine.groups.dims.dp]
+    colocated = engine.schedule.colocated
+    return [
+        engine.train_step(mine if colocated is None else colocated.with_own_images(mine)).loss for _ in range(STEPS)
+    ]
+
+
+def assert_layout(pools: Any, reference: Reference, layout: str) -> None:
+    """Logits and every gradient agree with Transformers' on all ranks of one of LAYOUTS."""
+    _, world, flags = LAYOUTS[layout]
+    _hold_all(pools(world).run(compare, reference, flags), reference, layout)
+
+
+def assert_packed(pools: Any, reference: Reference) -> None:
+    """Logits and gradients of packed samples are those that Transformers computes for each by itself."""
+    _hold_all(pools(1).run(compare, reference, "", True), reference, "packed")
+
+
+def _hold_all(ranks: Sequence[dict[str, float]], reference: Reference, gates: str) -> None:
+    for rank, worst in enumerate(ranks):
         for what, difference in worst.items():
-            assert difference < TOLERANCES[what.split()[0]], f"rank {rank}, {what}: {difference:.1e}"
+            hold(reference.family, f"{gates}_{what.split()[0]}", difference, f"rank {rank}, {what}")
+
+
+def assert_losses(pools: Any, reference: Reference, layout: str) -> None:
+    """Losses of five steps at one of LAYOUTS are those of Transformers and torch's AdamW."""
+    _, world, flags = LAYOUTS[layout]
+    for ours in pools(world).run(losses, reference, flags):
+        for step, (mine, theirs) in enumerate(zip(ours, reference.losses, strict=True)):
+            hold(reference.family, f"{layout}_losses", abs(mine - theirs) / theirs, f"step {step}")
 
 
 def _relative(ours: Any, theirs: Any) -> float:
