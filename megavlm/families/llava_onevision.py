@@ -187,6 +187,9 @@ class HalvedFrames(Frames):
     def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
         return Prompt(self.text, ("", ""), (len(numbers) * tokens + 1,), self.number)
 
+    def most_groups(self, tokens: int) -> int:
+        return super().most_groups(tokens - 1)
+
     def _tokens(self, tile: Tile) -> int:
         return half(tile.grid[0]) ** 2
 

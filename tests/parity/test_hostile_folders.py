@@ -14,10 +14,12 @@ import transformers
 from safetensors.torch import save_file
 
 from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.config.model_schema import ModelConfig
+from megavlm.config.model_schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.data.processors.reader import VideoReader
+from megavlm.data.processors.sampling import Clip
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.errors import UserError
-from megavlm.families import PUBLISHED, family_of, processor_from
+from megavlm.families import PUBLISHED, VIDEO_READERS, family_of, processor_from
 from megavlm.families.shared.settings import Settings
 from megavlm.json_files import read_json
 from tests.support import tokenizers
@@ -99,6 +101,28 @@ QWEN = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "merg
 def test_an_option_of_an_image_processor_likewise(name: str) -> None:
     for value in (*WRONG, [0, 0, 0], {"height": 10**9, "width": 10**9}, {"shortest_edge": "x"}, {"shortest_edge": 0}):
         assert_answered(lambda value=value: processor_from({**CLIP, name: value}, ModelConfig()))
+
+
+READERS = {reader.classes[0]: reader for reader in VIDEO_READERS.values()}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_an_option_of_a_video_processor_likewise(reader: VideoReader) -> None:
+    vision = VisionConfig(patch_size=16, temporal_patch_size=2)
+    model = ModelConfig(vision=vision, projector=ProjectorConfig(pixel_shuffle=2), video_token=9)
+    film = Clip(60, 90, tuple(number / 10 for number in range(20)), 10.0)
+
+    def described(options: dict[str, Any]) -> None:
+        given = {"patch_size": 16, "video_processor_type": f"{reader.classes[0]}VideoProcessor", **options}
+        videos = processor_from(CLIP, model, video=given).video
+        assert videos is not None
+        assert videos.layout(film, videos.usual).film is not None
+
+    described({})
+    names = ("size", "max_image_size", "resample", "image_std", "fps", "num_frames", "min_frames", "video_sampling")
+    for name in names:
+        for value in (*WRONG, [0, 0, 0], {"fps": "x"}, {"height": 10**9, "width": 10**9}, {"longest_edge": "x"}):
+            assert_answered(partial(described, {name: value}))
 
 
 @pytest.mark.parametrize(

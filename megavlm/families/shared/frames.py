@@ -19,6 +19,13 @@ class Frames(VideoProcessor):
 
     size: Size
 
+    def __post_init__(self) -> None:
+        if min(self.size) < self.patch_size * self.projector.pixel_shuffle:
+            raise UserError(
+                f"frames of {self.size[0]}×{self.size[1]} pixels have no feature: correct size in "
+                "video_preprocessor_config.json"
+            )
+
     def places(self, count: int, frames: int) -> list[int]:
         """Return `frames` of the numbers below `count`: the first of each of `frames` equal parts."""
         return [number * count // frames for number in range(frames)]

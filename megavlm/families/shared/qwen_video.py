@@ -74,7 +74,7 @@ class QwenVideo(VideoProcessor):
 
     @property
     def _least(self) -> int:
-        return int(self.min_pixels * _ABOVE_LEAST)
+        return max(int(self.min_pixels * _ABOVE_LEAST), self.factor**2)
 
 
 def moments_of(groups: int, seconds: float, steps_per_second: float | None) -> tuple[int, ...]:

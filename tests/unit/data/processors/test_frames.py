@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
@@ -10,7 +12,11 @@ from megavlm.data.processors.video import VideoProcessor
 from megavlm.families import processor_from
 from megavlm.families.smolvlm import in_words
 
-MODEL = ModelConfig(vision=VisionConfig(patch_size=14), projector=ProjectorConfig(pixel_shuffle=2))
+MODEL = ModelConfig(
+    vision=VisionConfig(patch_size=14, temporal_patch_size=2),
+    projector=ProjectorConfig(pixel_shuffle=2),
+    video_token=9,
+)
 SMOL = {"image_processor_type": "SmolVLMImageProcessor"}
 LONG = Clip(48, 80, tuple(number / 10 for number in range(37_050)), 10.0)
 
@@ -49,6 +55,24 @@ def test_a_video_says_how_long_it_is_and_when_each_frame_is_shown() -> None:
     assert "\nFrame from 00:59:<" in second
     assert layout.prompt.texts[-1] == "<fake_token_around_image>\n\n"
     assert layout.features == 64
+
+
+@pytest.mark.parametrize("model_type", ["internvl", "smolvlm", "llava_onevision", "qwen3_vl"])
+@pytest.mark.parametrize("tokens", [100, 37, 8, 5])
+def test_a_budget_of_tokens_is_kept(model_type: str, tokens: int) -> None:
+    sides = {"size": {"height": 28, "width": 28}}
+    options = {
+        "smolvlm": {"max_image_size": {"longest_edge": 28}},
+        "qwen3_vl": {"patch_size": 14, "size": {"shortest_edge": 1, "longest_edge": 10**7}},
+    }
+    found = videos(model_type, **options.get(model_type, sides))
+    assert found is not None
+    for count in (1, 2, 5, 41):
+        film = Clip(100, 130, tuple(number / 10 for number in range(count)), 10.0)
+        layout = found.layout(film, replace(found.usual, fps=10.0, max_tokens=tokens))
+        assert layout.film is not None
+        assert 1 <= len(layout.film.frames) <= count
+        assert 1 <= layout.features <= tokens
 
 
 def test_a_family_of_the_same_image_processor_without_videos() -> None:
