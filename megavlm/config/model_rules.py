@@ -85,15 +85,18 @@ def rope_scaling_has_a_middle(config: Config) -> str | None:
 
 
 def sequence_is_not_too_long(config: Config) -> str | None:
-    longest = config.model.language.max_positions
+    language = config.model.language
+    longest = language.max_positions
     if longest is None or config.train.seq_length <= longest:
         return None
     remedy = "set --language-max-positions none"
     # A folder decides the limit, and the programs that read an exported model take it from the same config.json.
     if folder := config.checkpoint.init_from or config.checkpoint.language_from:
         # A window of full attention is a limit (families/shared/language.py); Gemma's belongs to the model.
-        window = " (and sliding_window, if it is less)" if config.model.language.window_size is None else ""
+        window = " (and sliding_window, if it is less)" if language.window_size is None else ""
         remedy = f"raise max_position_embeddings{window} in {folder}/config.json"
+        if language.rope_scaling == "yarn" and longest == language.rope_original_positions:
+            remedy += " (but not where llama_4_scaling_beta is set: how queries are scaled beyond is not known here)"
     return (
         f"--seq-length {config.train.seq_length} is longer than the {longest} positions that the language model "
         f"supports: lower it, or {remedy} to extrapolate"

@@ -157,6 +157,13 @@ MODEL = (
         "--language-rope-beta-slow 1",
     ),
     Mistake(
+        "--init-from m --language-max-positions 48 --language-rope-scaling yarn --language-rope-original-positions 48 "
+        "--seq-length 64",
+        "--seq-length 64",
+        "not where llama_4_scaling_beta is set",
+        "--seq-length 48",
+    ),
+    Mistake(
         "--language-rotary-percent 0.5",
         "--language-rotary-percent 0.5",
         "add --language-rotary-interleaved",
