@@ -155,8 +155,10 @@ class Schedule:
     def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return logits [B, S, vocabulary] of each micro-batch on the last stage's ranks, and [] elsewhere.
 
-        Each micro-batch holds all of its images, on every rank.
+        Each micro-batch holds all of its images, on every rank. Context-parallel ranks have whole rows, as their
+        key/value caches do: their micro-batches must continue rows of a cache.
         """
+        assert self.groups.dims.cp == 1 or all(batch.continuation is not None for batch in batches), "rows of a cache"
         if self.colocated is not None:
             batches = self.colocated.with_own_images(batches)
         self.phases.enter(self.phases.now.phase, "answers")

@@ -41,7 +41,7 @@ def test_two_agents_train_like_one_process_and_stop_by_one_signal(pools, tmp_pat
     launched.send_signal(signal.SIGUSR1)
     assert launched.wait(PATIENCE) == STOPPED, output.read_text()
     assert read_status(run_dir)["state"] == "stopped"
-    pools(1).run(train, TINY, str(tmp_path / "alone"))
+    pools(1).run(train, [*TINY, "--train-iters", "8"], str(tmp_path / "alone"))
     assert_same_curve(metrics(run_dir)[:8], metrics(tmp_path / "alone"))
 
 
