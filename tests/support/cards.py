@@ -149,6 +149,7 @@ def publish(cases: Cases) -> None:
 
 def run(arguments: Sequence[str], record: Path) -> list[dict[str, Any]]:
     """Run the tests that measure gates; return the lines that the plugin wrote."""
+    record.parent.mkdir(parents=True, exist_ok=True)
     record.unlink(missing_ok=True)
     files = sorted(str(path.relative_to(ROOT)) for pattern in TESTS for path in ROOT.glob(pattern))
     program = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.figures", "--figures", str(record)]
@@ -160,6 +161,13 @@ def run(arguments: Sequence[str], record: Path) -> list[dict[str, Any]]:
 def _git(*arguments: str) -> str:
     asked = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return asked.stdout.strip() or "unknown"
+
+
+def commit_here() -> str:
+    """Return the commit, with "-dirty" where files differ that are not the cards' own."""
+    asked = ["git", "status", "--porcelain", "--", ".", ":!cards", ":!docs/cards.md"]
+    changed = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return _git("rev-parse", "--short=10", "HEAD") + ("-dirty" if changed else "")
 
 
 def age(cards: Iterable[dict[str, Any]]) -> str:
@@ -188,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
     if options.render:
         publish(cases_in(read()))
         return 0
-    commit, date = _git("describe", "--always", "--dirty", "--abbrev=10"), datetime.now(UTC).date().isoformat()
+    commit, date = commit_here(), datetime.now(UTC).date().isoformat()
     began = time.monotonic()
     lines = run(["-n", options.workers, *arguments], ROOT / "runs" / "figures.jsonl")
     before = cases_in(read())
