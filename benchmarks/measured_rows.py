@@ -56,6 +56,10 @@ def _images(side: str) -> Value:
     return lambda record: statistics.median(each["jpeg"][f"{side}_ratio"] for each in record["results"])
 
 
+def _clips(scope: str) -> Value:
+    return lambda record: statistics.median(each[scope]["ratio"] for each in record["results"])
+
+
 def _of_1024(record: dict[str, Any]) -> float | None:
     return record["processor_seconds"] if record["gpus"] == 1024 else None
 
@@ -76,7 +80,7 @@ CHECKPOINT, CHECKPOINT_SINCE = "python benchmarks/checkpoint.py", "2026-11-22T12
 CPU_STEP, DATA, IMAGES, UPLOADS = (
     f"python benchmarks/{name}.py" for name in ("cpu_step", "data", "data_images", "uploads")
 )
-LOSS = "python benchmarks/loss_memory.py"
+LOSS, VIDEO = "python benchmarks/loss_memory.py", "python benchmarks/video.py"
 PLANNER = (
     "torchrun --nproc-per-node 2 tools/calibrate.py --out mine.json && python benchmarks/planner.py --profile mine.json"
 )
@@ -252,6 +256,13 @@ ROWS = (
         _images("ours"),
     ),
     Row("the same with resizing by torch (not exact)", "data_images", IMAGES, _images("fast")),
+    Row(
+        "clip to patches of Qwen2.5-VL, one core: frames/s over Transformers', both with PyAV (median of three sizes)",
+        "video",
+        VIDEO,
+        _clips("clip"),
+    ),
+    Row("the same from decoded frames on", "video", VIDEO, _clips("pixels")),
     *(
         Row(
             f"packing, 8,192 positions, {what}: share of positions that hold tokens",

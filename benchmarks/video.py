@@ -104,7 +104,7 @@ def ours() -> Visuals:
         video_steps_per_second=2.0,
     )
     given = {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 3136, "longest_edge": 12845056}}
-    return Visuals(processor_from(given, model, model_type="qwen2_5_vl"), ANY, Budget(fps=FPS))
+    return Visuals(processor_from(given, model, video={}, model_type="qwen2_5_vl"), ANY, Budget(fps=FPS))
 
 
 def our_patches(visuals: Visuals, video: VideoRef) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Say on how many GPUs ten models can be trained, and how fast: a table of the planner's answers.
+"""Say on how many GPUs ten models can be trained on images and clips, and how fast: tables of the planner's answers.
 
     python benchmarks/what_fits.py [MODEL …] [--write]     # --write: into docs/what-fits.md, too
     python benchmarks/what_fits.py --missing --write       # what is not kept yet; go on after an interruption
 
-For each model, GPU, amount of images and way to train, the smallest power of two of GPUs (up to 64) on which a layout
-fits, and its predicted tokens per second and GPU. Nothing here is measured. `records/what_fits.json` keeps the answers,
-so that a part can be renewed.
+For each model, GPU, amount of images or length of a clip, and way to train, the smallest power of two of GPUs (up to
+64) on which a layout fits, and its predicted tokens per second and GPU. Nothing here is measured.
+`records/what_fits.json` keeps the answers, so that a part can be renewed.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ MODELS = {
 }
 # Sequence length → tokens of images in it.
 BUDGETS = {2048: 1024, 8192: 4096, 16384: 12288}
+# Frames of the one clip in a sequence → sequence length; models that read clips, of frames of this side in pixels.
+CLIPS = {64: 16384, 256: 40960}
+CLIP_MODELS = ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen3_vl_8b", "qwen2_5_vl_32b", "qwen2_5_vl_72b")
+CLIP_SIDE = 448
 WAYS = ("full", "LoRA", "frozen tower")
 # Sequences of a step, so many for each GPU: enough that a pipeline's bubble does not decide.
 _BATCH = 16
@@ -60,10 +64,24 @@ class Case:
     gpu: str
     seq_length: int
     way: str
+    frames: int = 0  # of the clip; 0: the sequence has images
 
     @property
     def key(self) -> str:
-        return f"{self.model} {self.gpu} {self.seq_length} {self.way}"
+        clip = f" {self.frames} frames" if self.frames else ""
+        return f"{self.model} {self.gpu} {self.seq_length} {self.way}{clip}"
+
+    @property
+    def side(self) -> int:
+        """Return the side in pixels of an image, of a tile, or of a frame."""
+        return CLIP_SIDE if self.frames else MODELS[self.model]
+
+    @property
+    def pictures(self) -> int:
+        """Return how many images, tiles, or groups of frames that share their patches are in a sequence."""
+        if self.frames:
+            return self.frames // published_model(self.model).vision.temporal_patch_size
+        return max(1, round(BUDGETS[self.seq_length] / tokens_of(self.model, self.side)))
 
 
 @dataclass(frozen=True)
@@ -85,26 +103,27 @@ def cases(models: list[str]) -> Iterator[Case]:
             for seq_length in BUDGETS:
                 for way in WAYS:
                     yield Case(model, gpu, seq_length, way)
+            for frames, seq_length in CLIPS.items() if model in CLIP_MODELS else ():
+                for way in WAYS:
+                    yield Case(model, gpu, seq_length, way, frames)
 
 
 def configuration(case: Case, gpus: int) -> Config:
     """Return the run of a case on so many GPUs."""
-    model, side = published_model(case.model), MODELS[case.model]
     freeze: Any = {"full": (), "LoRA": ("vision", "projector"), "frozen tower": ("vision",)}[case.way]
-    images = max(1, round(BUDGETS[case.seq_length] / image_tokens(case.model)))
     return Config(
-        model=replace(model, freeze=freeze),
+        model=replace(published_model(case.model), freeze=freeze),
         lora=LoraConfig(rank=16 if case.way == "LoRA" else 0),
         precision=PrecisionConfig(dtype="bf16"),
         train=TrainConfig(seq_length=case.seq_length, global_batch_size=_BATCH * gpus),
-        data=DataConfig(kind="synthetic", images_per_sample=(images,), image_sizes=(side,)),
+        data=DataConfig(kind="synthetic", images_per_sample=(case.pictures,), image_sizes=(case.side,)),
     )
 
 
-def image_tokens(model: str) -> int:
-    """Return the tokens of an image, or of a tile, of the side that MODELS says."""
+def tokens_of(model: str, side: int) -> int:
+    """Return the tokens of an image, a tile or a group of frames with this side."""
     sizes = published_model(model)
-    patches = MODELS[model] // sizes.vision.patch_size
+    patches = side // sizes.vision.patch_size
     return tokens_per_grid((patches, patches), sizes.projector)
 
 
@@ -125,23 +144,36 @@ def known() -> dict[str, Answer]:
 
 
 def table(answers: dict[str, Answer]) -> str:
-    """Return the tables of docs/what-fits.md, one for each sequence length."""
+    """Return the tables of docs/what-fits.md: for each sequence length with images, and for each clip."""
     lines: list[str] = []
     for seq_length, budget in BUDGETS.items():
-        lines += [
-            f"### {seq_length:,} tokens, about {budget:,} of them of images",
-            "",
-            f"| model | images | | {' | '.join(GPUS.values())} |",
-            "|---|---|---|" + "---|" * len(GPUS),
-        ]
+        lines += _head(f"{seq_length:,} tokens, about {budget:,} of them of images", "images")
         for model, side in MODELS.items():
-            count = max(1, round(budget / image_tokens(model)))
-            for way in WAYS:
-                cells = [answers[Case(model, gpu, seq_length, way).key].cell for gpu in GPUS]
-                shown = f"`{model}` | {count} of {side}²" if way == WAYS[0] else " | "
-                lines.append(f"| {shown} | {way} | {' | '.join(cells)} |")
+            count = Case(model, "", seq_length, "").pictures
+            lines += _rows(answers, Case(model, "", seq_length, ""), f"{count} of {side}²")
+        lines.append("")
+    for frames, seq_length in CLIPS.items():
+        lines += _head(f"{seq_length:,} tokens, with a clip of {frames} frames of {CLIP_SIDE}²", "tokens of the clip")
+        for model in CLIP_MODELS:
+            case = Case(model, "", seq_length, "", frames)
+            lines += _rows(answers, case, f"{case.pictures * tokens_of(model, CLIP_SIDE):,}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _head(title: str, column: str) -> list[str]:
+    gpus = " | ".join(GPUS.values())
+    return [f"### {title}", "", f"| model | {column} | | {gpus} |", "|---|---|---|" + "---|" * len(GPUS)]
+
+
+def _rows(answers: dict[str, Answer], case: Case, pictures: str) -> list[str]:
+    """Return a model's rows, one for each way to train it, by a case without GPU and way."""
+    rows = []
+    for way in WAYS:
+        cells = [answers[replace(case, gpu=gpu, way=way).key].cell for gpu in GPUS]
+        shown = f"`{case.model}` | {pictures}" if way == WAYS[0] else " | "
+        rows.append(f"| {shown} | {way} | {' | '.join(cells)} |")
+    return rows
 
 
 def documented(text: str) -> str:

@@ -77,13 +77,18 @@ def test_validation_with_every_checkpoint_takes_3_percent_of_an_epoch(path: Path
     assert times * held_out * forward_share(config) <= DEAR
 
 
-SAMPLED = ("qwen2_5_vl_7b h100 8192 full", "smolvlm_2b a100 2048 LoRA", "llava_1_5_7b b200 2048 frozen tower")
+SAMPLED = (
+    "qwen2_5_vl_7b h100 8192 full",
+    "smolvlm_2b a100 2048 LoRA",
+    "llava_1_5_7b b200 2048 frozen tower",
+    "qwen2_5_vl_7b h200 16384 full 64 frames",
+)
 
 
 def test_what_fits_is_as_documented() -> None:
     text = what_fits.DOCUMENT.read_text(encoding="utf-8")
     assert what_fits.documented(text) == text, "renew it: python benchmarks/what_fits.py --write"
-    assert len(what_fits.known()) == len(list(what_fits.cases(list(what_fits.MODELS)))) == 360
+    assert len(what_fits.known()) == len(list(what_fits.cases(list(what_fits.MODELS)))) == 480
 
 
 @pytest.mark.parametrize("key", SAMPLED)

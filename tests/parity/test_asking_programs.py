@@ -16,6 +16,7 @@ from megavlm.cli import chat, convert, evaluate
 from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef
 from megavlm.inference.assistant import Assistant, Sampling
+from megavlm.inference.exports import _data_options
 from tests.support.processors import picture
 from tests.support.whole_models import whole_folder
 
@@ -161,6 +162,13 @@ def test_a_mistake_is_one_line(model: Path, flags: str, says: str, capsys: pytes
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("chat.py: ")
     assert says in line
+
+
+def test_a_run_has_the_budget_of_a_video_that_it_was_trained_with(tmp_path: Path) -> None:
+    assert _data_options(tmp_path).video_max_tokens is None
+    for given, expected in (("", 300), ("data: {video_max_tokens: 50}", 50)):
+        (tmp_path / "config.yaml").write_text(f"train: {{seq_length: 600}}\n{given}\n")
+        assert _data_options(tmp_path).video_max_tokens == expected
 
 
 def questions(model: Path, assistant: Assistant) -> Path:
