@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def measured(pools: Pools, tokens: int, cp: int) -> dict[str, float]:
-    """Return the peak bytes, seconds and bytes sent of the rank that has most, and how much it is above the mean."""
+    """Return the largest peak memory, processor time and bytes sent over all ranks, and largest over mean time."""
     argv = [*MODEL.split(), "--seq-length", str(tokens), "--cp", str(cp)]
     with tempfile.TemporaryDirectory() as folder:
         ranks = pools(cp).run(step, argv, folder, timeout=3600)

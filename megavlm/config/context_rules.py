@@ -11,7 +11,7 @@ from megavlm.config.schema import Config
 
 
 def heads_divide_over_context(config: Config) -> str | None:
-    """With a2a alone CP divides the query heads of a tensor-parallel rank, which attention distributes."""
+    """Refuse --cp-comm-type a2a where CP does not divide the query heads of a tensor-parallel rank."""
     tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     heads = config.model.language.num_attention_heads
     if config.parallel.cp_comm_type == "a2a" and heads // tp % cp:

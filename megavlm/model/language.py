@@ -196,7 +196,7 @@ def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
 
 
 def _yarn_bounds(language: LanguageConfig) -> tuple[float, float]:
-    """Return the last pair that keeps its frequency, and the first that turns slower by the whole factor."""
+    """Return the last rotary pair that keeps its frequency, and the first whose frequency is divided by the factor."""
     width = rotary_channels(language)
 
     def pair_of(turns: float) -> float:

@@ -117,7 +117,7 @@ def unpad_and_concat(
 
 
 def _halved(frames: Tensor) -> Tensor:
-    """Return the features [frames, ⌈side/2⌉², H] of frames [frames, side², H], resized together."""
+    """Return features [frames, ⌈side/2⌉², H]: those of frames [frames, side², H], halved in height and width."""
     side = round(frames.shape[1] ** 0.5)
     maps = frames.unflatten(1, (side, side)).permute(0, 3, 1, 2).contiguous()
     reduced = F.interpolate(maps, (half(side), half(side)), mode="bilinear", align_corners=False)

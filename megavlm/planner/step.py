@@ -73,7 +73,7 @@ def encoder_layers(scenario: Scenario) -> int:
 def colocated_encoder(
     scenario: Scenario, hardware: Hardware, *, images: int, chunk_patches: int, kept: int, vision_tp: int = 1
 ) -> EncoderEstimate:
-    """Return what the encoder takes on each rank of a replica of TP × CP × PP ranks.
+    """Return the encoder's time and memory on each of the TP × CP × PP ranks of a model replica.
 
     `images` are those of one micro-batch, alike; `vision_tp` ranks together are an encoder, which takes ⌈all of the
     step's / encoders⌉ of them in passes of about `chunk_patches`. All passes but the last `kept` are computed again for

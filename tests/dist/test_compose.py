@@ -74,7 +74,7 @@ def test_an_intern_vit_composes(pools: Pools, tmp_path: Path) -> None:
 
 
 def hold_composed(vision: Path, language: Path, runs: Path) -> None:
-    """The run of four processes has the curve of the one process, which the cards of both parts note."""
+    """Check that four processes have the losses of one, and note the difference in the cards of both folders."""
     four, one = metrics(runs / "four"), metrics(runs / "one")
     assert_same_curve(four, one)
     for folder in (vision, language):

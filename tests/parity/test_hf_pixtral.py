@@ -53,7 +53,7 @@ def test_a_gelu_tower_is_refused() -> None:
 @pytest.mark.parametrize("size", [(60, 80), (97, 53), (200, 200), (28, 28), (1, 1), (1, 37), (19, 190)])
 @pytest.mark.parametrize("merge", [1, 2])
 def test_tiles_and_prompts(size: tuple[int, int], merge: int) -> None:
-    """The same size, patches and text as Transformers' processor."""
+    """An image gets the size, patches and prompt text that Transformers' processor gives it."""
     patch = 4
     theirs = pil.PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size=patch * merge)
     ours = processor_from(theirs.to_dict(), model_of(patch, merge=merge))

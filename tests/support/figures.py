@@ -23,7 +23,7 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> None:
-        """Let the report have the figures: it is what travels between processes."""
+        """Attach the measured figures to the test's report, which xdist's workers send to the main process."""
         item.user_properties += [("measured", asdict(each)) for each in take_measured()]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

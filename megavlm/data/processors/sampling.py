@@ -94,7 +94,7 @@ def from_the_first(count: int, frames: int) -> list[int]:
 
 
 def in_the_middle(count: int, frames: int) -> list[int]:
-    """Return the frame in the middle of each of `frames` equal parts."""
+    """Return the middle frame of each of `frames` equal parts of a clip."""
     return _spaced(count / frames / 2, count, frames)
 
 

@@ -17,7 +17,7 @@ IMAGE = 7
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[MicroBatch, RowSplit]:
-    """Rows with image tokens and trained tokens anywhere, or nowhere; and how ranks split them."""
+    """Draw rows with image and trained tokens at random places, and how context-parallel ranks split them."""
     split, rows = RowSplit(draw(st.integers(1, 4)), draw(st.integers(1, 4))), draw(st.integers(1, 3))
     length = split.multiple * draw(st.integers(1, 3))
     size, shape = rows * length, (rows, length)

@@ -60,7 +60,7 @@ def across_ranks(tensors: tuple[Tensor, ...], bounds: list[int] | None, split: R
 
 
 def attended(found: list[Any], group: int, head: int, bounds: list[int] | None, split: RowSplit) -> Tensor:
-    """The attention of one rank, which has its group's rows, and gathers those of the others."""
+    """Return the attention of one rank: queries of its group's positions, keys and values of all positions."""
     query = found[group][head][0]
     if split.groups == 1:
         return attend(*found[group][head], None if bounds is None else packed(bounds, torch.device("cpu")))

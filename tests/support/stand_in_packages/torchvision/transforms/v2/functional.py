@@ -12,7 +12,7 @@ __all__ = ["InterpolationMode", "grayscale_to_rgb", "normalize", "resize"]
 def resize(
     image: torch.Tensor, size: Sequence[int], interpolation: InterpolationMode, antialias: bool = True
 ) -> torch.Tensor:
-    """Bytes stay bytes with these filters; an image of the right size is returned as it is."""
+    """Return the resized uint8 image; an image that has the size already is returned unchanged."""
     assert image.dtype == torch.uint8
     assert interpolation in (InterpolationMode.BICUBIC, InterpolationMode.LANCZOS)
     if tuple(image.shape[-2:]) == tuple(size):
