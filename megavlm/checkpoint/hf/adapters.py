@@ -39,11 +39,12 @@ class Adapters:
 
     def by_hf_name(self, rule: Rule) -> dict[str, tuple[Tensor, Tensor]]:
         """Return A and B for each Hugging Face weight, by name, that holds rows of this layer (`rule` says which)."""
-        if isinstance(rule, FusedQKV):
-            present = [name for name in QKV_LINEARS if name in self.pairs]
-            rows = next(iter(self.pairs.values()))[1].shape[0]
-            blocks = [self.pairs[name][1] if name in present else torch.zeros(rows, 0) for name in QKV_LINEARS]
-            return {rule.hf_name: (torch.cat([self.pairs[name][0] for name in present]), torch.block_diag(*blocks))}
+        fused = QKV_LINEARS if isinstance(rule, FusedQKV) else MLP_LINEARS if len(rule.hf_names) == 1 else ()
+        if present := [name for name in fused if name in self.pairs]:  # one weight for several linears
+            rows = self.pairs[present[0]][1].shape[0]
+            blocks = [self.pairs[name][1] if name in present else torch.zeros(rows, 0) for name in fused]
+            (hf_name,) = rule.hf_names
+            return {hf_name: (torch.cat([self.pairs[name][0] for name in present]), torch.block_diag(*blocks))}
         order = {3: QKV_LINEARS, 2: MLP_LINEARS}.get(len(rule.hf_names), tuple(self.pairs))
         return {name: self.pairs[part] for part, name in zip(order, rule.hf_names, strict=True) if part in self.pairs}
 
