@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig
+from megavlm.families import pixtral
 from megavlm.families.pixtral import IMAGE, PROCESSOR, inputs, vision, vision_table
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
@@ -83,13 +84,8 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=inputs,
-    name_prefixes=(
-        NamePrefixes(
-            "vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight"
-        ),
-        NamePrefixes("model.vision_tower.", "model.multi_modal_projector.", "model.language_model."),
-    ),
-    unused=(r".*\.rotary_emb\.inv_freq", r".*\.patch_positional_embedding\.inv_freq"),
+    name_prefixes=pixtral.FAMILY.name_prefixes,
+    unused=pixtral.FAMILY.unused,
     image_processors=(PROCESSOR,),
     image_text=IMAGE,
     chat_template=CHAT,

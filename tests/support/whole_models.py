@@ -78,29 +78,28 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
     """A tiny model of each family, for the images of its processor."""
     image = tokenizer.convert_tokens_to_ids(CASES[name].attributes["image_token"])
     text = {**TEXT, "vocab_size": len(tokenizer) + 3, "eos_token_id": tokenizer.eos_token_id}
-    marks = {
-        "video_token_id": tokenizer.get_vocab().get("<|video_pad|>", len(tokenizer) + 1),
-        "vision_start_token_id": tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-        "vision_end_token_id": tokenizer.convert_tokens_to_ids("<|vision_end|>"),
-    }
+    build = config_with_mrope if name.startswith(("qwen", "glm4v")) else config_with_rope
+    return transformers.AutoModelForImageTextToText.from_config(build(name, tokenizer, text, image))
+
+
+def config_with_rope(name: str, tokenizer: Any, text: dict[str, Any], image: int) -> transformers.PreTrainedConfig:
+    """Return the configuration of a family whose tokens have one position each."""
     match name:
         case "llava":
-            config = transformers.LlavaConfig(
+            return transformers.LlavaConfig(
                 vision_config=transformers.CLIPVisionConfig(**TOWER),
                 text_config=transformers.LlamaConfig(**text),
                 image_token_index=image,
             )
-            return transformers.LlavaForConditionalGeneration(config)
         case "llava-next":
-            config = transformers.LlavaNextConfig(
+            return transformers.LlavaNextConfig(
                 vision_config=transformers.CLIPVisionConfig(**TOWER),
                 text_config=transformers.LlamaConfig(**text),
                 image_token_index=image,
                 image_grid_pinpoints=PINPOINTS,
             )
-            return transformers.LlavaNextForConditionalGeneration(config)
         case "onevision":
-            config = transformers.LlavaOnevisionConfig(
+            return transformers.LlavaOnevisionConfig(
                 vision_config=transformers.SiglipVisionConfig(**TOWER),
                 text_config=transformers.Qwen2Config(**text),
                 image_token_index=image,
@@ -108,34 +107,60 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
                 image_grid_pinpoints=PINPOINTS,
                 vision_aspect_ratio="anyres_max_9",
             )
-            return transformers.LlavaOnevisionForConditionalGeneration(config)
         case "internvl":
             sides = {"image_size": [28, 28], "patch_size": [14, 14]}
-            config = transformers.InternVLConfig(
+            return transformers.InternVLConfig(
                 vision_config=InternVLVisionConfig(**{**TOWER, **sides}, attention_bias=True),
                 text_config=transformers.Qwen2Config(**text),
                 image_token_id=image,
                 tie_word_embeddings=False,
             )
-            return transformers.InternVLForConditionalGeneration(config)
+        case "gemma3":
+            return transformers.Gemma3Config(
+                vision_config=transformers.SiglipVisionConfig(**{**TOWER, "image_size": 56, "patch_size": 7}),
+                text_config=transformers.Gemma3TextConfig(**{**GEMMA, "vocab_size": len(tokenizer) + 3}),
+                mm_tokens_per_image=4,
+                image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+            )
+        case "mistral3":
+            return transformers.Mistral3Config(
+                vision_config=transformers.PixtralVisionConfig(**{**TOWER, "patch_size": 7, "hidden_act": "silu"}),
+                text_config=transformers.MistralConfig(**text, head_dim=10, sliding_window=None),
+                image_token_index=image,
+                tie_word_embeddings=False,
+            )
+    return transformers.SmolVLMConfig(
+        vision_config={**TOWER, "image_size": 32, "patch_size": 8},
+        text_config={"model_type": "llama", **text},
+        image_token_id=image,
+        scale_factor=2,
+    )
+
+
+def config_with_mrope(name: str, tokenizer: Any, text: dict[str, Any], image: int) -> transformers.PreTrainedConfig:
+    """Return the configuration of a family whose images have positions in time, height and width."""
+    marks = {
+        "video_token_id": tokenizer.get_vocab().get("<|video_pad|>", len(tokenizer) + 1),
+        "vision_start_token_id": tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        "vision_end_token_id": tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+    }
+    match name:
         case "qwen2-vl":
-            config = transformers.Qwen2VLConfig(
+            return transformers.Qwen2VLConfig(
                 vision_config={"depth": 4, "embed_dim": 36, "num_heads": 3, "hidden_size": 32, "patch_size": 14},
                 text_config={**text, "rope_parameters": ROPE},
                 image_token_id=image,
                 **marks,
             )
-            return transformers.Qwen2VLForConditionalGeneration(config)
         case "qwen2.5-vl":
-            config = transformers.Qwen2_5_VLConfig(
+            return transformers.Qwen2_5_VLConfig(
                 vision_config={**QWEN_TOWER, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1, 3]},
                 text_config={**text, "rope_parameters": ROPE},
                 image_token_id=image,
                 **marks,
             )
-            return transformers.Qwen2_5_VLForConditionalGeneration(config)
         case "qwen3-vl":
-            config = transformers.Qwen3VLConfig(
+            return transformers.Qwen3VLConfig(
                 vision_config={
                     **QWEN_TOWER,
                     "patch_size": 16,
@@ -146,35 +171,11 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
                 image_token_id=image,
                 **marks,
             )
-            return transformers.Qwen3VLForConditionalGeneration(config)
-        case "gemma3":
-            config = transformers.Gemma3Config(
-                vision_config=transformers.SiglipVisionConfig(**{**TOWER, "image_size": 56, "patch_size": 7}),
-                text_config=transformers.Gemma3TextConfig(**{**GEMMA, "vocab_size": len(tokenizer) + 3}),
-                mm_tokens_per_image=4,
-                image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
-            )
-            return transformers.Gemma3ForConditionalGeneration(config)
         case "glm4v":
-            config = transformers.Glm4vConfig(
+            return transformers.Glm4vConfig(
                 vision_config={**QWEN_TOWER, "patch_size": 14, "image_size": 56},
                 text_config={**text, "rope_parameters": GLM_ROPE},
                 image_token_id=image,
                 video_token_id=marks["video_token_id"],
             )
-            return transformers.Glm4vForConditionalGeneration(config)
-        case "mistral3":
-            config = transformers.Mistral3Config(
-                vision_config=transformers.PixtralVisionConfig(**{**TOWER, "patch_size": 7, "hidden_act": "silu"}),
-                text_config=transformers.MistralConfig(**text, head_dim=10, sliding_window=None),
-                image_token_index=image,
-                tie_word_embeddings=False,
-            )
-            return transformers.Mistral3ForConditionalGeneration(config)
-    config = transformers.SmolVLMConfig(
-        vision_config={**TOWER, "image_size": 32, "patch_size": 8},
-        text_config={"model_type": "llama", **text},
-        image_token_id=image,
-        scale_factor=2,
-    )
-    return transformers.SmolVLMForConditionalGeneration(config)
+    raise KeyError(name)
