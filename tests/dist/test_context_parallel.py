@@ -86,8 +86,13 @@ def test_three_ranks_split_rows_of_six_heads(pools, tmp_path):
 
 
 def test_heads_that_context_ranks_do_not_divide(pools, tmp_path):
-    """Six heads on four ranks: two exchange heads, two groups of them gather keys and values."""
+    """Six heads on four ranks: two exchange heads, two groups of them gather keys and values.
+
+    The first rank encodes the largest image, which is not the first of its sample: features arrive in another order
+    than that of their tokens.
+    """
     argv = [*SMALL, "--no-save", *"--language-num-attention-heads 6 --language-num-query-groups 3".split()]
+    argv += "--images-per-sample 3 0 2 1 --image-sizes 16 24 32 --seq-length 64".split()
     pools(1).run(train, argv, str(tmp_path / "one"))
     pools(4).run(train, [*argv, "--cp", "4"], str(tmp_path / "four"))
     assert_same_curve(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
