@@ -8,7 +8,7 @@ times of its frames, and its first frame is decoded for its size. Times are proc
 are medians of ratios of neighbouring turns. `pixels` begins with the decoded frames. `off` is the largest difference
 between the two sides' patches. Clips are moving crops of scikit-learn's two photographs with a cut each three seconds,
 encoded by x264 with its defaults. Where torchvision is missing, Transformers has the few functions that it needs from
-`tests/support/torchvision_stand_in`. Appends to `benchmarks/records/video.jsonl`, unless `--quick`.
+`tests/support/stand_in_packages`. Appends to `benchmarks/records/video.jsonl`, unless `--quick`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support" / "torchvision_stand_in"))  # behind the real one
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support" / "stand_in_packages"))  # behind the real one
 
 import av
 import numpy as np

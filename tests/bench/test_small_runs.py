@@ -13,6 +13,8 @@ RUNS = [
     "cpu_step.py --quick",
     "uploads.py --quick --store file://{folder}",
     "loss_memory.py --quick",
+    "video.py --quick",
+    "context.py --quick",
     "placement.py --dry --rounds 1 --steps 1 --only frozen",
     "placement.py --dry --rounds 1 --steps 1 --only 112",
 ]
