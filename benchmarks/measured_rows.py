@@ -1,13 +1,23 @@
-"""List the rows of docs/measured.md: what each figure is, and how it is read from a record."""
+"""List the rows of docs/measured.md: what each figure is, its record and its command."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-Value = Callable[[dict[str, Any]], float | None]
+from measured_values import (
+    FROZEN,
+    Value,
+    at,
+    clips,
+    context,
+    errors,
+    images,
+    loss_time,
+    of_1024,
+    vision_time_saved,
+    with_processes,
+)
 
 
 @dataclass(frozen=True)
@@ -26,55 +36,8 @@ class Row:
     since: str = ""
 
 
-def at(*path: str) -> Value:
-    """Return a function that follows `path` into a record; an entry of a list is found by its `question`."""
-
-    def value(record: dict[str, Any]) -> float | None:
-        found: Any = record
-        for key in path:
-            if isinstance(found, list):
-                found = next((entry for entry in found if entry["question"] == key), {})
-            else:
-                found = found.get(key, {})
-        return found if found != {} else None
-
-    return value
-
-
-def _vision_time_saved(record: dict[str, Any]) -> float | None:
-    """Return the share of the encoder's processor time that the cache saves."""
-    before, after = (at("results", FROZEN, side, "vision")(record) for side in ("colocated", "cache, later epochs"))
-    return None if before is None or after is None else 1 - after / before
-
-
-def _errors(record: dict[str, Any]) -> list[float]:
-    """Return the relative errors of the planner's step times."""
-    return [abs(each["predicted"] / each["measured"] - 1) for each in record["seconds"].values()]
-
-
-def _images(side: str) -> Value:
-    return lambda record: statistics.median(each["jpeg"][f"{side}_ratio"] for each in record["results"])
-
-
-def _clips(scope: str) -> Value:
-    return lambda record: statistics.median(each[scope]["ratio"] for each in record["results"])
-
-
-def _of_1024(record: dict[str, Any]) -> float | None:
-    return record["processor_seconds"] if record["gpus"] == 1024 else None
-
-
-def _loss_time(share: str) -> Value:
-    """Return a function that reads the time with this share of trained tokens over that of all logits at once."""
-    return lambda record: record["seconds"][f"chunked, {share} trained"] / record["seconds"]["whole"]
-
-
-def _with_processes(processes: int, key: str) -> Value:
-    return lambda record: record.get(key) if record["processes"] == processes else None
-
-
 PLACEMENT = "python benchmarks/placement.py"
-PIPELINE, FROZEN = "PP2, trained encoder", "PP2, frozen encoder, two micro-batches"
+PIPELINE = "PP2, trained encoder"
 CONVERT, CONVERT_SINCE = "python benchmarks/convert.py", "2026-11-21T09:30"  # pieces on several threads
 CHECKPOINT, CHECKPOINT_SINCE = "python benchmarks/checkpoint.py", "2026-11-22T12:00"  # read once
 CPU_STEP, DATA, IMAGES, UPLOADS = (
@@ -125,7 +88,7 @@ ROWS = (
         "vision cache: share of the encoder's processor time saved",
         "placement",
         PLACEMENT,
-        _vision_time_saved,
+        vision_time_saved,
         "{:.0%}",
     ),
     Row(
@@ -146,14 +109,14 @@ ROWS = (
         "output layer and loss in eight chunks, trained: processor time over whole logits",
         "loss_memory",
         LOSS,
-        _loss_time("100%"),
+        loss_time("100%"),
     ),
-    Row("the same where half of the tokens are trained", "loss_memory", LOSS, _loss_time("50%")),
+    Row("the same where half of the tokens are trained", "loss_memory", LOSS, loss_time("50%")),
     Row(
         "planner: median error of step times, 16 configurations of two processes",
         "planner",
         PLANNER,
-        lambda record: statistics.median(_errors(record)),
+        lambda record: statistics.median(errors(record)),
         "{:.1%}",
         by_the_clock=True,
         since=PLANNER_SINCE,
@@ -162,7 +125,7 @@ ROWS = (
         "planner: largest error of the same",
         "planner",
         PLANNER,
-        lambda record: max(_errors(record)),
+        lambda record: max(errors(record)),
         "{:.0%}",
         by_the_clock=True,
         since=PLANNER_SINCE,
@@ -171,7 +134,7 @@ ROWS = (
         "planner: search over 1,024 GPUs (Qwen2.5-VL-72B), processor time",
         "search",
         "python benchmarks/search.py",
-        _of_1024,
+        of_1024,
         "{:.1f} s",
         since="2026-11-22",  # a GPU's passes and launches are counted
     ),
@@ -211,7 +174,7 @@ ROWS = (
             f"save beside training, {count}: wait beyond the copy into host memory, of a save that training waits for",
             "checkpoint",
             CHECKPOINT,
-            _with_processes(processes, "stall_beyond_copy_of_sync"),
+            with_processes(processes, "stall_beyond_copy_of_sync"),
             "{:.1%}",
             by_the_clock=True,
             since=CHECKPOINT_SINCE,
@@ -223,7 +186,7 @@ ROWS = (
             f"verifying while loading from the page cache, {count}: processor time beyond that of a load",
             "checkpoint",
             CHECKPOINT,
-            _with_processes(processes, "verification_of_load_cpu"),
+            with_processes(processes, "verification_of_load_cpu"),
             "{:.0%}",
             since=CHECKPOINT_SINCE,
         )
@@ -253,16 +216,27 @@ ROWS = (
         "JPEG to patches, one core: speed over Transformers' processors (median of six families, three sizes)",
         "data_images",
         IMAGES,
-        _images("ours"),
+        images("ours"),
     ),
-    Row("the same with resizing by torch (not exact)", "data_images", IMAGES, _images("fast")),
+    Row("the same with resizing by torch (not exact)", "data_images", IMAGES, images("fast")),
     Row(
         "clip to patches of Qwen2.5-VL, one core: frames/s over Transformers', both with PyAV (median of three sizes)",
         "video",
         VIDEO,
-        _clips("clip"),
+        clips("clip"),
     ),
-    Row("the same from decoded frames on", "video", VIDEO, _clips("pixels")),
+    Row("the same from decoded frames on", "video", VIDEO, clips("pixels")),
+    *(
+        Row(
+            f"`--cp {cp}`, {tokens:,} tokens: {what} of the busier rank, over one process's",
+            "context",
+            "python benchmarks/context.py",
+            context(tokens, cp, key),
+        )
+        for tokens in (8192, 32768)
+        for cp in (2, 4)
+        for what, key in (("memory", "bytes"), ("processor time", "seconds"))
+    ),
     *(
         Row(
             f"packing, 8,192 positions, {what}: share of positions that hold tokens",

@@ -1,0 +1,67 @@
+"""Read the figures of docs/measured.md from records of benchmarks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+Value = Callable[[dict[str, Any]], float | None]
+FROZEN = "PP2, frozen encoder, two micro-batches"
+
+
+def at(*path: str) -> Value:
+    """Return a function that follows `path` into a record; an entry of a list is found by its `question`."""
+
+    def value(record: dict[str, Any]) -> float | None:
+        found: Any = record
+        for key in path:
+            if isinstance(found, list):
+                found = next((entry for entry in found if entry["question"] == key), {})
+            else:
+                found = found.get(key, {})
+        return found if found != {} else None
+
+    return value
+
+
+def vision_time_saved(record: dict[str, Any]) -> float | None:
+    """Return the share of the encoder's processor time that the cache saves."""
+    before, after = (at("results", FROZEN, side, "vision")(record) for side in ("colocated", "cache, later epochs"))
+    return None if before is None or after is None else 1 - after / before
+
+
+def errors(record: dict[str, Any]) -> list[float]:
+    """Return the relative errors of the planner's step times."""
+    return [abs(each["predicted"] / each["measured"] - 1) for each in record["seconds"].values()]
+
+
+def images(side: str) -> Value:
+    return lambda record: statistics.median(each["jpeg"][f"{side}_ratio"] for each in record["results"])
+
+
+def clips(scope: str) -> Value:
+    return lambda record: statistics.median(each[scope]["ratio"] for each in record["results"])
+
+
+def of_1024(record: dict[str, Any]) -> float | None:
+    return record["processor_seconds"] if record["gpus"] == 1024 else None
+
+
+def loss_time(share: str) -> Value:
+    """Return a function that reads the time with this share of trained tokens over that of all logits at once."""
+    return lambda record: record["seconds"][f"chunked, {share} trained"] / record["seconds"]["whole"]
+
+
+def with_processes(processes: int, key: str) -> Value:
+    return lambda record: record.get(key) if record["processes"] == processes else None
+
+
+def context(tokens: int, cp: int, key: str) -> Value:
+    """Return a function that reads a rank's memory ("bytes") or time ("seconds") under `cp`, over one process's."""
+
+    def value(record: dict[str, Any]) -> float | None:
+        found = record.get(str(tokens))
+        return found and found[str(cp)][key] / found["1"][key]
+
+    return value
