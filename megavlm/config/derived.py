@@ -36,6 +36,19 @@ def context_heads(config: Config) -> int:
     return math.gcd(heads, parallel.context_parallel_size)
 
 
+def has_experts(model: ModelConfig, layer: int) -> bool:
+    """Return whether language layer number `layer` has experts in place of its MLP."""
+    return model.experts.num_experts > 0 and layer not in model.experts.dense_layers
+
+
+def expert_tensor_parallel(config: Config) -> int:
+    """Return the number of ranks that split each expert: --etp, or its default (TP if EP is 1, else 1)."""
+    parallel = config.parallel
+    if parallel.expert_tensor_parallel_size is not None:
+        return parallel.expert_tensor_parallel_size
+    return parallel.tensor_model_parallel_size if parallel.expert_model_parallel_size == 1 else 1
+
+
 def shards_gradients(config: Config) -> bool:
     """Return whether gradients are sharded (ZeRO-2 and 3, torch's fully_shard); megatron-core does stages 0 and 1."""
     return config.parallel.data_parallel_sharding in ("optimizer_gradients", "full")

@@ -7,8 +7,9 @@ returns to its default instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.fields import Option, options, value_at, with_values
 from megavlm.config.lora import adapted_parts
 from megavlm.config.resolve import data_kind, has_validation
@@ -33,6 +34,10 @@ def _data(kind: str) -> Callable[[Config], bool]:
 
 def _colocated(config: Config) -> bool:
     return config.placement.encoder == "colocated"
+
+
+def _has_experts(config: Config) -> bool:
+    return config.model.experts.num_experts > 0
 
 
 def _trains(module: str) -> Callable[[Config], bool]:
@@ -91,6 +96,41 @@ EFFECTS = (
         lambda config: config.parallel.context_parallel_size > 1,
         "without context parallelism",
         "add --cp 2",
+    ),
+    Effect(
+        "parallel",
+        ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type"),
+        _has_experts,
+        "without experts",
+        "add --num-experts 8",
+    ),
+    Effect(
+        "model.experts",
+        tuple(field.name for field in fields(ExpertsConfig) if field.name != "num_experts"),
+        _has_experts,
+        "without experts",
+        "add --num-experts 8",
+    ),
+    Effect(
+        "model.experts",
+        ("shared_gate",),
+        lambda config: config.model.experts.shared_ffn_hidden_size is not None,
+        "without a shared expert",
+        "add --moe-shared-expert-intermediate-size",
+    ),
+    Effect(
+        "model.experts",
+        ("router_pre_softmax",),
+        lambda config: config.model.experts.router_score_function == "softmax",
+        "with sigmoid scores",
+        "use --moe-router-score-function softmax",
+    ),
+    Effect(
+        "model.experts",
+        ("router_bias_update_rate",),
+        lambda config: config.model.experts.router_enable_expert_bias,
+        "without a bias",
+        "add --moe-router-enable-expert-bias",
     ),
     Effect(
         "parallel",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from megavlm.config.context_rules import CONTEXT_RULES
 from megavlm.config.derived import replica_size, sequence_parallel, shards_gradients
+from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
 from megavlm.config.lora import adapted_parts
 from megavlm.config.messages import divisors, nearest, shown
 from megavlm.config.resolve import data_kind, is_set, resolve_model
@@ -250,6 +251,7 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     sequence_divides_over_tp,
     interleaving_has_stages,
     *CONTEXT_RULES,
+    *EXPERT_LAYOUT_RULES,
     features_can_be_reused,
     *SHARDING_RULES,
     tp_overlap_has_sequences,
@@ -258,6 +260,7 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
 
 WORLD_RULES: tuple[Callable[[Config, int], str | None], ...] = (
     world_divides,
+    expert_ranks_divide,
     hybrid_shards_divide,
     global_batch_divides,
     interleaving_has_microbatches,

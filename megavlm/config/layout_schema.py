@@ -27,7 +27,17 @@ class ParallelConfig:
         "How ranks of --cp attend to one another's positions: exchange heads (a2a), gather keys and values "
         "(all_gather), or both (auto): as many ranks exchange heads as the heads allow, and groups of them gather.",
     )
-    expert_model_parallel_size: int = option(1, "Number of ranks that split the experts; only 1 is supported.", "--ep")
+    expert_model_parallel_size: int = option(
+        1, "Number of ranks that hold different experts of each layer; must divide --num-experts.", "--ep"
+    )
+    expert_tensor_parallel_size: int | None = option(
+        None, "Number of ranks that split each expert; default: TP if EP is 1, else 1.", "--etp"
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = option(
+        "alltoall",
+        "How tokens reach experts on other ranks: each is sent to its experts (alltoall), or all tokens are gathered "
+        "by all ranks of EP × ETP (allgather).",
+    )
     sequence_parallel: bool | None = option(
         None,
         "Shard activations outside attention and MLP along the sequence over TP ranks; default: on if TP > 1.",

@@ -73,7 +73,7 @@ def nearest_names(word: str, candidates: Iterable[str]) -> list[str]:
     near = [name for name, known in names.items() if known == bare]
     near = near or [name for name, known in names.items() if known.endswith(f"-{bare}")]
     near = near or [name for name, known in names.items() if known.startswith(f"{bare}-")]
-    return sorted(near, key=len) or difflib.get_close_matches(word, names, n=1)
+    return sorted(near, key=lambda name: (name.count("-"), len(name))) or difflib.get_close_matches(word, names, n=1)
 
 
 def shown(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megavlm.config.derived import masks_attention, rotary_channels
+from megavlm.config.expert_rules import EXPERT_MODEL_RULES
 from megavlm.config.lora import adapted_parts, never_run, unmatched
 from megavlm.config.messages import divisors, nearest
 from megavlm.config.resolve import data_kind, is_set, resolve_model
@@ -281,6 +282,7 @@ MODEL_RULES: tuple[Callable[[Config], str | None], ...] = (
     full_attention_layers_exist,
     masks_are_expressible,
     tiled_images_are_expressible,
+    *EXPERT_MODEL_RULES,
     lora_targets_exist,
     adapters_are_not_frozen,
     something_trains,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.option import MODEL, option
 
 
@@ -219,6 +220,7 @@ class ModelConfig:
     vision: VisionConfig = field(default_factory=VisionConfig)
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     image_token: int | None = option(
         None, "Token id whose positions receive the image features; default: the tokenizer's image token."
     )

@@ -43,7 +43,12 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
         kv_channels=model.language.hidden_size // model.language.num_attention_heads,
         vocab_size=vocab_size,
     )
-    return replace(model, language=language, projector=_filled(model.projector, hidden_size=language.hidden_size))
+    return replace(
+        model,
+        language=language,
+        projector=_filled(model.projector, hidden_size=language.hidden_size),
+        experts=_filled(model.experts, ffn_hidden_size=language.ffn_hidden_size),
+    )
 
 
 def data_kind(config: Config) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megavlm.config.evaluation_schema import EvaluationConfig
+from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.layout_schema import ExecutionConfig, ParallelConfig, PlacementConfig, PrecisionConfig
 from megavlm.config.logging_schema import LoggingConfig
 from megavlm.config.model_schema import LanguageConfig, LoraConfig, ModelConfig, ProjectorConfig, VisionConfig
@@ -28,6 +29,7 @@ __all__ = [
     "DatasetConfig",
     "EvaluationConfig",
     "ExecutionConfig",
+    "ExpertsConfig",
     "LanguageConfig",
     "LoggingConfig",
     "LoraConfig",

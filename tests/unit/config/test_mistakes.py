@@ -84,7 +84,7 @@ RANGES = (
     Mistake("--tp 0", "--tensor-model-parallel-size 0", "at least 1", "--tp 1"),
     Mistake("--vpp 0", "--virtual-pipeline-model-parallel-size 0", "at least 1", "--vpp 1"),
     Mistake("--cp 0", "--context-parallel-size 0", "at least 1", "--cp 1"),
-    Mistake("--ep 2", "--expert-model-parallel-size 2", "not supported yet", "--ep 1"),
+    Mistake("--num-experts 1", "--num-experts 1", "0, or at least 2", "--num-experts 2"),
     Mistake("--mbs -1", "--micro-batch-size -1", "at least 1", "--mbs 1"),
     Mistake(
         "--vision-num-attention-heads 0",
@@ -503,6 +503,85 @@ LAYOUT = (
     Mistake("--profile --profile-ranks 0 2", "--profile-ranks 2", "use 0 to 1", "--profile-ranks 0 1", 2),
 )
 
+MIXTURE = "--num-experts 4"
+
+EXPERTS = (
+    Mistake(f"{MIXTURE} --moe-router-topk 5", "--moe-router-topk 5", "at most 4", "--moe-router-topk 4"),
+    Mistake(f"{MIXTURE} --moe-router-topk 1", "--moe-router-topk 1", "add --moe-router", "--moe-router-pre-softmax"),
+    Mistake(f"{MIXTURE} --moe-dense-layers 4", "--moe-dense-layers 4", "0 to 3", "--moe-dense-layers 3"),
+    Mistake(f"{MIXTURE} --moe-dense-layers 0 1 2 3", "--moe-dense-layers 0", "name fewer", "--moe-dense-layers 3"),
+    Mistake(
+        f"{MIXTURE} --moe-router-num-groups 2",
+        "--moe-router-num-groups",
+        "add it, or leave both out",
+        "--moe-router-group-topk 1",
+    ),
+    Mistake(
+        f"{MIXTURE} --moe-router-num-groups 3 --moe-router-group-topk 1",
+        "--moe-router-num-groups 3",
+        "set it to 4, 2 or 1",
+        "--moe-router-num-groups 2",
+    ),
+    Mistake(
+        f"{MIXTURE} --moe-router-num-groups 4 --moe-router-group-topk 1",
+        "--moe-router-group-topk 1",
+        "raise it",
+        "--moe-router-group-topk 2",
+    ),
+    Mistake(
+        f"{MIXTURE} --moe-router-enable-expert-bias",
+        "--moe-router-enable-expert-bias",
+        "needs --moe-router-score-function sigmoid",
+        "--moe-router-score-function sigmoid",
+    ),
+    Mistake(
+        f"{MIXTURE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --freeze language",
+        "--moe-router-enable-expert-bias",
+        "leave one of them out",
+        "--no-moe-router-enable-expert-bias",
+    ),
+    Mistake(f"{MIXTURE} --ep 3 --gbs 6", "--expert-model-parallel-size 3", "4, 2 or 1", "--ep 1", 3),
+    Mistake(f"{MIXTURE} --etp 2 --moe-ffn-hidden-size 33", "--moe-ffn-hidden-size 33", "32 or 34", "--etp 1", 2),
+    Mistake(
+        f"{MIXTURE} --tp 2 --moe-shared-expert-intermediate-size 33",
+        "--moe-shared-expert-intermediate-size 33",
+        "32 or 34",
+        "--moe-shared-expert-intermediate-size 34",
+        2,
+    ),
+    Mistake(f"{MIXTURE} --tp 2 --no-sp", "--num-experts", "leave --no-sequence-parallel out", "--sp", 2),
+    Mistake(f"{MIXTURE} --ep 4", "--expert-model-parallel-size 4", "use --ep 2 and --etp 1", "--ep 2", 2),
+    Mistake(
+        f"{MIXTURE} --data-parallel-sharding full",
+        "--data-parallel-sharding full",
+        "use --data-parallel-sharding optimizer",
+        "--data-parallel-sharding optimizer",
+    ),
+    Mistake(f"{MIXTURE} --hybrid-shard-size 2", "--hybrid-shard-size", "leave it out", "--hybrid-shard-size none", 2),
+    Mistake(f"{MIXTURE} --cuda-graphs", "--cuda-graphs", "leave it out", "--no-cuda-graphs"),
+    Mistake(f"{MIXTURE} --lora-rank 4", "adapters in the language model", "use --lora-rank 0", "--lora-rank 0"),
+    Mistake("--ep 2", "--expert-model-parallel-size has no effect without experts", "--num-experts 8", "--ep 1", 2),
+    Mistake("--moe-router-topk 3", "--moe-router-topk has no effect", "--num-experts 8", "--num-experts 8"),
+    Mistake(
+        f"{MIXTURE} --moe-shared-expert-gate",
+        "--moe-shared-expert-gate has no effect",
+        "add --moe-shared-expert-intermediate-size",
+        "--moe-shared-expert-intermediate-size 16",
+    ),
+    Mistake(
+        f"{MIXTURE} --moe-router-score-function sigmoid --moe-router-pre-softmax",
+        "--moe-router-pre-softmax has no effect",
+        "use --moe-router-score-function softmax",
+        "--moe-router-score-function softmax",
+    ),
+    Mistake(
+        f"{MIXTURE} --moe-router-bias-update-rate 0.1",
+        "--moe-router-bias-update-rate has no effect",
+        "add --moe-router-enable-expert-bias",
+        "--moe-router-bias-update-rate 0.001",
+    ),
+)
+
 RUN = (
     Mistake("--profile --profile-step-start 12", "--profile-step-start 12", "at most 11", "--profile-step-start 11"),
     Mistake("--profile --train-iters 5", "--profile-step-start 10", "use at most 4", "--profile-step-start 4"),
@@ -742,7 +821,7 @@ IDLE = (
     Mistake("--no-save --keep-checkpoints 3", "--keep-checkpoints has no effect with --no-save", "leave", "--save"),
 )
 
-RULE_MISTAKES = (*RANGES, *MODEL, *LAYOUT, *RUN, *PRECISION, *IDLE)
+RULE_MISTAKES = (*RANGES, *MODEL, *LAYOUT, *EXPERTS, *RUN, *PRECISION, *IDLE)
 KNOWN = {
     *RUN_FLAGS,
     "--flag",
@@ -793,7 +872,7 @@ def given(flags: str) -> list[Option]:
 def test_every_rule_has_a_mistake() -> None:
     """A rule that nothing here trips is a rule that nobody has seen work."""
     tripped = set()
-    for mistake in (*MODEL, *LAYOUT, *RUN, *PRECISION, *IDLE):
+    for mistake in (*MODEL, *LAYOUT, *EXPERTS, *RUN, *PRECISION, *IDLE):
         config = with_start_defaults(parse(shlex.split(mistake.argv)))
         # Lazily: a rule may rely on those before it.
         of_config = (rule.__name__ for rule in RULES if rule(config))

@@ -1,0 +1,163 @@
+"""Rules about experts: what the router can choose, what EP and ETP must divide, and what experts do not support."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import wraps
+
+from megavlm.config.derived import expert_tensor_parallel, fp8_in, has_experts, sequence_parallel, shards_gradients
+from megavlm.config.lora import adapted_parts
+from megavlm.config.messages import divisors, nearest
+from megavlm.config.resolve import resolve_model
+from megavlm.config.schema import Config
+
+
+def tokens_find_experts(config: Config) -> str | None:
+    experts = config.model.experts
+    if experts.router_topk > experts.num_experts:
+        return (
+            f"--moe-router-topk {experts.router_topk} is more than --num-experts {experts.num_experts}: lower it to at "
+            f"most {experts.num_experts}"
+        )
+    if experts.router_topk == 1 and experts.router_score_function == "softmax" and not experts.router_pre_softmax:
+        return (
+            "--moe-router-topk 1 gives the one chosen expert the weight 1, from which the router learns nothing: add "
+            "--moe-router-pre-softmax"
+        )
+    return None
+
+
+def dense_layers_exist(config: Config) -> str | None:
+    layers, count = config.model.experts.dense_layers, config.model.language.num_layers
+    shown = " ".join(map(str, layers))
+    if layers and max(layers) >= count:
+        return f"--moe-dense-layers {shown} must be layers that exist, 0 to {count - 1}: name those alone"
+    if not any(has_experts(config.model, layer) for layer in range(count)):
+        return f"--moe-dense-layers {shown} leaves no layer with experts: name fewer, or leave --num-experts out"
+    return None
+
+
+def groups_of_experts_divide(config: Config) -> str | None:
+    experts = config.model.experts
+    groups, chosen = experts.router_num_groups, experts.router_group_topk
+    if groups is None and chosen is None:
+        return None
+    if groups is None or chosen is None:
+        given, missing = ("group-topk", "num-groups") if groups is None else ("num-groups", "group-topk")
+        return f"--moe-router-{given} needs --moe-router-{missing}: add it, or leave both out"
+    if experts.num_experts % groups:
+        return (
+            f"--moe-router-num-groups {groups} does not divide --num-experts {experts.num_experts}: set it to "
+            f"{divisors(experts.num_experts)}"
+        )
+    if chosen > groups:
+        return f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}: lower it"
+    if experts.router_topk % chosen:
+        return (
+            f"--moe-router-group-topk {chosen} does not divide --moe-router-topk {experts.router_topk}: set it to "
+            f"{divisors(experts.router_topk)}"
+        )
+    if experts.router_topk > chosen * (experts.num_experts // groups):
+        return (
+            f"--moe-router-group-topk {chosen} leaves {chosen * (experts.num_experts // groups)} experts to choose "
+            f"from, fewer than --moe-router-topk {experts.router_topk}: raise it"
+        )
+    return None
+
+
+def bias_has_sigmoid(config: Config) -> str | None:
+    experts = config.model.experts
+    if experts.router_enable_expert_bias and experts.router_score_function != "sigmoid":
+        return (
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: add it, or leave the bias out"
+        )
+    return None
+
+
+def experts_divide_over_ranks(config: Config) -> str | None:
+    parallel, experts = config.parallel, resolve_model(config.model).experts
+    ep, etp = parallel.expert_model_parallel_size, expert_tensor_parallel(config)
+    tp = parallel.tensor_model_parallel_size
+    if experts.num_experts % ep:
+        return (
+            f"--expert-model-parallel-size {ep} does not divide --num-experts {experts.num_experts}: set it to "
+            f"{divisors(experts.num_experts)}"
+        )
+    if experts.ffn_hidden_size % etp:
+        return (
+            f"--moe-ffn-hidden-size {experts.ffn_hidden_size} is not divisible by --expert-tensor-parallel-size {etp}: "
+            f"{nearest(experts.ffn_hidden_size, etp)}, or set --etp to {divisors(experts.ffn_hidden_size)}"
+        )
+    shared = experts.shared_ffn_hidden_size
+    if shared is not None and shared % tp:
+        return (
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size {tp}: "
+            f"{nearest(shared, tp)}"
+        )
+    return None
+
+
+def experts_have_sequence_parallelism(config: Config) -> str | None:
+    """Without sequence parallelism all TP ranks would send the same tokens to the experts."""
+    if config.parallel.tensor_model_parallel_size > 1 and not sequence_parallel(config):
+        return "--num-experts with --tp above 1 needs sequence parallelism: leave --no-sequence-parallel out"
+    return None
+
+
+def experts_support(config: Config) -> str | None:
+    """Refuse what does not know that experts have data-parallel groups of their own, or needs equal shapes."""
+    parallel = config.parallel
+    conflicts = {
+        f"--data-parallel-sharding {parallel.data_parallel_sharding}: use --data-parallel-sharding optimizer": (
+            shards_gradients(config)
+        ),
+        "--hybrid-shard-size: leave it out": parallel.hybrid_shard_size is not None,
+        "--cuda-graphs, as each expert's number of tokens varies: leave it out": config.execution.cuda_graphs,
+        "--tp-comm-overlap: leave it out": parallel.tp_comm_overlap,
+        "--fp8 in the language model: use --fp8 none, or --fp8-parts vision": fp8_in("language", config),
+        "adapters in the language model: use --lora-rank 0": "language" in adapted_parts(config),
+    }
+    return next((f"--num-experts does not support {what}" for what, given in conflicts.items() if given), None)
+
+
+def frozen_routers_have_no_bias(config: Config) -> str | None:
+    if config.model.experts.router_enable_expert_bias and "language" in config.model.freeze:
+        return (
+            "--moe-router-enable-expert-bias changes the router's bias each step, but --freeze language: leave one of "
+            "them out"
+        )
+    return None
+
+
+def expert_ranks_divide(config: Config, world: int) -> str | None:
+    """EP × ETP must divide the ranks of a pipeline stage, TP × CP × DP."""
+    parallel = config.parallel
+    ep, etp = parallel.expert_model_parallel_size, expert_tensor_parallel(config)
+    ranks = world // parallel.pipeline_model_parallel_size
+    if config.model.experts.num_experts and ranks % (ep * etp):
+        return (
+            f"--expert-model-parallel-size {ep} × --expert-tensor-parallel-size {etp} does not divide the {ranks} "
+            f"processes of a pipeline stage (TP × CP × DP): use --ep {math.gcd(ranks, ep)} and --etp "
+            f"{math.gcd(ranks // math.gcd(ranks, ep), etp)}, or other numbers whose product divides {ranks}"
+        )
+    return None
+
+
+def _with_experts(*rules: Callable[[Config], str | None]) -> tuple[Callable[[Config], str | None], ...]:
+    """Return the rules, which then hold for models without experts."""
+
+    def limited(rule: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
+        @wraps(rule)
+        def check(config: Config) -> str | None:
+            return rule(config) if config.model.experts.num_experts else None
+
+        return check
+
+    return tuple(limited(rule) for rule in rules)
+
+
+EXPERT_MODEL_RULES = _with_experts(
+    tokens_find_experts, dense_layers_exist, groups_of_experts_divide, bias_has_sigmoid, frozen_routers_have_no_bias
+)
+EXPERT_LAYOUT_RULES = _with_experts(experts_divide_over_ranks, experts_have_sequence_parallelism, experts_support)

@@ -1,0 +1,88 @@
+"""Options of a mixture of experts: language layers whose MLP is many MLPs, of which each token takes few.
+
+Part of the schema (`schema.py`). Flags have Megatron's names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.option import option
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A router, routed experts and possibly a shared expert in place of the MLP (Qwen3-MoE, GLM-4.5, DeepSeek-V3)."""
+
+    num_experts: int = option(
+        0, "Number of experts of a language layer, each of which is an MLP; 0: every layer has one dense MLP."
+    )
+    router_topk: int = option(2, "Number of experts that each token is sent to.", flag="--moe-router-topk")
+    ffn_hidden_size: int = option(
+        None, "Inner width of an expert; default: --language-ffn-hidden-size.", flag="--moe-ffn-hidden-size"
+    )
+    shared_ffn_hidden_size: int | None = option(
+        None,
+        "Inner width of an expert that all tokens take beside those that the router chooses; default: no such expert.",
+        flag="--moe-shared-expert-intermediate-size",
+    )
+    shared_gate: bool = option(
+        False,
+        "Multiply the output of the shared expert by a learned sigmoid gate of the token (Qwen2-MoE).",
+        flag="--moe-shared-expert-gate",
+    )
+    dense_layers: tuple[int, ...] = option(
+        (),
+        "Indices (from 0) of language layers that have a dense MLP and no experts; default: no layer.",
+        flag="--moe-dense-layers",
+    )
+    router_score_function: Literal["softmax", "sigmoid"] = option(
+        "softmax",
+        "How the router scores experts: softmax over experts, or sigmoid of each (DeepSeek-V3, GLM-4.5).",
+        flag="--moe-router-score-function",
+    )
+    router_pre_softmax: bool = option(
+        False,
+        "Weigh the chosen experts by a softmax over all experts; off: by a softmax over those that are chosen.",
+        flag="--moe-router-pre-softmax",
+    )
+    router_topk_scaling_factor: float | None = option(
+        None,
+        "Factor of the weights of the chosen experts; default: none (1).",
+        flag="--moe-router-topk-scaling-factor",
+    )
+    router_num_groups: int | None = option(
+        None,
+        "Number of groups of experts, of which a token takes experts of --moe-router-group-topk groups only; default: "
+        "no groups.",
+        flag="--moe-router-num-groups",
+    )
+    router_group_topk: int | None = option(
+        None,
+        "Number of groups whose experts a token may take: those with the largest sums of their best scores; default: "
+        "no groups.",
+        flag="--moe-router-group-topk",
+    )
+    router_enable_expert_bias: bool = option(
+        False,
+        "Balance experts by a bias per expert that only their choice uses; each step lowers it for experts with more "
+        "tokens than the mean and raises it for others (DeepSeek-V3).",
+        flag="--moe-router-enable-expert-bias",
+    )
+    router_bias_update_rate: float = option(
+        1e-3, "Amount by which each step changes the bias of an expert.", flag="--moe-router-bias-update-rate"
+    )
+    aux_loss_coeff: float = option(
+        0.0,
+        "Factor of the loss that balances the load of experts within each sequence, summed over layers; 0: none.",
+        flag="--moe-aux-loss-coeff",
+    )
+    z_loss_coeff: float = option(
+        0.0, "Factor of the loss that keeps the router's scores small (ST-MoE); 0: none.", flag="--moe-z-loss-coeff"
+    )
+    router_force_load_balancing: bool = option(
+        False,
+        "Send tokens to all experts equally often, whatever the router says: for measurements of speed only.",
+        flag="--moe-router-force-load-balancing",
+    )
