@@ -124,6 +124,7 @@ def compare(reference: Reference, layout: str, packed: bool = False) -> dict[str
             scale = gradients.read_slice(shard.key, real, tuple(slice(0, size) for size in real)).abs().max().item()
             wanted = gradients.read_slice(shard.key, real, index_of(shard))
             worst[f"gradients {shard.key}"] = (shard.data - wanted).abs().max().item() / max(scale, 1e-6)
+    engine.close()
     return worst
 
 
@@ -144,9 +145,11 @@ def losses(reference: Reference, layout: str) -> list[float]:
     batches = [hf.batch_of(config, sizes, seed=number) for number, sizes in enumerate(reference.images)]
     mine = batches[engine.groups.coords.dp :: engine.groups.dims.dp]
     colocated = engine.schedule.colocated
-    return [
+    found = [
         engine.train_step(mine if colocated is None else colocated.with_own_images(mine)).loss for _ in range(STEPS)
     ]
+    engine.close()
+    return found
 
 
 def assert_layout(pools: Any, reference: Reference, layout: str) -> None:
