@@ -154,6 +154,11 @@ def tp_overlap_has_sequences(config: Config) -> str | None:
         return "--tp-comm-overlap needs --tp 2 or more with --sequence-parallel: add them, or leave it out"
     if config.precision.dtype == "fp32":
         return "--tp-comm-overlap needs --precision bf16 or fp16: choose one, or leave it out"
+    if config.evaluation.sample_interval or data_kind(config) == "digits":
+        return (
+            "--tp-comm-overlap takes sequences of --seq-length alone, but answers are generated for shorter ones: "
+            "leave it out, or --sample-interval"
+        )
     return None
 
 

@@ -78,14 +78,15 @@ def fp8_fits_the_tokens(config: Config) -> str | None:
     train, precision = config.train, config.precision
     if not fp8_in("language", config):
         return None
-    tp = config.parallel.tensor_model_parallel_size
-    multiple = sequence_multiple("language", config, tp=tp)
+    parallel = config.parallel
+    multiple = sequence_multiple("language", config, tp=parallel.tensor_model_parallel_size)
+    multiple *= parallel.context_parallel_size
     if train.seq_length * train.micro_batch_size % multiple == 0:
         return None
     step = multiple // math.gcd(multiple, train.micro_batch_size)
     return (
         f"--seq-length {train.seq_length} × --micro-batch-size {train.micro_batch_size} is not a multiple of "
-        f"{multiple}, which --fp8-recipe {precision.fp8_recipe} and sequence parallelism over "
+        f"{multiple}, which --fp8-recipe {precision.fp8_recipe} and sequences that are split over "
         f"{multiple // fp8_multiple(precision.fp8_recipe)} need: --seq-length: {nearest(train.seq_length, step)}"
     )
 

@@ -18,8 +18,9 @@ from megavlm.errors import UserError
 def start_user_buffers(config: Config, backend: Backend) -> None:
     """Make the buffers; every rank calls it once, after torch.distributed is initialized and before any layer runs.
 
-    A buffer holds the language model's hidden states of a whole micro-batch, [S·B, H]. Layers in FP8 have buffers
-    beside those of the layers in bf16. Raises UserError if the devices do not allow such buffers.
+    A buffer holds the language model's hidden states of a context-parallel rank's part of a micro-batch, [S/CP·B, H];
+    Transformer Engine takes no other number of tokens. Layers in FP8 have buffers beside those of the layers in bf16.
+    Raises UserError if the devices do not allow such buffers.
     """
     if backend.is_cpu:
         raise UserError("--tp-comm-overlap needs CUDA devices, and there is none here: leave it out")
@@ -29,12 +30,15 @@ def start_user_buffers(config: Config, backend: Backend) -> None:
         raise UserError(
             "--tp-comm-overlap needs Transformer Engine: pip install -e '.[gpu]', or leave it out"
         ) from error
-    train, modes = config.train, engine.UserBufferQuantizationMode
+    train, parallel, modes = config.train, config.parallel, engine.UserBufferQuantizationMode
     in_fp8 = config.precision.fp8 != "none"
     try:
         engine.initialize_ub(
-            [train.seq_length * train.micro_batch_size, config.model.language.hidden_size],
-            config.parallel.tensor_model_parallel_size,
+            [
+                train.seq_length // parallel.context_parallel_size * train.micro_batch_size,
+                config.model.language.hidden_size,
+            ],
+            parallel.tensor_model_parallel_size,
             quantization_modes=[modes.NONE, modes.FP8] if in_fp8 else [modes.NONE],
             dtype=torch.float16 if config.precision.dtype == "fp16" else torch.bfloat16,
             bootstrap_backend=backend.communication,

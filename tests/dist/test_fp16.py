@@ -20,6 +20,7 @@ FP16 = "--precision fp16 --initial-loss-scale 262144 --hysteresis 1 --loss-scale
         (1, "--data-parallel-sharding none"),
         # The first stage trains nothing: its rank has no optimizer state, and still must know of every overflow.
         pytest.param(2, "--pp 2 --freeze vision projector", marks=pytest.mark.slow),
+        pytest.param(2, "--cp 2", marks=pytest.mark.slow),
     ],
 )
 def test_overflow_skips_steps_and_resume_keeps_the_scale(pools: Pools, tmp_path: Path, world: int, layout: str):

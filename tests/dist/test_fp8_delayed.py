@@ -45,6 +45,32 @@ def test_pipelines_scale_as_one_process(pools: Pools, delayed: Path, tmp_path: P
     assert_same_curve(metrics(tmp_path), metrics(delayed))
 
 
+LAYOUTS = [
+    (2, "--cp 2"),
+    pytest.param(4, "--cp 2 --tp 2 --seq-length 64", marks=pytest.mark.slow),
+    pytest.param(4, "--cp 2 --pp 2 --recompute-granularity full", marks=pytest.mark.slow),
+    pytest.param(2, "--cp 2 --fp8-parts vision language", marks=pytest.mark.slow),
+    pytest.param(4, "--cp 4 --cp-comm-type all_gather --seq-length 64", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
+def test_ranks_that_split_rows_scale_by_the_largest_values_of_all(
+    pools: Pools, tmp_path: Path, world: int, layout: str
+) -> None:
+    """A rank's own part of a tensor has smaller ones, by a third and more."""
+    argv = [*SAVING, *layout.split(), "--train-iters", "2"]
+    pools(world).run(train, argv, str(tmp_path / "split"))
+    pools(1).run(train, [*argv, *"--cp 1 --tp 1 --pp 1".split()], str(tmp_path / "one"))
+    ours, theirs = metrics(tmp_path / "split"), metrics(tmp_path / "one")
+    assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in theirs], rel=1e-3)
+    (expected,) = pools(1).run(_resumed_histories, [*argv, *"--cp 1 --tp 1 --pp 1".split()], str(tmp_path / "one"))
+    (found,) = pools(1).run(_resumed_histories, [*argv, *"--cp 1 --tp 1 --pp 1".split()], str(tmp_path / "split"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].allclose(tensor, rtol=0.05), name
+
+
 def _resumed_histories(argv: Sequence[str], run_dir: str) -> dict[str, Tensor]:
     """The histories of a run that has resumed, before it goes on."""
     from megavlm import backend

@@ -38,11 +38,16 @@ def train_without_encoder(argv: list[str], run_dir: str) -> None:
         EncoderRunner._run = run  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("encoder", ["", "--vision-tp 2"])
-def test_features_come_from_disk_once_they_are_there(pools: Pools, plain: Path, tmp_path: Path, encoder: str):
-    argv = [*FROZEN, "--no-save", "--vision-cache", str(tmp_path / "cache"), *encoder.split()]
-    pools(2).run(train, argv, str(tmp_path / "first"))
-    pools(2).run(train_without_encoder, argv, str(tmp_path / "second"))
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(2, ""), (2, "--vision-tp 2"), pytest.param(4, "--cp 2", marks=pytest.mark.slow)],
+)
+def test_features_come_from_disk_once_they_are_there(
+    pools: Pools, plain: Path, tmp_path: Path, world: int, layout: str
+):
+    argv = [*FROZEN, "--no-save", "--vision-cache", str(tmp_path / "cache"), *layout.split()]
+    pools(world).run(train, argv, str(tmp_path / "first"))
+    pools(world).run(train_without_encoder, argv, str(tmp_path / "second"))
     for run in ("first", "second"):
         assert_same_curve(metrics(tmp_path / run), metrics(plain))
 

@@ -89,6 +89,8 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
         (2, "--data-parallel-sharding full --num-workers 1", ""),
         pytest.param(4, "--pp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
         pytest.param(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA, marks=pytest.mark.slow),
+        pytest.param(4, "--cp 2 --tp 2", "", marks=pytest.mark.slow),
+        pytest.param(4, "--cp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
     ],
 )
 def test_any_layout_measures_the_same(

@@ -416,6 +416,13 @@ LAYOUT = (
     ),
     Mistake("--tp-comm-overlap --tp 2", "--tp-comm-overlap", "--precision bf16", "--precision bf16", 2),
     Mistake(
+        "--tp-comm-overlap --tp 2 --precision bf16 --datasets a.json --validation b.json --sample-interval 5",
+        "--tp-comm-overlap",
+        "or --sample-interval",
+        "--sample-interval 0",
+        2,
+    ),
+    Mistake(
         "--lora-rank 4 --vision-feature-layer -2 --lora-targets vision.layers.3",
         "--lora-targets vision.layers.3",
         "uses the output of layer 2",
@@ -751,6 +758,7 @@ PRECISION = (
     ),
     Mistake(f"{FP8} --seq-length 72", "--seq-length 72", "use 64 or 80", "--seq-length 80"),
     Mistake(f"{FP8} --seq-length 80 --tp 2", "multiple of 32", "use 64 or 96", "--seq-length 96", world=2),
+    Mistake(f"{FP8} --seq-length 80 --cp 2", "multiple of 32", "use 64 or 96", "--seq-length 96", world=2),
     Mistake(
         f"{FP8} --seq-length 72 --mbs 4 --fp8-recipe mxfp8 --fp8 e4m3 --seq-length 68",
         "× --micro-batch-size 4",

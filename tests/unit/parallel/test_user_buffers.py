@@ -43,6 +43,12 @@ def test_buffers_hold_the_language_states_of_a_micro_batch(engine: Any) -> None:
     assert engine.asked == [([1024, 256], 2, options)]
 
 
+def test_buffers_hold_the_part_of_a_context_parallel_rank(engine: Any) -> None:
+    """Its tensor-parallel ranks are neighbours, as Transformer Engine takes them to be."""
+    start_user_buffers(config("--cp 4"), GPU)
+    assert engine.asked[0][:2] == ([256, 256], 2)
+
+
 def test_layers_in_fp8_have_buffers_beside_those_in_bf16(engine: Any) -> None:
     start_user_buffers(config("--fp8 hybrid"), GPU)
     assert engine.asked[0][2]["quantization_modes"] == ["none", "fp8"]
