@@ -118,7 +118,7 @@ def _has_adapters(name: str, config: Config) -> bool:
     part = part_of(name)
     if kind_of(name) not in TRANSFORMER_LAYERS or part in config.model.freeze:
         return False
-    return any(is_target(config.lora, name, linear) for linear in linears_of(config, part))
+    return any(is_target(config.lora, name, linear) for linear in linears_of(config, part, number_of(name)))
 
 
 def trained_below(name: str, earlier: Sequence[str], trained: Collection[str]) -> bool:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from functools import wraps
 
 from megavlm.config.derived import expert_tensor_parallel, fp8_in, has_experts, sequence_parallel, shards_gradients
-from megavlm.config.lora import adapted_parts
+from megavlm.config.lora import trained_whole
 from megavlm.config.messages import divisors, nearest
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config
+from megavlm.config.start_defaults import starts_from_weights
 
 
 def tokens_find_experts(config: Config) -> str | None:
@@ -116,16 +117,20 @@ def experts_support(config: Config) -> str | None:
         "--cuda-graphs, as each expert's number of tokens varies: leave it out": config.execution.cuda_graphs,
         "--tp-comm-overlap: leave it out": parallel.tp_comm_overlap,
         "--fp8 in the language model: use --fp8 none, or --fp8-parts vision": fp8_in("language", config),
-        "adapters in the language model: use --lora-rank 0": "language" in adapted_parts(config),
     }
     return next((f"--num-experts does not support {what}" for what, given in conflicts.items() if given), None)
 
 
 def frozen_routers_have_no_bias(config: Config) -> str | None:
-    if config.model.experts.router_enable_expert_bias and "language" in config.model.freeze:
+    """A bias that steps change is no frozen weight; adapters freeze the router, too."""
+    experts = config.model.experts
+    rate = 0.0 if starts_from_weights(config) else 1e-3
+    if experts.router_bias_update_rate is not None:
+        rate = experts.router_bias_update_rate
+    if experts.router_enable_expert_bias and rate and "language" not in trained_whole(config):
         return (
-            "--moe-router-enable-expert-bias changes the router's bias each step, but --freeze language: leave one of "
-            "them out"
+            "--moe-router-enable-expert-bias changes the bias of the frozen router each step: add "
+            "--moe-router-bias-update-rate 0"
         )
     return None
 

@@ -71,7 +71,9 @@ class ExpertsConfig:
         flag="--moe-router-enable-expert-bias",
     )
     router_bias_update_rate: float = option(
-        1e-3, "Amount by which each step changes the bias of an expert.", flag="--moe-router-bias-update-rate"
+        None,
+        "Amount by which each step changes the bias of an expert; default: 0.001, and 0 with given weights.",
+        flag="--moe-router-bias-update-rate",
     )
     aux_loss_coeff: float = option(
         0.0,

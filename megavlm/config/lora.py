@@ -7,19 +7,26 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+from megavlm.config.derived import has_experts
 from megavlm.config.schema import Config, LoraConfig
 
 PARTS = ("vision", "projector", "language")
-LANGUAGE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-VISION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
-GATED_VISION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP, GATED_MLP = ("fc1", "fc2"), ("gate_proj", "up_proj", "down_proj")
+SHARED_EXPERT = "shared_experts"
 
 
-def linears_of(config: Config, part: str) -> tuple[str, ...]:
-    """Return the names of the linear layers in a transformer layer of a part ("vision" or "language")."""
-    if part == "language":
-        return LANGUAGE_LINEARS
-    return GATED_VISION_LINEARS if config.model.vision.activation == "swiglu" else VISION_LINEARS
+def linears_of(config: Config, part: str, number: int) -> tuple[str, ...]:
+    """Return the names of the linear layers that can have adapters in layer `number` of "vision" or "language".
+
+    Routers and the experts that they choose have none; experts that every token takes do.
+    """
+    if part == "vision":
+        return (*ATTENTION, *(GATED_MLP if config.model.vision.activation == "swiglu" else MLP))
+    if not has_experts(config.model, number):
+        return (*ATTENTION, *GATED_MLP)
+    shared = config.model.experts.shared_ffn_hidden_size is not None
+    return (*ATTENTION, *(f"{SHARED_EXPERT}.{linear}" for linear in GATED_MLP if shared))
 
 
 def is_target(lora: LoraConfig, layer: str, linear: str) -> bool:
@@ -43,7 +50,7 @@ def all_names(config: Config) -> list[str]:
         f"{part}.layers.{number}.{linear}"
         for part, count in layers.items()
         for number in range(count)
-        for linear in linears_of(config, part)
+        for linear in linears_of(config, part, number)
     ]
 
 
@@ -60,7 +67,7 @@ def never_run(config: Config) -> list[str]:
     skipped = {
         f"vision.layers.{number}.{linear}"
         for number in range(max(0, runs), vision.num_layers)
-        for linear in linears_of(config, "vision")
+        for linear in linears_of(config, "vision", number)
     }
     used = [name for name in all_names(config) if name not in skipped]
     return [target for target in config.lora.targets if not any(_matches(name, target) for name in used)]

@@ -48,11 +48,6 @@ def language_heads_divide_hidden(config: Config) -> str | None:
 def language_rotary_pairs(config: Config) -> str | None:
     """Rotary embedding rotates pairs of channels, so that the number of channels that rotate must be even."""
     language = config.model.language
-    if language.rotary_percent < 1 and not language.rotary_interleaved:
-        return (
-            f"--language-rotary-percent {language.rotary_percent} turns a part of each head, which works with pairs of "
-            "neighbouring channels: add --language-rotary-interleaved"
-        )
     channels = rotary_channels(resolve_model(config.model).language)
     if language.rotary_percent < 1 and (channels % 2 or not channels):
         return (

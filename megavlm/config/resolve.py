@@ -37,6 +37,7 @@ def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
 
 def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> ModelConfig:
     """Return the model with a value for each size whose default follows from other sizes."""
+    has_experts = model.experts.num_experts > 0
     language = _filled(
         model.language,
         num_query_groups=model.language.num_attention_heads,
@@ -47,7 +48,7 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
         model,
         language=language,
         projector=_filled(model.projector, hidden_size=language.hidden_size),
-        experts=_filled(model.experts, ffn_hidden_size=language.ffn_hidden_size),
+        experts=_filled(model.experts, ffn_hidden_size=language.ffn_hidden_size) if has_experts else model.experts,
     )
 
 

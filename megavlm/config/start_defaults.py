@@ -32,6 +32,7 @@ class StartDefault:
     option: str  # "section.field"
     random: Any  # the value with random weights
     given: Callable[[Config], tuple[Any, str]]  # with given weights: the value, and why
+    applies: Callable[[Config], bool] = lambda config: True  # whether the run's model has what it is an option of
 
 
 def starts_from_weights(config: Config) -> bool:
@@ -101,6 +102,12 @@ START_DEFAULTS = (
     StartDefault("optimizer.lr_warmup_iters", 0, warmup),
     StartDefault("train.seq_length", 64, length),
     StartDefault("checkpoint.save_interval", 0, save_interval),
+    StartDefault(
+        "model.experts.router_bias_update_rate",
+        1e-3,
+        lambda config: (0.0, "Transformers leaves the bias as it is"),
+        applies=lambda config: config.model.experts.router_enable_expert_bias,
+    ),
 )
 
 
@@ -159,4 +166,6 @@ def _path(default: StartDefault) -> tuple[str, ...]:
 
 
 def _value(default: StartDefault, config: Config) -> tuple[Any, str]:
+    if not default.applies(config):
+        return None, ""
     return default.given(config) if starts_from_weights(config) else (default.random, "")

@@ -51,9 +51,17 @@ _VISION: dict[str, Any] = {
 def config(settings: Settings) -> ModelConfig:
     """Glm4vConfig and Glm46VConfig."""
     text = with_defaults(settings.section("text_config"), _TEXT)
+    return whole_model(settings, _language(text, tied=is_tied(settings, text)), image_token=151343)
+
+
+def is_tied(settings: Settings, text: Settings) -> bool:
+    """Return whether the output layer has the weights of the embedding."""
+    return bool(settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False))
+
+
+def whole_model(settings: Settings, language: LanguageConfig, *, image_token: int) -> ModelConfig:
+    """Return the model of a config.json with this language model; `image_token` is the default of its class."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
-    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
-    language = _language(text, tied=tied)
     if tower.need("out_hidden_size") != language.hidden_size:
         refuse(tower, "out_hidden_size", f"features must be as wide as the language model, {language.hidden_size}")
     return ModelConfig(
@@ -68,7 +76,7 @@ def config(settings: Settings) -> ModelConfig:
             bias=False,
         ),
         language=language,
-        image_token=settings.get("image_token_id", 151343),
+        image_token=settings.get("image_token_id", image_token),
     )
 
 
@@ -101,6 +109,11 @@ def _vision(tower: Settings) -> VisionConfig:
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    return {**whole_table(model, prefixes), **_own_names(model.language, prefixes.language)}
+
+
+def whole_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    """Return the table of a model whose language model has Llama's names."""
     projector = {
         "projector.linear_in": "proj",
         "projector.linear_gate": "gate_proj",
@@ -116,8 +129,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         "projector.convolution.bias": Rename(f"{visual}downsample.bias"),
         **{name: rule for each in names.values() for name, rule in each.items()},
         **linear("projector.inner_norm", f"{visual}merger.post_projection_norm", bias=True),
-        **language_table(model.language, prefixes.language, head=prefixes.head),
-        **_own_names(model.language, prefixes.language),
+        **language_table(model.language, prefixes.language, head=prefixes.head, experts=model.experts),
     }
 
 

@@ -1,4 +1,6 @@
-"""InternVL2.5 and InternVL3 (the -hf checkpoints): InternViT, 2×2 pixel shuffle with a norm and an MLP, Qwen2.5.
+"""InternVL2.5, InternVL3 and InternVL3.5 (the -hf checkpoints): InternViT, 2×2 pixel shuffle with a norm and an MLP,
+Qwen2.5, Qwen3 or Qwen3-MoE.
+
 
 A video's frames are images of one tile, each of which has a name.
 """
@@ -22,7 +24,7 @@ from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.frames import Frames, frame_fields
 from megavlm.families.shared.inputs import pixel_values
-from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.language import experts, language, language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.vision import intern, intern_table
@@ -49,6 +51,7 @@ def config(settings: Settings) -> ModelConfig:
         vision=intern(settings.section("vision_config"), feature_layer=settings.get("vision_feature_layer", -1)),
         projector=ProjectorConfig(kind="mlp", pixel_shuffle=int(factor), input_norm=True),
         language=language(text, tied=tied),
+        experts=experts(text),
         image_token=settings.get("image_token_id", 151667),
     )
 
@@ -59,7 +62,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         **linear("projector.norm", f"{prefixes.projector}layer_norm", bias=True),
         **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=True),
         **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=True),
-        **language_table(model.language, prefixes.language, head=prefixes.head),
+        **language_table(model.language, prefixes.language, head=prefixes.head, experts=model.experts),
     }
 
 
@@ -128,6 +131,24 @@ def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Vi
     return NumberedFrames(**frame_fields(options), **shared, text=IMAGE)
 
 
+_VIT_6B: dict[str, Any] = {
+    "num_hidden_layers": 45,
+    "hidden_size": 3200,
+    "intermediate_size": 12800,
+    "num_attention_heads": 25,
+    "norm_type": "rms_norm",
+    "use_qk_norm": True,
+}
+_QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "rope_theta": 1e6,
+}
+
 FAMILY = Family(
     name="internvl",
     model_types=("internvl",),
@@ -170,14 +191,7 @@ FAMILY = Family(
             },
         },
         "internvl3_38b": {
-            "vision_config": {
-                "num_hidden_layers": 45,
-                "hidden_size": 3200,
-                "intermediate_size": 12800,
-                "num_attention_heads": 25,
-                "norm_type": "rms_norm",
-                "use_qk_norm": True,
-            },
+            "vision_config": _VIT_6B,
             "text_config": {
                 "model_type": "qwen2",
                 "num_hidden_layers": 64,
@@ -186,6 +200,30 @@ FAMILY = Family(
                 "num_attention_heads": 40,
                 "num_key_value_heads": 8,
                 "vocab_size": 151674,
+            },
+        },
+        "internvl3_5_30b_a3b": {
+            "tie_word_embeddings": False,
+            "vision_config": {"attention_bias": True},
+            "text_config": {
+                **_QWEN3_MOE,
+                "num_hidden_layers": 48,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_attention_heads": 32,
+                "moe_intermediate_size": 768,
+            },
+        },
+        "internvl3_5_241b_a28b": {
+            "tie_word_embeddings": False,
+            "vision_config": _VIT_6B,
+            "text_config": {
+                **_QWEN3_MOE,
+                "num_hidden_layers": 94,
+                "hidden_size": 4096,
+                "intermediate_size": 12288,
+                "num_attention_heads": 64,
+                "moe_intermediate_size": 1536,
             },
         },
     },

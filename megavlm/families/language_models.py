@@ -8,17 +8,17 @@ from typing import Any
 from megavlm.config.schema import ModelConfig
 from megavlm.families.shared.chat import CHATML, MISTRAL, NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.language import experts, language, language_table
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table
 
 
 def config(settings: Settings) -> ModelConfig:
-    return ModelConfig(language=language(settings))
+    return ModelConfig(language=language(settings), experts=experts(settings))
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    return language_table(model.language, prefixes.language, head=prefixes.head)
+    return language_table(model.language, prefixes.language, head=prefixes.head, experts=model.experts)
 
 
 def _family(
@@ -53,3 +53,4 @@ LLAMA = _family("llama", None, {"llama3_70b": _LLAMA3_70B, "gpt_7_1b": _GPT_7_1B
 MISTRAL_7B = _family("mistral", MISTRAL)
 QWEN2 = _family("qwen2", CHATML)
 QWEN3 = _family("qwen3", CHATML)
+QWEN3_MOE = _family("qwen3_moe", CHATML)

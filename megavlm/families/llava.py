@@ -11,7 +11,7 @@ from megavlm.data.processors.reader import CLIP_PIXELS, SQUARE_224, Json, Proces
 from megavlm.families.shared.chat import VICUNA
 from megavlm.families.shared.family import Composition, Family, NamePrefixes
 from megavlm.families.shared.inputs import pixel_values
-from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.language import experts, language, language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.vision import clip, clip_table, siglip, siglip_table
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Family of a vision tower by itself → its model_type inside a LLaVA.
 _TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
-_TEXTS = ("llama", "mistral", "qwen2", "qwen3")
+_TEXTS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -38,6 +38,7 @@ def config(settings: Settings) -> ModelConfig:
         vision=_vision(settings, layer),
         projector=ProjectorConfig(kind="mlp", bias=settings.get("multimodal_projector_bias", True)),
         language=language(text, tied=tied),
+        experts=experts(text),
         image_token=settings.get("image_token_index", settings.get("image_token_id", 32000)),
     )
 
@@ -63,7 +64,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         **tower(model.vision, prefixes.vision),
         **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=bias),
         **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=bias),
-        **language_table(model.language, prefixes.language, head=prefixes.head),
+        **language_table(model.language, prefixes.language, head=prefixes.head, experts=model.experts),
     }
 
 

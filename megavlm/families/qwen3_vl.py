@@ -69,10 +69,14 @@ _VISION: dict[str, Any] = {
 
 def config(settings: Settings) -> ModelConfig:
     """Qwen3VLConfig."""
-    text = with_defaults(settings.section("text_config"), _TEXT)
+    return whole_model(settings, with_defaults(settings.section("text_config"), _TEXT), kind="qwen3")
+
+
+def whole_model(settings: Settings, text: Settings, *, kind: str) -> ModelConfig:
+    """Return the model of a config.json whose language model is of the type `kind` and described by `text`."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
     tied = settings.get("tie_word_embeddings", False)
-    model = text_model(text, kind="qwen3", tied=tied, section=(24, 20, 20), interleaved=True)
+    model = text_model(text, kind=kind, tied=tied, section=(24, 20, 20), interleaved=True)
     whole = model_config(settings, tower=tower, vision=_vision(tower), text=model)
     return with_videos(whole, settings, steps_per_second=None)
 
@@ -115,7 +119,9 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         names |= linear(f"{layer}.linear_fc1", f"{hf_layer}linear_fc1", bias=True)
         names |= linear(f"{layer}.linear_fc2", f"{hf_layer}linear_fc2", bias=True)
     names |= linear(VISION_NORM, f"{visual}merger.norm", bias=True)
-    return names | language_table(model.language, prefixes.language, head=prefixes.head)
+    return names | language_table(
+        model.language, prefixes.language, head=prefixes.head, experts=model.experts, stored=prefixes.experts
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +179,7 @@ FAMILY = Family(
     image_processors=(PROCESSOR,),
     videos=VideoReader(
         ("Qwen3VL",),
-        ("qwen3_vl",),
+        ("qwen3_vl", "qwen3_vl_moe"),
         {**HALF_PIXELS, "size": {"shortest_edge": 128 * 32**2, "longest_edge": 768 * 32**2}},
         Budget(),
         build_video,

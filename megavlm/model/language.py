@@ -138,7 +138,7 @@ class Output(MegatronModule):
 
 
 def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
-    """Return the rotary angles (Su et al. 2021) of each position: [B or 1, S] → [S, B or 1, 1, head_width].
+    """Return the rotary angles (Su et al. 2021) of each position: [B or 1, S] → [S, B or 1, 1, channels].
 
     With M-RoPE (Wang et al. 2024, Qwen2-VL) positions are [3, B, S], and each pair of channels follows one of the axes.
     """

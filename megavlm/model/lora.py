@@ -24,11 +24,12 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megavlm.config.lora import is_target
+from megavlm.config.lora import SHARED_EXPERT, is_target
 from megavlm.config.schema import LoraConfig
 
 
@@ -141,12 +142,16 @@ def add_adapters(layer: TransformerLayer, name: str, lora: LoraConfig, *, gated:
     attention: Any = layer.self_attention
     width, groups = attention.hidden_size_per_attention_head, attention.num_query_groups_per_partition
     queries = attention.num_attention_heads_per_partition // groups * width
-    mlp: Any = layer.mlp
-    inner = mlp.linear_fc1.weight.shape[0]
-    first = {"gate_proj": inner // 2, "up_proj": inner // 2} if gated else {"fc1": inner}
     heads = {"q_proj": queries, "k_proj": width, "v_proj": width}
     _adapt_columns(attention.linear_qkv, name, lora, blocks=heads, repeats=groups)
     _adapt_rows(attention.linear_proj, name, lora, linear="o_proj")
+    mlp: Any = layer.mlp
+    if isinstance(mlp, MoELayer):  # what of it has adapters: see `linears_of`
+        mlp, name = mlp.shared_experts, f"{name}.{SHARED_EXPERT}"
+    if mlp is None:
+        return
+    inner = mlp.linear_fc1.weight.shape[0]
+    first = {"gate_proj": inner // 2, "up_proj": inner // 2} if gated else {"fc1": inner}
     _adapt_columns(mlp.linear_fc1, name, lora, blocks=first, repeats=1)
     _adapt_rows(mlp.linear_fc2, name, lora, linear="down_proj" if gated else "fc2")
 

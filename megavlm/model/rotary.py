@@ -16,7 +16,10 @@ Heads = tuple[Tensor, Tensor, Tensor]  # query [S, B, N, D], key and value [S, B
 
 
 class Rotation(NamedTuple):
-    """What layers need of rotary angles, once for all of them: [S, B or 1, 1, D], both channels of a pair alike."""
+    """What layers need of rotary angles, once for all of them: [S, B or 1, 1, D], both channels of a pair alike.
+
+    D may be less than a head's width: then its other channels do not rotate.
+    """
 
     angles: Tensor  # float32
     cos: Tensor  # in the type that layers compute in, as in Transformers
@@ -115,8 +118,13 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, sense: int, interleaved: bool) -
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, sense: int = 1, interleaved: bool = False) -> Tensor:
     """x·cos θ + sense·(−x₂, x₁)·sin θ, written to `out`: x₁ and x₂ are the halves of the last dimension, or interleaved
-    its even and odd channels.
+    its even and odd channels. Channels past the last angle stay as they are.
     """
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
+        rotate(x[..., :width], cos, sin, out=out[..., :width], sense=sense, interleaved=interleaved)
+        return out
     half = x.shape[-1] // 2
     first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
     torch.mul(x, cos, out=out)

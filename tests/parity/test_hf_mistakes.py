@@ -88,7 +88,10 @@ def test_an_index_must_not_lead_out_of_the_folder(folder: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are gemma3, glm4v, glm46v, internvl"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; supported are gemma3, glm4v, glm46v, glm4v_moe, internvl",
+        ),
         ({"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu' is not supported"),
         ({"vision_feature_layer": [1, 2]}, "vision_feature_layer = [1, 2] is not supported"),
         ({"vision_feature_select_strategy": "full"}, "the class token as a feature is not known here"),

@@ -77,7 +77,7 @@ def grid(cards: Sequence[Card]) -> str:
         gates = list(names)
         title = group if len(gates) == 1 else f"{group}: {' · '.join(name.split('_')[-1] for name in gates)}"
         tolerances = " · ".join(number(GATES[name].tolerance) for name in gates)
-        cells = [" · ".join(cell(card["gates"][name]) for name in gates) for card in cards]
+        cells = [" · ".join(cell(card["gates"][name]) for name in gates if name in card["gates"]) for card in cards]
         rows.append(_row([title, tolerances, *cells]))
     return "\n".join([*_head(["gate", "at most", *(card["family"] for card in cards)]), *rows])
 

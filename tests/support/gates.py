@@ -28,6 +28,15 @@ LAYOUTS = {
     "colocated": Layout("TP2, encoder colocated", 2, "--tp 2 --placement colocated"),
     "zero3": Layout("DP2, ZeRO-3", 2, "--data-parallel-sharding full"),
 }
+# Of models with experts alone. At all layouts of above that split tensors, the experts are split with them.
+EXPERT_LAYOUTS = {
+    "ep2": Layout("EP2", 2, "--ep 2"),
+    "tp2-ep2": Layout("TP2·EP2", 2, "--tp 2 --ep 2"),
+    "tp2-ep2-etp2": Layout("TP2·EP2·ETP2", 4, "--tp 2 --ep 2 --etp 2"),
+    "pp2-ep2": Layout("PP2·EP2", 4, "--pp 2 --ep 2"),
+    "cp2-ep2": Layout("CP2·EP2", 2, "--cp 2 --ep 2"),
+}
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class Gate:
         parts: whether it is measured of whole models ("whole"), or also of towers and language models ("all"), or of
             these alone ("part").
         needs: what a machine must have, where no test on a CPU can measure it.
+        experts: whether it is of models with experts alone.
     """
 
     group: str
@@ -48,6 +58,7 @@ class Gate:
     tolerance: float
     parts: str = "whole"
     needs: str | None = None
+    experts: bool = False
 
 
 def _gates() -> dict[str, Gate]:
@@ -64,12 +75,14 @@ def _gates() -> dict[str, Gate]:
         "packed_logits": Gate("Packing", "logits of packed samples against unpacked", 1e-4),
         "packed_gradients": Gate("Packing", "gradient of any parameter", 1e-3),
     }
-    for name, layout in LAYOUTS.items():
-        if name not in ("cp2", "zero3"):  # whose ranks have parts of rows, or shards of gradients: five steps tell
-            found[f"{name}_logits"] = Gate(layout.title, "logits", 1e-4)
+    for name, layout in ALL_LAYOUTS.items():
+        of = {"experts": name in EXPERT_LAYOUTS}
+        # Their ranks have parts of rows, or shards of gradients: five steps tell.
+        if name not in ("cp2", "cp2-ep2", "zero3"):
+            found[f"{name}_logits"] = Gate(layout.title, "logits", 1e-4, **of)
         if name != "zero3":
-            found[f"{name}_gradients"] = Gate(layout.title, "any rank's part of any gradient", 1e-3)
-        found[f"{name}_losses"] = Gate(layout.title, "loss of five training steps", 1e-4)
+            found[f"{name}_gradients"] = Gate(layout.title, "any rank's part of any gradient", 1e-3, **of)
+        found[f"{name}_losses"] = Gate(layout.title, "loss of five training steps", 1e-4, **of)
     return {
         **found,
         "resume": Gate("Resume, same layout", "iterations that are not bit for bit the same", 0),

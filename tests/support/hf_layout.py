@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.support.gates import LAYOUTS, hold
+from tests.support.gates import ALL_LAYOUTS, hold
 
 STEPS = 5
 
@@ -153,8 +153,8 @@ def losses(reference: Reference, layout: str) -> list[float]:
 
 
 def assert_layout(pools: Any, reference: Reference, layout: str) -> None:
-    """Logits and every gradient agree with Transformers' on all ranks of one of LAYOUTS."""
-    _, world, flags = LAYOUTS[layout]
+    """Logits and every gradient agree with Transformers' on all ranks of one of ALL_LAYOUTS."""
+    _, world, flags = ALL_LAYOUTS[layout]
     _hold_all(pools(world).run(compare, reference, flags), reference, layout)
 
 
@@ -170,8 +170,8 @@ def _hold_all(ranks: Sequence[dict[str, float]], reference: Reference, gates: st
 
 
 def assert_losses(pools: Any, reference: Reference, layout: str) -> None:
-    """Losses of five steps at one of LAYOUTS are those of Transformers and torch's AdamW."""
-    _, world, flags = LAYOUTS[layout]
+    """Losses of five steps at one of ALL_LAYOUTS are those of Transformers and torch's AdamW."""
+    _, world, flags = ALL_LAYOUTS[layout]
     for ours in pools(world).run(losses, reference, flags):
         for step, (mine, theirs) in enumerate(zip(ours, reference.losses, strict=True)):
             hold(reference.family, f"{layout}_losses", abs(mine - theirs) / theirs, f"step {step}")

@@ -105,12 +105,16 @@ def _turned(t: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
     assert freqs.shape[1:3] == (1, 1), "expected the second and third dims of the freqs tensor equal 1"
     assert freqs.dtype == torch.float32
     assert t.shape[0] <= freqs.shape[0]
-    assert t.shape[3] == freqs.shape[3]
-    return (t * freqs.cos() + _partners(t.float(), interleaved) * freqs.sin()).to(t.dtype)
+    assert freqs.shape[3] <= t.shape[3], "channels past the last angle are copied"
+    t, rest = t[..., : freqs.shape[3]], t[..., freqs.shape[3] :]
+    turned = (t * freqs.cos() + _partners(t.float(), interleaved) * freqs.sin()).to(t.dtype)
+    return torch.cat((turned, rest), -1)
 
 
 def _turned_back(grad: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
-    return (grad * freqs.cos() - _partners(grad.float() * freqs.sin(), interleaved)).to(grad.dtype)
+    grad, rest = grad[..., : freqs.shape[3]], grad[..., freqs.shape[3] :]
+    turned = (grad * freqs.cos() - _partners(grad.float() * freqs.sin(), interleaved)).to(grad.dtype)
+    return torch.cat((turned, rest), -1)
 
 
 def _partners(t: Tensor, interleaved: bool) -> Tensor:

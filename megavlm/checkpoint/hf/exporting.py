@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import folded, read_adapters
@@ -29,7 +31,7 @@ from megavlm.errors import UserError
 from megavlm.families import family_of
 from megavlm.families.shared.family import ALL_PARTS, Family
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import Rule, Table, Transpose, row_pairs
+from megavlm.families.shared.table import Rule, Shape, Stack, Table, Transpose, TransposeEach, row_pairs
 from megavlm.json_files import read_json
 from megavlm.model.weights import real_shape
 
@@ -74,17 +76,25 @@ def export(
         real = {key: _real(key, stored[key], model) for key in table}
         adapted = {name: pair for key, held in adapters.items() for name, pair in held.by_hf_name(table[key]).items()}
 
-        def move(run: _Run) -> None:
-            shape = real[run.key]
-            values = records.read(run.key, run.start, run.stop)[(slice(None), *map(slice, shape[1:]))]
-            for pair in row_pairs(table[run.key].hf_rows(shape), run.start, run.stop):
+        def put(rule: Rule, values: Tensor, start: int, shape: Shape) -> None:
+            """Write rows of a tensor of this shape, from row `start` on."""
+            if isinstance(rule, Stack):
+                for number, each in enumerate(values, start):
+                    put(rule.rules[number], each, 0, shape[1:])
+                return
+            for pair in row_pairs(rule.hf_rows(shape), start, start + len(values)):
                 rows = values[pair.rows]
-                if isinstance(table[run.key], Transpose):
-                    rows = rows.T.contiguous()
+                if isinstance(rule, (Transpose, TransposeEach)):
+                    rows = rows.mT.contiguous()
                 if merged is not None and pair.hf_name in adapted:
                     rows = folded(rows, adapted[pair.hf_name], pair.hf_rows, merged)
                 for name in (pair.hf_name, *copies_of.get(pair.hf_name, ())):
                     writer_of[name].write(name, rows, first_row=pair.hf_rows.start)
+
+        def move(run: _Run) -> None:
+            shape = real[run.key]
+            values = records.read(run.key, run.start, run.stop)[(slice(None), *map(slice, shape[1:]))]
+            put(table[run.key], values, run.start, shape)
 
         for_each(move, (run for key, shape in real.items() for run in _runs(key, shape, stored[key], table[key])))
         for name in unused.tensors:

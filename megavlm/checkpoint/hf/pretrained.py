@@ -15,13 +15,28 @@ from megavlm.arch.anyres import Tiling
 from megavlm.arch.layers import EMBEDDING, part_of
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.sizes import check_size
+from megavlm.config.fields import options
 from megavlm.config.lora import is_adapter
-from megavlm.config.schema import Config, ModelConfig, VisionConfig
+from megavlm.config.schema import Config, ExpertsConfig, ModelConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import family_of
 from megavlm.families.shared.family import ALL_PARTS, Family
-from megavlm.families.shared.table import RowPair, Rule, Shape, Table, Transpose, fits, row_pairs
+from megavlm.families.shared.table import (
+    RowPair,
+    Rule,
+    Shape,
+    Stack,
+    Table,
+    Transpose,
+    TransposeEach,
+    fits,
+    matches,
+    row_pairs,
+)
 from megavlm.storage.cache import local_path
+
+# What a run decides of the experts of a folder's model: how they are balanced in training.
+BALANCING = ("aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate", "router_force_load_balancing")
 
 
 @dataclass(frozen=True)
@@ -61,11 +76,10 @@ class Pretrained:
         model = family.config(folder.settings)
         if feature_layer is not None:
             model = replace(model, vision=replace(model.vision, feature_layer=feature_layer))
-        shapes = [info.shape for info in folder.tensors.values()]
-        check_size(model, parts, shapes, where=f"complete the files of {path}, or correct its config.json")
+        shapes = {name: info.shape for name, info in folder.tensors.items()}
+        check_size(model, parts, shapes.values(), where=f"complete the files of {path}, or correct its config.json")
         tables = [family.table(model, prefixes) for prefixes in family.name_prefixes]
-        found = folder.tensors.keys()
-        best = max(range(len(tables)), key=lambda number: len(found & _names(tables[number])))
+        best = max(range(len(tables)), key=lambda number: matches(tables[number], shapes))
         return cls(folder, family, model, parts, best, tables[best])
 
     def provides(self, key: str) -> bool:
@@ -113,11 +127,16 @@ class Pretrained:
 
         `real` is the weight's shape without padding; elements of the slice that lie beyond it are zeros.
         """
+        return self._slice(self.table[key], real, index)
+
+    def _slice(self, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Tensor:
+        if isinstance(rule, Stack):
+            return torch.stack([self._slice(each, real[1:], index[1:]) for each in rule.rules[index[0]]])
         rows, rest = index[0], tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index[1:], real[1:], strict=True))
         shape = [s.stop - s.start for s in index]
         parts = [
-            (pair.rows, self._rows(self.table[key], pair, real)[(slice(None), *rest)])
-            for pair in row_pairs(self.table[key].hf_rows(real), rows.start, rows.stop)
+            (pair.rows, self._rows(rule, pair, real)[(slice(None), *rest)])
+            for pair in row_pairs(rule.hf_rows(real), rows.start, rows.stop)
         ]
         if len(parts) == 1 and list(parts[0][1].shape) == shape:
             return parts[0][1]
@@ -131,6 +150,8 @@ class Pretrained:
         name, rows = pair.hf_name, pair.hf_rows
         if isinstance(rule, Transpose):
             return self.folder.read(name, slice(None)).T[rows].contiguous()
+        if isinstance(rule, TransposeEach):
+            return self.folder.read(name, rows).mT.contiguous()
         shape = self.folder.tensors[name].shape
         if len(shape) > len(real) and shape[0] == 1:  # [1, N, H] for [N, H]: small, and read whole
             return self.folder.read(name, slice(None)).reshape(-1, *real[1:])[rows]
@@ -178,6 +199,10 @@ def with_pretrained_model(config: Config) -> Config:
             found = getattr(pretrained.model, part)
             _agree(part, getattr(model, part), found, pretrained)
             model = replace(model, **{part: found})
+        if "language" in pretrained.parts:
+            experts = _experts(model.experts, pretrained)
+            _agree("experts", model.experts, experts, pretrained)
+            model = replace(model, experts=experts)
         if "projector" in pretrained.parts:
             whole = pretrained.model
             model = replace(
@@ -189,13 +214,21 @@ def with_pretrained_model(config: Config) -> Config:
     return replace(config, model=model)
 
 
+def _experts(given: ExpertsConfig, pretrained: Pretrained) -> ExpertsConfig:
+    """Return the folder's mixture of experts, balanced in training as the run says where it says something."""
+    unset = ExpertsConfig()
+    said = {name: getattr(given, name) for name in BALANCING if getattr(given, name) != getattr(unset, name)}
+    return replace(pretrained.model.experts, **said)
+
+
 def _agree(part: str, given: Any, found: Any, pretrained: Pretrained) -> None:
     if given in (type(given)(), found):  # not set at all, or read back from the run's own config.yaml
         return
+    flags = {option.key: option.flag for option in options()}
     for name, value in vars(found).items():
         if (wanted := getattr(given, name)) not in (value, getattr(type(given)(), name)):
             raise UserError(
-                f"--{part}-{name.replace('_', '-')} {wanted} contradicts {pretrained.folder.path}, which has {value}: "
+                f"{flags[f'model.{part}.{name}']} {wanted} contradicts {pretrained.folder.path}, which has {value}: "
                 "leave it out, the folder decides"
             )
 

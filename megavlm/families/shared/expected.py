@@ -17,6 +17,7 @@ _TOKEN = whole(0, 2**31 - 1)
 _SQUARE = _SIDE | listed(_SIDE, 1, 2)
 _EPSILON = number(0, 1)
 _LAYER = whole(-2_000, 2_000)
+_EXPERTS = whole(0, 2**14)
 
 _SETTINGS: dict[str, Expected] = {
     "model_type": TEXT,
@@ -80,6 +81,19 @@ _SETTINGS: dict[str, Expected] = {
     "embed_dim": _WIDTH,
     "mlp_ratio": number(1e-3, 1e3),
     "in_chans": whole(1, 64),
+    "num_experts": _EXPERTS,
+    "num_local_experts": _EXPERTS,
+    "n_routed_experts": _EXPERTS,
+    "n_shared_experts": whole(1, 64),
+    "num_experts_per_tok": whole(1, 2**10),
+    "moe_intermediate_size": _WIDTH,
+    "decoder_sparse_step": whole(1, 2_000),
+    "mlp_only_layers": listed(_LAYER, 0, 2_000),
+    "first_k_dense_replace": whole(0, 2_000),
+    "norm_topk_prob": FLAG,
+    "routed_scaling_factor": number(1e-3, 1e3),
+    "n_group": whole(1, 2**10),
+    "topk_group": whole(1, 2**10),
 }
 # Of `rope_scaling` and `rope_parameters`, and of sections in them.
 _ROPE: dict[str, Expected] = {

@@ -10,6 +10,7 @@ from megavlm.arch.anyres import Tiling
 from megavlm.config.schema import ModelConfig
 from megavlm.data.processors.reader import ProcessorReader, VideoReader
 from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.experts import ExpertFiles
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table
 
@@ -24,12 +25,16 @@ Inputs = Callable[["MicroBatch", ModelConfig], dict[str, "Tensor"]]
 
 @dataclass(frozen=True)
 class NamePrefixes:
-    """What precedes the names of tensors in a file: one architecture has been saved under several sets of names."""
+    """What precedes the names of tensors in a file: one architecture has been saved under several sets of names.
+
+    `experts` says how a file holds the experts of a layer.
+    """
 
     vision: str = ""
     projector: str = ""
     language: str = ""
     head: str = "lm_head.weight"
+    experts: ExpertFiles = "apart"
 
 
 @dataclass(frozen=True)

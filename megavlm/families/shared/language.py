@@ -1,4 +1,4 @@
-"""Language models of Transformers that one table describes: Llama, Vicuna, Mistral, Ministral, Qwen2, Qwen3."""
+"""Language models of Transformers that one table describes: Llama, Mistral, Ministral, Qwen2, Qwen3, Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
-from megavlm.config.schema import LanguageConfig
+from megavlm.config.schema import ExpertsConfig, LanguageConfig
 from megavlm.errors import UserError
+from megavlm.families.shared.experts import ExpertFiles, experts_table, qwen_experts
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import QKV, Concat, Rename, Table, linear
 
@@ -46,7 +47,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 32768,
     },
+    "qwen3_moe": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+    },
 }
+NO_EXPERTS = ExpertsConfig()
 _YARN_ROPE = ("factor", "original_max_position_embeddings")
 _LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -72,11 +83,19 @@ def language(settings: Settings, *, kind: str | None = None, tied: bool | None =
         vocab_size=settings.need("vocab_size"),
         norm_epsilon=settings.get("rms_norm_eps", 1e-6),
         add_qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        qk_norm=kind.startswith("qwen3"),
         tie_embeddings=settings.get("tie_word_embeddings", False) if tied is None else tied,
         max_positions=_max_positions(settings, kind),
         **_rope(settings, width),
     )
+
+
+def experts(settings: Settings) -> ExpertsConfig:
+    """Return the mixture of experts of a text configuration; without experts for the types of dense models."""
+    if settings.get("model_type", "llama") != "qwen3_moe":
+        return NO_EXPERTS
+    layers = settings.get("num_hidden_layers", _DEFAULTS["qwen3_moe"]["num_hidden_layers"])
+    return qwen_experts(settings, layers=layers, normalized=settings.get("norm_topk_prob", False))
 
 
 def _given(values: Any) -> dict[str, Any]:
@@ -154,7 +173,14 @@ def _yarn(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
     }
 
 
-def language_table(language: LanguageConfig, prefix: str, *, head: str) -> Table:
+def language_table(
+    language: LanguageConfig,
+    prefix: str,
+    *,
+    head: str,
+    experts: ExpertsConfig = NO_EXPERTS,
+    stored: ExpertFiles = "apart",
+) -> Table:
     """LlamaModel and its kin below `prefix`, with the output layer's name where it has a weight of its own."""
     table: Table = {f"{EMBEDDING}.word_embeddings.weight": Rename(f"{prefix}embed_tokens.weight")}
     groups, width = language.num_query_groups, language.kv_channels
@@ -173,6 +199,9 @@ def language_table(language: LanguageConfig, prefix: str, *, head: str) -> Table
         if language.post_norms:
             table |= linear(f"{layer}self_attn_bda.norm", f"{hf_layer}post_attention_layernorm", bias=False)
             table |= linear(f"{layer}mlp_bda.norm", f"{hf_layer}post_feedforward_layernorm", bias=False)
+        if experts.num_experts and number not in experts.dense_layers:
+            table |= experts_table(experts, layer, hf_layer, hidden_size=language.hidden_size, stored=stored)
+            continue
         gate_and_up = (f"{hf_layer}mlp.gate_proj.weight", f"{hf_layer}mlp.up_proj.weight")
         table[f"{layer}mlp.linear_fc1.weight"] = Concat(gate_and_up)
         table |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=False)

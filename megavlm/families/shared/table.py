@@ -2,16 +2,16 @@
 names and the list of missing tensors follow from this one declaration. No torch.
 
 The two sides differ in names and in the order of rows: megatron-core fuses query, key and value per key/value head,
-and gate over up. The trailing dimensions agree once a convolution's are flattened. (`Transpose` is the one exception.)
-So a `Rule` names the Hugging Face tensors and gives, for a megatron-core tensor of some shape, the ranges of their rows
-that it consists of, first row first. A slice of the megatron-core tensor is read from parts of these ranges, and a
-Hugging Face tensor is written from the same parts.
+and gate over up. The trailing dimensions agree once a convolution's are flattened. (`Transpose` and `TransposeEach` are
+the exceptions.) So a `Rule` names the Hugging Face tensors and gives, for a megatron-core tensor of some shape, the
+ranges of their rows that it consists of, first row first. A slice of the megatron-core tensor is read from parts of
+these ranges, and a Hugging Face tensor is written from the same parts. `Stack` has a rule for each expert.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -80,6 +80,38 @@ class Transpose(_OneTensor):
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
         return {self.hf_name: (shape[1], shape[0])}
+
+
+@dataclass(frozen=True)
+class TransposeEach(_OneTensor):
+    """One matrix for each expert, which the file holds transposed; `view` is the shape there (Qwen3-VL-MoE)."""
+
+    view: Shape
+
+    def hf_rows(self, shape: Shape) -> list[HFRows]:
+        """Return experts: one "row" is the matrix of one of them."""
+        return [HFRows(self.hf_name, 0, shape[0])]
+
+    def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
+        return {self.hf_name: (shape[0], shape[2], shape[1])}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor with experts as its first dimension, which the file holds one by one: a rule for the part of each."""
+
+    rules: tuple[Rule, ...]
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return tuple(name for rule in self.rules for name in rule.hf_names)
+
+    def hf_rows(self, shape: Shape) -> list[HFRows]:
+        """Return the rows of the tensor with its first two dimensions joined: those of each expert in turn."""
+        return [rows for rule in self.rules for rows in rule.hf_rows(shape[1:])]
+
+    def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
+        return {name: found for rule in self.rules for name, found in rule.hf_shapes(shape[1:]).items()}
 
 
 @dataclass(frozen=True)
@@ -173,6 +205,12 @@ def row_pairs(hf_rows: list[HFRows], start: int, stop: int) -> Iterator[RowPair]
 def fits(found: Shape, expected: Shape) -> bool:
     """Return whether a file's shape is the expected one, but for dimensions of size one."""
     return [n for n in found if n != 1] == [n for n in expected if n != 1] and math.prod(found) == math.prod(expected)
+
+
+def matches(table: Table, found: Mapping[str, Shape]) -> int:
+    """Return how many names of a table a file has, with the shape that the table says, where it says one."""
+    views = ((name, getattr(rule, "view", None)) for rule in table.values() for name in rule.hf_names)
+    return sum(name in found and (view is None or fits(found[name], view)) for name, view in views)
 
 
 def module(name: str, hf_name: str, *leaves: str) -> Table:

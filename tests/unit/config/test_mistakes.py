@@ -164,12 +164,6 @@ MODEL = (
         "--seq-length 48",
     ),
     Mistake(
-        "--language-rotary-percent 0.5",
-        "--language-rotary-percent 0.5",
-        "add --language-rotary-interleaved",
-        "--language-rotary-interleaved",
-    ),
-    Mistake(
         "--language-rotary-interleaved --language-rotary-percent 0.01",
         "--language-rotary-percent 0.01",
         "another share",
@@ -543,9 +537,9 @@ EXPERTS = (
     ),
     Mistake(
         f"{MIXTURE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --freeze language",
-        "--moe-router-enable-expert-bias",
-        "leave one of them out",
-        "--no-moe-router-enable-expert-bias",
+        "changes the bias of the frozen router",
+        "add --moe-router-bias-update-rate 0",
+        "--moe-router-bias-update-rate 0",
     ),
     Mistake(f"{MIXTURE} --ep 3 --gbs 6", "--expert-model-parallel-size 3", "4, 2 or 1", "--ep 1", 3),
     Mistake(f"{MIXTURE} --etp 2 --moe-ffn-hidden-size 33", "--moe-ffn-hidden-size 33", "32 or 34", "--etp 1", 2),
@@ -566,7 +560,6 @@ EXPERTS = (
     ),
     Mistake(f"{MIXTURE} --hybrid-shard-size 2", "--hybrid-shard-size", "leave it out", "--hybrid-shard-size none", 2),
     Mistake(f"{MIXTURE} --cuda-graphs", "--cuda-graphs", "leave it out", "--no-cuda-graphs"),
-    Mistake(f"{MIXTURE} --lora-rank 4", "adapters in the language model", "use --lora-rank 0", "--lora-rank 0"),
     Mistake("--ep 2", "--expert-model-parallel-size has no effect without experts", "--num-experts 8", "--ep 1", 2),
     Mistake("--moe-router-topk 3", "--moe-router-topk has no effect", "--num-experts 8", "--num-experts 8"),
     Mistake(
@@ -585,7 +578,7 @@ EXPERTS = (
         f"{MIXTURE} --moe-router-bias-update-rate 0.1",
         "--moe-router-bias-update-rate has no effect",
         "add --moe-router-enable-expert-bias",
-        "--moe-router-bias-update-rate 0.001",
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     ),
 )
 

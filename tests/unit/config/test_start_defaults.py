@@ -19,7 +19,7 @@ from megavlm.config.schema import Config
 from megavlm.config.start_defaults import START_DEFAULTS, is_start_default, start_table, with_start_defaults
 
 KEYS = [default.option for default in START_DEFAULTS]
-TOY = ["fp32", 1e-3, None, None, None, 0, 64, 0]
+TOY = ["fp32", 1e-3, None, None, None, 0, 64, 0, None]
 
 
 def values(config: Config) -> list[object]:
@@ -47,10 +47,22 @@ def test_learning_rates_of_given_weights(
 ) -> None:
     config = parse([*flags.split(), "--train-iters", "1000"])
     found = resolve(config)
-    assert values(found) == ["bf16", lr, vision, projector, language, 30, 8192, 500]
+    assert values(found) == ["bf16", lr, vision, projector, language, 30, 8192, 500, None]
     assert resolve(found) == found
     check(config, world=1)
     check(found, world=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [("", 1e-3), ("--load F", 0.0), ("--load F --moe-router-bias-update-rate 1e-3", 1e-3)],
+)
+def test_a_bias_of_given_weights_stays(flags: str, rate: float) -> None:
+    mixture = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    config = parse([*mixture.split(), *flags.split()])
+    assert resolve(config).model.experts.router_bias_update_rate == rate
+    assert f"{rate:g}" in start_table(config)
+    check(config, world=1)
 
 
 def test_random_weights_keep_the_defaults_of_a_toy() -> None:

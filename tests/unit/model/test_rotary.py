@@ -15,11 +15,13 @@ S, B, G, D = 7, 2, 3, 8
 def by_hand(mixed: Tensor, angles: Tensor, repeats: int, *, interleaved: bool) -> tuple[Tensor, ...]:
     """Splitting by autograd, and Transformers' formula of the rotation."""
     query, key, value = mixed.split([repeats * D, D, D], dim=-1)
-    turned = []
-    for x in (query.reshape(S, B, -1, D), key):
+    turned, width = [], angles.shape[-1]
+    for whole in (query.reshape(S, B, -1, D), key):
+        x = whole[..., :width]
         first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
         partners = torch.stack((-second, first), -1).flatten(-2) if interleaved else torch.cat((-second, first), -1)
-        turned.append(x * angles.cos().to(x.dtype) + partners * angles.sin().to(x.dtype))
+        rotated = x * angles.cos().to(x.dtype) + partners * angles.sin().to(x.dtype)
+        turned.append(torch.cat((rotated, whole[..., width:]), -1))
     return *turned, value
 
 
@@ -27,12 +29,13 @@ def by_hand(mixed: Tensor, angles: Tensor, repeats: int, *, interleaved: bool) -
 @pytest.mark.parametrize("repeats", [1, 4])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", [D, D // 2])
 def test_numbers_are_those_of_splitting_and_turning(
-    dtype: torch.dtype, interleaved: bool, repeats: int, rows: int
+    dtype: torch.dtype, interleaved: bool, repeats: int, rows: int, channels: int
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     given = torch.randn(S, B, G, (repeats + 2) * D, generator=generator).to(dtype)
-    half = torch.rand(S, rows, 1, D // 2, generator=generator) * 9
+    half = torch.rand(S, rows, 1, channels // 2, generator=generator) * 9
     angles = half.repeat_interleave(2, dim=-1) if interleaved else torch.cat([half, half], -1)
     rotary, turns = Rotary(interleaved=interleaved), rotation(angles, dtype)
     found = []

@@ -1,0 +1,85 @@
+"""Mixtures of experts in language models of Transformers: what their settings mean, and where their weights are."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megavlm.config.schema import ExpertsConfig
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import Concat, Rename, Stack, Table, TransposeEach, linear
+
+# A file has a tensor for each matrix of each expert, or two for all of a layer: in the order of the modules' weights
+# ([experts, outputs, inputs]), or transposed.
+ExpertFiles = Literal["apart", "stacked", "transposed"]
+
+
+def qwen_experts(text: Settings, *, layers: int, normalized: bool) -> ExpertsConfig:
+    """Qwen3MoeConfig and Qwen3VLMoeTextConfig; `normalized`: the weights of a token's experts add up to 1.
+
+    Transformers writes `num_local_experts`, published files have `num_experts`.
+    """
+    number = text.get("num_local_experts", text.get("num_experts", 128))
+    step, dense = text.get("decoder_sparse_step", 1), text.get("mlp_only_layers", [])
+    without = tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step)
+    if number == 0 or len(without) == layers:
+        return ExpertsConfig()
+    return ExpertsConfig(
+        num_experts=number,
+        router_topk=text.get("num_experts_per_tok", 8),
+        ffn_hidden_size=text.get("moe_intermediate_size", 768),
+        dense_layers=without,
+        router_pre_softmax=not normalized,
+    )
+
+
+def glm_experts(text: Settings, *, layers: int) -> ExpertsConfig:
+    """Glm4vMoeTextConfig: scores by sigmoid, a bias that only the choice uses, experts that every token takes."""
+    topk, width = text.get("num_experts_per_tok", 8), text.get("moe_intermediate_size", 1408)
+    groups, of_groups = text.get("n_group", 1), text.get("topk_group", 1)
+    if not text.get("norm_topk_prob", True) or topk == 1:
+        refuse(text, "norm_topk_prob", "weights of several experts are only known to add up to 1 here")
+    if groups > 1 and topk // of_groups != 2:
+        refuse(text, "topk_group", "groups are known with two experts of each chosen group")
+    scaling = text.get("routed_scaling_factor", 1.0)
+    dense = min(text.get("first_k_dense_replace", 1), layers)
+    if dense == layers:
+        return ExpertsConfig()
+    return ExpertsConfig(
+        num_experts=text.get("n_routed_experts", 128),
+        router_topk=topk,
+        ffn_hidden_size=width,
+        shared_ffn_hidden_size=width * text.get("n_shared_experts", 1),
+        dense_layers=tuple(range(dense)),
+        router_score_function="sigmoid",
+        router_topk_scaling_factor=None if scaling == 1 else scaling,
+        router_num_groups=groups if groups > 1 else None,
+        router_group_topk=of_groups if groups > 1 else None,
+        router_enable_expert_bias=True,
+    )
+
+
+def experts_table(experts: ExpertsConfig, layer: str, hf_layer: str, *, hidden_size: int, stored: ExpertFiles) -> Table:
+    """Return the table of a layer's mixture, whose file has its experts as `stored` says."""
+    held, hf_held = f"{layer}mlp.experts.experts.", f"{hf_layer}mlp.experts."
+    number, inner = experts.num_experts, experts.ffn_hidden_size
+    table: Table = {f"{layer}mlp.router.weight": Rename(f"{hf_layer}mlp.gate.weight")}
+    if stored == "apart":
+        apart = [f"{hf_held}{expert}." for expert in range(number)]
+        gates_and_ups = (Concat((f"{expert}gate_proj.weight", f"{expert}up_proj.weight")) for expert in apart)
+        table[f"{held}linear_fc1.weight"] = Stack(tuple(gates_and_ups))
+        table[f"{held}linear_fc2.weight"] = Stack(tuple(Rename(f"{expert}down_proj.weight") for expert in apart))
+    else:
+        rule = TransposeEach if stored == "transposed" else Rename
+        first, second = (number, 2 * inner, hidden_size), (number, hidden_size, inner)
+        if stored == "transposed":
+            first, second = (number, hidden_size, 2 * inner), (number, inner, hidden_size)
+        table[f"{held}linear_fc1.weight"] = rule(f"{hf_held}gate_up_proj", view=first)
+        table[f"{held}linear_fc2.weight"] = rule(f"{hf_held}down_proj", view=second)
+    if experts.router_enable_expert_bias:
+        table[f"{layer}mlp.router.expert_bias"] = Rename(f"{hf_layer}mlp.gate.e_score_correction_bias")
+    if experts.shared_ffn_hidden_size is not None:
+        shared, hf_shared = f"{layer}mlp.shared_experts.", f"{hf_layer}mlp.shared_experts."
+        gate_and_up = (f"{hf_shared}gate_proj.weight", f"{hf_shared}up_proj.weight")
+        table[f"{shared}linear_fc1.weight"] = Concat(gate_and_up)
+        table |= linear(f"{shared}linear_fc2", f"{hf_shared}down_proj", bias=False)
+    return table
