@@ -18,7 +18,7 @@ from megavlm.config.derived import sequence_multiple, sequence_parallel
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.kv_cache import Continuation
-from megavlm.model.cached_attention import cached_attention
+from megavlm.model.cached_attention import CachedAttention
 from megavlm.model.deepstack import add_features
 from megavlm.model.gathered_attention import causal_spans
 from megavlm.model.language import rope
@@ -103,7 +103,7 @@ class MicroBatchContext:
         """Return how layers with a window of this many tokens (None: without a window) attend to a cache."""
         samples, length = self.batch.text.tokens.shape
         runs = None if self._image_runs is None else self._image_runs.view(samples, length)
-        return Packing(qkv_format="sbhd", cached=cached_attention(rows, length, window=window, runs=runs))
+        return Packing(qkv_format="sbhd", cached=CachedAttention(rows, length, window, runs))
 
     @cached_property
     def _image_runs(self) -> Tensor | None:

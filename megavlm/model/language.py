@@ -114,11 +114,7 @@ class Output(MegatronModule):
 
         `positions` [L] are those of the flattened [B·S] that have a loss, by default all; that of the others is 0.
         """
-        if self.linear.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        weight = self.linear.weight if weight is None else weight
+        hidden, weight = self._whole(hidden), self.linear.weight if weight is None else weight
         rows, (samples, length) = hidden.flatten(0, 1), labels.shape
         if positions is None or len(positions) == labels.numel():
             return linear_cross_entropy(rows, weight, labels.t().flatten(), self.options).view(length, samples).t()
@@ -126,10 +122,21 @@ class Output(MegatronModule):
         losses = linear_cross_entropy(chosen, weight, labels.flatten()[positions], self.options)
         return losses.new_zeros(labels.numel()).index_copy(0, positions, losses).view(samples, length)
 
-    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """This rank's columns of the logits, [S, B, W/TP], without a loss: answers and comparisons need them."""
-        logits, _ = self.linear(hidden, weight=weight)
-        return logits
+    def logits(self, hidden: Tensor, weight: Tensor | None = None, *, at: Tensor | None = None) -> Tensor:
+        """This rank's columns of the logits, [S, B, W/TP], without a loss: answers and comparisons need them.
+
+        `at` [B]: of one position of each row alone, [1, B, W/TP].
+        """
+        hidden = self._whole(hidden)
+        if at is not None:
+            hidden = hidden[at, torch.arange(len(at), device=hidden.device)][None]
+        return F.linear(hidden, self.linear.weight if weight is None else weight)
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """Return all positions of the hidden states, [S, B, H]."""
+        if self.linear.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
 
     def gather(self, logits: Tensor) -> Tensor:
         """Whole logits on every tensor-parallel rank, [B, S, vocabulary]."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -186,10 +185,8 @@ def _run_output(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchC
     if not context.wants_logits:
         text = context.batch.text
         return part(hidden, text.labels, text.trained_positions, chunk.tied_weight)
-    scores, rows = part.logits(hidden, chunk.tied_weight), context.batch.continuation
-    if rows is not None:
-        scores = scores[rows.last, torch.arange(scores.shape[1], device=scores.device)][None]
-    return part.gather(scores)
+    rows = context.batch.continuation
+    return part.gather(part.logits(hidden, chunk.tied_weight, at=None if rows is None else rows.last))
 
 
 IMPLEMENTATIONS: Mapping[str, LayerImpl] = for_every_kind(
