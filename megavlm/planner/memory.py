@@ -32,7 +32,7 @@ class Memory:
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0  # saved for the backward passes in flight
-    transient: float = 0.0  # beyond that, at the worst moment of a backward pass
+    transient: float = 0.0  # beyond that, at the worst moment of a backward pass, or while gradients are reduced
     data: float = 0.0  # the step's batches, and image features where the encoder runs ahead of the pipeline
 
     @property
@@ -215,6 +215,9 @@ def rank_memory(
         total += Memory(activations=count * saved)
         last = rank == scenario.dims.pp - 1
         transient = max(transient, *(transient_bytes(name, scenario, mode, last_stage=last) for name in names), 0.0)
+    # Activations are gone by then. gloo's reduce-scatter sums a copy of the gradients, NCCL's needs none.
+    copies = scenario.sharding == "optimizer" and scenario.dims.dp_cp > 1 and not scenario.on_gpu
+    transient = max(transient, total.gradients * copies - total.activations)
     with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in scenario.dims.chunks_of(rank))
     data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=with_patches)
     return total + Memory(transient=transient, data=data)
