@@ -8,6 +8,7 @@ from megavlm.arch.transformer import norm_parameters
 from megavlm.arch.workload import Workload
 from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.config.schema import ModelConfig
+from megavlm.config.tensor_split import share_of
 
 
 class PatchEmbed(LayerKind):
@@ -76,27 +77,28 @@ class Projector(LayerKind):
         learned = model.projector.merge == "convolution"
         return block_channels(model) * projector_inputs(model) if learned else 0
 
-    def matrices(self, model: ModelConfig) -> int:
-        """Return the weights of the layers that tensor-parallel ranks divide."""
-        inputs, outputs, hidden = projector_inputs(model), model.language.hidden_size, model.projector.hidden_size
+    def matrices(self, model: ModelConfig, tp: int = 1) -> int:
+        """Return the weights of one of `tp` ranks in the layers that they divide."""
+        inputs, outputs = projector_inputs(model), model.language.hidden_size
+        hidden, own_outputs = share_of(model.projector.hidden_size, tp), share_of(outputs, tp)
         match model.projector.kind:
             case "linear":
-                return inputs * outputs
+                return inputs * own_outputs
             case "mlp":
                 return inputs * hidden + hidden * outputs
             case "gated":
-                return inputs * outputs + 3 * outputs * hidden
+                return inputs * own_outputs + 3 * outputs * hidden
 
     def biases(self, model: ModelConfig, tp: int) -> int:
         """Return the biases of the same layers on one of `tp` ranks: those of the last layer of an MLP are whole."""
-        outputs, hidden = model.language.hidden_size, model.projector.hidden_size
+        outputs, hidden = model.language.hidden_size, share_of(model.projector.hidden_size, tp)
         match model.projector.kind:
             case "linear":
-                return outputs // tp
+                return share_of(outputs, tp)
             case "mlp":
-                return hidden // tp + outputs
+                return hidden + outputs
             case "gated":
-                return outputs // tp + 2 * hidden // tp + outputs
+                return share_of(outputs, tp) + 2 * hidden + outputs
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         projector, outputs = model.projector, model.language.hidden_size
@@ -105,7 +107,7 @@ class Projector(LayerKind):
         norms = per_norm * (normed * self.has_norm(model) + outputs * (projector.kind == "gated"))
         newline = outputs * (projector.anyres_max_tiles is not None)
         merging = self.convolution(model) + inputs * (projector.merge == "convolution" and projector.merge_bias)
-        divided = self.matrices(model) // tp + self.biases(model, tp) * projector.bias
+        divided = self.matrices(model, tp) + self.biases(model, tp) * projector.bias
         return norms + newline + merging + divided
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
@@ -119,7 +121,7 @@ class Projector(LayerKind):
         patches = features * block_channels(model) * e
         convolved = patches * (projector.merge == "convolution")
         normed = (patches if projector.norm_before_merge else merged) * self.has_norm(model)
-        widths = features * projector.hidden_size / scenario.dims.tp * e
+        widths = features * share_of(projector.hidden_size, scenario.dims.tp) * e
         inner = {"linear": 0.0, "mlp": 2 * widths, "gated": 4 * widths}[projector.kind]
         if projector.kind == "gated":  # what norm, GELU and the gated MLP read
             inner += features * model.language.hidden_size * e * (2 + trained)

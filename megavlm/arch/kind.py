@@ -41,6 +41,7 @@ class Communication:
 
     gathers: tuple[float, ...] = ()
     reductions: tuple[float, ...] = ()
+    exchanges: tuple[float, ...] = ()  # all-to-alls: as long as a gather of so many bytes
 
 
 class LayerKind(ABC):
@@ -61,6 +62,10 @@ class LayerKind(ABC):
     @abstractmethod
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         """Return the work of layer number `number` of this kind (0 if the kind is not numbered)."""
+
+    def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
+        """Return how much more than 1/TP of its products, and of its attention, a rank computes: 1 without padding."""
+        return 1.0, 1.0
 
     def products(self, scenario: Scenario, *, trained: bool, reached: bool) -> tuple[int, int]:
         """Return how often each pass takes the forward FLOPs: once forward, and once backward for each gradient.

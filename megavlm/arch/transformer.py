@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from math import gcd
 
 from megavlm.arch.kind import FP32, Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
@@ -10,6 +11,7 @@ from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload, attends_in_windows
 from megavlm.config.derived import attends_in_window, masks_attention
 from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
+from megavlm.config.tensor_split import language_split, share_of
 
 
 class TransformerKind(LayerKind):
@@ -39,10 +41,10 @@ class VisionLayer(TransformerKind):
         vision = model.vision
         hidden, ffn, heads = vision.hidden_size, vision.ffn_hidden_size, vision.num_attention_heads
         width = hidden // heads
-        local = -(-heads // tp) * width  # heads are padded to a multiple of TP
+        local, inner = share_of(heads, tp) * width, share_of(ffn, tp)
         gates = 2 if vision.activation == "swiglu" else 1
-        weights = 4 * local * hidden + (gates + 1) * ffn // tp * hidden
-        biases = 3 * local * vision.add_qkv_bias + (gates * ffn // tp + 2 * hidden) * vision.add_bias_linear
+        weights = (4 * local + (gates + 1) * inner) * hidden
+        biases = 3 * local * vision.add_qkv_bias + (gates * inner + 2 * hidden) * vision.add_bias_linear
         norms = {"none": 0, "head": 2 * width, "full": 2 * heads * width}[vision.qk_norm] + 2 * norm_parameters(vision)
         return weights + biases + norms + 2 * hidden * vision.layer_scale
 
@@ -54,6 +56,13 @@ class VisionLayer(TransformerKind):
         attention = 4.0 * (work.window_squares if windowed else work.patch_squares) * vision.hidden_size
         return LayerCost(params, 2.0 * params * work.patches + attention, attention)
 
+    def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
+        """Return what the MLP's padding adds; that of the tower's heads is not counted."""
+        vision = model.vision
+        gates = 3 if vision.activation == "swiglu" else 2
+        attention, width = 4 * vision.hidden_size, gates * vision.ffn_hidden_size
+        return (attention + tp * gates * share_of(vision.ffn_hidden_size, tp)) / (attention + width), 1.0
+
     def sizes(self, scenario: Scenario) -> LayerSizes:
         return LayerSizes(scenario.model.vision, scenario)
 
@@ -63,11 +72,22 @@ class LanguageLayer(TransformerKind):
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         language = model.language
-        hidden, width, heads = language.hidden_size, language.kv_channels, language.num_attention_heads
-        qkv = (heads + 2 * language.num_query_groups) * width // tp
-        weights = (qkv + heads * width // tp + 3 * language.ffn_hidden_size // tp) * hidden
-        norms = 2 * width * language.qk_norm + (4 if language.post_norms else 2) * hidden
-        return weights + qkv * language.add_qkv_bias + norms
+        split, hidden = language_split(language, tp), language.hidden_size
+        norms = 2 * split.width * language.qk_norm + (4 if language.post_norms else 2) * hidden
+        return _rows(language, tp) * hidden + split.local_rows * language.add_qkv_bias + norms
+
+    def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
+        language = model.language
+        split = language_split(language, tp)
+        return tp * _rows(language, tp) / _rows(language, 1), tp * split.local_heads / split.heads
+
+    def communication(self, scenario: Scenario) -> Communication:
+        """Return also the parts of keys and values that ranks which share them send one another."""
+        split, usual = language_split(scenario.model.language, scenario.dims.tp), super().communication(scenario)
+        if split.copies == 1:
+            return usual
+        arriving = scenario.work.tokens * split.received * 2 * split.part_width * scenario.bytes_each
+        return replace(usual, exchanges=(arriving * split.tp / (split.tp - 1),))
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         language = model.language
@@ -99,14 +119,21 @@ def norm_parameters(vision: VisionConfig) -> int:
     return vision.hidden_size * (2 if vision.normalization == "LayerNorm" else 1)
 
 
+def _rows(language: LanguageConfig, tp: int) -> int:
+    """Return the rows of hidden-size width that one of `tp` ranks holds in a layer's weights."""
+    split = language_split(language, tp)
+    return split.local_rows + split.local_heads * split.width + 3 * share_of(language.ffn_hidden_size, tp)
+
+
 class LayerSizes:
     """Element counts of a vision layer's tensors on one rank."""
 
     def __init__(self, vision: VisionConfig, scenario: Scenario) -> None:
         self.scenario, self.tokens, self.hidden = scenario, scenario.work.patches, vision.hidden_size
         width = vision.hidden_size // vision.num_attention_heads
-        self.heads = self.groups = -(-vision.num_attention_heads // scenario.dims.tp)
-        self.width, self.ffn = width, vision.ffn_hidden_size / scenario.dims.tp
+        self.heads = self.groups = share_of(vision.num_attention_heads, scenario.dims.tp)
+        self.width, self.ffn = width, share_of(vision.ffn_hidden_size, scenario.dims.tp)
+        self.discards = False  # what attention gives query heads that are padding
         self.norm: str = vision.normalization
         self.activation: str = vision.activation
         self.qkv_bias, self.linear_bias = vision.add_qkv_bias, vision.add_bias_linear
@@ -127,6 +154,8 @@ class LayerSizes:
         if scenario.dims.cp > 1 and not core_attention:  # after the exchange: repeated keys, and another output
             keys = self.keys_kept * (self.copies * scenario.dims.cp_groups - 1)
             attention += T * (2 * keys + self.heads * trained) * self.width * e
+        if self.discards and not core_attention:  # a second output
+            attention += T * self.heads * trained * self.width * e
         if self.qk_norm:  # what the norms read, beside what attention reads
             attention += queries_and_keys * e
         if self.qk_norm and not scenario.on_gpu:
@@ -138,11 +167,12 @@ class _LanguageLayerSizes(LayerSizes):
     """The same of a language layer."""
 
     def __init__(self, language: LanguageConfig, scenario: Scenario) -> None:
-        tp, heads = scenario.dims.tp, language.num_attention_heads
+        tp = scenario.dims.tp
+        split = language_split(language, tp)
         self.scenario, self.tokens, self.hidden = scenario, scenario.work.tokens, language.hidden_size
-        self.heads, self.width = heads // tp, language.kv_channels
-        self.groups = max(1, language.num_query_groups // tp)
-        self.ffn, self.inner = language.ffn_hidden_size / tp, 2
+        self.heads, self.groups, self.width = split.local_heads, split.slots, split.width
+        self.discards = split.discards
+        self.ffn, self.inner = share_of(language.ffn_hidden_size, tp), 2
         self.norm, self.activation = "RMSNorm", language.activation
         self.qkv_bias, self.linear_bias = language.add_qkv_bias, False
         self.rotated, self.qk_norm, self.scaled = True, language.qk_norm, False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megavlm.config.derived import context_heads, masks_attention, sequence_parallel
+from megavlm.config.derived import context_heads, local_heads, masks_attention, sequence_parallel
 from megavlm.config.messages import divisors, nearest
 from megavlm.config.schema import Config
 
@@ -13,12 +13,11 @@ from megavlm.config.schema import Config
 def heads_divide_over_context(config: Config) -> str | None:
     """Refuse --cp-comm-type a2a where CP does not divide the query heads of a tensor-parallel rank."""
     tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
-    heads = config.model.language.num_attention_heads
-    if config.parallel.cp_comm_type == "a2a" and heads // tp % cp:
+    if config.parallel.cp_comm_type == "a2a" and (heads := local_heads(config)) % cp:
         return (
-            f"--context-parallel-size {cp} does not divide the {heads // tp} query heads of a rank "
-            f"(--language-num-attention-heads {heads}, --tensor-model-parallel-size {tp}): set it to "
-            f"{divisors(heads // tp)}, or use --cp-comm-type auto"
+            f"--context-parallel-size {cp} does not divide the {heads} query heads of a rank "
+            f"(--language-num-attention-heads {config.model.language.num_attention_heads}, "
+            f"--tensor-model-parallel-size {tp}): set it to {divisors(heads)}, or use --cp-comm-type auto"
         )
     return None
 

@@ -7,48 +7,30 @@ from collections.abc import Callable
 from megavlm.config.context_rules import CONTEXT_RULES
 from megavlm.config.derived import replica_size, sequence_parallel, shards_gradients
 from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
-from megavlm.config.lora import adapted_parts
 from megavlm.config.messages import divisors, nearest, shown
 from megavlm.config.resolve import data_kind, is_set, resolve_model
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.sharding_rules import SHARDING_RULES
+from megavlm.config.tensor_split import language_split, share_runs
 
 
-def heads_divide_over_tp(config: Config) -> str | None:
-    """TP must divide the query heads of the language model; vision heads are padded instead."""
-    tp, heads = config.parallel.tensor_model_parallel_size, config.model.language.num_attention_heads
-    if heads % tp:
-        return (
-            f"--language-num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}: "
-            f"set --tensor-model-parallel-size to {divisors(heads)}"
-        )
-    return None
+def every_rank_has_heads(config: Config) -> str | None:
+    """Heads that TP does not divide are padded, or shared among ranks, but no rank should have zeros alone."""
+    tp, language = config.parallel.tensor_model_parallel_size, resolve_model(config.model).language
+    heads = language.num_attention_heads
+    if not language_split(language, tp).leaves_rank_idle:
+        return None
+    around = (range(min(tp - 1, heads), 0, -1), range(tp + 1, min(heads, 2 * tp) + 1))
+    found = (next((n for n in side if not language_split(language, n).leaves_rank_idle), None) for side in around)
+    return (
+        f"--tensor-model-parallel-size {tp} leaves ranks without any of the {heads} query heads "
+        f"(--language-num-attention-heads {heads}, --language-num-query-groups {language.num_query_groups}): "
+        f"use {' or '.join(str(each) for each in found if each)}"
+    )
 
 
-def adapters_find_whole_heads(config: Config) -> str | None:
-    """LoRA needs TP to divide the key/value heads: ranks that share a head hold no complete rows of q, k and v."""
-    tp = config.parallel.tensor_model_parallel_size
-    groups = resolve_model(config.model).language.num_query_groups
-    if groups % tp and "language" in adapted_parts(config):
-        return (
-            f"--tp {tp} with {groups} key/value heads cannot have adapters (--lora-rank {config.lora.rank}): use a "
-            f"--tp that divides {groups}, or adapt vision only (--lora-targets vision)"
-        )
-    return None
-
-
-def query_groups_divide_over_tp(config: Config) -> str | None:
-    """TP divides the key/value heads, or the heads divide TP, so that equally many ranks share each."""
-    tp, groups = config.parallel.tensor_model_parallel_size, resolve_model(config.model).language.num_query_groups
-    if groups % tp and tp % groups:
-        return (
-            f"--language-num-query-groups {groups} and --tensor-model-parallel-size {tp} do not divide one another: "
-            f"set --tensor-model-parallel-size to {divisors(groups)} or a multiple of {groups}"
-        )
-    return None
-
-
-def mlps_divide_over_tp(config: Config) -> str | None:
+def every_rank_has_a_part_of_mlps(config: Config) -> str | None:
+    """Widths that TP does not divide are padded, but no rank should have zeros alone."""
     parallel, model = config.parallel, config.model
     language, vision = ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size), _vision_tp(config)
     widths = (
@@ -57,8 +39,8 @@ def mlps_divide_over_tp(config: Config) -> str | None:
         (_projector_width(model), vision),
     )
     for (flag, width), (option, tp) in widths:
-        if width % tp:
-            return f"{flag} {width} is not divisible by {option} {tp}: {nearest(width, tp)}"
+        if not share_runs(width, tp, tp - 1):
+            return f"{flag} {width} is too small for {option} {tp}: {nearest(width, tp)}"
     return None
 
 
@@ -247,11 +229,9 @@ def _data_parallel_size(config: Config, world: int) -> int:
 
 
 LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
-    heads_divide_over_tp,
-    query_groups_divide_over_tp,
-    adapters_find_whole_heads,
+    every_rank_has_heads,
     encoders_divide_replica,
-    mlps_divide_over_tp,
+    every_rank_has_a_part_of_mlps,
     sequence_parallel_has_tp,
     sequence_divides_over_tp,
     interleaving_has_stages,

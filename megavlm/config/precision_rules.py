@@ -10,6 +10,7 @@ from megavlm.config.lora import adapted_parts
 from megavlm.config.messages import nearest
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config
+from megavlm.config.tensor_split import language_split, vision_split
 
 
 def fp8_belongs_to_bf16(config: Config) -> str | None:
@@ -111,23 +112,19 @@ def fp8_fits_the_widths(config: Config) -> str | None:
 
 def fp8_fits_the_heads(config: Config) -> str | None:
     """The widths of the attention projections on one rank must be multiples of what FP8 products support."""
-    precision, model, tp = config.precision, config.model, config.parallel.tensor_model_parallel_size
-    step = fp8_multiple(precision.fp8_recipe) * tp
-    vision_heads = -(-model.vision.num_attention_heads // tp) * tp  # padded, where TP does not divide them
-    language = resolve_model(model).language
-    parts = {
-        "vision": (vision_heads, vision_heads, model.vision.hidden_size // model.vision.num_attention_heads),
-        "language": (language.num_attention_heads, language.num_query_groups, language.kv_channels),
-    }
-    for part, (queries, groups, width) in parts.items():
+    precision, model, tp = config.precision, resolve_model(config.model), config.parallel.tensor_model_parallel_size
+    step = fp8_multiple(precision.fp8_recipe)
+    splits = {"vision": vision_split(model.vision, tp), "language": language_split(model.language, tp)}
+    for part, split in splits.items():
         if not fp8_in(part, config):
             continue
-        for what, number in (("query", queries), ("query, key and value", queries + 2 * groups)):
-            if number * width % step:
+        queries = split.local_heads * split.width
+        for what, channels in (("query", queries), ("query, key and value", split.local_rows)):
+            if channels % step:
                 return (
-                    f"--{part}-num-attention-heads: {number} {what} heads of {width} channels are not a multiple of "
-                    f"{step}, which FP8 products need (--fp8-recipe {precision.fp8_recipe}, --tp {tp}): use another "
-                    f"number or width of heads, a smaller --tp, or --fp8 none"
+                    f"--{part}-num-attention-heads {split.heads}: {channels} channels of {what} heads on a rank are "
+                    f"not a multiple of {step}, which FP8 products need (--fp8-recipe {precision.fp8_recipe}, --tp "
+                    f"{tp}): use another number or width of heads, a smaller --tp, or --fp8 none"
                 )
     return None
 

@@ -18,10 +18,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megavlm.config.tensor_split import HeadSplit
 from megavlm.model import varlen
 from megavlm.model.masks import attend_in_spans
 from megavlm.model.packing import Packing, in_rows, in_sequence
 from megavlm.model.rotary import Heads, Rotary, Rotation
+from megavlm.model.shared_heads import SharedHeads
 
 # For packed sequences: cuDNN, which torch prefers on Hopper, plans anew for each number and length of sequences.
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -32,9 +34,10 @@ class Attention(SelfAttention):
     layer and copy queries and keys four times more often.
     """
 
-    def __init__(self, *args: Any, rotary: Rotary, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rotary: Rotary, split: HeadSplit, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rotary = rotary
+        self.rotary, self.split = rotary, split
+        self.shared_heads = SharedHeads(split, self.tp_group) if split.copies > 1 else None
         self.rotation: Rotation | None = None
 
     def forward(
@@ -55,15 +58,15 @@ class Attention(SelfAttention):
     ) -> Heads:
         """Queries, keys and values of the hidden states, normalised and turned."""
         rotary, turns = self.rotary, self.rotation
-        if self.config.num_query_groups < self.world_size:  # ranks share a head: megatron-core finds their part of it
-            query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states)
+        if self.shared_heads is not None:
+            query, key, value = self.shared_heads(self.linear_qkv(hidden_states)[0])
         else:
             mixed, sizes = super().get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
             if turns is not None and self.q_layernorm is None:
                 return rotary.split_and_rotate(mixed, sizes, turns)
             query, key, value = rotary.split(mixed, sizes)
-            if self.q_layernorm is not None:
-                query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if turns is not None:
             query, key = rotary.rotate(query, turns), rotary.rotate(key, turns)
         return query, key, value

@@ -78,12 +78,11 @@ def gathered(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor
 
 def with_own_heads(config: TransformerConfig, ranks: int) -> TransformerConfig:
     """Return the configuration of an attention with the heads that it has after the exchange."""
-    tp = config.tensor_model_parallel_size
-    groups = max(config.num_query_groups // tp, 1) * tp  # ranks that share a key/value head have a copy each
+    own = config.num_query_groups // config.tensor_model_parallel_size
     return replace(
         config,
         num_attention_heads=config.num_attention_heads // ranks,
-        num_query_groups=groups * copies_of_heads(groups // tp, ranks) // ranks,
+        num_query_groups=config.num_query_groups * copies_of_heads(own, ranks) // ranks,
     )
 
 

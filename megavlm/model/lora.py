@@ -38,8 +38,8 @@ class Adapter(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.A = nn.Parameter(torch.empty(rank, inputs, dtype=dtype))
-        self.B = nn.Parameter(torch.empty(outputs, rank, dtype=dtype))
+        self.A = nn.Parameter(torch.zeros(rank, inputs, dtype=dtype))  # as what pads it for TP stays
+        self.B = nn.Parameter(torch.zeros(outputs, rank, dtype=dtype))
 
 
 class _Adapters(nn.ModuleDict):
@@ -140,10 +140,9 @@ def add_adapters(layer: TransformerLayer, name: str, lora: LoraConfig, *, gated:
     """Freeze a layer and give its targets adapters; `gated` where the MLP is gate, up and down."""
     layer.requires_grad_(False)
     attention: Any = layer.self_attention
-    width, groups = attention.hidden_size_per_attention_head, attention.num_query_groups_per_partition
-    queries = attention.num_attention_heads_per_partition // groups * width
-    heads = {"q_proj": queries, "k_proj": width, "v_proj": width}
-    _adapt_columns(attention.linear_qkv, name, lora, blocks=heads, repeats=groups)
+    split = attention.split
+    heads = {"q_proj": split.queries * split.width, "k_proj": split.part_width, "v_proj": split.part_width}
+    _adapt_columns(attention.linear_qkv, name, lora, blocks=heads, repeats=split.slots)
     _adapt_rows(attention.linear_proj, name, lora, linear="o_proj")
     mlp: Any = layer.mlp
     if isinstance(mlp, MoELayer):  # what of it has adapters: see `linears_of`

@@ -17,6 +17,7 @@ from megavlm.arch.anyres import TileGroup
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.config.schema import ModelConfig
+from megavlm.config.tensor_split import share_of
 from megavlm.model.norm import Norm
 from megavlm.model.vision import VisionLayout
 from megavlm.model.vision_ops import average_pool, channels_first_blocks, pixel_shuffle, unpad_and_concat
@@ -47,7 +48,10 @@ class Projector(MegatronModule):
         self.merge = MERGES[model.projector.merge]
         inputs = projector_inputs(model)
         outputs = model.language.hidden_size
-        hidden = model.projector.hidden_size
+        # Padded where TP does not divide them.
+        tp = self.tp_group.size()
+        hidden, gathered = share_of(model.projector.hidden_size, tp) * tp, share_of(outputs, tp) * tp
+        self.outputs = outputs
         dtype = layer_config.params_dtype
         self.norm: nn.Module = nn.Identity()
         if norm_epsilon is not None:
@@ -63,12 +67,12 @@ class Projector(MegatronModule):
         common = {"config": layer_config, "init_method": layer_config.init_method, "tp_group": collection.tp}
         self.linear_in = self.linear_gate = self.linear_fc2 = None
         if model.projector.kind == "gated":
-            self.linear_in = ColumnParallelLinear(inputs, outputs, bias=bias, gather_output=True, **common)
+            self.linear_in = ColumnParallelLinear(inputs, gathered, bias=bias, gather_output=True, **common)
             self.inner_norm = Norm(layer_config, outputs, self.projector.norm_epsilon)
             self.linear_gate = ColumnParallelLinear(outputs, hidden, bias=bias, gather_output=False, **common)
             inputs = outputs
         if model.projector.kind == "linear":
-            self.linear_fc1 = ColumnParallelLinear(inputs, outputs, bias=bias, gather_output=True, **common)
+            self.linear_fc1 = ColumnParallelLinear(inputs, gathered, bias=bias, gather_output=True, **common)
         else:
             self.linear_fc1 = ColumnParallelLinear(inputs, hidden, bias=bias, gather_output=False, **common)
             self.linear_fc2 = RowParallelLinear(
@@ -100,9 +104,10 @@ class Projector(MegatronModule):
         """[F, 1, inputs] → [F, 1, Hl]."""
         if self.linear_in is not None and self.linear_gate is not None:
             features, _ = self.linear_in(features)
-            features = F.gelu(self.inner_norm(features))
+            features = F.gelu(self.inner_norm(features[..., : self.outputs]))
             gate, _ = self.linear_gate(features)
         out, _ = self.linear_fc1(features)
-        if self.linear_fc2 is not None:
-            out, _ = self.linear_fc2(F.gelu(out) if self.linear_gate is None else F.silu(gate) * out)
+        if self.linear_fc2 is None:
+            return out[..., : self.outputs]
+        out, _ = self.linear_fc2(F.gelu(out) if self.linear_gate is None else F.silu(gate) * out)
         return out

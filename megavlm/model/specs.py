@@ -24,30 +24,28 @@ from torch import Tensor, nn
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.config.derived import attends_in_window, sequence_parallel
 from megavlm.config.schema import Config
+from megavlm.config.tensor_split import HeadSplit, language_split, share_of, vision_split
 from megavlm.model.activation import ActivationModule
 from megavlm.model.attention import Attention, CoreAttention
 from megavlm.model.context_attention import across_context
 from megavlm.model.layer_modules import LayerModules, fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm
+from megavlm.model.shared_heads import without_padding
 from megavlm.parallel.groups import Groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def padded_heads(heads: int, tp: int) -> int:
-    """Return the number of heads, padded to a multiple of TP; the padding's weights stay zero (`weights.py`)."""
-    return -(-heads // tp) * tp
-
-
-def common_config(config: Config, *, tp: int, **overrides: Any) -> TransformerConfig:
+def common_config(config: Config, *, tp: int, padded: bool = False, **overrides: Any) -> TransformerConfig:
     """Return what vision layers, language layers and the pipeline share.
 
-    Weights are not drawn here (`weights.py` does, by name), but the no-op initialisers must run: they mark the
-    tensor-parallel weights, which the gradient norm relies on. Weights that are kept in FP8 begin as zeros: Transformer
-    Engine rounds them at once, and what memory held by chance would enter the histories of scales.
+    Weights are not drawn here (`weights.py` does, by name), but the initialisers must run: they mark the
+    tensor-parallel weights, which the gradient norm relies on. `padded` ones begin as zeros, and what is no padding is
+    drawn later. So do weights that are kept in FP8: Transformer Engine rounds them at once, and what memory held by
+    chance would enter the histories of scales.
     """
     dtype = DTYPES[config.precision.dtype]
-    begin = nn.init.zeros_ if overrides.get("fp8_param") else _leave_as_is
+    begin = nn.init.zeros_ if padded or overrides.get("fp8_param") else _leave_as_is
     recompute = config.execution.recompute_granularity
     return TransformerConfig(
         tensor_model_parallel_size=tp,
@@ -86,10 +84,11 @@ def vision_config(config: Config, *, tp: int) -> TransformerConfig:
     return common_config(
         config,
         tp=tp,
+        padded=vision.ffn_hidden_size % tp != 0,
         num_layers=vision.num_layers,
         hidden_size=vision.hidden_size,
-        ffn_hidden_size=vision.ffn_hidden_size,
-        num_attention_heads=padded_heads(vision.num_attention_heads, tp),
+        ffn_hidden_size=share_of(vision.ffn_hidden_size, tp) * tp,
+        num_attention_heads=share_of(vision.num_attention_heads, tp) * tp,
         kv_channels=vision.hidden_size // vision.num_attention_heads,
         normalization=vision.normalization,
         layernorm_epsilon=vision.norm_epsilon,
@@ -104,14 +103,16 @@ def vision_config(config: Config, *, tp: int) -> TransformerConfig:
 def language_config(config: Config, *, tp: int) -> TransformerConfig:
     """megatron-core's view of the language model."""
     language = config.model.language
+    split = language_split(language, tp)
     return common_config(
         config,
         tp=tp,
+        padded=not split.is_even or language.ffn_hidden_size % tp != 0,
         num_layers=language.num_layers,
         hidden_size=language.hidden_size,
-        ffn_hidden_size=language.ffn_hidden_size,
-        num_attention_heads=language.num_attention_heads,
-        num_query_groups=language.num_query_groups,
+        ffn_hidden_size=share_of(language.ffn_hidden_size, tp) * tp,
+        num_attention_heads=split.local_heads * tp,
+        num_query_groups=split.slots * tp,
         kv_channels=language.kv_channels,
         normalization="RMSNorm",
         layernorm_epsilon=language.norm_epsilon,
@@ -134,6 +135,7 @@ def projector_config(config: Config, *, tp: int) -> TransformerConfig:
     layer_config = common_config(
         config,
         tp=tp,
+        padded=any(width % tp for width in (config.model.projector.hidden_size, config.model.language.hidden_size)),
         num_layers=1,
         hidden_size=config.model.language.hidden_size,
         num_attention_heads=tp,
@@ -158,6 +160,7 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
     submodules = _submodules(
         modules_of(f"{VISION_LAYER}{number}", config, groups),
         AttnMaskType.no_mask,
+        split=vision_split(vision, groups.dims.tp),
         qk_norm=qk_norm,
         branch=branch,
         qkv_bias=vision.add_qkv_bias,
@@ -172,17 +175,24 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     modules = modules_of(f"{LANGUAGE_LAYER}{number}", config, groups)
     if language.bidirectional_images or attends_in_window(language, number):
         modules = replace(modules, core_attention=CoreAttention)
+    split, rank = language_split(language, groups.dims.tp), groups.tp.rank()
+    core, params = modules.core_attention, {}
     if groups.dims.cp > 1:
         context = groups.context
-        core = modules.core_attention if context.split.groups == 1 else CoreAttention
-        spec = ModuleSpec(module=across_context(core), params={"context": context})
-        modules = replace(modules, core_attention=spec)
+        core = across_context(core if context.split.groups == 1 else CoreAttention)
+        params |= {"context": context}
+    if split.padded_heads(rank):
+        core = without_padding(core)
+        params |= {"split": split, "rank": rank}
+    if params:
+        modules = replace(modules, core_attention=ModuleSpec(module=core, params=params))
     branch: Any = get_bias_dropout_add
     if language.post_norms:
         branch = ModuleSpec(module=PostNorm, params={"config": layer_config, "norm": modules.post_norm})
     submodules = _submodules(
         modules,
         AttnMaskType.causal,
+        split=split,
         qk_norm=HeadRMSNorm if language.qk_norm else None,
         branch=branch,
         qkv_bias=language.add_qkv_bias,
@@ -199,10 +209,18 @@ def _layer(
 
 
 def _submodules(
-    modules: LayerModules, mask: AttnMaskType, *, qk_norm: Any, branch: Any, qkv_bias: bool, activation: str
+    modules: LayerModules,
+    mask: AttnMaskType,
+    *,
+    split: HeadSplit,
+    qk_norm: Any,
+    branch: Any,
+    qkv_bias: bool,
+    activation: str,
 ) -> TransformerLayerSubmodules:
+    rows = split.local_rows * split.tp
     attention = SelfAttentionSubmodules(
-        linear_qkv=partial(_qkv_linear, modules.column_linear, qkv_bias=qkv_bias),
+        linear_qkv=partial(_qkv_linear, modules.column_linear, rows=rows, qkv_bias=qkv_bias),
         core_attention=modules.core_attention,
         linear_proj=modules.row_linear,
         q_layernorm=qk_norm,
@@ -216,7 +234,9 @@ def _submodules(
     return TransformerLayerSubmodules(
         input_layernorm=modules.norm,
         self_attention=ModuleSpec(
-            module=Attention, params={"attn_mask_type": mask, "rotary": modules.rotary}, submodules=attention
+            module=Attention,
+            params={"attn_mask_type": mask, "rotary": modules.rotary, "split": split},
+            submodules=attention,
         ),
         self_attn_bda=branch,
         pre_mlp_layernorm=modules.norm,
@@ -226,12 +246,13 @@ def _submodules(
     )
 
 
-def _qkv_linear(linear: Any, *args: Any, qkv_bias: bool, bias: bool, **kwargs: Any) -> Any:
-    """Return the fused projection, with a bias only where the configuration says so.
+def _qkv_linear(linear: Any, inputs: int, outputs: int, *, rows: int, qkv_bias: bool, bias: bool, **kwargs: Any) -> Any:
+    """Return the fused projection with `rows` outputs, and with a bias only where the configuration says so.
 
-    megatron-core gives it one wherever any other linear layer has one; InternViT-6B has none here alone.
+    megatron-core gives it the rows of whole keys and values, of which slots of one head have a part each; and a bias
+    wherever any other linear layer has one; InternViT-6B has none here alone.
     """
-    return build_module(linear, *args, bias=qkv_bias, **kwargs)
+    return build_module(linear, inputs, rows, bias=qkv_bias, **kwargs)
 
 
 class PostNorm(nn.Module):

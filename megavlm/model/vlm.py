@@ -47,6 +47,7 @@ from megavlm.model.layer_modules import execution_of
 from megavlm.model.lora import add_adapters
 from megavlm.model.offload import Offload
 from megavlm.model.packing import Packing
+from megavlm.model.rank_parts import laid_out, part_of_rank
 from megavlm.model.rotary import Rotation
 from megavlm.parallel.groups import Groups
 from megavlm.planner.plan import Plan
@@ -217,7 +218,10 @@ class VLMChunk(MegatronModule):
             state |= sharded_state_dict_default(part, f"{prefix}{name}.", (), metadata, tp_group=self.groups.tp)
         state = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
         for key, entry in state.items():
-            if is_padded_for_tp(entry.key):
+            part = part_of_rank(entry.key, self.run_config.model, tp=self.groups.tp.size(), rank=self.groups.tp.rank())
+            if part is not None:
+                state[key] = laid_out(entry, part)
+            elif is_padded_for_tp(entry.key):
                 # Another TP pads to another size: what lies beyond the smaller one is padding, and zero.
                 state[key] = replace(entry, allow_shape_mismatch=True)
         if self.has_tied_copy and OUTPUT in self.names:
@@ -247,7 +251,7 @@ def _shape_before(name: str, carried: int, context: MicroBatchContext) -> tuple[
 
 
 def is_padded_for_tp(key: str) -> bool:
-    """Return whether a parameter's shape may hold padding for TP: vocabulary rows, vision heads."""
+    """Return whether a parameter may be padded for TP at its end: vocabulary rows, vision heads."""
     if kind_of(key) == VISION_LAYER:
         columns = (".self_attention.linear_proj.weight", ".self_attention.linear_proj.lora.o_proj.A")
         return ".self_attention.linear_qkv." in key or key.endswith(columns)

@@ -1,9 +1,9 @@
 """Describe the part of a sharded parameter that a data-parallel rank holds as boxes of the global tensors.
 
-A parameter of one tensor-parallel rank is one or more slices of tensors under global names, as the model's
-`sharded_state_dict` says; the first layer of a gated MLP is two. Each data-parallel rank holds consecutive elements of
-it: whole rows (ZeRO-2 and 3), or whatever a cut bucket leaves (ZeRO-1). These are a few boxes of the tensor. A
-checkpoint needs only their offsets in the global tensor, so that nothing is gathered for a save.
+A parameter of one tensor-parallel rank has one or more slices of tensors under global names, as the model's
+`sharded_state_dict` says; the first layer of a gated MLP has two, and padding is in none. Each data-parallel rank holds
+consecutive elements of it: whole rows (ZeRO-2 and 3), or whatever a cut bucket leaves (ZeRO-1). These are a few boxes
+of the parameter. A checkpoint needs only where these lie in the global tensors, so that nothing is gathered for a save.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from operator import add
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -56,16 +55,27 @@ def _in_row(number: int, inner: tuple[int, ...], start: int, end: int) -> Iterat
 
 @dataclass(frozen=True)
 class Slice:
-    """The elements of a parameter from element `first` on, and the part of a global tensor that they are."""
+    """The elements of a parameter from index `first` on, and the part of a global tensor that they are."""
 
-    first: int
+    first: tuple[int, ...]
     part: ShardedTensor  # without data
+
+    def within(self, box: Box) -> Box | None:
+        """Return the elements of a box of the parameter that are the slice's too; None if there are none."""
+        ends = [
+            (max(at, low), min(at + size, low + length))
+            for at, size, low, length in zip(box.offset, box.size, self.first, self.part.local_shape, strict=True)
+        ]
+        if any(start >= end for start, end in ends):
+            return None
+        return Box(tuple(start for start, _ in ends), tuple(end - start for start, end in ends))
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The slices of a parameter, and the range `start` … `end − 1` of its elements that this rank holds."""
+    """The slices of a parameter of `shape`, and the range `start` … `end − 1` of its elements that this rank holds."""
 
+    shape: tuple[int, ...]
     slices: tuple[Slice, ...]
     start: int
     end: int
@@ -76,21 +86,23 @@ class ShardLayout:
 
         `prefix` is put before the tensors' names.
         """
-        numbers = held.detach().view(-1)
-        for each in self.slices:
-            shape, part = each.part.local_shape, each.part
-            start, end = max(self.start, each.first), min(self.end, each.first + prod(shape))
-            at = start - self.start
-            for box in boxes(shape, start - each.first, end - each.first):
-                data = numbers[at : at + prod(box.size)].view(box.size)
-                at += data.numel()
+        numbers, at = held.detach().view(-1), 0
+        for box in boxes(self.shape, self.start, self.end):
+            values = numbers[at : at + prod(box.size)].view(box.size)
+            at += values.numel()
+            for each in self.slices:
+                common, part = each.within(box), each.part
+                if common is None:
+                    continue
+                index = tuple(map(_span, common.offset, common.size, box.offset))
+                data = values[index]
                 yield replace(
                     part,
                     key=prefix + part.key,
                     data=data,
                     dtype=data.dtype,
-                    local_shape=box.size,
-                    global_offset=tuple(map(add, part.global_offset, box.offset)),
+                    local_shape=common.size,
+                    global_offset=tuple(map(_moved, common.offset, each.first, part.global_offset)),
                     axis_fragmentations=None,  # not a grid: boxes differ in size
                     replica_id=(*part.replica_id[:2], self.replica),
                 )
@@ -107,7 +119,7 @@ class ParamShard:
 
 def shard_layout(entry: ShardedTensor | ShardedTensorFactory, start: int, end: int, *, replica: int) -> ShardLayout:
     """Return the layout of elements `start` … `end − 1` of a parameter, given its entry in a sharded state dict."""
-    return ShardLayout(tuple(_slices(entry)), start, end, replica)
+    return ShardLayout(tuple(entry.data.shape), tuple(_slices(entry)), start, end, replica)
 
 
 def rows_of(shape: torch.Size, *, rank: int, ranks: int) -> tuple[int, int]:
@@ -118,13 +130,22 @@ def rows_of(shape: torch.Size, *, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _slices(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Slice]:
+    shape = entry.data.shape
     if isinstance(entry, ShardedTensor):
-        yield Slice(0, entry.without_data())
+        yield Slice((0,) * len(shape), entry.without_data())
         return
-    # A factory cuts a tensor of row numbers as it cuts the parameter, so the result says which rows went where.
-    count, *others = entry.data.shape
-    numbers = torch.arange(count).view(-1, *(1 for _ in others)).expand(count, *others)
-    for part in replace(entry, data=numbers).build():
-        assert part.data.shape[1:] == numbers.shape[1:], "factories cut rows only"
-        first = int(part.data[(0,) * part.data.ndim])  # to flatten it would write out what is expanded
-        yield Slice(first * prod(others), part.without_data())
+    # A factory cuts the numbers of rows, and of columns, as it cuts the parameter: the results say what went where.
+    numbered = []
+    for axis, count in enumerate(shape):
+        numbers = torch.arange(count).view(*(-1 if other == axis else 1 for other in range(len(shape))))
+        numbered.append(replace(entry, data=numbers.expand(shape)).build())
+    for parts in zip(*numbered, strict=True):
+        yield Slice(tuple(int(part.data[(0,) * len(shape)]) for part in parts), parts[0].without_data())
+
+
+def _span(start: int, count: int, origin: int) -> slice:
+    return slice(start - origin, start - origin + count)
+
+
+def _moved(place: int, origin: int, target: int) -> int:
+    return place - origin + target

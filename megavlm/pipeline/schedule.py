@@ -24,7 +24,7 @@ from megavlm.backend.host_copies import host_copies_of
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.model.layer_modules import fp8_fields
-from megavlm.model.specs import common_config, padded_heads
+from megavlm.model.specs import common_config
 from megavlm.parallel.dims import Dims, RowSplit
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import ColocatedEncoder
@@ -38,14 +38,13 @@ from megavlm.resilience.phases import COMMUNICATION, COMPUTE, Phases
 def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
     """Return the configuration for megatron-core's schedules, DDP and gradient finalisation."""
     language = config.model.language
-    heads = padded_heads(language.num_attention_heads, dims.tp)  # read by nothing here; TP may be the encoder's own
     interleaved = dims.vpp > 1
     return common_config(
         config,
         tp=dims.tp,
         num_layers=dims.chunks,  # read by nothing here, but its validation divides it by the pipeline size
         hidden_size=language.hidden_size,
-        num_attention_heads=heads,
+        num_attention_heads=dims.tp,  # read by nothing here, but its validation divides it by TP
         qk_layernorm=language.qk_norm or config.model.vision.qk_norm != "none",
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if interleaved else None,

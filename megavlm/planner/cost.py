@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megavlm.arch.kind import FP32, Stream, stream_bytes
-from megavlm.arch.kinds import communication, is_transformer, layer_cost, layer_kind, local_parameters, saved_bytes
+from megavlm.arch.kinds import communication, is_transformer, layer_kind, local_parameters, saved_bytes
 from megavlm.arch.layers import OUTPUT, carried_features
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.planner.hardware import Hardware, Link
 from megavlm.planner.memory import HOST_PIECE, is_offloaded
 from megavlm.planner.passes import Pair, Update, memory_traffic, program_of, touched_bytes
-from megavlm.planner.terms import host_of, launch_seconds, layer_terms
+from megavlm.planner.terms import host_of, launch_seconds, layer_terms, rank_flops
 
 _ATTENTION_LAUNCHES = 3  # cuDNN's kernel and its two helpers
 _CPU_UPDATE = Update(over_tokens=0, clip=0, adam=32, copy=0)
@@ -45,11 +45,11 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     exchanged = communication(name, scenario)
     gathers, reductions = exchanged.gathers, exchanged.reductions
     again = gathers if trained and scenario.sequence_parallel and name != OUTPUT else ()
-    exchange = _collective(gathers, tp, link) + _collective(reductions, tp, link)
+    exchange = sum(_collective(sizes, tp, link) for sizes in (gathers, reductions, exchanged.exchanges))
     across = context_seconds(name, scenario, hardware)
     exchange += across
     issue, issue_back = launch_seconds(name, scenario, passes, host)
-    calls = len(gathers) + len(reductions) + 2 * (across > 0)
+    calls = len(gathers) + len(reductions) + len(exchanged.exchanges) + 2 * (across > 0)
     issue += calls * host.operation[0] * scenario.on_gpu
     forward = sum(pair[0] for pair in terms.values()) + exchange
     if not (trained or reached):
@@ -88,14 +88,13 @@ def context_seconds(name: str, scenario: Scenario, hardware: Hardware) -> float:
 
 def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, float]:
     """Return (FLOPs of products, of attention, bytes, calls) of a forward pass: what `tools/calibrate.py` fits."""
-    cost = layer_cost(name, scenario.model, scenario.work)
-    attention = cost.attention_flops / scenario.dims.tp
+    products, attention = rank_flops(name, scenario)
     traffic = (
         memory_traffic(name, scenario, program_of(scenario)).forward
         if scenario.on_gpu
         else 2 * touched_bytes(name, scenario)
     )
-    return cost.forward_flops / scenario.dims.tp - attention, attention, traffic, layer_kind(name).cpu_calls
+    return products, attention, traffic, layer_kind(name).cpu_calls
 
 
 def _collective(sizes: Sequence[float], ranks: int, link: Link) -> float:

@@ -50,15 +50,22 @@ def layer_terms(name: str, scenario: Scenario, hardware: Hardware, passes: Memor
 def work_terms(name: str, scenario: Scenario, hardware: Hardware) -> dict[str, Pair]:
     """Return the seconds of a layer's products and of its attention on one tensor-parallel rank."""
     faster = max(1.0, fp8_speed(hardware) * FP8_SHARE) if name in scenario.fp8 else 1.0
-    cost, tp = layer_cost(name, scenario.model, scenario.work), scenario.dims.tp
-    attention = cost.attention_flops / tp
-    products = (cost.forward_flops / tp - attention) / faster
+    products, attention = rank_flops(name, scenario)
+    products /= faster
     reached = scenario.gradient_reaches[scenario.names.index(name)]
     ahead, back = layer_kind(name).products(scenario, trained=scenario.trains(name), reached=reached)
     terms = {"products": (ahead * products / hardware.forward.matmul, back * products / hardware.backward.matmul)}
     if attention:
         terms["attention"] = (attention / hardware.forward.attention, 2 * attention / hardware.backward.attention)
     return terms
+
+
+def rank_flops(name: str, scenario: Scenario) -> tuple[float, float]:
+    """Return the forward FLOPs of a layer's products, and of its attention, on one tensor-parallel rank."""
+    cost, tp = layer_cost(name, scenario.model, scenario.work), scenario.dims.tp
+    attention = cost.attention_flops / tp
+    padding = layer_kind(name).padding(scenario.model, tp)
+    return (cost.forward_flops / tp - attention) * padding[0], attention * padding[1]
 
 
 def launch_seconds(name: str, scenario: Scenario, passes: MemoryPasses, host: HostTime) -> Pair:

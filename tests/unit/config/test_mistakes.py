@@ -299,49 +299,8 @@ MODEL = (
 )
 
 LAYOUT = (
-    Mistake(
-        "--tp 3",
-        "--language-num-attention-heads 4",
-        "--tensor-model-parallel-size to 4, 2 or 1",
-        "--tp 4 --seq-length 64",
-        4,
-    ),
-    Mistake(
-        "--tp 4 --language-num-query-groups 2 --lora-rank 4",
-        "--tp 4 with 2 key/value heads",
-        "adapt vision only",
-        "--lora-targets vision",
-        4,
-    ),
-    Mistake(
-        "--tp 2 --language-num-query-groups 3 --language-num-attention-heads 6 --language-hidden-size 96",
-        "--language-num-query-groups 3",
-        "3 or 1 or a multiple of 3",
-        "--tp 6 --vision-ffn-hidden-size 252 --language-ffn-hidden-size 252 --seq-length 66",
-        6,
-    ),
-    Mistake(
-        "--tp 4 --vision-ffn-hidden-size 254",
-        "--vision-ffn-hidden-size 254",
-        "use 252 or 256",
-        "--vision-ffn-hidden-size 252",
-        4,
-    ),
-    Mistake(
-        "--tp 4 --language-ffn-hidden-size 254",
-        "--language-ffn-hidden-size 254",
-        "use 252 or 256",
-        "--language-ffn-hidden-size 256",
-        4,
-    ),
+    Mistake("--tp 3", "--tensor-model-parallel-size 3 leaves ranks", "use 2 or 4", "--tp 4 --seq-length 64", 4),
     Mistake("--tp 4 --projector-hidden-size 2", "--projector-hidden-size 2", "use 4", "--projector-hidden-size 4", 4),
-    Mistake(
-        "--tp 4 --language-hidden-size 90 --language-kv-channels 16",
-        "--language-hidden-size (the width of the projector) 90",
-        "use 88 or 92",
-        "--language-hidden-size 92",
-        4,
-    ),
     Mistake("--sp", "--sequence-parallel", "leave --sequence-parallel out", "--sp none"),
     Mistake("--tp 4 --seq-length 66", "--seq-length 66", "use 64 or 68, or give --no-sequence-parallel", "--no-sp", 4),
     Mistake(
@@ -438,10 +397,10 @@ LAYOUT = (
         2,
     ),
     Mistake(
-        "--vision-tp 2 --placement colocated --pp 2 --vision-ffn-hidden-size 33",
-        "--vision-tp 2",
-        "use 32 or 34",
-        "--vision-ffn-hidden-size 34",
+        "--vision-tp 2 --placement colocated --pp 2 --vision-ffn-hidden-size 1",
+        "too small for --vision-tp 2",
+        "use 2",
+        "--vision-ffn-hidden-size 33",
         2,
     ),
     Mistake(
@@ -773,20 +732,20 @@ PRECISION = (
     ),
     Mistake(
         f"{FP8} --language-num-attention-heads 4 --language-num-query-groups 2 --language-kv-channels 6",
-        "4 query heads of 6 channels",
+        "24 channels of query heads",
         "another number or width of heads",
         "--language-kv-channels 8",
     ),
     Mistake(
         f"{FP8} --language-num-attention-heads 4 --language-num-query-groups 1 --language-kv-channels 8 --tp 2",
-        "6 query, key and value heads of 8 channels are not a multiple of 32",
+        "24 channels of query, key and value heads on a rank are not a multiple of 16",
         "or --fp8 none",
         "--language-num-query-groups 4",
         world=2,
     ),
     Mistake(
         f"{FP8} --fp8-parts vision --vision-hidden-size 48 --vision-num-attention-heads 6 --tp 2",
-        "--vision-num-attention-heads: 6 query heads of 8 channels",
+        "--vision-num-attention-heads 6: 24 channels of query heads",
         "a smaller --tp",
         "--tp 1",
         world=2,

@@ -32,7 +32,10 @@ def test_the_defaults_are_a_run() -> None:
         ("--tp 2 --cp 2 --pp 2 --language-num-query-groups 1", 8),
         ("--cp 2 --hybrid-shard-size 2 --gbs 8", 4),  # of data- and context-parallel ranks
         ("--tp 4 --vision-num-attention-heads 2", 4),  # padded
-        ("--tp 4 --language-num-query-groups 2", 4),  # two ranks share a key/value head
+        ("--tp 4 --language-num-query-groups 2 --lora-rank 4", 4),  # two ranks share a key/value head
+        ("--tp 2 --language-num-query-groups 3 --language-num-attention-heads 6 --language-hidden-size 96", 2),
+        ("--tp 4 --vision-ffn-hidden-size 254 --language-ffn-hidden-size 253", 4),
+        ("--tp 4 --language-hidden-size 90 --language-kv-channels 16", 4),
         ("--tp 2 --no-sp --seq-length 65", 2),
         ("--language-hidden-size 90 --language-kv-channels 32", 1),
         ("--projector-hidden-size 6 --tp 2", 2),

@@ -1,0 +1,109 @@
+"""Say which part of a weight of the model a tensor-parallel rank holds, where ranks do not simply divide its rows.
+
+Checkpoints, initial weights and imports then see the model's rows only: neither padding nor how heads are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from megavlm.arch.layers import DEEPSTACK, LANGUAGE_LAYER, PROJECTOR, VISION_LAYER, kind_of
+from megavlm.config.schema import ModelConfig
+from megavlm.config.tensor_split import Part, language_split, share_runs
+
+_PROJECTOR_LEAVES = {
+    **{f"linear_{name}.{leaf}": 0 for name in ("in", "gate", "fc1") for leaf in ("weight", "bias")},
+    "linear_fc2.weight": 1,
+}
+
+
+def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | None:
+    """Return what a rank holds of a weight with this global name; None if it is whole, or divided evenly, or padded at
+    its end (`vlm.is_padded_for_tp`).
+    """
+    kind = kind_of(key)
+    leaf = key.removeprefix(kind).lstrip("0123456789.")
+    if kind in (PROJECTOR, DEEPSTACK):
+        return _part_of_projector(leaf, model, tp, rank)
+    if kind not in (VISION_LAYER, LANGUAGE_LAYER):
+        return None
+    block, _, leaf = leaf.partition(".")
+    if block == "self_attention" and kind == LANGUAGE_LAYER:
+        return _part_of_attention(leaf, model, tp, rank)
+    if block == "mlp":
+        return _part_of_mlp(leaf, model, kind == LANGUAGE_LAYER, tp, rank)
+    return None
+
+
+def _part_of_attention(leaf: str, model: ModelConfig, tp: int, rank: int) -> Part | None:
+    split = language_split(model.language, tp)
+    if split.is_even:
+        return None
+    parts: dict[str, Callable[[], Part]] = {
+        "linear_qkv.weight": lambda: split.qkv_part(rank),
+        "linear_qkv.bias": lambda: split.qkv_part(rank),
+        "linear_qkv.lora.q_proj.B": lambda: split.query_part(rank, axis=0),
+        "linear_qkv.lora.k_proj.B": lambda: split.key_part(rank),
+        "linear_qkv.lora.v_proj.B": lambda: split.key_part(rank),
+        "linear_proj.weight": lambda: split.query_part(rank, axis=1),
+        "linear_proj.lora.o_proj.A": lambda: split.query_part(rank, axis=1),
+    }
+    return parts[leaf]() if leaf in parts else None
+
+
+def _part_of_mlp(leaf: str, model: ModelConfig, language: bool, tp: int, rank: int) -> Part | None:
+    width = model.language.ffn_hidden_size if language else model.vision.ffn_hidden_size
+    gated = language or model.vision.activation == "swiglu"
+    if width % tp == 0:
+        return None
+    if leaf in ("linear_fc1.weight", "linear_fc1.bias"):
+        return Part(0, (1 + gated) * width, share_runs(width, tp, rank, blocks=1 + gated))
+    if leaf.startswith("linear_fc1.lora.") and leaf.endswith(".B"):
+        return Part(0, width, share_runs(width, tp, rank))
+    if leaf == "linear_fc2.weight" or (leaf.startswith("linear_fc2.lora.") and leaf.endswith(".A")):
+        return Part(1, width, share_runs(width, tp, rank))
+    return None
+
+
+def _part_of_projector(leaf: str, model: ModelConfig, tp: int, rank: int) -> Part | None:
+    axis = _PROJECTOR_LEAVES.get(leaf)
+    whole = leaf.startswith("linear_in") or (leaf.startswith("linear_fc1") and model.projector.kind == "linear")
+    width = model.language.hidden_size if whole else model.projector.hidden_size
+    return None if axis is None or width % tp == 0 else Part(axis, width, share_runs(width, tp, rank))
+
+
+def laid_out(entry: ShardedTensor | ShardedTensorFactory, part: Part) -> ShardedTensorFactory:
+    """Return the entry of a sharded state dict that saves and loads a rank's rows of the model, and no padding."""
+
+    def build(key: str, held: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+        return [
+            ShardedTensor(
+                key,
+                data,
+                data.dtype,
+                tuple(data.shape),
+                global_shape=_with(held.shape, part.axis, part.size),
+                global_offset=_with((0,) * held.ndim, part.axis, run.real),
+                axis_fragmentations=None,  # not a grid: runs differ in length
+                replica_id=replica_id,
+            )
+            for run in part.runs
+            for data in (held.narrow(part.axis, run.local, run.count),)
+        ]
+
+    def merge(pieces: list[Tensor]) -> Tensor:
+        found = torch.zeros_like(entry.data, dtype=pieces[0].dtype if pieces else None)
+        for run, piece in zip(part.runs, pieces, strict=True):
+            found.narrow(part.axis, run.local, run.count).copy_(piece)
+        return found
+
+    return ShardedTensorFactory(entry.key, entry.data, build, merge, entry.replica_id)
+
+
+def _with(sizes: Any, axis: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:axis], size, *sizes[axis + 1 :])

@@ -1,0 +1,206 @@
+"""Tensor parallelism that divides neither heads nor widths gives the numbers, and the files, of one process."""
+
+from __future__ import annotations
+
+import filecmp
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from megavlm.backend import activate
+from tests.support.flags import FOUR, HALF, TWO
+from tests.support.pool import Pools
+from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train, train_composed, without_wall_time
+
+activate()  # before the modules below import megatron-core
+
+from megavlm.cli import convert  # noqa: E402
+from tests.support import hf  # noqa: E402
+from tests.support.tiny_models import qwen_vl  # noqa: E402
+
+# Key/value heads that two to four ranks share; widths of MLPs and of the vocabulary that are prime.
+WIDTHS = "--language-ffn-hidden-size 61 --vision-ffn-hidden-size 47 --projector-hidden-size 53 --weight-decay 0.2"
+RICH = f"--language-qk-norm --language-add-qkv-bias --vision-activation swiglu {WIDTHS}"
+MODELS = {
+    "3-in-1": f"--language-num-attention-heads 3 --language-num-query-groups 1 {RICH}",
+    "6-in-2": f"--language-num-attention-heads 6 --language-num-query-groups 2 {RICH} --language-tie-embeddings",
+    # Slots of one key/value head on one rank and on two, each with a part of 3 or 2 channels; none is padding.
+    "6-in-3": f"--language-num-attention-heads 6 --language-num-query-groups 3 --language-kv-channels 6 {WIDTHS}",
+    "14-in-2": f"--language-num-attention-heads 14 --language-num-query-groups 2 --language-kv-channels 6 {RICH}",
+    # No key/value head is shared; the last rank has heads of zeros.
+    "5-in-5": f"--language-num-attention-heads 5 --language-kv-channels 8 {WIDTHS} --projector-kind linear",
+    "gated": f"--language-num-attention-heads 3 --language-num-query-groups 1 --projector-kind gated {WIDTHS} "
+    "--language-hidden-size 51 --language-kv-channels 16",
+    "lora": f"--language-num-attention-heads 6 --language-num-query-groups 2 {RICH} --lora-rank 4 --lora-dropout 0 "
+    "--lora-targets language vision --freeze projector",
+}
+FAST = [
+    (2, "3-in-1", "--tp 2 --pp 1"),
+    (4, "6-in-2", "--tp 4 --micro-batch-size 2 --data-parallel-sharding none"),
+    (4, "lora", "--tp 4 --micro-batch-size 2"),
+    (4, "14-in-2", "--tp 2 --cp 2"),
+]
+SLOW = [
+    *[(4, model, "--tp 4 --micro-batch-size 4") for model in MODELS if model != "3-in-1"],
+    *[(3, model, "--tp 3 --seq-length 33 --micro-batch-size 2") for model in MODELS],
+    *[(4, model, "--tp 2 --pp 2 --vpp 2") for model in MODELS],
+    (4, "3-in-1", "--tp 2 --data-parallel-sharding optimizer_gradients"),
+    (4, "3-in-1", "--tp 2 --data-parallel-sharding full"),
+    (4, "3-in-1", "--tp 2 --overlap-grad-reduce --overlap-param-gather"),
+    (4, "6-in-2", "--tp 4 --micro-batch-size 2 --no-sequence-parallel"),
+    (4, "6-in-2", "--tp 4 --micro-batch-size 2 --recompute-granularity full"),
+    (4, "6-in-2", "--tp 4 --micro-batch-size 2 --recompute-granularity selective"),
+    (4, "6-in-2", "--tp 4 --micro-batch-size 2 --offload optimizer activations"),
+    (4, "6-in-2", "--tp 2 --pp 2 --placement colocated --vision-tp 4"),
+    (4, "3-in-1", "--tp 2 --cp 2 --cp-comm-type all_gather"),
+    (4, "3-in-1", "--tp 2 --cp 2 --data-parallel-sharding full"),
+    (8, "14-in-2", "--tp 4 --cp 2 --micro-batch-size 2"),
+    (8, "14-in-2", "--tp 4 --pp 2"),
+]
+
+
+def train_with_padding(argv: list[str], run_dir: str) -> int:
+    """As `train`; return how many numbers of this rank are padding, after a check that all of them are zeros."""
+    from unittest.mock import patch
+
+    from megavlm.model.rank_parts import part_of_rank
+    from megavlm.model.vlm import bare_chunk
+    from megavlm.train import loop
+
+    count, close = 0, loop.close
+
+    def checked(run: Any, *error: Any) -> None:
+        nonlocal count
+        for chunk in map(bare_chunk, run.engine.model_chunks):
+            tp = chunk.groups.tp
+            for entry in chunk.sharded_state_dict().values():
+                part = part_of_rank(entry.key, run.config.model, tp=tp.size(), rank=tp.rank())
+                if part is not None:
+                    padding = entry.data.detach().clone()
+                    for each in part.runs:
+                        padding.narrow(part.axis, each.local, each.count).fill_(0)
+                    assert padding.count_nonzero() == 0, entry.key
+                    held = sum(each.count for each in part.runs) * padding.numel() // padding.shape[part.axis]
+                    count += padding.numel() - held
+        close(run, *error)
+
+    with patch.object(loop, "close", checked):
+        train(argv, run_dir)
+    return count
+
+
+@pytest.fixture(scope="module")
+def curve(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
+    """Curve of a model on one process, computed once."""
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+
+    def of(*argv: str) -> list[dict[str, Any]]:
+        if argv not in found:
+            run_dir = str(tmp_path_factory.mktemp("one"))
+            pools(1).run(train, [*SMALL, *argv, "--no-save"], run_dir)
+            found[argv] = metrics(run_dir)
+        return found[argv]
+
+    return of
+
+
+def check_case(pools: Pools, curve: Any, tmp_path: Path, world: int, model: str, flags: str, steps: list[str]) -> None:
+    argv = [*MODELS[model].split(), *steps]
+    length = "--seq-length 33".split() if "33" in flags else []
+    program = train if "--data-parallel-sharding full" in flags or "_gradients" in flags else train_with_padding
+    padded = pools(world).run(program, [*SMALL, *argv, *flags.split(), "--no-save"], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), curve(*argv, *length))
+    assert program is train or any(padded), "no rank has padding: the case shows nothing"
+
+
+@pytest.mark.parametrize(("world", "model", "flags"), FAST)
+def test_uneven_heads_and_widths_train_as_one_process(pools, curve, tmp_path, world, model, flags):
+    check_case(pools, curve, tmp_path, world, model, flags, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "model", "flags"), [*FAST, *SLOW])
+def test_every_layout_of_them_trains_as_one_process(pools, curve, tmp_path, world, model, flags):
+    check_case(pools, curve, tmp_path, world, model, flags, LONG)
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        ("6-in-2", (4, "--tp 4 --micro-batch-size 2"), (1, "")),
+        pytest.param("6-in-2", (1, ""), (4, "--tp 4 --micro-batch-size 2"), marks=pytest.mark.slow),
+        pytest.param(
+            "3-in-1", (4, "--tp 2 --data-parallel-sharding full"), (3, "--tp 3 --no-sp"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "14-in-2", (3, "--tp 3 --no-sp"), (4, "--tp 4 --data-parallel-sharding none"), marks=pytest.mark.slow
+        ),
+        pytest.param("lora", (4, "--tp 4"), (2, "--tp 2 --data-parallel-sharding full"), marks=pytest.mark.slow),
+        pytest.param("5-in-5", (2, "--tp 2"), (3, "--tp 3 --no-sp"), marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_resume_with_another_tensor_parallelism(pools, curve, tmp_path, model, before, after):
+    for (world, flags), length in ((before, HALF), (after, [])):
+        pools(world).run(train, [*SMALL, *MODELS[model].split(), *length, *flags.split()], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), curve(*MODELS[model].split()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
+def test_the_same_layout_resumes_bit_for_bit(pools, tmp_path, sharding):
+    argv = [*SMALL, *MODELS["3-in-1"].split(), "--tp", "2", "--data-parallel-sharding", sharding]
+    pools(4).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
+    pools(4).run(train, [*argv, *TWO], str(tmp_path / "halves"))
+    pools(4).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
+    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+
+
+def qwen2_5() -> transformers.PreTrainedModel:
+    """Qwen2.5-VL with six query heads in two groups, and odd widths."""
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config={
+            **qwen_vl.VISION,
+            "intermediate_size": 45,
+            "window_size": 16,
+            "fullatt_block_indexes": [1, 3],
+            "out_hidden_size": 48,
+        },
+        text_config={
+            **qwen_vl.TEXT,
+            "hidden_size": 48,
+            "intermediate_size": 61,
+            "num_attention_heads": 6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        },
+        tie_word_embeddings=False,
+        **qwen_vl.TOKENS,
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def test_exports_are_byte_equal(pools: Pools, tmp_path: Path) -> None:
+    """A run that changes nothing gives back the folder that it began with; adapters, those of one process."""
+    folder = hf.save(qwen2_5(), tmp_path / "hf")
+    argv = (
+        f"--init-from {folder} --global-batch-size 4 --micro-batch-size 4 --seq-length {hf.LENGTH} --lr-warmup-iters 0 "
+        f"--lr-decay-style constant --no-tensorboard --precision fp32 --image-sizes 16 "
+        "--train-iters"
+    ).split()
+    pools(4).run(train_composed, [*argv, *"1 --tp 4 --lr 1e-30".split()], str(tmp_path / "four"))
+    assert convert.main(["export", str(tmp_path / "four"), str(tmp_path / "out")]) == 0
+    assert different(folder, tmp_path / "out") == []
+
+    adapted = "--lora-rank 3 --lora-targets language vision --freeze projector".split()
+    pools(1).run(train_composed, [*argv, *"2 --lr 1e-2".split(), *adapted], str(tmp_path / "lora"))
+    assert convert.main(["export-lora", str(tmp_path / "lora"), str(tmp_path / "one")]) == 0
+    pools(4).run(train_composed, [*argv, *"3 --tp 4 --lr 1e-30".split(), *adapted], str(tmp_path / "lora"))
+    assert convert.main(["export-lora", str(tmp_path / "lora"), str(tmp_path / "again")]) == 0
+    assert different(tmp_path / "one", tmp_path / "again") == []
+
+
+def different(folder: Path, other: Path) -> list[str]:
+    names = {file.name for file in folder.iterdir() if file.is_file()}
+    _, changed, unreadable = filecmp.cmpfiles(folder, other, names, shallow=False)
+    return [*changed, *unreadable]

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megavlm.config.tensor_split import HeadSplit, Part, head_split, share_of, share_runs
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> HeadSplit:
+    groups, per_group = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    return head_split(groups * per_group, groups, draw(st.integers(1, 12)), draw(st.integers(1, 12)))
+
+
+def rows(part: Part) -> dict[int, int]:
+    """The model's row of each row of a rank."""
+    found = {run.local + at: run.real + at for run in part.runs for at in range(run.count)}
+    assert len(found) == sum(run.count for run in part.runs), "rows of a rank are in one run each"
+    return found
+
+
+@given(splits())
+def test_ranks_hold_each_row_of_the_model_once(split: HeadSplit) -> None:
+    weights = {
+        split.local_rows: split.qkv_part,
+        split.local_heads * split.width: lambda rank: split.query_part(rank, axis=1),
+        split.slots * split.part_width: split.key_part,
+    }
+    for own, part_of in weights.items():
+        parts = [part_of(rank) for rank in range(split.tp)]
+        real = sorted(row for part in parts for row in rows(part).values())
+        assert real == list(range(parts[0].size))
+        assert all(0 <= local < own for part in parts for local in rows(part))
+
+
+@given(splits())
+def test_query_heads_meet_their_keys(split: HeadSplit) -> None:
+    """Query head i attends to key/value head i // (heads / groups), all of whose channels arrive in their order."""
+    for rank in range(split.tp):
+        slots, exchange = split.slots_of(rank), split.exchange(rank)
+        arriving = [
+            (split.slots_of(source)[number].group, split.slots_of(source)[number].piece)
+            for source in range(split.tp)
+            for number in split.exchange(source).sends[rank]
+        ]
+        assert exchange.receives == tuple(len(split.exchange(source).sends[rank]) for source in range(split.tp))
+        for number, slot in enumerate(slots):
+            heads = range(slot.first, slot.first + slot.count)
+            assert all(head // split.per_group == slot.group for head in heads)
+            if split.copies > 1:
+                assert [arriving[at] for at in exchange.places[number]] == [
+                    (slot.group, piece) for piece in range(split.copies)
+                ]
+            local = rows(split.query_part(rank, axis=0))
+            real = {number * split.queries + at: head for at, head in enumerate(heads)}
+            for at in range(number * split.queries, (number + 1) * split.queries):
+                found = {local.get(at * split.width + channel) for channel in range(split.width)}
+                expected = {real[at] * split.width + c for c in range(split.width)} if at in real else {None}
+                assert found == expected
+                padded = at in split.padded_heads(rank)
+                assert padded == (at not in real and split.copies > 1)
+
+
+@given(splits())
+def test_the_fused_weight_has_queries_key_and_value_of_each_head(split: HeadSplit) -> None:
+    """Slot by slot the rows of its queries, and of a part of its key and of its value."""
+    width, group_rows = split.width, (split.per_group + 2) * split.width
+    for rank in range(split.tp):
+        fused, queries, keys = (
+            rows(split.qkv_part(rank)),
+            rows(split.query_part(rank, axis=0)),
+            rows(split.key_part(rank)),
+        )
+        for local, real in fused.items():
+            slot, inside = divmod(local, split.slot_rows)
+            group, place = divmod(real, group_rows)
+            if inside < split.queries * width:
+                assert queries[slot * split.queries * width + inside] == group * split.per_group * width + place
+            else:
+                which, channel = divmod(inside - split.queries * width, split.part_width)
+                key = keys[slot * split.part_width + channel]
+                assert key == group * width + place - (split.per_group + which) * width
+        assert len(fused) == len(queries) + 2 * len(keys)
+
+
+@given(splits())
+def test_no_rank_reads_and_writes_more_than_it_would_with_whole_groups(split: HeadSplit) -> None:
+    whole = share_of(split.groups, split.tp) * (split.per_group + 1)
+    assert split.slots * (split.queries + 1) <= whole
+    assert split.local_heads * split.tp >= split.heads
+    assert split.discards == any(split.padded_heads(rank) for rank in range(split.tp))
+    assert split.leaves_rank_idle == (not any(slot.count for slot in split.slots_of(split.tp - 1)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "tp", "slots", "queries", "copies", "is_even"),
+    [
+        (28, 4, 8, 1, 4, 2, False),  # Qwen2.5-VL-7B: 32 heads where 28 are
+        (28, 4, 4, 1, 7, 1, True),
+        (32, 8, 4, 2, 4, 1, True),
+        (16, 2, 8, 1, 2, 4, False),
+        (12, 2, 8, 1, 2, 4, False),
+        (24, 6, 4, 3, 2, 2, False),  # no padding: a rank has one and a half groups
+        (25, 25, 8, 4, 1, 1, False),  # InternViT-6B
+    ],
+)
+def test_splits(heads: int, groups: int, tp: int, slots: int, queries: int, copies: int, is_even: bool) -> None:
+    split = head_split(heads, groups, 128, tp)
+    assert (split.slots, split.queries, split.copies, split.is_even) == (slots, queries, copies, is_even)
+
+
+def test_an_even_split_is_one_run() -> None:
+    split = head_split(32, 8, 128, 4)
+    assert [len(part.runs) for part in (split.qkv_part(3), split.query_part(3, axis=1), split.key_part(3))] == [1, 1, 1]
+    assert split.received == 0
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 3))
+def test_widths_are_divided_once(size: int, tp: int, blocks: int) -> None:
+    parts = [Part(0, blocks * size, share_runs(size, tp, rank, blocks=blocks)) for rank in range(tp)]
+    assert sorted(row for part in parts for row in rows(part).values()) == list(range(blocks * size))
+    assert all(local < blocks * share_of(size, tp) for part in parts for local in rows(part))
