@@ -108,7 +108,7 @@ def test_split_rows_attend_like_whole_rows(split: RowSplit, groups: int, bounds:
         (28, 4, 1, 2, (14, 2)),
         (28, 4, 1, 7, (4, 4)),  # each of the four repeated seven times: 28 over seven ranks
         (32, 8, 2, 8, (4, 2)),  # four on a tensor-parallel rank, repeated to eight
-        (8, 2, 4, 2, (4, 4)),  # two ranks share a head: each has a copy, and repeats it
+        (8, 4, 4, 2, (4, 4)),  # one on a tensor-parallel rank, its own or one that it shares, repeated to two
     ],
 )
 def test_attention_is_told_its_own_heads(heads: int, groups: int, tp: int, ranks: int, expected: tuple[int, int]):
@@ -121,7 +121,7 @@ def test_attention_is_told_its_own_heads(heads: int, groups: int, tp: int, ranks
     )
     own = with_own_heads(config, ranks)
     assert (own.num_attention_heads, own.num_query_groups) == expected
-    local = torch.zeros(3, 1, max(groups // tp, 1), 4)
+    local = torch.zeros(3, 1, groups // tp, 4)
     _, (queries, keys) = heads_for_ranks((torch.zeros(3, 1, heads // tp, 4), local), ranks)
     assert (queries * tp, keys * tp) == expected
 
