@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megavlm.config.derived import context_heads, local_heads, masks_attention, sequence_parallel
+from megavlm.config.derived import masks_attention, sequence_parallel
 from megavlm.config.messages import divisors, nearest
 from megavlm.config.schema import Config
+from megavlm.config.tensor_split import context_heads, local_heads
 
 
 def heads_divide_over_context(config: Config) -> str | None:

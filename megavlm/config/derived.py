@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
-from megavlm.config.tensor_split import language_split
 from megavlm.storage.urls import is_url
 
 _COPY_MINUTES = 60.0  # 150 GB at 40 MB/s
@@ -25,22 +22,6 @@ def replica_size(config: Config) -> int:
     parallel = config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     return tp * cp * parallel.pipeline_model_parallel_size
-
-
-def context_heads(config: Config) -> int:
-    """Return how many context-parallel ranks exchange heads; groups of so many gather one another's keys and values."""
-    parallel = config.parallel
-    if parallel.cp_comm_type == "all_gather":
-        return 1
-    if parallel.cp_comm_type == "a2a":
-        return parallel.context_parallel_size
-    return math.gcd(local_heads(config), parallel.context_parallel_size)
-
-
-def local_heads(config: Config) -> int:
-    """Return the query heads of the language model on each tensor-parallel rank, padding included."""
-    language = resolve_model(config.model).language
-    return language_split(language, config.parallel.tensor_model_parallel_size).local_heads
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:

@@ -6,11 +6,13 @@ which stay zero, and checkpoints leave out. `Run`s say which rows of a rank are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megavlm.config.schema import LanguageConfig, VisionConfig
+from megavlm.config.resolve import resolve_model
+from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,22 @@ def head_split(heads: int, groups: int, width: int, tp: int) -> HeadSplit:
 def language_split(language: LanguageConfig, tp: int) -> HeadSplit:
     """Return how `tp` ranks divide the heads of the language model."""
     return head_split(language.num_attention_heads, language.num_query_groups, language.kv_channels, tp)
+
+
+def context_heads(config: Config) -> int:
+    """Return how many context-parallel ranks exchange heads; groups of so many gather one another's keys and values."""
+    parallel = config.parallel
+    if parallel.cp_comm_type == "all_gather":
+        return 1
+    if parallel.cp_comm_type == "a2a":
+        return parallel.context_parallel_size
+    return math.gcd(local_heads(config), parallel.context_parallel_size)
+
+
+def local_heads(config: Config) -> int:
+    """Return the query heads of the language model on each tensor-parallel rank, padding included."""
+    language = resolve_model(config.model).language
+    return language_split(language, config.parallel.tensor_model_parallel_size).local_heads
 
 
 def vision_split(vision: VisionConfig, tp: int) -> HeadSplit:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megavlm.config.derived import context_heads
 from megavlm.config.schema import Config
+from megavlm.config.tensor_split import context_heads
 from megavlm.errors import UserError
 
 
