@@ -176,7 +176,8 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     if language.bidirectional_images or attends_in_window(language, number):
         modules = replace(modules, core_attention=CoreAttention)
     split, rank = language_split(language, groups.dims.tp), groups.tp.rank()
-    core, params = modules.core_attention, {}
+    core: Any = modules.core_attention
+    params: dict[str, Any] = {}
     if groups.dims.cp > 1:
         context = groups.context
         core = across_context(core if context.split.groups == 1 else CoreAttention)

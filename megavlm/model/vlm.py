@@ -218,9 +218,9 @@ class VLMChunk(MegatronModule):
             state |= sharded_state_dict_default(part, f"{prefix}{name}.", (), metadata, tp_group=self.groups.tp)
         state = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
         for key, entry in state.items():
-            part = part_of_rank(entry.key, self.run_config.model, tp=self.groups.tp.size(), rank=self.groups.tp.rank())
-            if part is not None:
-                state[key] = laid_out(entry, part)
+            held = part_of_rank(entry.key, self.run_config.model, tp=self.groups.tp.size(), rank=self.groups.tp.rank())
+            if held is not None:
+                state[key] = laid_out(entry, held)
             elif is_padded_for_tp(entry.key):
                 # Another TP pads to another size: what lies beyond the smaller one is padding, and zero.
                 state[key] = replace(entry, allow_shape_mismatch=True)
