@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megavlm.backend import mcore_patches, transformer_engine, versions
+from megavlm.backend import cpu_experts, mcore_patches, transformer_engine, versions
 
 # Everything of megatron-core that a run touches; imported here so that none of it binds the real torch later.
 _MODULES = (
@@ -79,6 +79,7 @@ def install() -> None:
     _patch_tensor_methods()
     _patch_rng()
     _patch_gradient_passes()
+    cpu_experts.install()
     mcore_patches.install()
 
 

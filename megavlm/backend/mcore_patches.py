@@ -12,6 +12,13 @@ from torch import Tensor
 def install() -> None:
     """Idempotent; imports megatron-core."""
     _patch_clipping()
+    _patch_router()
+
+
+def _patch_router() -> None:
+    # Without Transformer Engine the router's product looks for a name that the failed import left undefined.
+    routing: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    routing.te_general_gemm = getattr(routing, "te_general_gemm", None)
 
 
 def _patch_clipping() -> None:

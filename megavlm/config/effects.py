@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.fields import Option, options, value_at, with_values
-from megavlm.config.lora import adapted_parts
+from megavlm.config.lora import adapted_parts, trained_whole
 from megavlm.config.resolve import data_kind, has_validation
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import is_start_default
@@ -117,6 +117,13 @@ EFFECTS = (
         lambda config: config.model.experts.shared_ffn_hidden_size is not None,
         "without a shared expert",
         "add --moe-shared-expert-intermediate-size",
+    ),
+    Effect(
+        "model.experts",
+        ("aux_loss_coeff", "z_loss_coeff"),
+        lambda config: "language" in trained_whole(config),
+        "with a frozen language model, whose routers do not train",
+        "do not freeze language",
     ),
     Effect(
         "model.experts",

@@ -113,6 +113,7 @@ class TextBatch:
     # stays on the host, which reads it.
     cu_seqlens: Tensor | None = None
     lengths: tuple[int, ...] = ()  # the number of tokens of each sample, without padding
+    row_counts: tuple[tuple[int, int], ...] = ()  # of each sequence: its tokens without padding, and its trained ones
     sources: Tensor | None = None  # [B, S] int64: the data set of each token; None if there is only one
 
     @property
@@ -150,7 +151,7 @@ class DealtImages:
 class ContextPart:
     """What a context-parallel rank knows of whole rows, while `MicroBatch.text` has its part of them alone.
 
-    Whole remain `TextBatch.cu_seqlens` and `TextBatch.lengths`, too.
+    Whole remain `TextBatch.cu_seqlens`, `TextBatch.lengths` and `TextBatch.row_counts`, too.
     """
 
     tokens: Tensor  # [B, S] int64: those of whole rows

@@ -174,6 +174,7 @@ def _described(batch: MicroBatch) -> dict[str, Any]:
         "grids": sizes.grids,
         "tile_groups": [(group.grid, group.size, group.kind) for group in sizes.tile_groups],
         "lengths": batch.text.lengths,
+        "row_counts": batch.text.row_counts,
     }
 
 
@@ -189,7 +190,8 @@ def _batch(fields: dict[str, Any], reader: _Reader) -> MicroBatch:
     if fields["patches"] is not None:
         dtype, shape = fields["patches"]
         images = ImageBatch(sizes, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
-    return MicroBatch(TextBatch(**tensors, lengths=tuple(fields["lengths"])), sizes, images)
+    counts = tuple((tokens, trained) for tokens, trained in fields["row_counts"])
+    return MicroBatch(TextBatch(**tensors, lengths=tuple(fields["lengths"]), row_counts=counts), sizes, images)
 
 
 class _Reader:

@@ -159,6 +159,9 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
         trained_positions=torch.from_numpy(np.flatnonzero(loss_mask) if loss_mask.any() else np.zeros(1, np.int64)),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
         lengths=tuple(len(sample) for row in rows for sample in row),
+        row_counts=tuple(
+            (sum(map(len, row)), int(trained)) for row, trained in zip(rows, loss_mask.sum(1), strict=True)
+        ),
         sources=torch.from_numpy(sources) if spec.num_sources > 1 else None,
     )
 

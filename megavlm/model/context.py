@@ -17,6 +17,7 @@ from megavlm.arch.workload import window_patches
 from megavlm.config.derived import sequence_multiple, sequence_parallel
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.batch import MicroBatch
+from megavlm.data.context_parts import order_of
 from megavlm.data.kv_cache import Continuation
 from megavlm.model.cached_attention import CachedAttention
 from megavlm.model.deepstack import add_features
@@ -25,6 +26,7 @@ from megavlm.model.language import rope
 from megavlm.model.masks import image_runs, masked_spans
 from megavlm.model.packing import Packing, packed
 from megavlm.model.rotary import Rotation, rotation
+from megavlm.model.router import RoutedRows
 from megavlm.model.specs import DTYPES
 from megavlm.model.vision import VisionLayout, rope2d
 from megavlm.parallel.groups import Groups
@@ -186,6 +188,22 @@ class MicroBatchContext:
         if self.layout.is_blank:
             (rows,) = tokens_per_image(self.layout.grids, self.tile_groups, model.projector)
         return rows, 1, model.language.hidden_size
+
+    @cached_property
+    def routed_rows(self) -> RoutedRows:
+        """Return what routers need to know of the rows of which this rank has a part."""
+        text, split, coords = self.batch.text, self.groups.dims.row_split, self.groups.coords
+        length = self.batch.row_tokens.shape[1]
+        places = torch.arange(length)
+        if self.batch.context is not None:
+            places = order_of(split, length).view(split.ranks, -1)[coords.cp]
+        if sequence_parallel(self.config):
+            places = places.view(self.groups.dims.tp, -1)[coords.tp]
+        counts = text.row_counts or [(length, trained) for trained in text.loss_mask.sum(-1).tolist()]
+        tokens, trained = torch.tensor(counts, dtype=torch.float32).unbind(-1)
+        counted = (places[:, None] < tokens).float()
+        parts = (each.to(self.device, non_blocking=True) for each in (counted, tokens.clamp(min=1), trained))
+        return RoutedRows(*parts)
 
     @cached_property
     def feature_rows(self) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from megavlm.arch.layers import (
     number_of,
 )
 from megavlm.arch.workload import attends_in_windows
-from megavlm.config.derived import attends_in_window, sequence_parallel
+from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.model import specs
 from megavlm.model.context import MicroBatchContext
@@ -154,7 +155,9 @@ def _run_language_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: Mic
         rotary, packing = context.sliding_rope, context.sliding_packing
     if chunk.graphs is not None and packing is None:
         return chunk.graphs(name, hidden, rotary)
-    return chunk.run_transformer_layer(name, hidden, rotary=rotary, packing=packing)
+    counts = torch.is_grad_enabled() and has_experts(context.config.model, number_of(name))
+    routed = context.routed_rows if counts else None
+    return chunk.run_transformer_layer(name, hidden, rotary=rotary, packing=packing, routed=routed)
 
 
 def _run_patch_embed(chunk: VLMChunk, name: str, hidden: Any, context: MicroBatchContext) -> Tensor:

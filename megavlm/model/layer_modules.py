@@ -39,8 +39,10 @@ class LayerModules:
     """The modules of one transformer layer, each as megatron-core's specs take them."""
 
     norm: Any  # before attention and before the MLP
+    norm_alone: Any  # before experts, whose layers have no norm inside
     post_norm: Any  # after them, in models that have such norms
     column_linear: Any  # query, key and value; the MLP's first layer
+    column_linear_alone: Any  # the first layer of a shared expert, without a norm inside
     row_linear: Any  # attention's output; the MLP's second layer
     core_attention: Any
     activations: Mapping[str, Activation]  # of the MLP, by their names in the configuration
@@ -113,8 +115,10 @@ def torch_modules(
         row = ModuleSpec(module=with_bias_inside(EmulatedRowParallelLinear), params={"operands": fp8})
     return LayerModules(
         norm=Norm,
+        norm_alone=Norm,
         post_norm=Norm,
         column_linear=column,
+        column_linear_alone=column,
         row_linear=row,
         core_attention=CoreAttention,
         activations=_compiled_activations() if compiled else ACTIVATIONS,

@@ -22,12 +22,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
-from megavlm.config.derived import attends_in_window, sequence_parallel
+from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.config.tensor_split import HeadSplit, language_split, share_of, vision_split
 from megavlm.model.activation import ActivationModule
 from megavlm.model.attention import Attention, CoreAttention
 from megavlm.model.context_attention import across_context
+from megavlm.model.expert_specs import experts_spec, with_experts
 from megavlm.model.layer_modules import LayerModules, fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm
 from megavlm.model.shared_heads import without_padding
@@ -199,6 +200,10 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
         qkv_bias=language.add_qkv_bias,
         activation=language.activation,
     )
+    if has_experts(config.model, number):
+        layer_config = with_experts(layer_config, config, groups.dims)
+        mlp = experts_spec(modules, config, submodules.mlp.submodules)
+        submodules = replace(submodules, pre_mlp_layernorm=modules.norm_alone, mlp=mlp)
     return _layer(layer_config, submodules, groups, number)
 
 

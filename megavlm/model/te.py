@@ -37,8 +37,10 @@ def te_modules(extension: Any, *, fused_norm: bool, interleaved: bool = False) -
     column = extension.TELayerNormColumnParallelLinear if fused_norm else extension.TEColumnParallelLinear
     return LayerModules(
         norm=IdentityOp if fused_norm else extension.TENorm,
+        norm_alone=extension.TENorm,
         post_norm=extension.TENorm,
         column_linear=with_bias_inside(column),
+        column_linear_alone=with_bias_inside(extension.TEColumnParallelLinear),
         row_linear=with_bias_inside(extension.TERowParallelLinear),
         core_attention=flattened(extension.TEDotProductAttention),
         activations=ACTIVATIONS | te_activations(),

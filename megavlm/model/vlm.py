@@ -49,6 +49,7 @@ from megavlm.model.offload import Offload
 from megavlm.model.packing import Packing
 from megavlm.model.rank_parts import laid_out, part_of_rank
 from megavlm.model.rotary import Rotation
+from megavlm.model.router import RoutedRows
 from megavlm.parallel.groups import Groups
 from megavlm.planner.plan import Plan
 
@@ -156,12 +157,23 @@ class VLMChunk(MegatronModule):
             return IMPLEMENTATIONS[kind_of(name)].run(self, name, hidden, context)
 
     def run_transformer_layer(
-        self, name: str, hidden: Tensor, *, rotary: Rotation | None, packing: Packing | None
+        self,
+        name: str,
+        hidden: Tensor,
+        *,
+        rotary: Rotation | None,
+        packing: Packing | None,
+        routed: RoutedRows | None = None,
     ) -> Tensor:
-        """Return the output of a transformer layer, offloading or recomputing what it saves as configured."""
+        """Return the output of a transformer layer, offloading or recomputing what it saves as configured.
+
+        `routed` are the micro-batch's rows, if the layer has experts whose load is counted.
+        """
         layer: Any = self.parts[name]
 
         def run(x: Tensor) -> Tensor:
+            if routed is not None:  # here, since another micro-batch may come before a recomputation
+                layer.mlp.router.rows = routed
             with self.execution.layer(name, layer):
                 return layer(x, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packing)[0]
 

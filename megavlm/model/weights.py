@@ -77,7 +77,7 @@ def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_si
 def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:
     model = config.model
     leaf = key.rpartition(".")[2]
-    if leaf == "bias":
+    if leaf in ("bias", "expert_bias"):
         return torch.zeros(shape)
     if leaf == "scale":  # InternViT starts its residual branches small
         return torch.full(shape, 0.1)
@@ -88,7 +88,7 @@ def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:
     if is_adapter(key):  # as PEFT draws A: Kaiming's uniform with a = √5, which is ±1/√inputs
         return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=_generator(key, config))
     std = 1 / math.sqrt(shape[0]) if leaf == "image_newline" else model.init_method_std  # LLaVA-NeXT
-    if key.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")):
+    if key.endswith("self_attention.linear_proj.weight") or (".mlp." in key and key.endswith("linear_fc2.weight")):
         layers = model.vision.num_layers if kind_of(key) == VISION_LAYER else model.language.num_layers
         std /= math.sqrt(2 * layers)
     return torch.empty(shape).normal_(0.0, std, generator=_generator(key, config))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from megavlm.config.derived import expert_tensor_parallel
 from megavlm.config.schema import Config
 from megavlm.config.tensor_split import context_heads
 from megavlm.errors import UserError
@@ -52,6 +53,8 @@ class Dims:
     dp: int = 1
     cp: int = 1
     cp_groups: int = 1  # of `RowSplit`
+    ep: int = 1  # experts are spread over EP × ETP neighbouring ranks of a pipeline stage
+    etp: int | None = None  # None: the default, `expert_tp`
 
     @property
     def row_split(self) -> RowSplit:
@@ -59,9 +62,12 @@ class Dims:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Return the degrees by the names that tables show; CP only if rows are split."""
+        """Return the degrees by the names that tables show; CP, EP and ETP only if they are not the default."""
         context = {"CP": self.cp} if self.cp > 1 else {}
-        return {"TP": self.tp, **context, "PP": self.pp, "VPP": self.vpp, "DP": self.dp}
+        experts = {"EP": self.ep} if self.ep > 1 else {}
+        if self.etp is not None:
+            experts["ETP"] = self.etp
+        return {"TP": self.tp, **context, "PP": self.pp, "VPP": self.vpp, "DP": self.dp, **experts}
 
     @property
     def world(self) -> int:
@@ -76,6 +82,18 @@ class Dims:
     def dp_cp(self) -> int:
         """Return the number of ranks that hold the same parameters and sum their gradients."""
         return self.dp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """Return the number of ranks that split each expert: ETP; by default TP if EP is 1, else 1."""
+        if self.etp is not None:
+            return self.etp
+        return self.tp if self.ep == 1 else 1
+
+    @property
+    def expert_dp(self) -> int:
+        """Return the number of ranks that hold the same experts and sum their gradients."""
+        return self.tp * self.dp_cp // (self.expert_tp * self.ep)
 
     @property
     def chunks(self) -> int:
@@ -130,7 +148,10 @@ def dims_of(config: Config, *, world: int) -> Dims:
         cp_groups=parallel.context_parallel_size // context_heads(config),
         pp=parallel.pipeline_model_parallel_size,
         vpp=parallel.virtual_pipeline_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
     )
+    if expert_tensor_parallel(config) != dims.expert_tp:
+        dims = replace(dims, etp=expert_tensor_parallel(config))
     if world % dims.replica:
         flags = {"--tp": dims.tp, **({"--cp": dims.cp} if dims.cp > 1 else {}), "--pp": dims.pp}
         raise UserError(
@@ -149,5 +170,7 @@ def with_dims(config: Config, dims: Dims) -> Config:
         context_parallel_size=dims.cp,
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp,
+        expert_model_parallel_size=dims.ep,
+        expert_tensor_parallel_size=dims.etp,
     )
     return replace(config, parallel=parallel)

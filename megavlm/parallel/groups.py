@@ -35,9 +35,11 @@ class ContextGroups:
     keys: dist.ProcessGroup  # its rank is the number of the group whose keys this rank has
 
     @classmethod
-    def of(cls, dims: Dims, collection: ProcessGroupCollection, *, timeout: timedelta) -> ContextGroups:
-        """Make the groups; every rank calls it."""
-        split, alone = dims.row_split, collection.ep
+    def of(
+        cls, dims: Dims, collection: ProcessGroupCollection, alone: dist.ProcessGroup, *, timeout: timedelta
+    ) -> ContextGroups:
+        """Make the groups; every rank calls it. `alone` is a group of this rank only."""
+        split = dims.row_split
         if split.groups == 1:
             return cls(split, collection.cp, alone)
         if split.heads == 1:
@@ -57,6 +59,7 @@ class Groups:
     collection: ProcessGroupCollection
     replica: dist.ProcessGroup  # the TP × CP × PP ranks of this rank's model replica, in the order of `replica_rank`
     context: ContextGroups
+    alone: dist.ProcessGroup  # this rank only
     tied: dist.ProcessGroup | None  # the two ranks that hold a copy of tied embeddings, if two stages do
 
     @property
@@ -178,6 +181,8 @@ def build_groups(
         pipeline_model_parallel_size=dims.pp,
         context_parallel_size=dims.cp,
         virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+        expert_model_parallel_size=dims.ep,
+        expert_tensor_parallel_size=dims.expert_tp,
         distributed_timeout_minutes=timeout_minutes,
         # `tied` synchronises tied embeddings: megatron-core only knows copies on the first and last stage.
         get_embedding_ranks=lambda ranks, split=None: ranks[:1],
@@ -193,8 +198,24 @@ def build_groups(
         replica = _group_among([dims.replica_ranks(dp) for dp in range(dims.dp)], timeout=timeout)
     if shard_size is not None and shard_size < dims.dp_cp:
         _share_in_groups(collection, dims, shard_size, timeout=timeout)
-    context = ContextGroups.of(dims, collection, timeout=timeout)
-    return Groups(dims=dims, coords=coords, collection=collection, replica=replica, context=context, tied=tied)
+    alone = _alone(dims, collection, timeout=timeout)
+    return Groups(
+        dims=dims,
+        coords=coords,
+        collection=collection,
+        replica=replica,
+        context=ContextGroups.of(dims, collection, alone, timeout=timeout),
+        alone=alone,
+        tied=tied,
+    )
+
+
+def _alone(dims: Dims, collection: ProcessGroupCollection, *, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a group of this rank only: one of those that are there, if any degree is 1."""
+    for group in (collection.ep, collection.cp, collection.pp, collection.tp, collection.dp):
+        if group.size() == 1:
+            return group
+    return _group_among([[rank] for rank in range(dims.world)], timeout=timeout)
 
 
 def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, *, timeout: timedelta) -> None:
@@ -232,9 +253,7 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, ti
     Dropout draws different numbers on each rank; with `same_dropout`, the ranks of one encoder draw the same ones.
     Every rank of the world calls it.
     """
-    alone = groups.collection.ep
-    assert alone.size() == 1, "without expert parallelism its groups are single ranks"
-    world = groups.collection.intra_dist_opt
+    alone, world = groups.alone, groups.collection.intra_dist_opt
     together, apart = alone, world
     if tp > 1:
         timeout = timedelta(minutes=timeout_minutes)
@@ -254,7 +273,9 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, ti
     dims = Dims(tp=tp, pp=1, vpp=1, dp=groups.dims.world // tp)
     coords = Coordinates(tp=together.rank(), dp=apart.rank(), pp=0)
     context = ContextGroups(RowSplit(), alone, alone)
-    return Groups(dims=dims, coords=coords, collection=collection, replica=together, context=context, tied=None)
+    return Groups(
+        dims=dims, coords=coords, collection=collection, replica=together, context=context, alone=alone, tied=None
+    )
 
 
 def _group_among(candidates: Sequence[Sequence[int]], *, timeout: timedelta) -> dist.ProcessGroup:

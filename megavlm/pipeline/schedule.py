@@ -24,6 +24,7 @@ from megavlm.backend.host_copies import host_copies_of
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.model.layer_modules import fp8_fields
+from megavlm.model.router import routers_of
 from megavlm.model.specs import common_config
 from megavlm.parallel.dims import Dims, RowSplit
 from megavlm.parallel.groups import Groups
@@ -50,7 +51,7 @@ def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=dims.vpp if interleaved else None,
         # Vision and language stages differ in sequence length and width; `BatchShapedP2P` computes the shapes.
         variable_seq_lengths=dims.pp > 1,
-        moe_token_dispatcher_type="alltoall",
+        **_expert_fields(config),
         deallocate_pipeline_outputs=True,
         overlap_p2p_comm=interleaved,  # with two stages, batched messages would be mixed up
         batch_p2p_comm=not interleaved,
@@ -59,6 +60,23 @@ def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
         # With it, the first micro-batch of a step tells Transformer Engine that weights have changed.
         **fp8_fields(config, "vision", "language"),
     )
+
+
+def _expert_fields(config: Config) -> dict[str, Any]:
+    """Return what makes schedules scale the balance losses as they scale the loss (`MoEAuxLossAutoScaler`).
+
+    Without experts, too, their shapes vary only with this dispatcher.
+    """
+    experts = config.model.experts
+    if not experts.num_experts:
+        return {"moe_token_dispatcher_type": "alltoall"}
+    return {
+        "moe_token_dispatcher_type": "alltoall",
+        "num_moe_experts": experts.num_experts,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": 2,  # read by nothing here
+        "add_bias_linear": False,  # read by nothing here, but refused with experts that ETP splits
+    }
 
 
 class NoSync:
@@ -106,6 +124,7 @@ class Schedule:
         self.chunks = list(chunks)
         self.config = config
         self.model = model
+        self.routers = list(routers_of(self.chunks))
         self.groups = groups
         self.backend = backend
         self.num_sources = num_sources
@@ -133,6 +152,8 @@ class Schedule:
         self.config.timers = self.timers
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+        for router in self.routers:
+            router.tally.zero_()
         if self.colocated is not None:
             self.colocated.encoder.zero_gradients()
         sums = self._execute(batches, partial(_forward_loss, num_sources=self.num_sources), forward_only=False)
@@ -142,6 +163,19 @@ class Schedule:
         """Return what `train` returns where there is no loss; of other data sets if `num_sources` is given."""
         number = self.num_sources if num_sources is None else num_sources
         return torch.zeros(2 + 2 * number, dtype=torch.float64, device=self.backend.device)
+
+    def tallies(self) -> Tensor | None:
+        """Return what routers counted in the last step, [layers · (E + 2)] float64 (`Router`); None without experts.
+
+        Layers of other stages are zero, so that the sum over all ranks is that of the whole model.
+        """
+        experts, layers = self.model.experts.num_experts, self.model.language.num_layers
+        if not experts:
+            return None
+        sums = torch.zeros(layers, experts + 2, dtype=torch.float64, device=self.backend.device)
+        for router in self.routers:
+            sums[router.number] = router.tally
+        return sums.flatten()
 
     @torch.no_grad()
     def losses(self, batches: Sequence[MicroBatch], *, num_sources: int) -> Tensor:

@@ -16,6 +16,8 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
 
+_RARE = {"cp": 1, "cp_groups": 1, "ep": 1, "etp": None}  # degrees that are written if they are not the default
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -47,7 +49,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         plan: dict[str, Any] = {
-            "dims": {name: n for name, n in asdict(self.dims).items() if not name.startswith("cp") or n > 1},
+            "dims": {name: n for name, n in asdict(self.dims).items() if name not in _RARE or n != _RARE[name]},
             "placement": self.placement,
             "chunks": [list(names) for names in self.chunks],
         }

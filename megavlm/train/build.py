@@ -30,7 +30,6 @@ from megavlm.config.start_defaults import start_table, starts_from_weights
 from megavlm.data.data_loader import DataLoader
 from megavlm.data.files import FilesSource
 from megavlm.data.source import ComputedSource, HeldOutPrompt
-from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import SkippedLog
@@ -145,8 +144,6 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     dims = dims_of(config, world=world)
     source = build_source(config, run_dir=run_dir, rank=rank, barrier=dist.barrier)
     given, config = config, resolve(config, vocab_size=source.vocab_size)
-    if config.model.experts.num_experts:
-        raise UserError("--num-experts cannot be trained yet: leave it out, or plan such a run by megavlm plan")
     config = overlapped(with_device_defaults(config, on_gpu=not backend.is_cpu, dp=dims.dp_cp), dp=dims.dp_cp)
     plan = make_plan(config, dims)
     groups = build_groups(

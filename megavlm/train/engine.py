@@ -18,6 +18,7 @@ from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import Schedule
 from megavlm.resilience.cut_short import StepCutShort
 from megavlm.resilience.phases import COMMUNICATION, OPTIMIZER, OTHER
+from megavlm.train.expert_load import layer_loads, update_biases
 from megavlm.train.state_before import StateBeforeStep
 from megavlm.train.step_result import StepResult, sum_over_ranks
 
@@ -69,14 +70,17 @@ class Engine:
         with profiler_range("optimizer"):
             squared_norm = self.optimizer.squared_norm()
             self.schedule.phases.enter(COMMUNICATION, "sums of the step")
-            sums = sum_over_ranks(totals, squared_norm, counters(), counts=self.groups.is_first_tp)
+            counts, tallies = self.groups.is_first_tp, self.schedule.tallies()
+            sums = sum_over_ranks(totals, squared_norm, counters(), counts=counts, tallies=tallies)
             self.schedule.phases.enter(OPTIMIZER)
             norm = None if squared_norm is None else sums.squared_norm**0.5
             mean_norm = None if norm is None else norm / max(sums.tokens, 1.0)
             loss = sums.loss / max(sums.tokens, 1.0)
+            loads = layer_loads(sums.tallies, self.schedule.model)
             refused = judge(loss, mean_norm)
             if norm is not None and refused is None:
                 self.optimizer.update(norm=norm, tokens=sums.tokens)
+                update_biases(self.schedule.routers, loads)
         self.schedule.phases.enter(OTHER)
         if refused is not None:
             before.restore()
@@ -91,6 +95,7 @@ class Engine:
             loss_scale=scale,
             source_losses=tuple(s / n if n else math.nan for s, n in zip(*sums.sources, strict=True)),
             counters=sums.counters,
+            expert_loads=loads,
         )
 
     def leave_out(self, counters: Callable[[], Sequence[float]]) -> StepResult:

@@ -43,7 +43,7 @@ def generate(
     most, round_size = -(-len(prompts) // groups.dims.dp), micro_batch_size * groups.dims.pp
     work = [*mine, *[prompts[0]] * (-(-most // round_size) * round_size - len(mine))]
     multiple = engine.sequence_multiple
-    longest = max(len(prompt.tokens) for prompt in work)
+    longest = max(len(prompt.tokens) for prompt in prompts)  # on all ranks: experts may gather all of their tokens
     spec = replace(spec, seq_length=-(-longest // multiple) * multiple)
     room = spec.seq_length + max_new_tokens + multiple
     device = engine.schedule.backend.device

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megavlm.arch.layers import LANGUAGE_LAYER, kind_of
 from megavlm.checkpoint.state import random_states, set_random_states
 from megavlm.data.batch import MicroBatch
+from megavlm.model.router import routers_of
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.dtensor import local_part
@@ -93,6 +94,7 @@ def _twice(chunk: Any, batch: MicroBatch) -> tuple[Checksums, Checksums]:
     bare = bare_chunk(chunk)
     received, random, histories = bare.input_tensor, random_states(), Histories.of([bare])
     first = {module: module.is_first_microbatch for module in bare.modules() if hasattr(module, "is_first_microbatch")}
+    tallies = [(router.tally, router.tally.clone()) for router in routers_of([bare])]
     passes = []
     with _deterministic(bare), _unreduced(chunk), torch.enable_grad():
         for _ in range(2):
@@ -102,6 +104,8 @@ def _twice(chunk: Any, batch: MicroBatch) -> tuple[Checksums, Checksums]:
             histories.restore()
             for module, value in first.items():
                 module.is_first_microbatch = value
+            for tally, value in tallies:
+                tally.copy_(value)
     bare.input_tensor = received
     return passes[0], passes[1]
 

@@ -13,6 +13,7 @@ from megavlm.metrics import throughput
 from megavlm.metrics.callback import Value
 from megavlm.train.build import Run
 from megavlm.train.counts import Counts
+from megavlm.train.expert_load import load_record
 from megavlm.train.step_result import StepResult
 
 
@@ -61,6 +62,7 @@ def record_of(
         record["refused"] = result.refused
     if result.loss_scale is not None:
         record["loss_scale"] = result.loss_scale
+    record |= load_record(result.expert_loads, run.config.model, trained_tokens=result.trained_tokens)
     if step.imbalance is not None:
         record |= {f"imbalance_{name}": value for name, value in vars(step.imbalance).items()}
     if result.source_losses:

@@ -3,6 +3,7 @@
 | copies of | are held by |
 |---|---|
 | weights | data-parallel replicas; with ZeRO-2 and 3 the ranks of all shard groups that hold the same rows |
+| weights of experts | expert-data-parallel ranks |
 | weights that tensor parallelism does not cut (norms, some biases, the patch embedding) | tensor-parallel ranks |
 | fp32 weights and moments | data-parallel replicas without sharding, else those of all shard groups; and as above |
 
@@ -71,8 +72,13 @@ def _copies(
     }
     uncut = [name for name, param in params.items() if not getattr(param, "tensor_model_parallel", False)]
     unshared = bare.run_config.parallel.data_parallel_sharding == "none"
-    yield groups.replicas if isinstance(chunk, FullyShardedChunk) else groups.dp_cp, weights
-    yield groups.dp_cp if unshared else groups.replicas, _joined(held.values())
+    experts = [name for name, param in params.items() if not getattr(param, "allreduce", True)]
+    dense = [name for name in params if name not in experts]
+    every = groups.replicas if isinstance(chunk, FullyShardedChunk) else groups.dp_cp
+    yield every, {name: weights[name] for name in dense}
+    yield groups.dp_cp if unshared else groups.replicas, _joined(held[name] for name in dense)
+    of_experts = {name: weights[name] for name in experts}
+    yield groups.collection.expt_dp, of_experts | _joined(held[name] for name in experts if unshared)
     yield groups.tp, {name: weights[name] for name in uncut} | _joined(held[name] for name in uncut)
     yield groups.tied, {name: weights[name] for name, param in params.items() if hasattr(param, "shared_embedding")}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megavlm.train.expert_load import LayerLoad
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class StepResult:
     # Of each data set; NaN if the step has no trained token of it, empty if there is only one data set.
     source_losses: tuple[float, ...]
     counters: tuple[float, ...]  # the caller's counters, summed over all ranks
+    expert_loads: Mapping[int, LayerLoad] = field(default_factory=dict)  # by language layer; empty without experts
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,19 @@ class StepSums:
     tokens: float  # trained ones
     sources: tuple[Sequence[float], Sequence[float]]  # the same two of each data set
     counters: tuple[float, ...]
+    tallies: Sequence[float]  # of routers
 
 
-def sum_over_ranks(totals: Tensor, squared_norm: Tensor | None, counters: Sequence[float], *, counts: bool) -> StepSums:
-    """Sum a rank's totals (`Schedule.train`; if it `counts`) and counters over all ranks, and wait for the device.
+def sum_over_ranks(
+    totals: Tensor,
+    squared_norm: Tensor | None,
+    counters: Sequence[float],
+    *,
+    counts: bool,
+    tallies: Tensor | None = None,
+) -> StepSums:
+    """Sum a rank's totals (`Schedule.train`; if it `counts`), counters and routers' tallies over all ranks, and wait
+    for the device.
 
     The gradient norm of rank 0 counts, so that all ranks decide alike on it, whatever happens to their own. x − x is 0
     of a number and NaN of all else: what is not finite on any rank is not finite in the sum.
@@ -47,8 +59,11 @@ def sum_over_ranks(totals: Tensor, squared_norm: Tensor | None, counters: Sequen
     own = totals.new_zeros(()) if squared_norm is None else squared_norm
     shown = own if dist.get_rank() == 0 else own - own
     counted = torch.tensor(counters, dtype=totals.dtype).to(totals.device, non_blocking=True)
-    everything = torch.cat([shown.reshape(1), totals if counts else totals - totals, counted])
+    parts = [shown.reshape(1), totals if counts else totals - totals, counted]
+    everything = torch.cat(parts if tallies is None else [*parts, tallies])
     dist.all_reduce(everything)
     squared, loss, tokens, *rest = everything.tolist()
     sources = (len(totals) - 2) // 2
-    return StepSums(squared, loss, tokens, (rest[:sources], rest[sources : 2 * sources]), tuple(rest[2 * sources :]))
+    first = 2 * sources + len(counters)  # of the tallies
+    losses = rest[:sources], rest[sources : 2 * sources]
+    return StepSums(squared, loss, tokens, losses, tuple(rest[2 * sources : first]), rest[first:])

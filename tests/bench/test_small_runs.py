@@ -15,6 +15,7 @@ RUNS = [
     "loss_memory.py --quick",
     "video.py --quick",
     "context.py --quick",
+    "experts.py --quick",
     "placement.py --dry --rounds 1 --steps 1 --only frozen",
     "placement.py --dry --rounds 1 --steps 1 --only 112",
 ]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megavlm.arch.layers import layer_names
-from megavlm.config.schema import Config, LoraConfig, PrecisionConfig
+from megavlm.config.schema import Config, ExpertsConfig, LoraConfig, PrecisionConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.model import te
 from megavlm.model.layer_modules import fp8_fields
@@ -41,6 +41,7 @@ KERNELS = {
     "adapted": MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
     "masked": {"geglu": 2, "dgeglu": 2, "split: joined": 4, "rope": 4, "rope backward": 4},
     "windowed": MLPS | {"qkv rope": 4, "qkv rope backward": 4},
+    "mixture": {"swiglu": 3, "dswiglu": 3, "split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
 }
 WINDOWED = replace(
     base(),
@@ -58,7 +59,14 @@ MASKED = base(
     full_attention_layers=(1,), local_rotary_base=100.0, embedding_scale=7.0, rotary_interleaved=True,
     rotary_percent=0.5,
 )  # fmt: skip
-CONFIGS = {"plain": base(), "rich": RICH, "adapted": ADAPTED, "windowed": WINDOWED, "masked": MASKED}
+# A dense layer, then one with experts, of which one is shared.
+EXPERTS = ExpertsConfig(
+    num_experts=4, ffn_hidden_size=32, shared_ffn_hidden_size=48, shared_gate=True, dense_layers=(0,)
+)
+MIXTURE = replace(base(), model=replace(base().model, experts=EXPERTS))
+CONFIGS = {
+    "plain": base(), "rich": RICH, "adapted": ADAPTED, "windowed": WINDOWED, "masked": MASKED, "mixture": MIXTURE
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -91,6 +91,22 @@ HOOKS = (
     Hook(CORE + "tensor_parallel.random", "_get_cuda_rng_state", "the CPU's generator stands for it"),
     Hook(CORE + "tensor_parallel.random", "_set_cuda_rng_state", "the CPU's generator stands for it"),
     Hook(CORE + "tensor_parallel.random", "CudaRNGStatesTracker.fork", "replaced on a CPU", ("name",)),
+    Hook(
+        CORE + "tensor_parallel.mappings",
+        "_gather_along_first_dim",
+        "replaced on a CPU: gloo gathers no uneven parts",
+        ("input_", "group", "output_split_sizes", "use_global_buffer"),
+    ),
+    Hook(
+        CORE + "tensor_parallel.mappings",
+        "_reduce_scatter_along_first_dim",
+        "replaced on a CPU: gloo scatters no uneven parts",
+        ("input_", "group", "input_split_sizes", "use_global_buffer"),
+    ),
+    Hook(CORE + "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", "replaced on a CPU", ("tensor",)),
+    Hook(CORE + "transformer.moe.moe_utils", "router_gating_linear", "the router in fp32", ("inp", "weight")),
+    Hook(CORE + "transformer.moe.moe_utils", "topk_routing_with_score_function", "the choice of experts", ("logits",)),
+    Hook(CORE + "transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "gradients of the balance losses"),
     Hook(CORE + "tensor_parallel.layers", "_grad_accum_fusion_available", "whether NVIDIA Apex's kernel was found"),
     Hook(CORE + "tensor_parallel.layers", "ColumnParallelLinear._forward_impl", "emulated FP8", ("input", "weight")),
     Hook(

@@ -534,6 +534,12 @@ EXPERTS = (
         "--moe-router-score-function softmax",
     ),
     Mistake(
+        f"{MIXTURE} --moe-aux-loss-coeff 0.01 --freeze language",
+        "--moe-aux-loss-coeff has no effect with a frozen language model",
+        "do not freeze language",
+        "--freeze vision",
+    ),
+    Mistake(
         f"{MIXTURE} --moe-router-bias-update-rate 0.1",
         "--moe-router-bias-update-rate has no effect",
         "add --moe-router-enable-expert-bias",

@@ -1,0 +1,96 @@
+"""The routed experts of a rank: gated MLPs whose products are computed together, in two grouped products.
+
+torch's `grouped_mm` runs on every device, so that a CPU computes what a GPU does. Its rows are those of expert 0, then
+those of expert 1, …; an expert without tokens has none, and its gradient is zero. A checkpoint has one tensor for all
+experts of a layer, as megatron-core's own experts write it, whatever their number per rank:
+
+    linear_fc1.weight [E, 2F, H]   gate rows, then up rows, of each expert
+    linear_fc2.weight [E, H, F]
+
+EP divides experts, and ETP divides F of each. Legend: T tokens on this rank, E experts (of it), F width, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class ExpertWeight(nn.Module):
+    """The weights [E, rows, columns] of all experts of a rank for one linear layer."""
+
+    def __init__(self, *shape: int, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+        # Expert-data-parallel ranks sum its gradient, and no other rank counts it in the norm. megatron-core marks
+        # experts only where EP > 1; with EP 1 and ETP ≠ TP their gradients would be summed over the wrong ranks.
+        self.weight.allreduce = False  # type: ignore[attr-defined]
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.weight.partition_dim = 0  # type: ignore[attr-defined]
+        self.weight.partition_stride = 1  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [T, columns] → [T, rows]; `ends` [E] int32: where the tokens of each expert end."""
+        return F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
+
+
+class GroupedExperts(MegatronModule):
+    """fc2(activation(fc1(x)) · p) of each token's expert, with the weight p that the router gave it."""
+
+    def __init__(
+        self, experts: int, config: TransformerConfig, *, activation: Any, pg_collection: ProcessGroupCollection
+    ) -> None:
+        """`experts` is the number of experts of this rank."""
+        super().__init__(config)
+        assert config.moe_ffn_hidden_size is not None
+        self.groups = pg_collection
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.linear_fc1 = ExpertWeight(experts, 2 * width, config.hidden_size, config=config)
+        self.linear_fc2 = ExpertWeight(experts, config.hidden_size, width, config=config)
+        self.activation = build_module(activation, config=config)
+
+    def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Return [T, H], to be summed over ETP, and no bias.
+
+        Args:
+            tokens: [T, H], those of the first expert first.
+            counts: [E] int64: how many tokens each expert has.
+            weights: [T] float32: the router's.
+        """
+        ends = counts.to(tokens.device, non_blocking=True).cumsum(0).to(torch.int32)
+        inner = self.activation(self.linear_fc1(tokens, ends))
+        return self.linear_fc2((inner * weights[:, None]).to(inner.dtype), ends), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the weights with their part of the tensors of all experts of all ranks."""
+        fc1, fc2 = (f"linear_{name}.weight" for name in ("fc1", "fc2"))
+        replica = (0, 0, self.groups.expt_dp.rank())
+        first, second = self.linear_fc1.weight, self.linear_fc2.weight
+        return {
+            prefix + fc1: ShardedTensorFactory(f"{prefix}experts.{fc1}", first, self._gate_and_up, _merge, replica),
+            prefix + fc2: self._part(f"{prefix}experts.{fc2}", second, replica, axis=2, part=0, parts=1),
+        }
+
+    def _gate_and_up(self, key: str, data: Tensor, replica: Any, _: Any) -> list[ShardedTensor]:
+        halves = enumerate(data.chunk(2, dim=1))
+        return [self._part(key, half, replica, axis=1, part=part, parts=2) for part, half in halves]
+
+    def _part(self, key: str, data: Tensor, replica: Any, *, axis: int, part: int, parts: int) -> ShardedTensor:
+        """Return this rank's share of number `part` of `parts` along the axis that ETP divides."""
+        ep, etp = self.groups.ep, self.groups.expt_tp
+        place = (axis, part * etp.size() + etp.rank(), parts * etp.size())
+        return ShardedTensor.from_rank_offsets(key, data, (0, ep.rank(), ep.size()), place, replica_id=replica)
+
+
+def _merge(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, dim=1)

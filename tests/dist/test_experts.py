@@ -1,0 +1,149 @@
+"""A mixture of experts gives the numbers of one process at every layout, balance losses included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pool import Pools
+from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train
+
+# Balance losses on, so large that they move the gradient norm by per cents; a dense first layer; a shared expert.
+SOFTMAX = (
+    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-dense-layers 0 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 "
+    "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate"
+)
+# A bias that moves each step, groups of experts, more experts than tokens of some rows choose.
+SIGMOID = (
+    "--num-experts 8 --moe-ffn-hidden-size 16 --moe-router-topk 4 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-router-num-groups 4 "
+    "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-aux-loss-coeff 0.05"
+)
+MODELS = {
+    "softmax": SOFTMAX,
+    "sigmoid": SIGMOID,
+    "pre-softmax": "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-z-loss-coeff 0.01",
+    "frozen-language": f"{SOFTMAX.replace('--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01', '')} --freeze language",
+    "frozen-vision": f"{SIGMOID} --freeze vision projector --language-tie-embeddings",
+    "one-image-rank": f"{SOFTMAX} --imageless-samples 1 2 3 --images-per-sample 1",
+}
+LAYOUTS = {
+    "ep2": (2, "--ep 2"),
+    "ep4": (4, "--ep 4"),
+    "tp2-ep2": (2, "--tp 2 --ep 2"),
+    "tp2-ep2-etp2": (4, "--tp 2 --ep 2 --etp 2"),
+    "tp2-etp1": (2, "--tp 2 --etp 1"),
+    "tp2-etp2": (2, "--tp 2"),
+    "dp2-etp2": (2, "--etp 2"),
+    "pp2-ep2": (4, "--pp 2 --ep 2"),
+    "cp2-ep2": (2, "--cp 2 --ep 2"),
+    "ep2-edp2": (4, "--ep 2"),
+    "tp2-ep2-edp2": (4, "--tp 2 --ep 2"),
+    "pp2-vpp2-ep2": (4, "--pp 2 --vpp 2 --ep 2"),
+    "dp2": (2, ""),
+}
+FAST = [
+    ("tp2-ep2-etp2", "softmax", "--micro-batch-size 2"),
+    ("pp2-vpp2-ep2", "sigmoid", "--recompute-granularity full"),
+    ("cp2-ep2", "sigmoid", "--micro-batch-size 2 --moe-token-dispatcher-type allgather"),
+    ("tp2-etp1", "softmax", "--micro-batch-size 4 --data-parallel-sharding none"),
+]
+SLOW = [
+    *[(layout, model, "") for layout in LAYOUTS for model in MODELS],
+    *[("ep2", "softmax", f"--micro-batch-size {size}") for size in (1, 2)],
+    *[(layout, "softmax", "--moe-token-dispatcher-type allgather") for layout in LAYOUTS],
+    *[(layout, "sigmoid", "--recompute-granularity full") for layout in LAYOUTS],
+    *[(layout, "softmax", "--placement colocated") for layout in LAYOUTS],
+    *[(layout, "sigmoid", "--data-parallel-sharding none") for layout in LAYOUTS],
+    ("ep2-edp2", "softmax", "--overlap-grad-reduce --overlap-param-gather"),
+    ("ep2", "softmax", "--offload optimizer activations"),
+    ("tp2-ep2-edp2", "softmax", "--cp 2 --ep 4"),
+]
+EXPERTS = ("balance_loss", "router_z_loss", "expert_load_max", "expert_load_entropy")
+
+
+@pytest.fixture(scope="module")
+def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+    """Curve of a mixture on one process, computed once."""
+    curves: dict[Any, list[dict[str, Any]]] = {}
+
+    def curve(model: str, steps: Sequence[str] = ()) -> list[dict[str, Any]]:
+        if (model, *steps) not in curves:
+            folder = tmp_path_factory.mktemp("one")
+            pools(1).run(train, [*SMALL, "--no-save", *MODELS[model].split(), *steps], str(folder))
+            curves[model, *steps] = metrics(folder)
+        return curves[model, *steps]
+
+    return curve
+
+
+def assert_same_balance(actual: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
+    """Both runs report the same balance losses and loads of all layers."""
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours["expert_load_max"], "experts were loaded"
+        for name in EXPERTS:
+            assert (name in ours) == (name in theirs)
+            if name in ours:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+
+
+def check(
+    pools: Pools, one: Any, run_dir: Path, layout: str, model: str, option: str, steps: Sequence[str] = ()
+) -> None:
+    world, flags = LAYOUTS[layout]
+    argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.split(), *option.split(), *steps]
+    pools(world).run(train, argv, str(run_dir))
+    assert_same_curve(metrics(run_dir), one(model, steps))
+    assert_same_balance(metrics(run_dir), one(model, steps))
+
+
+@pytest.mark.parametrize(("layout", "model", "option"), FAST)
+def test_experts_give_the_numbers_of_one_process(pools, one, tmp_path, layout, model, option):
+    check(pools, one, tmp_path, layout, model, option)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "model", "option"), list(dict.fromkeys([*FAST, *SLOW])))
+def test_every_layout_of_experts_gives_the_numbers_of_one_process(pools, one, tmp_path, layout, model, option):
+    check(pools, one, tmp_path, layout, model, option, LONG)
+
+
+def test_experts_move_between_layouts(pools, one, tmp_path):
+    """Any EP and ETP read each other's checkpoints, moments and biases too."""
+    layouts = ((2, "--ep 2"), (2, "--tp 2"), (4, "--tp 2 --ep 2 --etp 2"), (1, ""))
+    for number, (world, layout) in enumerate(layouts):
+        argv = [*SMALL, *SIGMOID.split(), *layout.split(), "--train-iters", str(number + 2)]
+        pools(world).run(train, argv, str(tmp_path))
+    expected = one("sigmoid", ["--train-iters", "5"])
+    assert_same_curve(metrics(tmp_path), expected)
+    assert_same_balance(metrics(tmp_path), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["", "--data-parallel-sharding none"])
+def test_a_run_with_ep_goes_on_anywhere(pools, one, tmp_path, option):
+    steps = "--train-iters 7".split()
+    layouts = (
+        (2, "--ep 2"),
+        (4, "--ep 4"),
+        (2, "--tp 2 --etp 2"),
+        (2, "--cp 2 --ep 2"),
+        (2, "--tp 2 --etp 1"),
+        (1, ""),
+    )
+    for number, (world, layout) in enumerate(layouts):
+        argv = [*SMALL, *SOFTMAX.split(), *layout.split(), *option.split(), "--train-iters", str(number + 2)]
+        pools(world).run(train, argv, str(tmp_path))
+    assert_same_curve(metrics(tmp_path), one("softmax", steps))
+    assert_same_balance(metrics(tmp_path), one("softmax", steps))
+
+
+def test_steps_move_the_bias(pools, one, tmp_path):
+    argv = [*SMALL, "--no-save", *SIGMOID.split(), "--moe-router-bias-update-rate", "0"]
+    pools(1).run(train, argv, str(tmp_path))
+    still, moved = metrics(tmp_path), one("sigmoid")
+    assert still[0]["expert_load_max"] == moved[0]["expert_load_max"]
+    assert still[-1]["expert_load_max"] != moved[-1]["expert_load_max"]

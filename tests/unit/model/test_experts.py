@@ -1,0 +1,94 @@
+"""Grouped experts against one expert after the other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.backend import activate
+
+activate()
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+
+from megavlm.model.activation import ACTIVATIONS, ActivationModule  # noqa: E402
+from megavlm.model.experts import GroupedExperts  # noqa: E402
+from megavlm.optim.shards import shard_layout  # noqa: E402
+
+EXPERTS, HIDDEN, WIDTH = 4, 8, 16
+
+
+def group(size: int = 1, rank: int = 0) -> Any:
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+
+
+def experts_of(dtype: torch.dtype = torch.float32, *, local: int = EXPERTS, **groups: Any) -> GroupedExperts:
+    collection: Any = SimpleNamespace(**{"ep": group(), "expt_tp": group(), "expt_dp": group(), **groups})
+    config: Any = SimpleNamespace(hidden_size=HIDDEN, moe_ffn_hidden_size=WIDTH, params_dtype=dtype)
+    activation = ModuleSpec(module=ActivationModule, params={"function": ACTIVATIONS["swiglu"]})
+    made = GroupedExperts(local, config, activation=activation, pg_collection=collection)
+    torch.manual_seed(3)
+    for param in made.parameters():
+        torch.nn.init.normal_(param, std=0.3)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [(3, 2, 4, 1), (0, 10, 0, 0), (0, 0, 0, 0), (5, 0, 0, 5)])
+def test_experts_are_gated_mlps(counts, dtype):
+    """Also where experts have no tokens: their gradients are zero, and exist."""
+    experts = experts_of(dtype)
+    tokens = torch.randn(sum(counts), HIDDEN, dtype=dtype, requires_grad=True)
+    weights = torch.rand(sum(counts), requires_grad=True)
+    ours, _ = experts(tokens, torch.tensor(counts), weights)
+    ours.float().square().sum().backward()
+    found = [x.grad.clone() for x in (experts.linear_fc1.weight, experts.linear_fc2.weight, tokens, weights)]
+    for x in (experts.linear_fc1.weight, experts.linear_fc2.weight, tokens, weights):
+        x.grad = None
+
+    first, second = experts.linear_fc1.weight, experts.linear_fc2.weight
+    parts = []
+    for expert, (own, p) in enumerate(zip(tokens.split(counts), weights.split(counts), strict=True)):
+        gate, up = (own @ first[expert].T).chunk(2, dim=-1)
+        inner = torch.nn.functional.silu(gate) * up
+        parts.append((inner * p[:, None]).to(dtype) @ second[expert].T)
+    theirs = torch.cat(parts)
+    theirs.float().square().sum().backward()
+    expected = [x.grad for x in (experts.linear_fc1.weight, experts.linear_fc2.weight, tokens, weights)]
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(ours, theirs, **tolerance)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, torch.zeros_like(mine) if other is None else other, **tolerance)
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 2), (1, 4)])
+def test_ranks_hold_parts_of_the_tensors_of_all_experts(ep, etp):
+    """Put together as their places say, the parts of all ranks are [E, 2F, H] and [E, H, F]."""
+    whole = {"linear_fc1": torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN), "linear_fc2": torch.zeros(EXPERTS, HIDDEN, WIDTH)}
+    seen = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    for place in range(ep * etp):
+        experts = experts_of(local=EXPERTS // ep, ep=group(ep, place // etp), expt_tp=group(etp, place % etp))
+        for name, tensor in whole.items():
+            entry = experts.sharded_state_dict("mlp.experts.")[f"mlp.experts.{name}.weight"]
+            assert entry.key == f"mlp.experts.experts.{name}.weight"
+            for part in shard_layout(entry, 0, entry.data.numel(), replica=0).parts(entry.data):
+                assert part.global_shape == tuple(tensor.shape)
+                box = tuple(slice(a, a + n) for a, n in zip(part.global_offset, part.local_shape, strict=True))
+                first = place // etp * (EXPERTS // ep)
+                assert first <= box[0].start < box[0].stop <= first + EXPERTS // ep
+                seen[name][box] += 1
+                tensor[box] = part.data
+            if isinstance(entry, ShardedTensorFactory):
+                assert entry.merge_fn([part.data for part in entry.build()]).equal(entry.data)
+    assert all(bool((times == 1).all()) for times in seen.values())
+
+
+def test_gate_rows_come_before_up_rows():
+    entry = experts_of().sharded_state_dict("")["linear_fc1.weight"]
+    gate, up = entry.build()
+    assert (gate.global_offset, up.global_offset) == ((0, 0, 0), (0, WIDTH, 0))
+    torch.testing.assert_close(gate.data, entry.data[:, :WIDTH])

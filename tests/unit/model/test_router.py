@@ -1,0 +1,138 @@
+"""The router and its balance losses, against plain definitions, token by token."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megavlm.backend import activate
+
+activate()
+
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # noqa: E402
+
+from megavlm.config.schema import ExpertsConfig  # noqa: E402
+from megavlm.model.router import RoutedRows, Router  # noqa: E402
+
+EXPERTS, HIDDEN, LENGTH, ROWS = 6, 8, 10, 2
+TOKENS, TRAINED = (10, 7), (4, 3)  # the second row ends with padding
+
+
+def router_of(**options: Any) -> Router:
+    """A router with random weights on one process, about to run a micro-batch of two rows."""
+    config: Any = SimpleNamespace(hidden_size=HIDDEN, params_dtype=torch.float32, sequence_parallel=False)
+    alone: Any = SimpleNamespace(size=lambda: 1)
+    groups: Any = SimpleNamespace(tp=alone, tp_cp=alone)
+    router = Router(config, groups, experts=ExpertsConfig(num_experts=EXPERTS, **options))
+    torch.manual_seed(1)
+    torch.nn.init.normal_(router.weight)
+    tokens = torch.tensor(TOKENS, dtype=torch.float32)
+    counted = (torch.arange(LENGTH)[:, None] < tokens).float()
+    router.rows = RoutedRows(counted, tokens, torch.tensor(TRAINED, dtype=torch.float32))
+    return router
+
+
+def hidden_states() -> torch.Tensor:
+    return torch.randn(LENGTH, ROWS, HIDDEN, generator=torch.Generator().manual_seed(2), requires_grad=True)
+
+
+def scores_of(router: Router, token: torch.Tensor, *, kind: str) -> torch.Tensor:
+    logits = router.weight @ token
+    return logits.softmax(0) if kind == "softmax" else logits.sigmoid() / logits.sigmoid().sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, lambda logits, best: logits[best].softmax(0)),
+        ({"router_pre_softmax": True}, lambda logits, best: logits.softmax(0)[best]),
+        ({"router_topk_scaling_factor": 2.5}, lambda logits, best: 2.5 * logits[best].softmax(0)),
+        (
+            {"router_score_function": "sigmoid"},
+            lambda logits, best: logits[best].sigmoid() / logits[best].sigmoid().sum(),
+        ),
+    ],
+)
+def test_each_token_takes_its_best_experts(options, expected):
+    router, hidden = router_of(**options), hidden_states()
+    weights, chosen = router(hidden)
+    for token, own, of_token in zip(hidden.flatten(0, 1), weights, chosen, strict=True):
+        logits = router.weight @ token
+        best = logits.topk(2).indices
+        assert sorted(best.tolist()) == of_token.nonzero().flatten().tolist()
+        torch.testing.assert_close(own[best], expected(logits, best))
+        assert own[~of_token].abs().sum() == 0
+
+
+def test_the_bias_chooses_and_does_not_weigh():
+    router = router_of(router_score_function="sigmoid", router_enable_expert_bias=True)
+    router.expert_bias[3] = 10.0
+    weights, chosen = router(hidden_states())
+    assert bool(chosen[:, 3].all())
+    torch.testing.assert_close(weights.sum(1), torch.ones(len(weights)))
+
+
+def test_a_token_takes_experts_of_its_best_groups():
+    """Three groups of two; the best one is that with the best expert."""
+    router = router_of(router_num_groups=3, router_group_topk=1, router_topk=1, router_pre_softmax=True)
+    router_two = router_of(router_num_groups=3, router_group_topk=1)
+    hidden = hidden_states()
+    for token, one, two in zip(hidden.flatten(0, 1), router(hidden)[1], router_two(hidden)[1], strict=True):
+        logits = router.weight @ token
+        assert one.nonzero().item() == logits.argmax()
+        group = logits.view(3, 2).sum(1).argmax()
+        assert two.view(3, 2).all(1).nonzero().item() == group
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_the_balance_losses_are_those_of_the_definition(kind):
+    """Gradients of weight and input, and what is reported, by loops over rows, tokens and experts."""
+    aux, z, k = 0.3, 0.2, 2
+    router, hidden = router_of(aux_loss_coeff=aux, z_loss_coeff=z, router_score_function=kind), hidden_states()
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    weights, chosen = router(hidden)
+    weights.sum().backward()  # a constant but for the balance losses: the weights of a token sum to 1
+    ours, router.weight.grad, of_input = router.weight.grad.clone(), None, hidden.grad.clone()
+    hidden.grad = None
+
+    choice = chosen.view(LENGTH, ROWS, EXPERTS)
+    total, balances, zs = torch.zeros(()), 0.0, 0.0
+    for row, (count, trained) in enumerate(zip(TOKENS, TRAINED, strict=True)):
+        balance = torch.zeros(())
+        for expert in range(EXPERTS):
+            taken = sum(int(choice[t, row, expert]) for t in range(count))
+            score = sum(scores_of(router, hidden[t, row], kind=kind)[expert] for t in range(count))
+            balance = balance + EXPERTS / (k * count) * taken * score / count
+        logs = sum((router.weight @ hidden[t, row]).logsumexp(0) ** 2 for t in range(count)) / count
+        total = total + trained * (aux * balance + z * logs)
+        balances, zs = balances + trained * balance.item(), zs + trained * logs.item()
+    total.backward()
+    torch.testing.assert_close(ours, router.weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(of_input, hidden.grad, rtol=1e-4, atol=1e-5)
+    load = [sum(int(choice[t, row, e]) for row in range(ROWS) for t in range(TOKENS[row])) for e in range(EXPERTS)]
+    torch.testing.assert_close(router.tally.float(), torch.tensor([*load, balances, zs]), rtol=1e-5, atol=1e-5)
+
+
+def test_an_even_load_has_a_balance_loss_of_one():
+    router = router_of(aux_loss_coeff=1.0, router_force_load_balancing=True)
+    torch.nn.init.zeros_(router.weight)
+    router.rows = RoutedRows(torch.ones(9, ROWS), torch.full((ROWS,), 9.0), torch.ones(ROWS))
+    router(torch.zeros(9, ROWS, HIDDEN))
+    assert router.tally[:-1].tolist() == pytest.approx([*[6.0] * EXPERTS, ROWS])
+
+
+def test_evaluations_and_first_passes_of_recomputed_layers_are_not_counted():
+    router = router_of(aux_loss_coeff=1.0)
+    with torch.no_grad():
+        router(hidden_states())
+    router.eval()(hidden_states())
+    assert router.tally.count_nonzero() == 0
+
+
+def test_the_bias_moves_towards_an_even_load():
+    router = router_of(router_score_function="sigmoid", router_enable_expert_bias=True, router_bias_update_rate=0.5)
+    router.update_bias(torch.tensor([9.0, 0.0, 3.0, 3.0, 3.0, 0.0]))
+    assert router.expert_bias.tolist() == [-0.5, 0.5, 0.0, 0.0, 0.0, 0.5]
