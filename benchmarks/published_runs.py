@@ -1,4 +1,4 @@
-"""Predict runs that others published: the rows of docs/planner.md.
+"""Predict runs that others published: the rows of docs/planner.md, and of docs/long-context.md.
 
     .venv/bin/python benchmarks/published_runs.py
 
@@ -23,6 +23,16 @@ from megavlm.planner.hardware import PROFILES, profile
 
 MEGATRON = {"name": "gpt_7_1b", "world": 96, "batch": 576, "seq_length": 4096}  # layout and batch are not published
 LLAMA = {"name": "llama3_70b", "world": 64, "batch": 128, "seq_length": 8192}
+# NVIDIA's table of long sequences: tokens → GPUs, TP, CP, TFLOP/s of a GPU. Batches of 4M tokens, as its B200 table's.
+LLAMA2_LONG = {
+    2**14: (16, 2, 1, 660),
+    2**15: (32, 2, 2, 610),
+    2**16: (64, 4, 2, 574),
+    2**17: (128, 4, 4, 555),
+    2**18: (256, 4, 8, 549),
+    2**19: (512, 8, 16, 549),
+    2**20: (1024, 8, 32, 536),
+}
 LOONGFORGE_IMAGES = ((1, 448), (2, 896), (4, 896), (6, 1008))  # of a sample: how many, and their side; not published
 
 
@@ -83,6 +93,7 @@ def lines() -> Iterator[str]:
     for fp8 in ("hybrid", "none"):
         run = rates(**LLAMA, degrees=degrees, fp8=fp8)  # type: ignore[arg-type]
         yield f"Llama-3-70B, FP8 {fp8}: {run.tflops:.0f} TFLOP/s, {run.tokens:,.0f} tokens/s a GPU"
+    yield from long_lines()
     layout = placement_paper.Layout("qwen2_5_vl_7b", 4, 2)
     for gpu in ("h100", "a100"):
         gains = [
@@ -93,6 +104,25 @@ def lines() -> Iterator[str]:
             f"{gain:.2f} × ({n} of {side}²)" for gain, (n, side) in zip(gains, LOONGFORGE_IMAGES, strict=True)
         )
         yield f"LoongForge, {gpu}: {sizes}"
+
+
+def long_lines() -> Iterator[str]:
+    """Yield NVIDIA's rates of Llama-2-7B in FP8 with long sequences, and the predicted ones.
+
+    It counts whole squares for causal attention: its row of 4,096 tokens, 780 TFLOP/s and 16,934 tokens/s, says so.
+    """
+    model = published_model("llama2_7b").language
+    for length, (world, tp, cp, theirs) in LLAMA2_LONG.items():
+        degrees = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "overlap_grad_reduce": True}
+        run = rates(
+            name="llama2_7b", world=world, batch=2**22 // length, seq_length=length, degrees=degrees, fp8="hybrid"
+        )
+        flops = 6 * 6.607e9 + 12 * model.num_layers * model.hidden_size * length  # of a token
+        tokens = theirs * 1e12 / flops
+        yield (
+            f"Llama-2-7B, {length:,} tokens, {world} GPUs, TP{tp} CP{cp}: {tokens:,.0f} tokens/s a GPU published, "
+            f"{run.tokens:,.0f} predicted ({run.tokens / tokens - 1:+.0%}), {run.mfu:.0%} MFU"
+        )
 
 
 def main() -> None:

@@ -45,11 +45,17 @@ _LLAMA3_70B = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
+_LLAMA3_8B = {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
 # 7.1e9 parameters for the check against Megatron-LM's scaling table: 32 × 4096 and its vocabulary of 131,072. GPT's MLP
 # has two matrices of 4·H; here there are three: 8/3·H is as much work and as many weights.
 _GPT_7_1B = {"intermediate_size": 10912, "vocab_size": 131072, "tie_word_embeddings": True}
 
-LLAMA = _family("llama", None, {"llama3_70b": _LLAMA3_70B, "gpt_7_1b": _GPT_7_1B})
+LLAMA = _family(
+    "llama",
+    None,
+    # What a folder does not say is Llama 2's.
+    {"llama2_7b": {}, "llama3_8b": _LLAMA3_8B, "llama3_70b": _LLAMA3_70B, "gpt_7_1b": _GPT_7_1B},
+)
 MISTRAL_7B = _family("mistral", MISTRAL)
 QWEN2 = _family("qwen2", CHATML)
 QWEN3 = _family("qwen3", CHATML)

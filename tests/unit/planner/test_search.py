@@ -148,6 +148,8 @@ def test_the_timeline_is_drawn_as_one_page(tmp_path: Path) -> None:
         ("ministral_3_3b", 3.849),
         ("ministral_3_8b", 8.918),
         ("ministral_3_14b", 13.95),
+        ("llama2_7b", 6.738),
+        ("llama3_8b", 8.030),
         ("llama3_70b", 70.55),
         ("gpt_7_1b", 6.975),
     ],
