@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, VISION_NORM
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.processors import sizes
+from megavlm.data.processors.layout import Prompt
 from megavlm.data.processors.processor import Processor
-from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader
+from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader
+from megavlm.data.processors.sampling import Budget, Clip, shown_at
 from megavlm.data.processors.sizes import Size
+from megavlm.data.processors.video import VideoProcessor
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
+from megavlm.families.shared.qwen_video import TimedPairs, qwen_fields
 from megavlm.families.shared.qwen_vl import (
     NativeResolution,
     build_processor,
@@ -27,6 +34,7 @@ from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Concat, FusedQKV, Rename, Table, linear
 
 IMAGE, START, END = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
+VIDEO_START, VIDEO_END = "<|begin_of_video|>", "<|end_of_video|>"
 _TEXT: dict[str, Any] = {
     "vocab_size": 151552,
     "hidden_size": 4096,
@@ -187,6 +195,47 @@ def processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Proc
     return GlmResolution(**{**shared, **own, **bounds})
 
 
+@dataclass(frozen=True, kw_only=True)
+class GlmVideo(TimedPairs):
+    """Writes the second of each pair's first frame behind it. Pairs are images to the model: no token of their own."""
+
+    text: str = IMAGE
+    start: str = START
+    end: str = END
+    longest: float  # seconds up to which frames are taken at the rate that is asked for; of longer clips, as many
+
+    def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
+        """Return a frame each 1/fps seconds; of longer clips than `longest`, and of more frames than the budget has, as
+        many as are allowed between the first and the last.
+        """
+        count, seconds = len(clip.times), len(clip.times) / clip.rate
+        wanted = max(seconds * budget.fps, budget.min_frames)
+        most = int(min(budget.max_frames, self.longest * budget.fps))
+        if seconds <= self.longest and wanted < budget.max_frames + 1:
+            places = [number * clip.rate / budget.fps for number in range(int(wanted))]
+        else:
+            places = [float(place) for place in np.linspace(0, seconds, most) * clip.rate]
+        if most >= count and wanted >= count:
+            return tuple(range(count))
+        return shown_at(clip, [min(count - 1, math.ceil(place)) for place in places])
+
+    def size_of(self, size: Size, frames: int, *, most: int | None) -> Size:
+        return super().size_of(size, self.groups(frames) * self.frames_per_patch, most=most)
+
+    def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
+        times = [int(clip.seconds(number)) for number in numbers[:: self.frames_per_patch]]
+        between = (f"{self.end}{second}{self.start}" for second in times[:-1])
+        texts = (VIDEO_START + self.start, *between, f"{self.end}{times[-1]}{VIDEO_END}")
+        return Prompt(self.text, texts, (tokens,) * len(times))
+
+
+def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor:
+    # Transformers' processor has `num_frames` and does not use it.
+    usual = replace(shared["usual"], fps=options["fps"], max_frames=Budget().max_frames)
+    fields = {**shared, **qwen_fields(options, model), "usual": usual}
+    return GlmVideo(**fields, longest=options["max_duration"])
+
+
 CHAT = NamedTemplate(
     "glm4v",
     """\
@@ -214,6 +263,19 @@ FAMILY = Family(
             {**CLIP_PIXELS, "size": {"shortest_edge": 112**2, "longest_edge": 28**2 * 15000}},
             processor,
         ),
+    ),
+    videos=VideoReader(
+        ("Glm4v", "Glm46V"),
+        ("glm4v", "glm46v"),
+        {
+            **CLIP_PIXELS,
+            "size": {"shortest_edge": 112**2, "longest_edge": 28**2 * 60000},
+            "temporal_patch_size": 2,
+            "fps": 2.0,
+            "max_duration": 300,
+        },
+        Budget(min_frames=1),
+        build_video,
     ),
     image_text=IMAGE,
     chat_template=CHAT,

@@ -7,22 +7,18 @@ pair of a video's frames is an image among text, which says its time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.layers import DEEPSTACK, PROJECTOR, VISION_LAYER, VISION_NORM
 from megavlm.config.schema import ModelConfig, VisionConfig
-from megavlm.data.processors import sizes
-from megavlm.data.processors.layout import Prompt
 from megavlm.data.processors.reader import HALF_PIXELS, Json, VideoReader
-from megavlm.data.processors.sampling import Budget, Clip, from_first_to_last, taken
-from megavlm.data.processors.sizes import Size
+from megavlm.data.processors.sampling import Budget
 from megavlm.data.processors.video import VideoProcessor
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
-from megavlm.families.shared.qwen_video import QwenVideo, qwen_fields, with_videos
+from megavlm.families.shared.qwen_video import TimedPairs, qwen_fields, with_videos
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
     PROCESSOR,
@@ -124,43 +120,10 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimedPairs(QwenVideo):
-    """Writes the seconds before each pair of frames. Bounds of pixels are of all frames together."""
-
-    def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
-        return taken(clip, budget, from_first_to_last)
-
-    def size_of(self, size: Size, frames: int, *, most: int | None) -> Size:
-        return sizes.smart_resize(
-            sizes.at_least(size, self.factor),
-            factor=self.factor,
-            min_pixels=self.min_pixels,
-            max_pixels=self.max_pixels if most is None else most * frames,
-            frames=max(frames, self.frames_per_patch),  # a single frame fills a pair
-            span=self.frames_per_patch,
-        )
-
-    def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
-        """Return a run for each pair, all between the chat template's own marks, as Transformers does since 5.12."""
-        groups = self.groups(len(numbers))
-        marks = [f"<{seconds:.1f} seconds>{self.start}" for seconds in self._times(clip, numbers)]
-        texts = (self.start + marks[0], *(self.end + mark for mark in marks[1:]), self.end + self.end)
-        return Prompt(self.text, texts, (tokens,) * groups, self.number)
-
-    def moments(self, clip: Clip, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        return ()
-
-    def _times(self, clip: Clip, numbers: tuple[int, ...]) -> list[float]:
-        """Return the time of each pair: the mean of its first and last frame's, of which the last may be repeated."""
-        span, seconds = self.frames_per_patch, [clip.seconds(number) for number in numbers]
-        seconds += [seconds[-1]] * (-len(seconds) % span)
-        return [(seconds[at] + seconds[at + span - 1]) / 2 for at in range(0, len(seconds), span)]
-
-
 def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor | None:
-    given = qwen_fields(options, model)
-    return None if given is None else TimedPairs(**given, **shared, steps_per_second=None)
+    if model.video_token is None:
+        return None
+    return TimedPairs(**shared, **qwen_fields(options, model), number=model.video_token)
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {

@@ -22,6 +22,9 @@ def single() -> Iterator[Any]:
 
     start(BACKEND, timeout_minutes=1)
     destroy_groups()  # of a conversion that a test ran before
-    yield Single(BACKEND, build_groups(Dims(), tied_owners=(0, 0), seed=1, timeout_minutes=1))
+    found = Single(BACKEND, build_groups(Dims(), tied_owners=(0, 0), seed=1, timeout_minutes=1))
+    yield found
+    for engine in found.engines:
+        engine.close()  # what it holds would keep the groups' threads
     destroy_groups()
     dist.destroy_process_group()

@@ -33,8 +33,9 @@ from tests.support.whole_models import whole_folder
 
 LENGTH = 256
 # (frames, frames per second) of clips of which frames are taken; nothing is decoded.
-LENGTHS = ((33, 12.0), (7, 10.0), (90, 29.97), (1000, 30.0), (2400, 23.976), (9001, 59.94))
-UNBOUND = ("onevision", "internvl")  # of which Transformers takes as many frames as the rate asks for
+LENGTHS = ((33, 12.0), (7, 10.0), (90, 29.97), (1000, 30.0), (2400, 23.976), (9001, 59.94), (7200, 23.976))
+PAIRED = ("qwen", "glm")  # two frames to a patch
+UNBOUND = ("onevision", "internvl", "glm4v")  # of which Transformers takes as many frames as the rate asks for
 MESSAGES: list[Any] = [
     {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What happens?"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "A cat is blue."}]},
@@ -58,6 +59,14 @@ WAYS = {
     "qwen2.5-vl": Way({**QWEN2, "size": {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}}, ((6, 8),) * 5),
     # 11 frames, of which the last fills the last pair; bounds are of all frames together
     "qwen3-vl": Way({**QWEN3, "size": {"shortest_edge": 4096, "longest_edge": 100_000}}, ((4, 6),) * 6),
+    "glm4v": Way(
+        {
+            "video_processor_type": "Glm4vVideoProcessor",
+            "patch_size": 14,
+            "size": {"shortest_edge": 4096, "longest_edge": 100_000},
+        },
+        ((4, 6),) * 6,
+    ),
     # 28 pixels are patches, and two are none
     "onevision": Way(
         {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": {"height": 30, "width": 30}}, ((2, 2),) * 11
@@ -137,7 +146,7 @@ def test_a_clip_gives_the_tokens_and_logits_that_transformers_gives(name: str, s
     hold(ours.family, "video_record", difference(ours.logits[:, : len(ours.sample)], expected, "logits"))
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if "qwen" in name])
+@pytest.mark.parametrize("name", [name for name in WAYS if name.startswith(PAIRED)])
 def test_pairs_of_frames_have_the_pixels_and_positions_of_transformers(name: str, seen: dict[str, Seen]) -> None:
     ours, inputs = seen[name], seen[name].inputs
     assert inputs["video_grid_thw"].tolist() == [[len(WAYS[name].grids), *WAYS[name].grids[0]]]
@@ -153,7 +162,7 @@ def test_pairs_of_frames_have_the_pixels_and_positions_of_transformers(name: str
     assert len(moments) == groups, "a position in time for each pair"
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if "qwen" not in name])
+@pytest.mark.parametrize("name", [name for name in WAYS if not name.startswith(PAIRED)])
 def test_frames_have_the_pixels_of_transformers(name: str, seen: dict[str, Seen]) -> None:
     ours, inputs = seen[name], seen[name].inputs
     frames = inputs["pixel_values_videos" if "pixel_values_videos" in inputs else "pixel_values"].flatten(0, -4)
@@ -170,4 +179,5 @@ def test_frames_are_taken_where_transformers_takes_them(name: str, seen: dict[st
         if name in UNBOUND:
             budget = replace(budget, max_frames=10**6)
         numbers = ours.video.numbers(clip, budget)
-        assert list(numbers) == expected, f"of {count} frames at {rate} per second"
+        # Transformers repeats the last frame of an odd number of GLM's here, of others' later.
+        assert list(numbers) == list(dict.fromkeys(expected)), f"of {count} frames at {rate} per second"

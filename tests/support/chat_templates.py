@@ -274,6 +274,8 @@ GLM4V = """\
             {%- for item in msg.content %}
                 {%- if item.type == 'image' or 'image' in item %}
 {{- '<|begin_of_image|><|image|><|end_of_image|>' }}
+                {%- elif item.type == 'video' %}
+{{- '<|begin_of_video|><|video|><|end_of_video|>' }}
                 {%- elif item.type == 'text' %}
 {{- item.text }}
                 {%- endif %}

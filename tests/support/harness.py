@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import pipeline_config
 from megavlm.planner.plan import Plan
+from megavlm.train.engine import Engine
 from tests.support.gates import hold
 
 # fp32 carries 6e-8; sums of some hundred products through a few layers lose one to two digits of that, and backward
@@ -33,6 +34,7 @@ GRADIENT_TOLERANCE = 1e-4
 class Single:
     backend: Backend
     groups: Groups
+    engines: list[Engine] = field(default_factory=list)  # what was built on these groups, to be closed with them
 
     def chunk(self, config: Config, names: tuple[str, ...], *, vocab_size: int) -> VLMChunk:
         """A chunk of just these layers, uninitialised."""

@@ -84,7 +84,9 @@ def engine_for(config: Config, folder: Path, single: Single) -> Engine:
         load_weights, pretrained_list=[Pretrained.of(folder, *ALL_PARTS)], config=config, vocab_size=vocabulary
     )
     plan = make_plan(config, single.groups.dims)
-    return build_engine(config, plan, single.groups, vocab_size=vocabulary, backend=single.backend, weights=fill)
+    engine = build_engine(config, plan, single.groups, vocab_size=vocabulary, backend=single.backend, weights=fill)
+    single.engines.append(engine)
+    return engine
 
 
 def batch_of(

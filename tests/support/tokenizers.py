@@ -31,7 +31,7 @@ MISTRAL = (
 
 GLM = (
     *("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
-    *("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
+    *("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|video|>", "<|end_of_video|>"),
 )
 
 

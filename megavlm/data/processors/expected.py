@@ -32,6 +32,7 @@ OPTIONS: dict[str, Expected] = {
     "num_frames": _FRAMES,
     "min_frames": _FRAMES,
     "max_frames": _FRAMES,
+    "max_duration": number(1e-3, 1e6),
     "spatial_merge_size": whole(1, 64),
     "min_pixels": _AREA,
     "max_pixels": _AREA,

@@ -14,7 +14,7 @@ from megavlm.config.schema import ModelConfig
 from megavlm.data.processors import sizes
 from megavlm.data.processors.layout import Prompt
 from megavlm.data.processors.reader import CLIP_PIXELS, Json, VideoReader, has_only, require_model_value
-from megavlm.data.processors.sampling import Budget, Clip, from_the_first, taken
+from megavlm.data.processors.sampling import Budget, Clip, from_first_to_last, from_the_first, taken
 from megavlm.data.processors.sizes import Size
 from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
@@ -35,8 +35,9 @@ class QwenVideo(VideoProcessor):
 
     min_pixels: int  # of a frame
     max_pixels: int
-    number: int  # the video token
-    steps_per_second: float | None
+    text: str = TEXT
+    number: int | None = None  # the video token; None: features take the places of image tokens
+    steps_per_second: float | None = None
     start: str = "<|vision_start|>"
     end: str = "<|vision_end|>"
 
@@ -77,6 +78,40 @@ class QwenVideo(VideoProcessor):
         return max(int(self.min_pixels * _ABOVE_LEAST), self.factor**2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimedPairs(QwenVideo):
+    """Writes the seconds before each pair of frames. Bounds of pixels are of all frames together."""
+
+    def numbers(self, clip: Clip, budget: Budget) -> tuple[int, ...]:
+        return taken(clip, budget, from_first_to_last)
+
+    def size_of(self, size: Size, frames: int, *, most: int | None) -> Size:
+        return sizes.smart_resize(
+            sizes.at_least(size, self.factor),
+            factor=self.factor,
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels if most is None else most * frames,
+            frames=max(frames, self.frames_per_patch),  # a single frame fills a pair
+            span=self.frames_per_patch,
+        )
+
+    def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
+        """Return a run for each pair, all between the chat template's own marks, as Transformers does since 5.12."""
+        groups = self.groups(len(numbers))
+        marks = [f"<{seconds:.1f} seconds>{self.start}" for seconds in self._times(clip, numbers)]
+        texts = (self.start + marks[0], *(self.end + mark for mark in marks[1:]), self.end + self.end)
+        return Prompt(self.text, texts, (tokens,) * groups, self.number)
+
+    def moments(self, clip: Clip, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return ()
+
+    def _times(self, clip: Clip, numbers: tuple[int, ...]) -> list[float]:
+        """Return the time of each pair: the mean of its first and last frame's, of which the last may be repeated."""
+        span, seconds = self.frames_per_patch, [clip.seconds(number) for number in numbers]
+        seconds += [seconds[-1]] * (-len(seconds) % span)
+        return [(seconds[at] + seconds[at + span - 1]) / 2 for at in range(0, len(seconds), span)]
+
+
 def moments_of(groups: int, seconds: float, steps_per_second: float | None) -> tuple[int, ...]:
     """Return the time of each group of frames in steps of M-RoPE, rounded down, in fp32 as in the reference.
 
@@ -92,19 +127,17 @@ def moments_of(groups: int, seconds: float, steps_per_second: float | None) -> t
 
 def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor | None:
     """Return the processor of Qwen2-VL and Qwen2.5-VL; None for a model without a video token."""
-    given = qwen_fields(options, model)
-    if given is None:
+    if model.video_token is None:
         return None
-    return QwenVideo(**given, **shared, steps_per_second=model.video_steps_per_second)
+    fields = {**shared, **qwen_fields(options, model)}
+    return QwenVideo(**fields, number=model.video_token, steps_per_second=model.video_steps_per_second)
 
 
-def qwen_fields(options: Json, model: ModelConfig) -> dict[str, Any] | None:
-    """Return the fields that all of these families' options give; None for a model without a video token.
+def qwen_fields(options: Json, model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that all of these families' options give.
 
     Raises UserError if the patches are not the model's.
     """
-    if model.video_token is None:
-        return None
     vision = model.vision
     require_model_value(options, "patch_size", vision.patch_size)
     require_model_value(options, "merge_size", model.projector.pixel_shuffle)
@@ -114,10 +147,8 @@ def qwen_fields(options: Json, model: ModelConfig) -> dict[str, Any] | None:
         raise UserError("size in video_preprocessor_config.json must give shortest_edge and longest_edge, as areas")
     return {
         "frames_per_patch": vision.temporal_patch_size,
-        "text": TEXT,
         "min_pixels": options.get("min_pixels", size["shortest_edge"]),
         "max_pixels": options.get("max_pixels", size["longest_edge"]),
-        "number": model.video_token,
     }
 
 
