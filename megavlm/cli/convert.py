@@ -140,7 +140,13 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
             f"{options.source} has also trained the {' and the '.join(left)}, which adapters do not contain: use "
             f"merge-lora, or train with --freeze {' '.join(sorted({*saved.model.freeze, *left}))}"
         )
-    table = table_in_memory(family_at(sidecar), saved.model)
+    family = family_at(sidecar)
+    if lost := sorted({name for held in adapters.values() for name in held.pairs} & {*family.not_in_peft}):
+        raise UserError(
+            f"{options.source} has adapters of {', '.join(lost)}, which PEFT would take for those of experts: use "
+            "merge-lora, or train with --lora-targets q_proj k_proj v_proj o_proj"
+        )
+    table = table_in_memory(family, saved.model)
     export_adapters(adapters, table, saved.lora, options.out, base=options.base)
     print(options.out)
     return 0

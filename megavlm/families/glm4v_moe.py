@@ -58,5 +58,6 @@ FAMILY = replace(
             "vision_config": {"intermediate_size": 10944},
         }
     },
+    not_in_peft=("gate_proj", "up_proj", "down_proj"),
     unused=(r"model\.(language_model\.)?layers\.(46|92)\..*",),  # layers that predict further tokens
 )

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from megavlm.backend import activate
-from tests.support.gates import LAYOUTS
+from tests.support.gates import EXPERT_LAYOUTS, LAYOUTS
 from tests.support.pool import Pools
 
 activate()  # before the modules below import megatron-core
 
-from tests.support.hf_families import FAMILIES, References  # noqa: E402
+from tests.support.hf_families import FAMILIES, MIXTURES, References  # noqa: E402
 from tests.support.hf_layout import assert_layout, assert_losses, assert_packed, compare  # noqa: E402
 
 # The fast set: every family where all kinds of cuts meet, two at the layouts that tell which of them is at fault, and
@@ -22,8 +22,10 @@ LATER = ("qwen3-vl-videos", "llava-onevision-videos")
 COLOCATED = ("qwen3-vl", "llava-onevision", "gemma3", "mistral3", "glm4v", "qwen2.5-vl-videos")
 FAST = {
     *((family, layout) for family in ALONE for layout in ("tp2", "pp2")),
-    *((family, "tp2-pp2-vpp2") for family in FAMILIES if family not in LATER),
+    *((family, "tp2-pp2-vpp2") for family in FAMILIES if family not in (*LATER, *MIXTURES)),
     *((family, "colocated") for family in COLOCATED),
+    ("qwen3-vl-moe", "tp2-ep2"),
+    ("glm4v-moe", "pp2-ep2"),
 }
 
 
@@ -37,7 +39,8 @@ def cases(layouts: Any, fast: set[tuple[str, str]]) -> list[Any]:
             marks=() if (family, layout) in fast else pytest.mark.slow,
         )
         for family in FAMILIES
-        for layout in layouts
+        for layout in [*layouts, *(EXPERT_LAYOUTS if family in MIXTURES else ())]
+        if not (family in MIXTURES and layout == "zero3")  # which experts do not support
     ]
 
 

@@ -45,9 +45,13 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     "qwen2.5-vl-videos": (qwen_vl.qwen2_5, (*qwen_vl.VIDEOS, qwen_vl.IMAGES[1])),
     "glm4v": (glm4v.glm4v, SIZES),
     "qwen3-vl": (lambda: qwen_vl.qwen3(tied=True), SIZES),
+    "qwen3-vl-moe": (qwen_vl.qwen3_moe, SIZES),
+    "internvl-moe": (lambda: transformers.InternVLForConditionalGeneration(internvl.mixture()), IMAGES),
+    "glm4v-moe": (glm4v.glm4v_moe, SIZES),
     "qwen3-vl-videos": (qwen_vl.qwen3, (*qwen_vl.VIDEOS, qwen_vl.IMAGES[1])),
 }
-# One model of each family.
+MIXTURES = [name for name in FAMILIES if name.endswith("-moe")]
+# One model of each family, and InternVL's mixture of experts.
 SINGLE = [name for name in FAMILIES if not name.endswith(("-tied", "-6b", "-videos"))]
 
 

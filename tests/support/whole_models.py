@@ -29,13 +29,17 @@ QWEN_TOWER: dict[str, Any] = {
     "out_hidden_size": 32,
     "intermediate_size": 52,
 }
+EXPERTS = {"num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "mrope_section": [1, 1, 1]}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 
 def whole_folder(name: str, root: Path) -> tuple[Path, Any, Any]:
-    """Write the folder `root`/hf of a tiny model of CASES; return it with Transformers' model and whole processor."""
-    case = CASES[name]
+    """Write the folder `root`/hf of a tiny model of CASES; return it with Transformers' model and whole processor.
+
+    `name` may end with "-moe": a mixture of experts with the processor of the family without.
+    """
+    case = CASES[name.removesuffix("-moe")]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers_in(root)[case.tokenizer])
     model = model_of(name, tokenizer)
     folder = hf.save(model, root / "hf")
@@ -76,7 +80,7 @@ def answer_of_transformers(
 
 def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
     """A tiny model of each family, for the images of its processor."""
-    image = tokenizer.convert_tokens_to_ids(CASES[name].attributes["image_token"])
+    image = tokenizer.convert_tokens_to_ids(CASES[name.removesuffix("-moe")].attributes["image_token"])
     text = {**TEXT, "vocab_size": len(tokenizer) + 3, "eos_token_id": tokenizer.eos_token_id}
     build = config_with_mrope if name.startswith(("qwen", "glm4v")) else config_with_rope
     return transformers.AutoModelForImageTextToText.from_config(build(name, tokenizer, text, image))
@@ -144,6 +148,7 @@ def config_with_mrope(name: str, tokenizer: Any, text: dict[str, Any], image: in
         "vision_start_token_id": tokenizer.convert_tokens_to_ids("<|vision_start|>"),
         "vision_end_token_id": tokenizer.convert_tokens_to_ids("<|vision_end|>"),
     }
+    experts = EXPERTS if name.endswith("-moe") else {}
     match name:
         case "qwen2-vl":
             return transformers.Qwen2VLConfig(
@@ -159,22 +164,24 @@ def config_with_mrope(name: str, tokenizer: Any, text: dict[str, Any], image: in
                 image_token_id=image,
                 **marks,
             )
-        case "qwen3-vl":
-            return transformers.Qwen3VLConfig(
+        case "qwen3-vl" | "qwen3-vl-moe":
+            build = transformers.Qwen3VLMoeConfig if experts else transformers.Qwen3VLConfig
+            return build(
                 vision_config={
                     **QWEN_TOWER,
                     "patch_size": 16,
                     "num_position_embeddings": 36,
                     "deepstack_visual_indexes": [0, 2],
                 },
-                text_config={**text, "head_dim": 8, "rope_parameters": ROPE},
+                text_config={**text, **experts, "head_dim": 8, "rope_parameters": ROPE},
                 image_token_id=image,
                 **marks,
             )
-        case "glm4v":
-            return transformers.Glm4vConfig(
+        case "glm4v" | "glm4v-moe":
+            build = transformers.Glm4vMoeConfig if experts else transformers.Glm4vConfig
+            return build(
                 vision_config={**QWEN_TOWER, "patch_size": 14, "image_size": 56},
-                text_config={**text, "rope_parameters": GLM_ROPE},
+                text_config={**text, **experts, "rope_parameters": GLM_ROPE},
                 image_token_id=image,
                 video_token_id=marks["video_token_id"],
             )

@@ -58,6 +58,7 @@ class Family:
         image_text: how its tokenizers write the image token.
         chat_template: the template of folders that come without one.
         published: configurations to plan for by name: what config.json of a released model says beyond the defaults.
+        not_in_peft: linear layers whose adapters PEFT would take for adapters of experts: no file can hold them.
         compose: config.json of a model of this family that consists of a vision tower and a language model; None where
             the family computes something else.
     """
@@ -76,6 +77,7 @@ class Family:
     image_text: str = "<image>"
     chat_template: NamedTemplate | None = None
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    not_in_peft: tuple[str, ...] = ()
     compose: Callable[[Composition], dict[str, Any] | None] | None = None
 
 

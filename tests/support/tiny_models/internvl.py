@@ -37,3 +37,14 @@ def large() -> transformers.InternVLConfig:
         image_token_id=60,
         tie_word_embeddings=True,
     )
+
+
+def mixture(**text: Any) -> transformers.InternVLConfig:
+    """InternVL3.5's kind: Qwen3-MoE, here with weights of a token's experts that add up to less than 1."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+    return transformers.InternVLConfig(
+        vision_config=InternVLVisionConfig(**VISION, attention_bias=True),
+        text_config=transformers.Qwen3MoeConfig(**TEXT, **{"head_dim": 12, "norm_topk_prob": False, **experts, **text}),
+        image_token_id=60,
+        tie_word_embeddings=False,
+    )

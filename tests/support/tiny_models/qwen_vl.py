@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCABULARY, IMAGE_TOKEN = 61, 60
 
@@ -93,3 +95,40 @@ def qwen3(*, tied: bool = False) -> transformers.PreTrainedModel:
         **TOKENS,
     )
     return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+class AsPublished(transformers.Qwen3VLMoeForConditionalGeneration):
+    """Writes experts as published files hold them, transposed. Transformers reads that and writes them as they are."""
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, *args, **kwargs)
+        for file in Path(save_directory).glob("*.safetensors"):
+            tensors = load_file(file)
+            turned = {name: tensors[name].mT.contiguous() for name in tensors if ".mlp.experts." in name}
+            save_file(tensors | turned, file, metadata={"format": "pt"})
+
+
+def qwen3_moe(*, tied: bool = False, kind: type = AsPublished, **text: Any) -> transformers.PreTrainedModel:
+    """A mixture of six experts in two layers of three; matrices that fit only one way round."""
+    config = transformers.Qwen3VLMoeConfig(
+        vision_config={
+            **VISION,
+            "intermediate_size": 52,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        text_config={
+            **TEXT,
+            "num_attention_heads": 4,
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 1]},
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+            **text,
+        },
+        tie_word_embeddings=tied,
+        **TOKENS,
+    )
+    return kind(config)  # type: ignore[no-any-return]
