@@ -28,6 +28,7 @@ from megavlm.arch.kinds import is_transformer, saved_bytes
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, part_of
 from megavlm.arch.scenario import Offloaded, Recompute, Scenario, Sharding, scenario_of
 from megavlm.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
+from megavlm.config.tensor_split import language_split
 from megavlm.data.packing import assign, pack
 from megavlm.families import published_model
 from megavlm.parallel.dims import Dims
@@ -146,7 +147,7 @@ class Costs:
 
     def scenario(self, cp: int, tokens: int, squares: int) -> Scenario:
         """Return a rank's part of a micro-batch that `cp` ranks split."""
-        heads = self._scenario.model.language.num_attention_heads // self.layout.tp
+        heads = language_split(self._scenario.model.language, self.layout.tp).local_heads
         dims = Dims(tp=self.layout.tp, dp=self.ranks // cp, cp=cp, cp_groups=cp // gcd(heads, cp))
         own = -(-tokens // cp)
         work = replace(self._scenario.work, tokens=own, trained_tokens=own, token_squares=squares // cp)
