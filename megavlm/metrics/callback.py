@@ -7,7 +7,7 @@ get is frozen, and says what holds for the whole run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ class StepEnd:
     """A step has ended: `record` is its line of metrics.jsonl. A resumed run repeats steps after its checkpoint."""
 
     record: Record
+    expert_loads: Mapping[int, Sequence[float]] = field(default_factory=dict)  # tokens of each expert, by layer
 
     @property
     def iteration(self) -> int:

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from megavlm.metrics.tags import tag_of
+from megavlm.preview.expert_loads import heat_map
 from megavlm.preview.html import document, section, table
 from megavlm.preview.lines import Line, chart, short
 from megavlm.preview.run_charts import duration
@@ -30,6 +31,7 @@ def page(runs: Sequence[RunData]) -> str:
         section("Speed and memory", _charts(_speed(runs))),
         section("Optimization", _charts(_optimization(runs))),
         section("Data", _charts(_data(runs))),
+        *(section(f"Experts of {run.name}", heat_map(run.expert_loads)) for run in runs if run.expert_loads),
         section("Different options" if len(runs) > 1 else "Options that differ from their defaults", _options(runs)),
         *(section(f"Events of {run.name}", _events(run)) for run in runs if run.events),
     ]

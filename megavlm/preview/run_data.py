@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -15,11 +15,13 @@ from megavlm.config.load import from_yaml_file
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.json_files import read_json
+from megavlm.metrics.expert_loads import FILE
 from megavlm.metrics.tags import tag_of
 from megavlm.metrics.trackers import settings_of
+from megavlm.preview.expert_loads import mean_loads
 from megavlm.preview.lines import Point
 from megavlm.resilience.account import devices_of, records_of
-from megavlm.resilience.events import events
+from megavlm.resilience.events import events, json_lines
 from megavlm.resilience.history import History, history_of
 
 _LARGEST = 1e15  # larger values of a file are taken for damage
@@ -35,6 +37,7 @@ class RunData:
     events: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any]  # all options by key; empty if config.yaml cannot be read
     device: str
+    expert_loads: Mapping[str, Sequence[float]] = field(default_factory=dict)  # `expert_loads.mean_loads`
 
     @cached_property
     def history(self) -> History | None:
@@ -92,7 +95,8 @@ def read_run(folder: Path) -> RunData:
     environment: Mapping[str, Any] = {}
     with suppress(UserError):
         environment = read_json(folder / "environment.json")
-    return RunData(folder.resolve().name, records, events(folder), settings, str(environment.get("device", "unknown")))
+    device, loads = str(environment.get("device", "unknown")), mean_loads(json_lines(folder / FILE))
+    return RunData(folder.resolve().name, records, events(folder), settings, device, loads)
 
 
 def differing(runs: Sequence[RunData]) -> dict[str, list[Any]]:

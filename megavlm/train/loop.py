@@ -145,7 +145,8 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
             record |= samples.answer(iteration)
             asked = samples.stopped
         record |= saves.news()
-        run.callbacks.on_step_end(StepEnd(record))
+        loads = {layer: load.tokens for layer, load in step.result.expert_loads.items()}
+        run.callbacks.on_step_end(StepEnd(record, loads))
         saves.tell()
         guard.act(iteration, step.data, step.result)
         patience.step(step.seconds)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megavlm.config.schema import Config
 from megavlm.metrics.callback import Callback
+from megavlm.metrics.expert_loads import ExpertLoadsSink
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.samples_sink import SamplesSink
 from megavlm.metrics.sinks import JsonlSink, lost_steps
@@ -47,6 +48,9 @@ def outputs(config: Config, run_dir: Path, iteration: int) -> tuple[ProgressLine
     """Return the progress line, and all sinks and trackers of metrics, which go on after `iteration`."""
     progress = ProgressLine(config.train.train_iters, sys.stderr, log_interval=config.logging.log_interval)
     sinks: list[Callback] = [progress, JsonlSink(run_dir / _METRICS, resume_iteration=iteration)]
+    if config.model.experts.num_experts:
+        iters = config.train.train_iters
+        sinks.append(ExpertLoadsSink(run_dir, train_iters=iters, resume_iteration=iteration))
     if config.evaluation.sample_interval:
         sinks.append(SamplesSink(run_dir / "samples", resume_iteration=iteration))
     if config.logging.tensorboard:
