@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megavlm.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
     EvaluationConfig,
+    ExpertsConfig,
     LanguageConfig,
     LoggingConfig,
     ModelConfig,
@@ -59,4 +62,20 @@ def demo() -> Config:
         checkpoint=CheckpointConfig(save_interval=200),
         evaluation=EvaluationConfig(eval_interval=200, eval_samples=96, sample_interval=100, sample_max_new_tokens=12),
         logging=LoggingConfig(log_interval=10),
+    )
+
+
+def demo_moe() -> Config:
+    """Return the demo with a mixture of experts: 8 of half the width, of which each token takes 2.
+
+    A token's matrix products are as large as in the dense demo, but for the router.
+    """
+    dense = demo()
+    width = dense.model.language.ffn_hidden_size
+    experts = ExpertsConfig(num_experts=8, router_topk=2, ffn_hidden_size=width // 2, aux_loss_coeff=0.01)
+    return replace(
+        dense,
+        model=replace(dense.model, experts=experts),
+        parallel=replace(dense.parallel, sequence_parallel=None),  # experts need it
+        run=replace(dense.run, run_dir="runs/demo-moe"),
     )

@@ -33,7 +33,10 @@ def _from_module(module: str, name: str) -> Callable[[], Config]:
     return build
 
 
-RECIPES: dict[str, Callable[[], Config]] = {"demo": _from_module("megavlm.demo.recipe", "demo")}
+RECIPES: dict[str, Callable[[], Config]] = {
+    "demo": _from_module("megavlm.demo.recipe", "demo"),
+    "demo-moe": _from_module("megavlm.demo.recipe", "demo_moe"),
+}
 
 
 def recipe(name: str) -> Config:

@@ -44,3 +44,14 @@ def test_any_layout_trains_and_answers_alike(pools: Pools, one: Path, tmp_path: 
     assert said[0].count('"label": "largest ') == 4, "two of eight, before the first step and at the end"
     for name in ("examples.png", "tokenizer.model", "config.yaml", "plan.json", "environment.json", "tensorboard"):
         assert (tmp_path / name).exists(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--tp 2 --ep 4", "--pp 2 --ep 2 --moe-token-dispatcher-type allgather"])
+def test_a_mixture_of_experts_trains_and_answers_alike(pools: Pools, tmp_path: Path, layout: str) -> None:
+    short = ["--recipe", "demo-moe", *SHORT[2:]]
+    pools(1).run(train, short, str(tmp_path / "one"))
+    pools(4).run(train, [*short, *layout.split()], str(tmp_path / "four"))
+    assert_same_curve(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
+    for name in ("evaluation.txt", "samples/answers.jsonl"):
+        assert (tmp_path / "four" / name).read_text() == (tmp_path / "one" / name).read_text(), name
