@@ -47,10 +47,7 @@ def test_pipelines_scale_as_one_process(pools: Pools, delayed: Path, tmp_path: P
 
 LAYOUTS = [
     (2, "--cp 2"),
-    pytest.param(4, "--cp 2 --tp 2 --seq-length 64", marks=pytest.mark.slow),
     pytest.param(4, "--cp 2 --pp 2 --recompute-granularity full", marks=pytest.mark.slow),
-    pytest.param(2, "--cp 2 --fp8-parts vision language", marks=pytest.mark.slow),
-    pytest.param(4, "--cp 4 --cp-comm-type all_gather --seq-length 64", marks=pytest.mark.slow),
 ]
 
 
