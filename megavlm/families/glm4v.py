@@ -266,7 +266,7 @@ FAMILY = Family(
     ),
     videos=VideoReader(
         ("Glm4v", "Glm46V"),
-        ("glm4v", "glm46v"),
+        ("glm4v", "glm46v", "glm4v_moe"),
         {
             **CLIP_PIXELS,
             "size": {"shortest_edge": 112**2, "longest_edge": 28**2 * 60000},
