@@ -33,6 +33,7 @@ class LayerCost:
     parameters: int  # of its matrices, without biases and norms
     forward_flops: float
     attention_flops: float = 0.0  # the part of them that the products of scores and values take
+    expert_flops: float = 0.0  # the part of them that the products of routed experts take
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,16 @@ class Communication:
     gathers: tuple[float, ...] = ()
     reductions: tuple[float, ...] = ()
     exchanges: tuple[float, ...] = ()  # all-to-alls: as long as a gather of so many bytes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A tensor of which each of `ranks` ranks, `stride` ranks apart, sends or receives all but its own share."""
+
+    ranks: int
+    stride: int
+    size: float  # bytes
+    to_each: bool  # each rank sends every other one its part (all-to-all); else parts go around a ring
 
 
 class LayerKind(ABC):
@@ -58,6 +69,10 @@ class LayerKind(ABC):
     @abstractmethod
     def parameters(self, model: ModelConfig, tp: int) -> int:
         """Return the parameters that one of `tp` ranks holds, biases, norms and padding for TP included."""
+
+    def expert_parameters(self, model: ModelConfig, ranks: int) -> int:
+        """Return the parameters of routed experts that one of `ranks` (EP × ETP) ranks holds, beside `parameters`."""
+        return 0
 
     @abstractmethod
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
@@ -89,6 +104,10 @@ class LayerKind(ABC):
         """Return the exchanges of a forward pass among context-parallel ranks (CP > 1): ranks, and bytes of a tensor of
         which each rank sends or receives all but its own share.
         """
+        return ()
+
+    def expert_exchange(self, scenario: Scenario) -> tuple[Exchange, ...]:
+        """Return the exchanges of a forward pass among the ranks that share routed experts (EP × ETP > 1)."""
         return ()
 
 

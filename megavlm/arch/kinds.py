@@ -27,9 +27,11 @@ from megavlm.arch.layers import (
     kind_of,
     number_of,
 )
+from megavlm.arch.mixture import MixtureLayer
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.transformer import LanguageLayer, LayerSizes, TransformerKind, VisionLayer
 from megavlm.arch.workload import Workload
+from megavlm.config.derived import has_experts
 from megavlm.config.schema import ModelConfig
 
 Entry = TypeVar("Entry")
@@ -57,9 +59,18 @@ KINDS: Mapping[str, LayerKind] = for_every_kind(
 )
 
 
+_MIXTURE = MixtureLayer()
+
+
 def layer_kind(name: str) -> LayerKind:
-    """Return the kind of a layer."""
+    """Return the kind of a layer by its name alone: it does not tell which language layers have experts."""
     return KINDS[kind_of(name)]
+
+
+def kind_in(model: ModelConfig, name: str) -> LayerKind:
+    """Return the kind of a layer in a model."""
+    mixture = kind_of(name) == LANGUAGE_LAYER and has_experts(model, number_of(name))
+    return _MIXTURE if mixture else layer_kind(name)
 
 
 def is_transformer(name: str) -> bool:
@@ -69,20 +80,42 @@ def is_transformer(name: str) -> bool:
 
 def layer_sizes(name: str, scenario: Scenario) -> LayerSizes:
     """Return the sizes of a transformer layer's tensors on one tensor-parallel rank."""
-    kind = layer_kind(name)
+    kind = kind_in(scenario.model, name)
     assert isinstance(kind, TransformerKind), name
     return kind.sizes(scenario)
 
 
+def local_parameters(name: str, model: ModelConfig, tp: int, expert_ranks: int = 1) -> int:
+    """Return the parameters of a layer on one of `tp` ranks, exactly as `model/specs.py` builds them; `expert_ranks`
+    (EP · ETP) share its routed experts.
+    """
+    return _own_parameters(name, model, tp) + _expert_parameters(name, model, expert_ranks)
+
+
+def layout_parameters(name: str, layout: Scenario) -> int:
+    """Return what a rank holds of a layer by one of `Scenario.layouts`: its routed experts, or all else."""
+    count = _expert_parameters if layout.experts_alone else _own_parameters
+    return count(name, layout.model, layout.dims.tp)
+
+
+def rank_parameters(name: str, scenario: Scenario) -> int:
+    """Return the parameters that a rank holds of a layer."""
+    return sum(layout_parameters(name, layout) for layout in scenario.layouts)
+
+
 @lru_cache(maxsize=65536)
-def local_parameters(name: str, model: ModelConfig, tp: int) -> int:
-    """Return the parameters of a layer on one of `tp` ranks, exactly as `model/specs.py` builds them."""
-    return layer_kind(name).parameters(model, tp)
+def _own_parameters(name: str, model: ModelConfig, tp: int) -> int:
+    return kind_in(model, name).parameters(model, tp)
+
+
+@lru_cache(maxsize=65536)
+def _expert_parameters(name: str, model: ModelConfig, ranks: int) -> int:
+    return kind_in(model, name).expert_parameters(model, ranks)
 
 
 def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
     """Return the matrices' parameters and the forward FLOPs of a layer."""
-    return layer_kind(name).cost(model, work, number_of(name))
+    return kind_in(model, name).cost(model, work, number_of(name))
 
 
 def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> float:
@@ -96,7 +129,7 @@ def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") ->
         return 0.0
     if recompute == "full" and is_transformer(name):
         return hidden_bytes(name, scenario)
-    return layer_kind(name).saved_bytes(scenario, trained=trained, core_attention=recompute == "selective")
+    return kind_in(scenario.model, name).saved_bytes(scenario, trained=trained, core_attention=recompute == "selective")
 
 
 def hidden_bytes(name: str, scenario: Scenario) -> float:
@@ -108,4 +141,4 @@ def hidden_bytes(name: str, scenario: Scenario) -> float:
 
 def communication(name: str, scenario: Scenario) -> Communication:
     """Return what a layer's forward pass exchanges among tensor-parallel ranks."""
-    return layer_kind(name).communication(scenario) if scenario.dims.tp > 1 else Communication()
+    return kind_in(scenario.model, name).communication(scenario) if scenario.dims.tp > 1 else Communication()

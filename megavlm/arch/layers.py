@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 from megavlm.config.derived import layer_precision
 from megavlm.config.lora import adapted_parts, is_target, linears_of
@@ -36,6 +37,7 @@ PART_OF_KIND = {
     OUTPUT: "language",
 }
 TRANSFORMER_LAYERS = (VISION_LAYER, LANGUAGE_LAYER)
+_CARRIED = {DEEPSTACK: 1, LANGUAGE_LAYER: -1}  # features that a layer makes for later ones, or takes
 _NAME = re.compile("|".join(rf"({re.escape(kind)})" + r"(\d+)" * kind.endswith(".") for kind in PART_OF_KIND))
 
 
@@ -136,3 +138,10 @@ def carried_features(earlier: Sequence[str]) -> int:
     """
     kinds = [kind_of(name) for name in earlier]
     return max(0, kinds.count(DEEPSTACK) - kinds.count(LANGUAGE_LAYER))
+
+
+@lru_cache(maxsize=256)
+def carried_before(names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return `carried_features` before each layer, and after the last."""
+    balance = accumulate((_CARRIED.get(kind_of(name), 0) for name in names), initial=0)
+    return tuple(max(0, count) for count in balance)

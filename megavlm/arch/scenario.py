@@ -16,6 +16,9 @@ Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["none", "optimizer", "optimizer_gradients", "full"]
 Offloaded = Literal["optimizer", "activations"]
 # Bytes of an activation or a weight; FP8 keeps both in bf16 outside its products.
+# Rows of the busiest rank that shares experts ÷ the mean, where nothing else is known: a router trained with a balance
+# loss is taken to reach it.
+EXPERT_IMBALANCE = 1.2
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
@@ -42,6 +45,9 @@ class Scenario:
     fused_gradients: bool = True  # Transformer Engine's products may add weight gradients to their sums
     compiled_small_ops: bool = False  # of torch's layers
     loss_chunk: int = 2048  # positions whose logits are in memory at a time
+    gathers_tokens: bool = False  # ranks that share experts gather all tokens; else each token travels (all-to-all)
+    imbalance: float = 1.0  # rows of the busiest rank that shares experts, as a multiple of the mean
+    experts_alone: bool = False  # the layout of routed experts (`expert_layout`)
 
     @property
     def bytes_each(self) -> int:
@@ -56,6 +62,29 @@ class Scenario:
     def shards(self) -> int:
         """DP × CP ranks that share optimizer state (and more)."""
         return 1 if self.sharding == "none" else self.shard_size or self.dims.dp_cp
+
+    @cached_property
+    def expert_layout(self) -> Scenario | None:
+        """Return the scenario of the routed experts alone; None without any.
+
+        EP · ETP neighbouring ranks of a stage share them, and as many groups of such ranks as there are have the same:
+        these sum their gradients and share their optimizer state (expert data parallelism).
+        """
+        if not self.model.experts.num_experts or self.experts_alone:
+            return None
+        dims = self.dims
+        alone = Dims(tp=dims.ep * dims.expert_tp, pp=dims.pp, vpp=dims.vpp, dp=dims.expert_dp)
+        return replace(self, dims=alone, experts_alone=True)
+
+    @property
+    def layouts(self) -> tuple[Scenario, ...]:
+        """Return the scenarios by which ranks share parameters: of all but routed experts, and of these."""
+        return (self,) if self.expert_layout is None else (self, self.expert_layout)
+
+    @property
+    def busiest(self) -> float:
+        """Return the rows of the busiest rank's experts as a multiple of the mean: 1 where each rank has all."""
+        return self.imbalance if self.dims.ep > 1 else 1.0
 
     @property
     def shards_gradients(self) -> bool:
@@ -87,8 +116,22 @@ def encoder_scenario(scenario: Scenario, vision_tp: int) -> Scenario:
     return replace(scenario, dims=dims, sharding=sharding, sequence_parallel=vision_tp > 1)
 
 
-def scenario_of(config: Config, dims: Dims, *, on_gpu: bool = False, colocated: bool | None = None) -> Scenario:
-    """Return the scenario that a configuration describes on these degrees; `colocated` may say otherwise."""
+def expert_imbalance(config: Config) -> float:
+    """Return the imbalance that is assumed of experts: none where tokens are sent to them evenly on purpose."""
+    return 1.0 if config.model.experts.router_force_load_balancing else EXPERT_IMBALANCE
+
+
+def scenario_of(
+    config: Config,
+    dims: Dims,
+    *,
+    on_gpu: bool = False,
+    colocated: bool | None = None,
+    imbalance: float | None = None,
+) -> Scenario:
+    """Return the scenario that a configuration describes on these degrees; `colocated` may say otherwise, and so may
+    `imbalance` of `expert_imbalance`.
+    """
     train, size = config.train, config.train.micro_batch_size
     if colocated is None:
         colocated = config.placement.encoder == "colocated"
@@ -113,4 +156,6 @@ def scenario_of(config: Config, dims: Dims, *, on_gpu: bool = False, colocated: 
         fused_gradients=config.execution.gradient_accumulation_fusion,
         compiled_small_ops=config.execution.compile_small_ops,
         loss_chunk=config.execution.loss_chunk_tokens,
+        gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
+        imbalance=expert_imbalance(config) if imbalance is None else imbalance,
     )

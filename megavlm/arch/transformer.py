@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 
 from megavlm.arch.kind import FP32, Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
@@ -72,14 +72,24 @@ class LanguageLayer(TransformerKind):
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         language = model.language
+        language = model.language
         split, hidden = language_split(language, tp), language.hidden_size
+        weights = _attention_rows(language, tp) * hidden + self.mlp_parameters(model, tp)
         norms = 2 * split.width * language.qk_norm + (4 if language.post_norms else 2) * hidden
-        return _rows(language, tp) * hidden + split.local_rows * language.add_qkv_bias + norms
+        return weights + split.local_rows * language.add_qkv_bias + norms
+
+    def mlp_parameters(self, model: ModelConfig, tp: int) -> int:
+        """Return the parameters of the MLP that one of `tp` ranks holds, without routed experts."""
+        return 3 * self.mlp_width(model, tp) * model.language.hidden_size
+
+    def mlp_width(self, model: ModelConfig, tp: int) -> int:
+        """Return the width of the MLP that all tokens pass, on one of `tp` ranks."""
+        return share_of(model.language.ffn_hidden_size, tp)
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
-        language = model.language
-        split = language_split(language, tp)
-        return tp * _rows(language, tp) / _rows(language, 1), tp * split.local_heads / split.heads
+        split = language_split(model.language, tp)
+        whole, share = (_attention_rows(model.language, ranks) + 3 * self.mlp_width(model, ranks) for ranks in (1, tp))
+        return tp * share / whole, tp * split.local_heads / split.heads
 
     def communication(self, scenario: Scenario) -> Communication:
         """Return also the parts of keys and values that ranks which share them send one another."""
@@ -92,13 +102,13 @@ class LanguageLayer(TransformerKind):
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         language = model.language
         heads = 2 * language.num_attention_heads + 2 * language.num_query_groups
-        params = language.hidden_size * (heads * language.kv_channels + 3 * language.ffn_hidden_size)
+        params = language.hidden_size * heads * language.kv_channels + self.mlp_parameters(model, 1)
         squares = work.sliding_squares if attends_in_window(language, number) else work.token_squares
         attention = 2.0 * squares * language.kv_channels * language.num_attention_heads
         return LayerCost(params, 2.0 * params * work.tokens + attention, attention)
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
-        return _LanguageLayerSizes(scenario.model.language, scenario)
+        return LanguageLayerSizes(scenario.model.language, scenario)
 
     def context_exchange(self, scenario: Scenario) -> tuple[tuple[int, float], ...]:
         """Return what attention exchanges: queries, keys and values before it, its output after it; in between, groups
@@ -119,14 +129,27 @@ def norm_parameters(vision: VisionConfig) -> int:
     return vision.hidden_size * (2 if vision.normalization == "LayerNorm" else 1)
 
 
-def _rows(language: LanguageConfig, tp: int) -> int:
-    """Return the rows of hidden-size width that one of `tp` ranks holds in a layer's weights."""
+def _attention_rows(language: LanguageConfig, tp: int) -> int:
+    """Return the rows of hidden-size width that one of `tp` ranks holds in the weights of attention."""
     split = language_split(language, tp)
-    return split.local_rows + split.local_heads * split.width + 3 * share_of(language.ffn_hidden_size, tp)
+    return split.local_rows + split.local_heads * split.width
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """What the routed experts of one rank compute in a pass: rows of tokens, each as often as it has experts there."""
+
+    rows: float
+    experts: int  # that the rank holds, whole or a share of each
+    hidden: int
+    ffn: float  # width of an expert, or of the rank's share of it
+    moved: float  # rows that the rank sends on behalf of its own tokens
 
 
 class LayerSizes:
     """Element counts of a vision layer's tensors on one rank."""
+
+    routed: RoutedRows | None = None  # of a mixture of experts
 
     def __init__(self, vision: VisionConfig, scenario: Scenario) -> None:
         self.scenario, self.tokens, self.hidden = scenario, scenario.work.patches, vision.hidden_size
@@ -163,7 +186,7 @@ class LayerSizes:
         return norms + linear_inputs + attention + T * self.inner * self.ffn * e + 2 * t * self.hidden * e * self.scaled
 
 
-class _LanguageLayerSizes(LayerSizes):
+class LanguageLayerSizes(LayerSizes):
     """The same of a language layer."""
 
     def __init__(self, language: LanguageConfig, scenario: Scenario) -> None:

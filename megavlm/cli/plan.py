@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megavlm.arch.layers import part_of
+from megavlm.arch.scenario import EXPERT_IMBALANCE
 from megavlm.arch.workload import typical_workload
 from megavlm.cli.plan_costs import add_cost_options, costs, machine_of
 from megavlm.config.fields import with_values
@@ -82,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vision-tp", type=int, metavar="N", help="Colocated encoder: ranks that split it.")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="Search only this recomputation.")
     parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
+    parser.add_argument(
+        "--expert-imbalance",
+        type=float,
+        metavar="X",
+        help="Mixture of experts: tokens of the busiest rank of --ep, as a multiple of the mean; default: "
+        f"{EXPERT_IMBALANCE}.",
+    )
     parser.add_argument("--top", type=int, default=10, metavar="N", help="Number of layouts to list; default: 10.")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
     add_cost_options(parser.add_argument_group("cost, with --machine"))
@@ -110,7 +118,8 @@ def plan(options: argparse.Namespace) -> int:
         space = replace(space, recompute=(options.recompute,))
     if options.no_offload:
         space = replace(space, offload=())
-    outcome = search(config, options.gpus, hardware, space=space, top=options.top)
+    imbalance = expert_imbalance_of(options, config)
+    outcome = search(config, options.gpus, hardware, space=space, top=options.top, imbalance=imbalance)
     if outcome.best and options.out is not None:
         _write(options.out, "--out", to_yaml(to_train(outcome.config(given), options)))
     if outcome.best and options.gantt is not None:
@@ -124,6 +133,17 @@ def plan(options: argparse.Namespace) -> int:
     if outcome.best and machine is not None:
         print("", *costs(options, config, outcome, machine), sep="\n")
     return 0 if outcome.best else 1
+
+
+def expert_imbalance_of(options: argparse.Namespace, config: Config) -> float | None:
+    """Return the imbalance that --expert-imbalance gives, or None. Raises UserError for an impossible one."""
+    imbalance: float | None = options.expert_imbalance
+    experts = config.model.experts.num_experts
+    if imbalance is not None and not experts:
+        raise UserError("--expert-imbalance is about a mixture of experts, and this model is none: leave it out")
+    if imbalance is not None and not 1 <= imbalance <= experts:
+        raise UserError(f"--expert-imbalance {imbalance:g} must be from 1 (even) to {experts} (all tokens on one rank)")
+    return imbalance
 
 
 def to_train(config: Config, options: argparse.Namespace) -> Config:
@@ -184,7 +204,7 @@ def _images(text: str, multiple: int) -> tuple[int, int]:
 def draw(outcome: SearchResult, config: Config, *, hardware_name: str, path: Path) -> None:
     """Draw the timeline of the best layout as HTML or PNG, according to the file's suffix."""
     candidate = outcome.best[0].candidate
-    timeline = timeline_of(outcome.best[0], config, profile(hardware_name))
+    timeline = timeline_of(outcome.best[0], config, profile(hardware_name), imbalance=outcome.imbalance)
     chunks = [
         {part_of(name) == "vision" for name in names}
         for names in make_plan(outcome.config(config), candidate.dims).chunks

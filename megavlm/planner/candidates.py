@@ -30,6 +30,7 @@ class Space:
     # Tried in this order where a layout lacks memory.
     offload: tuple[tuple[Offloaded, ...], ...] = (("optimizer",), ("activations",), ("optimizer", "activations"))
     cp: tuple[int, ...] = (1, 2, 4, 8, 16)  # those that leave a rank `LEAST_PART` positions
+    ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)  # of a mixture: those that divide its experts
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,16 @@ def with_offload(candidate: Candidate, space: Space) -> Iterator[Candidate]:
 
 
 def candidates(
-    world: int, space: Space, *, length: int, vision_tp: int = 1, offload: tuple[Offloaded, ...] = ()
+    world: int, space: Space, *, length: int, vision_tp: int = 1, offload: tuple[Offloaded, ...] = (), experts: int = 0
 ) -> Iterator[Candidate]:
     """Everything in a space, but whole optimizer state only where nothing else is asked for: it saves a little of the
     optimizer's time at best, and a search tries it last. `length` are the positions of a row, `vision_tp` is that of
-    colocated encoders; `offload` is what a run offloads in any case.
+    colocated encoders; `offload` is what a run offloads in any case, `experts` are those of a mixture.
     """
     kinds = tuple(kind for kind in space.sharding if kind != "none") or space.sharding
-    for dims in _degrees(world, space, length=length):
+    if experts:  # the ranks that hold the same experts are others than those that ZeRO-2 and 3 share among
+        kinds = tuple(kind for kind in kinds if kind in ("optimizer", "none"))
+    for dims in _degrees(world, space, length=length, experts=experts):
         for micro_batch in space.micro_batch:
             for placement in space.placement:
                 for recompute in space.recompute:
@@ -93,8 +96,17 @@ def candidates(
                         yield Candidate(dims, micro_batch, recompute, placement, sharding, shared, offload)
 
 
-def _degrees(world: int, space: Space, *, length: int) -> Iterator[Dims]:
+def _degrees(world: int, space: Space, *, length: int, experts: int) -> Iterator[Dims]:
     for tp, cp, pp in product(space.tp, space.cp, space.pp):
         if world % (tp * cp * pp) == 0 and (cp == 1 or length >= cp * LEAST_PART):
             for vpp in space.vpp if pp > 1 else (1,):
-                yield Dims(tp, pp, vpp, world // (tp * cp * pp), cp)
+                for ep, etp in _of_experts(world // pp, tp, space, experts):
+                    yield Dims(tp, pp, vpp, world // (tp * cp * pp), cp, ep=ep, etp=etp)
+
+
+def _of_experts(stage: int, tp: int, space: Space, experts: int) -> Iterator[tuple[int, int | None]]:
+    """Yield EP and ETP (None: its default) for the ranks of a pipeline stage: TP divides each expert, or nothing."""
+    for ep in space.ep if experts else (1,):
+        for etp in (None, tp if ep > 1 else 1) if experts and tp > 1 else (None,):
+            if experts % ep == 0 and stage % (ep * (etp or 1)) == 0:
+                yield ep, etp

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megavlm.arch.kind import FP32, Stream, stream_bytes
-from megavlm.arch.kinds import communication, is_transformer, layer_kind, local_parameters, saved_bytes
-from megavlm.arch.layers import OUTPUT, carried_features
+from megavlm.arch.kinds import communication, is_transformer, kind_in, layer_cost, layout_parameters, saved_bytes
+from megavlm.arch.layers import OUTPUT, carried_before
 from megavlm.arch.scenario import Recompute, Scenario
+from megavlm.planner.experts import exchange_seconds
 from megavlm.planner.hardware import Hardware, Link
 from megavlm.planner.memory import HOST_PIECE, is_offloaded
 from megavlm.planner.passes import Pair, Update, memory_traffic, program_of, touched_bytes
@@ -47,11 +48,14 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     again = gathers if trained and scenario.sequence_parallel and name != OUTPUT else ()
     exchange = sum(_collective(sizes, tp, link) for sizes in (gathers, reductions, exchanged.exchanges))
     across = context_seconds(name, scenario, hardware)
-    exchange += across
+    exchanges = kind_in(scenario.model, name).expert_exchange(scenario)
+    exchange += across + sum(exchange_seconds(each, hardware) for each in exchanges)
     issue, issue_back = launch_seconds(name, scenario, passes, host)
-    calls = len(gathers) + len(reductions) + len(exchanged.exchanges) + 2 * (across > 0)
+    calls = len(gathers) + len(reductions) + len(exchanged.exchanges) + 2 * (across > 0) + len(exchanges)
     issue += calls * host.operation[0] * scenario.on_gpu
     forward = sum(pair[0] for pair in terms.values()) + exchange
+    if exchanges:  # the host asks the device how many rows each rank gets, and so is never ahead of it
+        forward = max(forward, issue)
     if not (trained or reached):
         return Seconds(forward, 0.0, (issue, 0.0))
     # The input's gradient goes the opposite ways, and sequence-sharded inputs are gathered once more for the weight's;
@@ -83,7 +87,8 @@ def context_seconds(name: str, scenario: Scenario, hardware: Hardware) -> float:
     if dims.cp == 1:
         return 0.0
     link = hardware.link(dims.tp * dims.cp)
-    return sum(_collective([size], ranks, link) for ranks, size in layer_kind(name).context_exchange(scenario))
+    exchanges = kind_in(scenario.model, name).context_exchange(scenario)
+    return sum(_collective([size], ranks, link) for ranks, size in exchanges)
 
 
 def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, float]:
@@ -94,7 +99,8 @@ def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, flo
         if scenario.on_gpu
         else 2 * touched_bytes(name, scenario)
     )
-    return products, attention, traffic, layer_kind(name).cpu_calls
+    experts = layer_cost(name, scenario.model, scenario.work).expert_flops / scenario.dims.tp
+    return products + experts, attention, traffic, kind_in(scenario.model, name).cpu_calls
 
 
 def _collective(sizes: Sequence[float], ranks: int, link: Link) -> float:
@@ -113,7 +119,7 @@ def transfer_seconds(size: float, scenario: Scenario, hardware: Hardware) -> flo
 
 def carried_bytes(scenario: Scenario, index: int) -> float:
     """Return the bytes of the DeepStack features that pass a cut before layer `index`, whole on each rank."""
-    return carried_features(scenario.names[:index]) * stream_bytes(Stream.FEATURES, scenario)
+    return carried_before(scenario.names)[index] * stream_bytes(Stream.FEATURES, scenario)
 
 
 def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, held: float = 0.0) -> float:
@@ -173,12 +179,12 @@ def host_update_seconds(own: float, hardware: Hardware) -> float:
 
 
 def held_parameters(scenario: Scenario, start: int, end: int) -> float:
-    """Return the parameters that one tensor-parallel rank holds of layers start … end−1, before ZeRO-3 shards them."""
-    return sum(local_parameters(name, scenario.model, scenario.dims.tp) for name in scenario.names[start:end])
+    """Return the parameters that a rank holds of layers start … end−1 by one of `Scenario.layouts`, before ZeRO-3
+    shards them.
+    """
+    return sum(layout_parameters(name, scenario) for name in scenario.names[start:end])
 
 
 def trained_parameters(scenario: Scenario, start: int, end: int) -> float:
-    """Return the trained parameters that one tensor-parallel rank holds of layers start … end−1."""
-    return sum(
-        local_parameters(n, scenario.model, scenario.dims.tp) for n in scenario.names[start:end] if scenario.trains(n)
-    )
+    """Return the trained parameters that a rank holds of layers start … end−1 by one of `Scenario.layouts`."""
+    return sum(layout_parameters(name, scenario) for name in scenario.names[start:end] if scenario.trains(name))

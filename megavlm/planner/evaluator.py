@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megavlm.arch.flops import step_flops
-from megavlm.arch.scenario import Scenario, Sharding, scenario_of
+from megavlm.arch.kind import FP32
+from megavlm.arch.kinds import kind_in
+from megavlm.arch.layers import layer_names
+from megavlm.arch.scenario import BYTES, Scenario, Sharding, expert_imbalance, scenario_of
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
@@ -53,12 +56,15 @@ class Rejected:
 class LayoutEvaluator:
     """Evaluates layouts of one configuration on one device. What candidates share is computed once and cached."""
 
-    def __init__(self, config: Config, hardware: Hardware) -> None:
+    def __init__(self, config: Config, hardware: Hardware, *, imbalance: float | None = None) -> None:
+        """`imbalance` is that of experts; default: `expert_imbalance`."""
         self.config, self.hardware = config, hardware
+        self.imbalance = expert_imbalance(config) if imbalance is None else imbalance
         sample = typical_workload(config)
         batch = config.train.global_batch_size
         self.tokens = sample.tokens * batch
         self.flops = step_flops(config, times(sample, batch))
+        self.expert_bytes = _expert_bytes(config)
         self.images = round(sum(config.data.images_per_sample) / max(1, len(config.data.images_per_sample)))
         self._rules = lru_cache(maxsize=None)(self._breaks_rule)
         self._profiles = lru_cache(maxsize=None)(self._make_profiles)
@@ -67,7 +73,7 @@ class LayoutEvaluator:
 
     def infeasible_reason(self, candidate: Candidate) -> str | None:
         """Return why a candidate cannot run: the message of a configuration rule, or a lack of memory. None: it can."""
-        if reason := self.rule(candidate):
+        if reason := self.rule(candidate) or self._experts_are_too_large(candidate.dims):
             return reason
         profiles, encoder = self.profiles(candidate), self.encoder(candidate)
         if candidate.dims.chunks > profiles.count:
@@ -79,6 +85,13 @@ class LayoutEvaluator:
         held = [max(1, min(chunks)) for chunks in peak_in_flight(scenario_shape(profiles.scenario))]
         most = free_memory * sum(1 / h for h in held) - float(profiles.model_state[-1]) / max(held)
         return self._no_free_memory() if profiles.modes[candidate.recompute].saved[-1] > most else None
+
+    def _experts_are_too_large(self, dims: Dims) -> str | None:
+        """Return why the fullest rank lacks memory for its experts alone: it has at least the mean of all stages."""
+        needed = self.expert_bytes / (dims.ep * dims.expert_tp * dims.pp)
+        if needed <= self.hardware.memory:
+            return None
+        return f"experts alone take {needed / GIB:.0f} GiB of a rank: raise --ep or --pp"
 
     def _no_free_memory(self) -> str:
         return f"no cut leaves room for activations in {self.hardware.memory / GIB:.0f} GiB"
@@ -143,10 +156,9 @@ class LayoutEvaluator:
     def non_pipeline_time(self, candidate: Candidate, *, pipeline: float) -> float:
         """Return a lower bound of the seconds before and after a pipeline that takes at least `pipeline` seconds."""
         profiles, encoder = self.profiles(candidate), self.encoder(candidate)
-        trained, held = self._parameters(candidate.dims.tp, profiles.first)
-        ending = least_non_pipeline_time(
-            profiles.scenario, self.hardware, trained=trained, held=held, pipeline=pipeline
-        )
+        dims = candidate.dims
+        parameters = self._parameters(dims.tp, dims.ep, dims.etp, profiles.first)
+        ending = least_non_pipeline_time(profiles.scenario, self.hardware, parameters=parameters, pipeline=pipeline)
         return ending + (encoder.seconds if encoder else 0.0)
 
     def estimate(
@@ -196,22 +208,29 @@ class LayoutEvaluator:
         return self._profiles(replace(candidate, recompute="none", vision_tp=1))
 
     def encoder(self, candidate: Candidate) -> EncoderEstimate | None:
-        """Return what a candidate's colocated encoder takes, however many chunks the language model is cut into."""
+        """Return what a candidate's colocated encoder takes, however the language model is cut and shares experts."""
         if candidate.placement == "stages":
             return None
-        return self._encoders(replace(candidate, recompute="none", dims=replace(candidate.dims, vpp=1)))
+        dims = replace(candidate.dims, vpp=1, ep=1, etp=None)
+        return self._encoders(replace(candidate, recompute="none", dims=dims))
 
-    def _count_parameters(self, tp: int, first: int) -> tuple[float, float]:
-        """Return the trained and all parameters that a tensor-parallel rank holds of the layers from `first` on."""
-        scenario = self.scenario(Candidate(Dims(tp=tp), 1, "none", "stages", "none"))
+    def _count_parameters(self, tp: int, ep: int, etp: int | None, first: int) -> tuple[tuple[float, float], ...]:
+        """Return the trained and all parameters that a rank holds of the layers from `first` on, without a pipeline, by
+        each of `Scenario.layouts`.
+        """
+        dims = Dims(tp=tp, dp=ep * (etp or 1), ep=ep, etp=etp)
+        scenario = self.scenario(Candidate(dims, 1, "none", "stages", "none"))
         end = len(scenario.names)
-        return trained_parameters(scenario, first, end), held_parameters(scenario, first, end)
+        return tuple(
+            (trained_parameters(each, first, end), held_parameters(each, first, end)) for each in scenario.layouts
+        )
 
     def scenario(self, candidate: Candidate) -> Scenario:
         """Return the scenario of a candidate; a colocated encoder has one of its own (`encoder_scenario`)."""
         layout = replace(candidate, placement="stages", vision_tp=1).applied(self.config)
         dims, colocated = dims_of(layout, world=candidate.dims.world), candidate.placement == "colocated"
-        return scenario_of(layout, dims, on_gpu=self.hardware.on_gpu, colocated=colocated)
+        on_gpu = self.hardware.on_gpu
+        return scenario_of(layout, dims, on_gpu=on_gpu, colocated=colocated, imbalance=self.imbalance)
 
     def _make_profiles(self, candidate: Candidate) -> LayerProfiles:
         dims = candidate.dims
@@ -242,3 +261,9 @@ class LayoutEvaluator:
         broken = (rule(layout) for rule in LAYOUT_RULES)
         of_world = (rule(layout, candidate.dims.world) for rule in WORLD_RULES)
         return next((text for text in (*broken, *of_world) if text), None)
+
+
+def _expert_bytes(config: Config) -> float:
+    """Return the bytes of all routed experts' weights, and of their gradients if they are trained."""
+    model, each = config.model, BYTES[config.precision.dtype] + FP32 * ("language" not in config.model.freeze)
+    return each * float(sum(kind_in(model, name).expert_parameters(model, 1) for name in layer_names(model)))

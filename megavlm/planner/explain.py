@@ -69,7 +69,8 @@ def explained(scenario: Scenario, hardware: Hardware, passes: MemoryPasses, host
     """Return the simulated step of one micro-batch on one GPU."""
     assert scenario.dims.world == 1, "collectives are not part of this"
     parts = [_part(name, scenario, hardware, passes, host) for name in scenario.names]
-    update = trained_parameters(scenario, 0, len(scenario.names)) * passes.update.total
+    trained = sum(trained_parameters(layout, 0, len(scenario.names)) for layout in scenario.layouts)
+    update = trained * passes.update.total
     return played(parts, update, hardware, host)
 
 

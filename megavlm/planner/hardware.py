@@ -64,6 +64,12 @@ class Hardware:
     devices_per_node: int
     peak: float | None = None  # FLOP/s that MFU is a share of; None: unknown
     host: Host | None = None  # None: unknown, or the host is the device
+    row_tile: float | None = None  # rows that a grouped product computes together; None: `rows_together` says
+
+    @property
+    def rows_together(self) -> float:
+        """Return the rows of a tile of a grouped product: of tensor cores as usual on a GPU, one on a CPU."""
+        return self.row_tile or (_ROW_TILE if self.on_gpu else 1.0)
 
     @property
     def own_host(self) -> Host:
@@ -88,6 +94,7 @@ _MEMORY_SHARE = 0.85  # of the memory's data-sheet rate that elementwise kernels
 _SHAPE_SHARE = 0.82  # of the best square product's rate that products of layers' shapes reach: 650 of 794, estimate
 _BUS_SHARE = 0.8  # of a bus's rate that copies of pinned memory reach: assumed, headers and flow control take the rest
 _HOST_SHARE = 0.7  # of a processor's memory rate that elementwise passes of all its cores reach: assumed
+_ROW_TILE = 128.0  # of CUTLASS's and cuBLAS's usual tiles for bf16
 HOST_USABLE = 0.75  # of a node's memory: the rest is the system, data loaders and the page cache
 
 
@@ -214,6 +221,7 @@ _RATE, _TIME = number(1e-3, 1e30), number(0, 1e6)
 _NUMBERS: dict[str, Expected] = {
     **dict.fromkeys(("memory", "memory_bandwidth", "matmul", "attention", "bandwidth", "peak"), _RATE),
     **dict.fromkeys(("overhead", "latency"), _TIME),
+    "row_tile": number(1, 2**16),
     "devices_per_node": whole(1, 2**31),
     "name": TEXT,
     "source": TEXT,
@@ -237,6 +245,8 @@ def _part(made: Any, values: Mapping[str, Any], where: str) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} is no object")
     check(values, _NUMBERS, where)
-    if none := [name for name in _NUMBERS if name != "peak" and name in values and values[name] is None]:
+    if none := [
+        name for name in _NUMBERS if name not in ("peak", "row_tile") and name in values and values[name] is None
+    ]:
         raise ValueError(f"{where} has no {none[0]}")
     return made(**values)

@@ -45,7 +45,10 @@ def host_memory(
     for chunk, count in zip(chunks, peak_in_flight(scenario_shape(scenario))[rank], strict=True):
         names = scenario.names[slice(*spans[chunk])]
         saved += count * sum(pinned_bytes(name, scenario, recompute[chunk]) for name in names)
-    own = sum(trained_parameters(scenario, *spans[chunk]) for chunk in chunks) / scenario.shards
+    own = sum(
+        sum(trained_parameters(layout, *spans[chunk]) for chunk in chunks) / layout.shards
+        for layout in scenario.layouts
+    )
     return HostMemory(activations=saved) + of_update(own, scenario)
 
 

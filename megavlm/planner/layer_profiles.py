@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from megavlm.arch.kinds import hidden_bytes
-from megavlm.arch.layers import VISION_LAYER, kind_of, number_of
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.workload import attends_in_windows
+from megavlm.config.derived import has_experts
 from megavlm.planner.cost import carried_bytes, layer_seconds, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
@@ -177,13 +178,15 @@ def _mode(mode: Recompute, scenario: Scenario, hardware: Hardware, each: Each) -
 
 
 def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
-    """Layers of one kind cost the same: numbers do not matter, windows and what is trained do."""
+    """Layers of one kind cost the same: numbers do not matter, windows, experts and what is trained do."""
     name = scenario.names[index]
     kind = kind_of(name)
     windowed = kind == VISION_LAYER and attends_in_windows(scenario.model.vision, number_of(name))
+    mixture = kind == LANGUAGE_LAYER and has_experts(scenario.model, number_of(name))
     return (
         kind,
         windowed,
+        mixture,
         scenario.trains(name),
         scenario.gradient_reaches[index],
         name in scenario.fp8,

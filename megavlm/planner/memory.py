@@ -13,7 +13,15 @@ from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from megavlm.arch.kind import FP32
-from megavlm.arch.kinds import hidden_bytes, is_transformer, local_parameters, saved_bytes
+from megavlm.arch.kinds import (
+    hidden_bytes,
+    is_transformer,
+    layer_sizes,
+    layout_parameters,
+    local_parameters,
+    rank_parameters,
+    saved_bytes,
+)
 from megavlm.arch.language_ends import computes_logits_again, logits_bytes, vocabulary_shard
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
 from megavlm.arch.masks import mask_bytes
@@ -53,14 +61,18 @@ def model_state_bytes(name: str, scenario: Scenario, *, copies_vocabulary: bool 
 
     `copies_vocabulary`: the output layer is tied to an embedding in another chunk, and so has a copy of its weight.
     """
-    count = local_parameters(name, scenario.model, scenario.dims.tp)
-    if copies_vocabulary and name == OUTPUT and scenario.model.language.tie_embeddings:
-        count += vocabulary_shard(scenario.model, scenario.dims.tp)
-    copies = Memory(weights=_fp8_copies(name, count, scenario))
-    if scenario.shards_gradients:
-        stays = scenario.sharding != "full" or not _is_unit(name, scenario)
-        return _sharded(count, scenario, trained=scenario.trains(name), stays=stays) + copies
-    return _model_state(count, scenario, trained=scenario.trains(name)) + copies
+    total, trained = Memory(), scenario.trains(name)
+    for layout in scenario.layouts:
+        count = layout_parameters(name, layout)
+        if copies_vocabulary and name == OUTPUT and scenario.model.language.tie_embeddings and layout is scenario:
+            count += vocabulary_shard(scenario.model, scenario.dims.tp)
+        total += Memory(weights=_fp8_copies(name, count, scenario))
+        if scenario.shards_gradients:
+            stays = scenario.sharding != "full" or not _is_unit(name, scenario)
+            total += _sharded(count, layout, trained=trained, stays=stays)
+        else:
+            total += _model_state(count, layout, trained=trained)
+    return total
 
 
 def _fp8_copies(name: str, count: float, scenario: Scenario) -> float:
@@ -116,14 +128,14 @@ def _gathered(name: str, scenario: Scenario) -> float:
     """Return the bytes of ZeRO-3's buffers: a layer's gathered weights and the prefetched ones of the next."""
     if scenario.sharding != "full" or not _is_unit(name, scenario):
         return 0.0
-    return local_parameters(name, scenario.model, scenario.dims.tp) * 3 * scenario.bytes_each
+    return rank_parameters(name, scenario) * 3 * scenario.bytes_each
 
 
 def _reduced(name: str, scenario: Scenario) -> float:
     """Return the bytes of a layer's gradients and their fp32 copy that is reduced (ZeRO-2 and 3)."""
     if not (scenario.shards_gradients and _is_unit(name, scenario) and scenario.trains(name)):
         return 0.0
-    return local_parameters(name, scenario.model, scenario.dims.tp) * (scenario.bytes_each + FP32)
+    return rank_parameters(name, scenario) * (scenario.bytes_each + FP32)
 
 
 def replicated_encoder(scenario: Scenario, *, vision_tp: int = 1) -> Memory:
@@ -159,14 +171,27 @@ def transient_bytes(name: str, scenario: Scenario, recompute: Recompute = "none"
 def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> float:
     e = scenario.bytes_each
     if is_transformer(name) and recompute == "full":
-        return saved_bytes(name, scenario)  # one layer at a time is computed anew; its input replaces its gradient
+        # One layer at a time is computed anew; its input replaces its gradient.
+        return saved_bytes(name, scenario) + _expert_bytes(name, scenario)
     if name == OUTPUT:
         weight = vocabulary_shard(scenario.model, scenario.dims.tp) * e * scenario.trains(OUTPUT)
         logits = logits_bytes(scenario)  # of some positions, then of a block of the vocabulary
         kept = scenario.trains(OUTPUT) and not computes_logits_again(scenario)
         work = min(LOSS_WORK, logits / e * FP32)
         return max(work, weight) if kept else weight + logits + work
-    return 2 * hidden_bytes(name, scenario)  # the gradient that arrives and the one that leaves
+    own = 2 * hidden_bytes(name, scenario)  # the gradient that arrives and the one that leaves
+    return own + _expert_bytes(name, scenario)
+
+
+def _expert_bytes(name: str, scenario: Scenario) -> float:
+    """Return what the backward pass of a layer's experts begins with: the gradients of rows, as they arrive and sorted
+    by expert, and those of the second product's weights.
+    """
+    routed = layer_sizes(name, scenario).routed if is_transformer(name) else None
+    if routed is None:
+        return 0.0
+    weights = routed.experts * routed.hidden * routed.ffn * scenario.trains(name)
+    return (2 * routed.rows * routed.hidden + weights) * scenario.bytes_each
 
 
 def batch_bytes(scenario: Scenario, *, with_patches: bool) -> float:

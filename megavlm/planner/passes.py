@@ -17,7 +17,8 @@ from megavlm.arch.kinds import (
     is_transformer,
     layer_kind,
     layer_sizes,
-    local_parameters,
+    layout_parameters,
+    rank_parameters,
     saved_bytes,
 )
 from megavlm.arch.language_ends import computes_logits_again, logit_columns
@@ -68,17 +69,23 @@ class MemoryPasses:
     swiglu: Pair = (5, 13)  # width of the MLP: silu, product; two products, silu's gradient, both halves joined
     quick_gelu: Pair = (7, 14)  # the same: 1.702x, σ, product; and their gradients, added up
     gelu: Pair = (2, 3)  # the same
+    permutation: Pair = (9, 9)  # routed rows: sorted by expert, by rank, both again, and added up
+    weighing: Pair = (6, 12)  # width of routed rows: times the router's weight in fp32; the gradients of both
     layer_scale: Pair = (2, 6)  # hidden, two a layer: one product; the input's gradient, and the scale's before its sum
     bias: Pair = (2, 1)  # each output with a bias: added; its gradient summed. Inside the product: 0
     qkv_bias_inside: bool = False  # the bias of queries, keys and values is added by their product
     weight_gradient: float = 10  # bytes a trained number: fp32 sum read and written, bf16 gradient read. Fused: 0
     output_weight_gradient: float = 10  # the same of all but transformer layers, whose products are megatron-core's
+    expert_weight_gradient: float = (
+        10  # the same of routed experts, whose grouped products write gradients of their own
+    )
     cross_entropy: Pair = (42, 26)  # bytes a logit, forward and backward
     cross_entropy_again: float = 32  # the same backward, where logits are computed again
     fp8_cast: Pair = (4, 4)  # bytes of a product's input, and of its output's gradient: bf16 read, two copies written
     update: Update = Update()
     launches_language: Pair = (21, 39)
     launches_vision: Pair = (16, 38)
+    launches_experts: Pair = (40, 50)  # beyond a language layer's: router, sorting, grouped products: estimate
     launches_output: Pair = (36, 11)
     launches_loss_piece: Pair = (0, 0)  # beyond those, for each piece of the logits that the loss is computed in
     launches_again_piece: int = 10  # the same backward, where logits are computed again
@@ -175,8 +182,10 @@ def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> Memor
         each = passes.weight_gradient
     else:
         each = passes.output_weight_gradient + 2 * (name == EMBEDDING)  # whose gradient is zeroed before rows are added
-    weights = local_parameters(name, scenario.model, scenario.dims.tp) * trained
-    added: dict[str, Pair] = {"weight gradients": (0.0, each * weights)} if each * weights else {}
+    own = layout_parameters(name, scenario) * trained
+    experts = rank_parameters(name, scenario) * trained - own
+    summed = each * own + passes.expert_weight_gradient * experts
+    added: dict[str, Pair] = {"weight gradients": (0.0, summed)} if summed else {}
     if transformer:
         terms = _of_layer(layer_sizes(name, scenario), scenario, passes, trained=trained, fp8=name in scenario.fp8)
         return MemoryTraffic({term: _times(pair, e) for term, pair in terms.items() if any(pair)} | added)
@@ -215,6 +224,11 @@ def _of_layer(
         "activation": _times(_activation(passes, sizes.activation), ffn),
         "biases": (passes.bias[0] * biased, passes.bias[1] * biased * trained),
     }
+    if sizes.routed is not None:
+        routed = sizes.routed.rows * sizes.routed.ffn
+        terms["activation of experts"] = _times(_activation(passes, sizes.activation), routed)
+        terms["weights of experts"] = _times(passes.weighing, routed)
+        terms["permutation of tokens"] = _times(passes.permutation, sizes.routed.rows * sizes.routed.hidden)
     if fp8:
         inputs = 2 * hidden + queries + ffn
         outputs = queries + 2 * keys + 2 * hidden + gates * ffn
@@ -236,7 +250,9 @@ def launches(name: str, scenario: Scenario, passes: MemoryPasses) -> Pair:
     """Return the operations that the host issues for a layer, forward and backward."""
     kind = kind_of(name)
     if kind in TRANSFORMER_LAYERS:
-        return {VISION_LAYER: passes.launches_vision, LANGUAGE_LAYER: passes.launches_language}[kind]
+        each = {VISION_LAYER: passes.launches_vision, LANGUAGE_LAYER: passes.launches_language}[kind]
+        more = passes.launches_experts if layer_sizes(name, scenario).routed is not None else (0, 0)
+        return each[0] + more[0], each[1] + more[1]
     if kind == OUTPUT:
         pieces = scenario.work.trained_tokens * logit_columns(scenario) * FP32 / LOSS_WORK
         again = passes.launches_again_piece * (computes_logits_again(scenario) and scenario.trains(name))

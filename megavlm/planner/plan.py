@@ -152,8 +152,9 @@ def table(plan: Plan, config: Config) -> str:
         "  ".join(align.format(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True))
         for row in rows
     ]
-    degrees = " × ".join(f"{name} {degree}" for name, degree in plan.dims.degrees.items())
-    return "\n".join([f"plan: {degrees} = {plan.dims.world} processes", *lines])
+    degrees = {name: f"{name} {degree}" for name, degree in plan.dims.degrees.items()}
+    experts = "".join(f", {degrees.pop(name)}" for name in ("EP", "ETP") if name in degrees)  # of the same processes
+    return "\n".join([f"plan: {' × '.join(degrees.values())} = {plan.dims.world} processes{experts}", *lines])
 
 
 def _summary(chunk: Sequence[str]) -> str:

@@ -28,6 +28,7 @@ class SearchResult:
     simulated: int
     tried: int
     hardware: Hardware
+    imbalance: float  # of experts, as it was assumed
     offloaded: tuple[Estimate, ...] = ()  # the best layout at the same cuts, with less and less on the device
 
     def config(self, config: Config) -> Config:
@@ -37,18 +38,28 @@ class SearchResult:
 
 
 def search(
-    config: Config, world: int, hardware: Hardware, *, space: Space | None = None, top: int = 10
+    config: Config,
+    world: int,
+    hardware: Hardware,
+    *,
+    space: Space | None = None,
+    top: int = 10,
+    imbalance: float | None = None,
 ) -> SearchResult:
-    """Return the `top` fastest layouts of a configuration on `world` devices, and why others cannot run."""
+    """Return the `top` fastest layouts of a configuration on `world` devices, and why others cannot run.
+
+    `imbalance`: rows of the busiest rank that shares experts ÷ the mean; default: `expert_imbalance`.
+    """
     space = space or Space()
-    judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype))
+    judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype), imbalance=imbalance)
     rejected: list[Rejected] = []
     queue: list[tuple[float, int, Candidate, str | None]] = []  # least seconds, number, candidate, what it lacks
     tried = 0
     vision_tp = config.parallel.vision_tensor_model_parallel_size
     offloads = hardware.on_gpu and bool(space.offload)
-    length, offload = config.train.seq_length, config.execution.offload
-    for wanted in candidates(world, space, length=length, vision_tp=vision_tp, offload=offload):
+    length, offload, experts = config.train.seq_length, config.execution.offload, config.model.experts.num_experts
+    every = candidates(world, space, length=length, vision_tp=vision_tp, offload=offload, experts=experts)
+    for wanted in every:
         tried += 1
         candidate, reason = judge.with_fitting_encoder(wanted)
         if reason and (judge.rule(candidate) or not offloads):
@@ -92,12 +103,12 @@ def search(
     found.sort(key=lambda each: each.step.seconds)
     best = sorted((judge.refined(each) for each in found[:top]), key=lambda each: each.step.seconds)
     offloaded = judge.offloaded(best[0], space) if best and offloads else ()
-    return SearchResult(tuple(best), tuple(rejected), simulated, tried, judge.hardware, offloaded)
+    return SearchResult(tuple(best), tuple(rejected), simulated, tried, judge.hardware, judge.imbalance, offloaded)
 
 
-def timeline_of(estimate: Estimate, config: Config, hardware: Hardware) -> Timeline:
+def timeline_of(estimate: Estimate, config: Config, hardware: Hardware, *, imbalance: float | None = None) -> Timeline:
     """Return the estimate's pipeline played through once more, with every pass."""
-    judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype))
+    judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype), imbalance=imbalance)
     profiles, partition = judge.profiles(estimate.candidate), estimate.partition
     return simulate_partition(
         profiles,

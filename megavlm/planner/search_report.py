@@ -44,6 +44,7 @@ def report(outcome: SearchResult) -> str:
         [
             layouts(outcome.best),
             *ties(outcome.best),
+            *_experts(outcome),
             "",
             f"best: {best.candidate.label}",
             f"  cuts {' '.join(map(str, best.partition.cuts)) or 'none'} ({proof}); seconds: {shares}{ahead}",
@@ -52,9 +53,15 @@ def report(outcome: SearchResult) -> str:
             "",
             f"{outcome.tried} layouts, {outcome.simulated} simulated, {len(outcome.rejected)} cannot run:",
             *reasons(outcome.rejected),
-            "  context parallelism above 1 is not tried: it cannot run yet",
         ]
     )
+
+
+def _experts(outcome: SearchResult) -> list[str]:
+    """Return a line on what was assumed of experts that ranks share, if they do in any of the best layouts."""
+    if all(each.candidate.dims.ep == 1 for each in outcome.best):
+        return []
+    return [f"the busiest rank of --ep is taken to compute {outcome.imbalance:g} × the mean (--expert-imbalance)"]
 
 
 def _offloads(outcome: SearchResult) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -145,11 +145,9 @@ def step_of(
         host_memory(scenario, [0, *bounds[1:]], rank, recompute=recompute, skip=profiles.first)
         for rank in range(dims.pp if scenario.offload else 0)
     ]
-    trained = _of_ranks(scenario, bounds, trained_parameters)
-    held = _of_ranks(scenario, bounds, held_parameters)
-    gradients = max(gradient_seconds(t, scenario, hardware, held=h) for t, h in zip(trained, held, strict=True))
+    ends = [_ending(scenario, bounds, rank, hardware) for rank in range(dims.pp)]
+    gradients, optimizer = (max(seconds) for seconds in zip(*ends, strict=True))
     gradients = exposed_seconds(gradients, scenario, pipeline=timeline.seconds)
-    optimizer = max(optimizer_seconds(count, scenario, hardware) for count in trained)
     if encoder is not None:
         memory = [each + encoder.memory for each in memory]
         host = [each + encoder.host for each in host]
@@ -180,16 +178,18 @@ def exposed_seconds(gradients: float, scenario: Scenario, *, pipeline: float) ->
 
 
 def least_non_pipeline_time(
-    scenario: Scenario, hardware: Hardware, *, trained: float, held: float, pipeline: float
+    scenario: Scenario, hardware: Hardware, *, parameters: Sequence[tuple[float, float]], pipeline: float
 ) -> float:
     """Return a lower bound of the seconds after the pipeline (gradient reduction and optimizer), over all partitions.
 
-    The fullest rank has at least the average, and pipeline + exposed never falls where the pipeline takes longer.
+    The fullest rank has at least the average of the `parameters`, trained and held in each of `Scenario.layouts`, and
+    pipeline + exposed never falls where the pipeline takes longer.
     """
-    travel = gradient_seconds(trained / scenario.dims.pp, scenario, hardware, held=held / scenario.dims.pp)
-    return exposed_seconds(travel, scenario, pipeline=pipeline) + optimizer_seconds(
-        trained / scenario.dims.pp, scenario, hardware
-    )
+    travel, update, pp = 0.0, 0.0, scenario.dims.pp
+    for layout, (trained, held) in zip(scenario.layouts, parameters, strict=True):
+        travel += gradient_seconds(trained / pp, layout, hardware, held=held / pp)
+        update += optimizer_seconds(trained / pp, layout, hardware)
+    return exposed_seconds(travel, scenario, pipeline=pipeline) + update
 
 
 def overlappable(encoder: EncoderEstimate, timeline: Timeline, *, communication: float) -> float:
@@ -204,10 +204,14 @@ def overlappable(encoder: EncoderEstimate, timeline: Timeline, *, communication:
     return min(encoder.forward, waits + communication)
 
 
-def _of_ranks(scenario: Scenario, bounds: Sequence[int], count: Callable[[Scenario, int, int], float]) -> list[float]:
-    """Return the parameters of each pipeline rank, as `count` counts them."""
-    spans = list(pairwise(bounds))
-    return [
-        sum(count(scenario, *spans[chunk]) for chunk in scenario.dims.chunks_of(rank))
-        for rank in range(scenario.dims.pp)
-    ]
+def _ending(scenario: Scenario, bounds: Sequence[int], rank: int, hardware: Hardware) -> tuple[float, float]:
+    """Return the seconds in which a pipeline rank reduces its gradients, and updates its weights."""
+    spans, chunks = list(pairwise(bounds)), scenario.dims.chunks_of(rank)
+    gradients = optimizer = 0.0
+    for layout in scenario.layouts:
+        trained, held = (
+            sum(count(layout, *spans[chunk]) for chunk in chunks) for count in (trained_parameters, held_parameters)
+        )
+        gradients += gradient_seconds(trained, layout, hardware, held=held)
+        optimizer += optimizer_seconds(trained, layout, hardware)
+    return gradients, optimizer

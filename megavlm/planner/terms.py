@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megavlm.arch.kinds import is_transformer, layer_cost, layer_kind
+from megavlm.arch.kinds import is_transformer, kind_in, layer_cost, layer_kind
 from megavlm.arch.scenario import Scenario
+from megavlm.planner.experts import product_seconds
 from megavlm.planner.hardware import Hardware, fp8_speed
 from megavlm.planner.passes import MemoryPasses, Pair, launches, memory_traffic, touched_bytes
 
@@ -41,7 +42,7 @@ def layer_terms(name: str, scenario: Scenario, hardware: Hardware, passes: Memor
     else:
         touched = touched_bytes(name, scenario)
         moves = {"other": (2 * touched, 4 * touched)}  # written once, read once; backward the same of two gradients
-        calls = layer_kind(name).cpu_calls
+        calls = kind_in(scenario.model, name).cpu_calls
         terms["calls"] = (calls * hardware.forward.overhead, calls * hardware.backward.overhead)
     terms |= {term: (pair[0] / rates[0], pair[1] / rates[1]) for term, pair in moves.items()}
     return terms if _has_backward(name, scenario) else {term: (pair[0], 0.0) for term, pair in terms.items()}
@@ -57,15 +58,20 @@ def work_terms(name: str, scenario: Scenario, hardware: Hardware) -> dict[str, P
     terms = {"products": (ahead * products / hardware.forward.matmul, back * products / hardware.backward.matmul)}
     if attention:
         terms["attention"] = (attention / hardware.forward.attention, 2 * attention / hardware.backward.attention)
+    if layer_cost(name, scenario.model, scenario.work).expert_flops:
+        terms["experts"] = product_seconds(name, scenario, hardware, reached=reached)
     return terms
 
 
 def rank_flops(name: str, scenario: Scenario) -> tuple[float, float]:
-    """Return the forward FLOPs of a layer's products, and of its attention, on one tensor-parallel rank."""
+    """Return the forward FLOPs of a layer's products but for routed experts', and of its attention, on one
+    tensor-parallel rank.
+    """
     cost, tp = layer_cost(name, scenario.model, scenario.work), scenario.dims.tp
     attention = cost.attention_flops / tp
-    padding = layer_kind(name).padding(scenario.model, tp)
-    return (cost.forward_flops / tp - attention) * padding[0], attention * padding[1]
+    padding = kind_in(scenario.model, name).padding(scenario.model, tp)
+    products = cost.forward_flops / tp - attention - cost.expert_flops / tp
+    return products * padding[0], attention * padding[1]
 
 
 def launch_seconds(name: str, scenario: Scenario, passes: MemoryPasses, host: HostTime) -> Pair:

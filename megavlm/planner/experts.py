@@ -1,0 +1,55 @@
+"""Seconds of routed experts: their grouped products, and the exchanges that bring tokens to them and back.
+
+A grouped product multiplies the rows of each expert by that expert's weights. It takes the longer of computing and of
+moving its bytes (the roofline model; Williams et al. 2009). With few rows it is bound by reading weights: on an H100
+below some 230 rows of an expert. It computes whole tiles of rows, of which the last of each expert is half empty in the
+mean: r rows cost what r + tile / 2 do (`Hardware.rows_together`, which a profile of your own may set).
+"""
+
+from __future__ import annotations
+
+from megavlm.arch.kind import Exchange
+from megavlm.arch.kinds import layer_sizes
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.transformer import RoutedRows
+from megavlm.planner.hardware import Hardware, Rates
+from megavlm.planner.passes import Pair
+
+
+def product_seconds(name: str, scenario: Scenario, hardware: Hardware, *, reached: bool) -> Pair:
+    """Return the forward and backward seconds of a layer's grouped products on the busiest rank."""
+    routed = layer_sizes(name, scenario).routed
+    assert routed is not None, name
+    e, tile = scenario.bytes_each, hardware.rows_together
+    once = routed.experts * 3 * routed.hidden * routed.ffn * e
+    forward = _grouped(routed, hardware.forward, tile=tile, weights=once, e=e)
+    backward = 0.0
+    if reached:
+        backward += _grouped(routed, hardware.backward, tile=tile, weights=once, e=e)
+    if scenario.trains(name):  # rows are what is summed over: no tile of them is empty
+        backward += _grouped(routed, hardware.backward, tile=0.0, weights=once, e=e)
+    return forward, backward
+
+
+def _grouped(routed: RoutedRows, rates: Rates, *, tile: float, weights: float, e: int) -> float:
+    """Return the seconds of the products with gate, up and down; `weights` are the bytes of theirs that are moved."""
+    flops = 2 * 3 * routed.hidden * routed.ffn * (routed.rows + routed.experts * tile / 2)
+    rows = routed.rows * (2 * routed.hidden + 3 * routed.ffn) * e  # read and written by both products
+    return max(flops / rates.matmul, (weights + rows) / rates.bandwidth)
+
+
+def exchange_seconds(exchange: Exchange, hardware: Hardware) -> float:
+    """Return the seconds of an exchange.
+
+    An all-to-all sends 1/n of a rank's rows to each of n ranks: to those of its node by the link between devices, to
+    the others by the network, both at once. A ring passes (n−1)/n of the whole by the slowest link.
+    """
+    n, size = exchange.ranks, exchange.size
+    if n == 1:
+        return 0.0
+    if not exchange.to_each:
+        link = hardware.link(n * exchange.stride)
+        return (n - 1) * link.latency + size * (n - 1) / n / link.bandwidth
+    near = min(n, max(1, hardware.devices_per_node // exchange.stride))
+    seconds = hardware.near.seconds(size * (near - 1) / n)
+    return max(seconds, hardware.far.seconds(size * (n - near) / n)) if n > near else seconds
