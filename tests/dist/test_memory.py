@@ -44,7 +44,23 @@ GLM4V = (
     "--projector-hidden-size 384"
 )
 
+# Experts whose rows outweigh the rest; even, as other loads differ from rank to rank.
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 128 --moe-dense-layers 0 "
+    "--moe-router-force-load-balancing"
+)
+SHARED = "--moe-shared-expert-intermediate-size 256 --moe-shared-expert-gate --moe-aux-loss-coeff 1e-3"
+
 CASES = {
+    "experts": (1, EXPERTS),
+    "experts-bf16": (1, f"{EXPERTS} {SHARED} --precision bf16"),
+    "experts-full": (1, f"{EXPERTS} --recompute-granularity full"),
+    "experts-frozen": (1, f"{EXPERTS} --freeze language"),
+    "ep2": (2, f"--ep 2 {EXPERTS} {SHARED}"),
+    "ep2-bf16": (2, f"--ep 2 {EXPERTS} --precision bf16"),
+    "tp2-ep2": (2, f"--tp 2 --ep 2 {EXPERTS} {SHARED} --precision bf16"),
+    "tp2-experts": (2, f"--tp 2 {EXPERTS}"),
+    "pp2-ep1": (2, f"--pp 2 {EXPERTS} --precision bf16"),
     "glm4v": (1, GLM4V),
     "tp2-glm4v": (2, f"--tp 2 {GLM4V}"),
     "mistral3": (1, MISTRAL3),
@@ -142,7 +158,8 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     host = step.host[rank] if step.host else HostMemory()
     there = sum(p.numel() for chunk in run.engine.model_chunks for p in chunk.parameters())  # of shared ones all rows
     chunks = [plan.chunks[index] for index in plan.dims.chunks_of(rank)]
-    counted = sum(local_parameters(name, config.model, plan.dims.tp) for names in chunks for name in names)
+    ranks = plan.dims.ep * plan.dims.expert_tp
+    counted = sum(local_parameters(name, config.model, plan.dims.tp, ranks) for names in chunks for name in names)
     counted += sum(local_parameters(name, config.model, plan.vision_tp) for name in plan.encoder)
     if config.model.language.tie_embeddings:
         copies = sum("output" in names and "embedding" not in names for names in chunks)
@@ -151,7 +168,17 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     return (counts.peak, counts.host_peak), (step.memory[rank].total, host.total), there, counted
 
 
-FAST = ("dp2-zero3", "bf16", "rich", "pp2-rich-tied", "tp2-no-sp", "dp2-zero3-offload", "pp2-colocated")
+FAST = (
+    "ep2",
+    "experts-bf16",
+    "dp2-zero3",
+    "bf16",
+    "rich",
+    "pp2-rich-tied",
+    "tp2-no-sp",
+    "dp2-zero3-offload",
+    "pp2-colocated",
+)
 
 
 @pytest.mark.parametrize(
