@@ -74,6 +74,8 @@ CASES = {
     "rich": (1, RICH),
     "large-vocabulary-bf16": (1, "--language-vocab-size 8192 --precision bf16"),
     "tp2": (2, "--tp 2"),
+    "tp4-shared-keys": (4, "--tp 4 --language-ffn-hidden-size 510 --vision-ffn-hidden-size 254"),
+    "tp4-shared-keys-selective": (4, "--tp 4 --recompute-granularity selective --precision bf16"),
     "tp2-no-sp": (2, "--tp 2 --no-sequence-parallel --precision bf16"),
     "pp2": (2, "--pp 2"),
     "pp2-vpp2": (2, "--pp 2 --vpp 2"),

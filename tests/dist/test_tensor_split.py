@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from megavlm.backend import activate
+from tests.support.answers import answers
 from tests.support.flags import FOUR, HALF, TWO
 from tests.support.pool import Pools
 from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train, train_composed, without_wall_time
@@ -155,6 +156,27 @@ def test_the_same_layout_resumes_bit_for_bit(pools, tmp_path, sharding):
     pools(4).run(train, [*argv, *TWO], str(tmp_path / "halves"))
     pools(4).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
     assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--tp 4", "--tp 2 --pp 2", "--tp 2 --cp 2"])
+def test_answers_are_those_of_one_process(pools, tmp_path, flags):
+    argv = [*SMALL, "--no-save", "--init-method-std", "0.2", *MODELS["14-in-2"].split()]
+    (expected,) = pools(1).run(answers, argv, str(tmp_path / "one"))
+    assert len({tuple(answer) for answer in expected}) > 1, "the prompts make no difference"
+    assert pools(4).run(answers, [*argv, *flags.split()], str(tmp_path / "four")) == [expected] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_fp8_follows_one_process(pools, tmp_path, recipe):
+    argv = [*SMALL, "--no-save", *f"--precision bf16 --fp8 hybrid --fp8-recipe {recipe}".split()]
+    argv += "--language-num-attention-heads 3 --language-num-query-groups 1 --language-kv-channels 32".split()
+    argv += "--language-hidden-size 64".split()
+    pools(1).run(train, argv, str(tmp_path / "one"))
+    pools(2).run(train, [*argv, "--tp", "2"], str(tmp_path / "two"))
+    for ours, theirs in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
+        assert abs(ours["loss"] - theirs["loss"]) < 1e-2
 
 
 def qwen2_5() -> transformers.PreTrainedModel:

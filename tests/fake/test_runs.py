@@ -69,6 +69,12 @@ SLOW = {
     "pp2-vpp2, tiles": (1, 2, f"{TILES} --pp 2 --vpp 2"),
     "pp2, tiles, first": (0, 2, f"{TILES} --pp 2"),
     "qwen2.5-vl": (0, 2, f"{QWEN25} --tp 2 --micro-batch-size 2"),
+    "qwen2.5-vl, shared keys": (
+        0,
+        2,
+        f"{QWEN25} --tp 2 --language-num-attention-heads 3 --language-num-query-groups 1 --language-kv-channels 12 "
+        "--language-ffn-hidden-size 61 --vision-ffn-hidden-size 47 --save",
+    ),
     "qwen2.5-vl, tied": (1, 2, f"{QWEN25} --pp 2"),
     "smolvlm": (0, 1, f"{BUCKETS} --recompute-granularity full"),
     "fp32": (0, 1, "--precision fp32"),

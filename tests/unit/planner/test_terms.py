@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megavlm.arch.kinds import communication, local_parameters
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.cli import parse
 from megavlm.families import published_model
@@ -16,7 +17,7 @@ from megavlm.planner.hardware import profile
 from megavlm.planner.layer_profiles import layer_profiles, relays
 from megavlm.planner.passes import NOW, TORCH, memory_traffic, program_of
 from megavlm.planner.schedules import shape_of
-from megavlm.planner.terms import TE_HOST, launch_seconds, layer_terms
+from megavlm.planner.terms import TE_HOST, launch_seconds, layer_terms, rank_flops
 
 H100 = profile("h100")
 LANGUAGE, VISION = "language.layers.0", "vision.layers.0"
@@ -131,3 +132,28 @@ def test_a_steps_end_is_counted_alike_for_predicting_and_for_measuring() -> None
         assert optimizer_seconds(1000.0, shared, H100) * H100.memory_bandwidth == pytest.approx(1000 * (4 + own / 4))
     in_fp32 = replace(case(), precision="fp32")
     assert sum(update_bytes(1000.0, in_fp32)) == 1000 * 40, "no masters, and no copies"
+
+
+def test_heads_and_widths_that_tp_does_not_divide_take_what_their_padding_takes() -> None:
+    """Qwen2.5-VL-7B at TP 8: 32 heads where 28 are, and 3,424 channels of the tower's MLP where 3,420 are."""
+    given = case("qwen2_5_vl_7b", tp=8)
+    language, vision = given.model.language, given.model.vision
+    sizes = {
+        "language": replace(language, num_attention_heads=32),
+        "vision": replace(vision, ffn_hidden_size=3424),
+    }
+    padded = replace(given, model=replace(given.model, **sizes))
+    for layer in (LANGUAGE, VISION):
+        assert rank_flops(layer, given) == pytest.approx(rank_flops(layer, padded), rel=1e-12)
+        assert local_parameters(layer, given.model, 8) == local_parameters(layer, padded.model, 8)
+    divided = case("qwen2_5_vl_7b", tp=4)
+    whole = case("qwen2_5_vl_7b")
+    assert rank_flops(LANGUAGE, divided) == tuple(flops / 4 for flops in rank_flops(LANGUAGE, whole))
+
+
+def test_ranks_that_share_keys_exchange_their_parts() -> None:
+    """Each gets half of a key and of a value, 128 numbers per token, from the rank that it shares them with."""
+    scenario = case("qwen2_5_vl_7b", tp=8)
+    (exchanged,) = communication(LANGUAGE, scenario).exchanges
+    assert exchanged * 7 / 8 == pytest.approx(scenario.work.tokens * 128 * 2)
+    assert communication(LANGUAGE, case("qwen2_5_vl_7b", tp=4)).exchanges == ()
