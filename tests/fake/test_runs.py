@@ -73,7 +73,7 @@ SLOW = {
         0,
         2,
         f"{QWEN25} --tp 2 --language-num-attention-heads 3 --language-num-query-groups 1 --language-kv-channels 12 "
-        "--language-ffn-hidden-size 61 --vision-ffn-hidden-size 47 --save",
+        "--language-ffn-hidden-size 61 --vision-ffn-hidden-size 47",
     ),
     "qwen2.5-vl, tied": (1, 2, f"{QWEN25} --pp 2"),
     "smolvlm": (0, 1, f"{BUCKETS} --recompute-granularity full"),
