@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.data_files import sources_of, write_all
 from tests.support.pool import Pools
-from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train
+from tests.support.training import LONG, SMALL, assert_same_curve, farthest_apart, metrics, train
 
 # Balance losses on, so large that they move the gradient norm by per cents; a dense first layer; a shared expert.
 SOFTMAX = (
@@ -147,3 +148,29 @@ def test_steps_move_the_bias(pools, one, tmp_path):
     still, moved = metrics(tmp_path), one("sigmoid")
     assert still[0]["expert_load_max"] == moved[0]["expert_load_max"]
     assert still[-1]["expert_load_max"] != moved[-1]["expert_load_max"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_types_differ_by_their_rounding_alone(pools, one, tmp_path, precision):
+    """From another layout, and from fp32: fp16's loss scale is that of the balance losses, too."""
+    argv = [*SMALL, "--no-save", *SOFTMAX.split(), "--precision", precision]
+    pools(1).run(train, argv, str(tmp_path / "one"))
+    pools(2).run(train, [*argv, "--ep", "2"], str(tmp_path / "two"))
+    for other in (metrics(tmp_path / "one"), one("softmax")):
+        off, where = farthest_apart(metrics(tmp_path / "two"), other)
+        assert off < (2e-3 if precision == "fp16" else 1e-2), where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--cp 2 --ep 2 --micro-batch-size 2", "--tp 2 --ep 2", "--pp 2 --ep 2"])
+def test_padding_of_packed_rows_is_not_counted(pools, tmp_path, layout):
+    """What readers tell the other ranks of a row is the same, and so are the balance losses."""
+    data = sources_of(write_all(tmp_path / "data"))
+    argv = [*SMALL, *"--images-per-sample 1 --image-sizes --seq-length 96 --packing-window 16".split(), *data]
+    argv += [*SOFTMAX.split(), "--no-save"]
+    pools(1).run(train, argv, str(tmp_path / "one"))
+    pools(4).run(train, [*argv, *layout.split()], str(tmp_path / "four"))
+    assert any(record["packing_efficiency"] < 1 for record in metrics(tmp_path / "one"))
+    assert_same_curve(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
+    assert_same_balance(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
