@@ -177,6 +177,7 @@ class LayoutEvaluator:
             limit=left,
             simulations=simulations,
             nodes=nodes,
+            descent=simulations > 1,
         )
         if isinstance(partition, NoPartition):
             if partition.bound < float("inf"):

@@ -3,13 +3,15 @@
 A rank r cannot be done before S(r) + m·load(r): its first micro-batch has to come through the chunks before it and the
 gradients of its last one have to return (S), and it works m times on its chunks in between. Exact dynamic programming
 minimises the largest of these bounds; branch and bound then plays the promising cuts through the simulator, until no
-cut is left whose bound is below the best time found (`exact`), or the allowance of simulations is spent.
+cut is left whose bound is below the best time found (`exact`), or the allowance of simulations is spent. After that, a
+descent moves single cuts and changes what single chunks recompute for as long as a step becomes faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,18 +71,34 @@ def best_partition(
     limit: float = float("inf"),
     simulations: int = 200,
     nodes: int = 200_000,
+    descent: bool = True,
 ) -> Partition | NoPartition:
     """Return the fastest partition into `shape.chunks` chunks whose ranks stay below `cap` bytes.
 
     Partitions slower than `limit` seconds are of no interest. After `simulations` simulations or `nodes` partial
-    partitions the best found so far is the answer, and `exact` is False.
+    partitions the search ends, `exact` is False, and the answer is the best found so far, or with `descent` a local
+    optimum near it: no cut moved by up to `FAR` layers, and no other recomputation of a chunk, is faster.
     """
     search = _Search(profiles, shape, cap, limit, simulations, nodes)
     bound = search.run()
+    if descent and search.best is not None and not search.exhausted:
+        search.descend()
     if search.best is None:
         return NoPartition(bound)
     seconds, bubble, cuts, recompute = search.best
     return Partition(cuts, recompute, seconds, bubble, seconds if search.exhausted else bound, search.exhausted)
+
+
+FAR = 3  # layers
+
+
+class _Walk(NamedTuple):
+    """What is known once some chunks, counted from the first, have been placed."""
+
+    reach: float  # seconds until the next chunk is reached by the first micro-batch and its gradients have returned
+    bound: float  # no continuation is faster
+    loads: tuple[float, ...]  # seconds of a micro-batch, by rank
+    used: tuple[tuple[float, float], ...]  # bytes by rank: kept ones, and the most transient ones
 
 
 @dataclass
@@ -107,8 +125,7 @@ class _Search:
         self._rest = self._bounds_of_rests()
         bound = float(self._rest[self.shape.chunks][0])
         if bound < self.limit:
-            used = [(0.0, 0.0)] * self.shape.pp
-            self.exhausted = self._extend(0, 0, 0.0, 0.0, [0.0] * self.shape.pp, used, (), ())
+            self.exhausted = self._extend(0, 0, self._start(), (), ())
         return bound if self.best is not None or not self.exhausted else max(bound, self.limit)
 
     def _bounds_of_rests(self) -> list[Array]:
@@ -153,49 +170,91 @@ class _Search:
         """Return the seconds that a partition must be faster than."""
         return self.limit if self.best is None else min(self.limit, self.best[0] * (1 - 1e-12))
 
-    def _extend(
-        self,
-        index: int,
-        start: int,
-        reach: float,
-        bound: float,
-        loads: list[float],
-        used: list[tuple[float, float]],
-        cuts: tuple[int, ...],
-        modes: tuple[Recompute, ...],
-    ) -> bool:
+    def _extend(self, index: int, start: int, walk: _Walk, cuts: tuple[int, ...], modes: tuple[Recompute, ...]) -> bool:
         """Try every continuation; return False if the allowance ended before all were tried or ruled out."""
-        shape = self.shape
-        if index == shape.chunks:
-            timeline = simulate_partition(self.profiles, shape, cuts[:-1], modes)
+        if index == self.shape.chunks:
             self.simulations -= 1
-            if self.best is None or timeline.seconds < self.best[0]:
-                self.best = (timeline.seconds, timeline.bubble, cuts[:-1], modes)
+            self._simulate(cuts[:-1], modes)
             return True
-        rank, round_ = index % shape.pp, index // shape.pp
-        for own, end, mode, seconds in self._choices(index, start, reach):
+        for own, end, mode, seconds in self._choices(index, start, walk.reach):
             self._nodes += 1
-            if max(own, bound) >= self._target:
+            if max(own, walk.bound) >= self._target:
                 return True  # sorted: what follows is no better
             if (self.best is not None and self.simulations <= 0) or self._nodes > self.nodes:
                 return False
-            kept, peak = chunk_bytes(self.profiles, self._held[rank][round_], start, end, mode)
-            mine = (used[rank][0] + kept, max(used[rank][1], peak))
-            if sum(mine) > self.cap:
-                continue
-            now = used.copy()
-            now[rank] = mine
-            load = loads.copy()
-            load[rank] += seconds
-            # `reach` of a rank's first chunk is what its load comes on top of.
-            fill = reach if round_ == 0 else 0.0
-            further = max(bound, own, fill + shape.micro_batches * load[rank])
-            if further >= self._target:
-                continue
-            after = reach + seconds + 2 * float(self.profiles.transfer[end])
-            if not self._extend(index + 1, end, after, further, load, now, (*cuts, end), (*modes, mode)):
+            after = self._placed(walk, index, start, end, mode, seconds, own)
+            if after is not None and not self._extend(index + 1, end, after, (*cuts, end), (*modes, mode)):
                 return False
         return True
+
+    def _placed(
+        self, walk: _Walk, index: int, start: int, end: int, mode: Recompute, seconds: float, own: float
+    ) -> _Walk | None:
+        """Return the walk with chunk `index`, whose bound is `own`; None if it does not fit or cannot be faster."""
+        rank, round_ = index % self.shape.pp, index // self.shape.pp
+        kept, peak = chunk_bytes(self.profiles, self._held[rank][round_], start, end, mode)
+        used = (walk.used[rank][0] + kept, max(walk.used[rank][1], peak))
+        load = walk.loads[rank] + seconds
+        # `reach` of a rank's first chunk is what its load comes on top of.
+        fill = walk.reach if round_ == 0 else 0.0
+        bound = max(walk.bound, own, fill + self.shape.micro_batches * load)
+        if sum(used) > self.cap or bound >= self._target:
+            return None
+        return _Walk(
+            walk.reach + seconds + 2 * float(self.profiles.transfer[end]),
+            bound,
+            (*walk.loads[:rank], load, *walk.loads[rank + 1 :]),
+            (*walk.used[:rank], used, *walk.used[rank + 1 :]),
+        )
+
+    def _simulate(self, cuts: tuple[int, ...], modes: tuple[Recompute, ...]) -> bool:
+        """Simulate a partition and keep it if it is the fastest; return whether it is."""
+        timeline = simulate_partition(self.profiles, self.shape, cuts, modes)
+        if self.best is not None and timeline.seconds >= self.best[0] * (1 - 1e-12):
+            return False
+        self.best = (timeline.seconds, timeline.bubble, cuts, modes)
+        return True
+
+    def descend(self) -> None:
+        """Go on from the best partition to faster ones that differ in one cut or in one chunk's recomputation."""
+        place = unchanged = 0
+        while unchanged < self.shape.chunks:
+            unchanged = 0 if self._changed(place) else unchanged + 1
+            place = (place + 1) % self.shape.chunks
+
+    def _changed(self, place: int) -> bool:
+        """Change chunk `place` and the cut before it while that is faster; return whether anything was."""
+        changed = False
+        while any(self._fits(*each) and self._simulate(*each) for each in list(self._neighbours(place))):
+            changed = True
+        return changed
+
+    def _neighbours(self, place: int) -> Iterator[tuple[tuple[int, ...], tuple[Recompute, ...]]]:
+        assert self.best is not None
+        _, _, cuts, modes = self.best
+        for mode in self.profiles.modes:
+            if mode != modes[place]:
+                yield cuts, (*modes[:place], mode, *modes[place + 1 :])
+        bounds = (0, *cuts, self.profiles.count)
+        for end in range(place + 1, self.shape.chunks):  # cuts `place` … `end` − 1, counted from 0
+            for step in (each for far in range(1, FAR + 1) for each in (-far, far)):
+                if bounds[place] < bounds[place + 1] + step and bounds[end] + step < bounds[end + 1]:
+                    yield (*cuts[:place], *(cut + step for cut in cuts[place:end]), *cuts[end:]), modes
+
+    def _fits(self, cuts: tuple[int, ...], modes: tuple[Recompute, ...]) -> bool:
+        """Return whether a partition fits the memory and its bound is below the best time."""
+        names, walk = list(self.profiles.modes), self._start()
+        bounds = (0, *cuts, self.profiles.count)
+        for index, (start, end, mode) in enumerate(zip(bounds, bounds[1:], modes, strict=False)):
+            seconds = float(self._took[names.index(mode), start, end])
+            after = self._placed(walk, index, start, end, mode, seconds, 0.0)
+            if after is None:
+                return False
+            walk = after
+        return True
+
+    def _start(self) -> _Walk:
+        return _Walk(0.0, 0.0, (0.0,) * self.shape.pp, ((0.0, 0.0),) * self.shape.pp)
 
 
 def _largest(values: Array) -> Array:

@@ -7,7 +7,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from megavlm.arch.scenario import scenario_of
+from megavlm.arch.scenario import Recompute, scenario_of
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims
@@ -39,20 +39,27 @@ def drawn(seed: int, layers: int) -> LayerProfiles:
     )
 
 
+def fits(
+    profiles: LayerProfiles, shape: PipelineShape, cuts: tuple[int, ...], modes: tuple[Recompute, ...], cap: float
+) -> bool:
+    """Whether every rank stays below `cap` bytes."""
+    held, bounds = peak_in_flight(shape), (0, *cuts, profiles.count)
+    for rank in range(shape.pp):
+        parts = [
+            chunk_bytes(profiles, held[rank][c // shape.pp], bounds[c], bounds[c + 1], modes[c])
+            for c in range(rank, shape.chunks, shape.pp)
+        ]
+        if sum(kept for kept, _ in parts) + max(peak for _, peak in parts) > cap:
+            return False
+    return True
+
+
 def brute_force(profiles: LayerProfiles, shape: PipelineShape, cap: float) -> float:
     """Least simulated seconds over everything that fits; inf where nothing does."""
-    held, best = peak_in_flight(shape), float("inf")
+    best = float("inf")
     for cuts in combinations(range(1, profiles.count), shape.chunks - 1):
-        bounds = (0, *cuts, profiles.count)
         for modes in product(profiles.modes, repeat=shape.chunks):
-            fits = True
-            for rank in range(shape.pp):
-                parts = [
-                    chunk_bytes(profiles, held[rank][c // shape.pp], bounds[c], bounds[c + 1], modes[c])
-                    for c in range(rank, shape.chunks, shape.pp)
-                ]
-                fits = fits and sum(kept for kept, _ in parts) + max(peak for _, peak in parts) <= cap
-            if fits:
+            if fits(profiles, shape, cuts, modes, cap):
                 best = min(best, simulate_partition(profiles, shape, cuts, modes).seconds)
     return best
 
@@ -91,3 +98,31 @@ def test_an_early_end_still_gives_a_valid_bound(seed: int) -> None:
     assert isinstance(exact, Partition)
     assert isinstance(early, Partition)
     assert early.bound <= exact.seconds + 1e-9 <= early.seconds + 2e-9
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shape", [PipelineShape("1f1b", 5, 1, 6), PipelineShape("interleaved", 3, 2, 6)])
+def test_what_a_short_search_finds_is_a_local_optimum(seed: int, shape: PipelineShape) -> None:
+    profiles = drawn(seed, 24)
+    cap = 0.5 * float(profiles.model_state[-1] + shape.pp * profiles.modes["none"].saved[-1])
+    found = best_partition(profiles, shape, cap=cap, simulations=1)
+    assert isinstance(found, Partition)
+    assert not found.exact
+    assert found.bound <= found.seconds
+    bounds = (0, *found.cuts, profiles.count)
+    moved = [
+        (*found.cuts[:place], cut + step, *found.cuts[place + 1 :])
+        for place, cut in enumerate(found.cuts)
+        for step in (-3, -2, -1, 1, 2, 3)
+        if bounds[place] < cut + step < bounds[place + 2]
+    ]
+    changed = [
+        (found.cuts, (*found.recompute[:place], mode, *found.recompute[place + 1 :]))
+        for place in range(shape.chunks)
+        for mode in profiles.modes
+    ]
+    for cuts, modes in [*((cuts, found.recompute) for cuts in moved), *changed]:
+        if fits(profiles, shape, cuts, modes, cap):
+            assert simulate_partition(profiles, shape, cuts, modes).seconds >= found.seconds * (1 - 1e-9)
+    assert fits(profiles, shape, found.cuts, found.recompute, cap)
+    assert simulate_partition(profiles, shape, found.cuts, found.recompute).seconds == pytest.approx(found.seconds)
