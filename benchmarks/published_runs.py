@@ -1,4 +1,4 @@
-"""Predict runs that others published: the rows of docs/planner.md, and of docs/long-context.md.
+"""Predict runs that others published: the rows of docs/planner.md, docs/long-context.md and docs/experts.md.
 
     .venv/bin/python benchmarks/published_runs.py
 
@@ -15,9 +15,18 @@ import placement_paper
 
 from megavlm.arch.flops import step_flops
 from megavlm.arch.workload import times, typical_workload
-from megavlm.config.schema import Config, DataConfig, ExecutionConfig, PrecisionConfig, TrainConfig
+from megavlm.config.resolve import resolve_model
+from megavlm.config.schema import (
+    Config,
+    DataConfig,
+    ExecutionConfig,
+    PrecisionConfig,
+    ProjectorConfig,
+    TrainConfig,
+    VisionConfig,
+)
 from megavlm.families import published_model
-from megavlm.parallel.dims import dims_of
+from megavlm.parallel.dims import Dims, dims_of, with_dims
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, profile
 
@@ -33,6 +42,7 @@ LLAMA2_LONG = {
     2**19: (512, 8, 16, 549),
     2**20: (1024, 8, 32, 536),
 }
+NO_VISION = VisionConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, image_size=8)
 LOONGFORGE_IMAGES = ((1, 448), (2, 896), (4, 896), (6, 1008))  # of a sample: how many, and their side; not published
 
 
@@ -72,6 +82,38 @@ def rates(
     return Rates(flops / seconds / world / 1e12, seq_length * batch / seconds / world)
 
 
+def mixture_rates(name: str, dims: Dims, *, batch: int, micro_batch: int = 1, recompute: Any = "none") -> Rates:
+    """Return the rates of a text-only step of a mixture of experts on H100s, all experts loaded alike."""
+    model = published_model(name)
+    experts = replace(model.experts, router_force_load_balancing=True)
+    config = Config(
+        model=resolve_model(replace(model, vision=NO_VISION, projector=ProjectorConfig("linear"), experts=experts)),
+        precision=PrecisionConfig("bf16"),
+        train=TrainConfig(seq_length=4096, global_batch_size=batch, micro_batch_size=micro_batch),
+        execution=ExecutionConfig(recompute_granularity=recompute),
+        data=DataConfig(kind="synthetic", images_per_sample=(0,)),
+    )
+    config = with_dims(config, dims)
+    config = replace(config, parallel=replace(config.parallel, overlap_grad_reduce=True))
+    seconds = predict(config, dims, profile("h100")).seconds
+    flops = step_flops(config, times(typical_workload(config), batch))
+    return Rates(flops / seconds / dims.world / 1e12, 4096 * batch / seconds / dims.world)
+
+
+def mixture_lines() -> Iterator[str]:
+    small = Dims(dp=8, ep=8)
+    for recompute in ("none", "full"):
+        found = [
+            mixture_rates("qwen3_vl_30b_a3b", small, batch=512, micro_batch=samples, recompute=recompute).tflops
+            for samples in (1, 2, 4)
+        ]
+        shown = ", ".join(f"{each:.0f}" for each in found)
+        yield f"Qwen3-30B-A3B, EP8, micro-batch 1, 2, 4, recompute {recompute}: {shown} TFLOP/s"
+    for ep in (32, 8):
+        run = mixture_rates("qwen3_vl_235b_a22b", Dims(tp=2, pp=8, vpp=4, dp=16, ep=ep), batch=2048)
+        yield f"Qwen3-235B-A22B, TP2 PP8 VPP4 EP{ep}: {run.tflops:.0f} TFLOP/s"
+
+
 def lines() -> Iterator[str]:
     for tp in (1, 2, 4):
         for samples in (1, 2):
@@ -104,6 +146,7 @@ def lines() -> Iterator[str]:
             f"{gain:.2f} × ({n} of {side}²)" for gain, (n, side) in zip(gains, LOONGFORGE_IMAGES, strict=True)
         )
         yield f"LoongForge, {gpu}: {sizes}"
+    yield from mixture_lines()
 
 
 def long_lines() -> Iterator[str]:
