@@ -99,6 +99,22 @@ def experts_divide_over_ranks(config: Config) -> str | None:
     return None
 
 
+def rows_of_experts_are_aligned(config: Config) -> str | None:
+    """torch's grouped product reads rows of 16 bytes, on a CPU as on a GPU."""
+    step = 4 if config.precision.dtype == "fp32" else 8
+    model, etp = resolve_model(config.model), expert_tensor_parallel(config)
+    width, hidden = model.experts.ffn_hidden_size, model.language.hidden_size
+    needs = f"--num-experts with --precision {config.precision.dtype} needs"
+    if hidden % step:
+        return f"{needs} a multiple of {step} as --language-hidden-size, not {hidden}: {nearest(hidden, step)}"
+    if width // etp % step:
+        return (
+            f"{needs} a multiple of {step} × ETP as --moe-ffn-hidden-size, not {width} with --etp {etp}: "
+            f"{nearest(width, step * etp)}"
+        )
+    return None
+
+
 def experts_have_sequence_parallelism(config: Config) -> str | None:
     """Without sequence parallelism all TP ranks would send the same tokens to the experts."""
     if config.parallel.tensor_model_parallel_size > 1 and not sequence_parallel(config):
@@ -165,4 +181,6 @@ def _with_experts(*rules: Callable[[Config], str | None]) -> tuple[Callable[[Con
 EXPERT_MODEL_RULES = _with_experts(
     tokens_find_experts, dense_layers_exist, groups_of_experts_divide, bias_has_sigmoid, frozen_routers_have_no_bias
 )
-EXPERT_LAYOUT_RULES = _with_experts(experts_divide_over_ranks, experts_have_sequence_parallelism, experts_support)
+EXPERT_LAYOUT_RULES = _with_experts(
+    experts_divide_over_ranks, rows_of_experts_are_aligned, experts_have_sequence_parallelism, experts_support
+)

@@ -501,7 +501,16 @@ EXPERTS = (
         "--moe-router-bias-update-rate 0",
     ),
     Mistake(f"{MIXTURE} --ep 3 --gbs 6", "--expert-model-parallel-size 3", "4, 2 or 1", "--ep 1", 3),
-    Mistake(f"{MIXTURE} --etp 2 --moe-ffn-hidden-size 33", "--moe-ffn-hidden-size 33", "32 or 34", "--etp 1", 2),
+    Mistake(
+        f"{MIXTURE} --etp 3 --gbs 6 --moe-ffn-hidden-size 64", "--moe-ffn-hidden-size 64", "63 or 66", "--etp 1", 3
+    ),
+    Mistake(f"{MIXTURE} --etp 2 --moe-ffn-hidden-size 36", "not 36 with --etp 2", "use 32 or 40", "--etp 1", 2),
+    Mistake(
+        f"{MIXTURE} --precision bf16 --language-num-attention-heads 2 --language-hidden-size 132",
+        "a multiple of 8 as --language-hidden-size",
+        "use 128 or 136",
+        "--language-hidden-size 128",
+    ),
     Mistake(
         f"{MIXTURE} --tp 2 --moe-shared-expert-intermediate-size 33",
         "--moe-shared-expert-intermediate-size 33",
