@@ -46,7 +46,7 @@ GLM4V = (
 
 # Experts whose rows outweigh the rest; even, as other loads differ from rank to rank.
 EXPERTS = (
-    "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 128 --moe-dense-layers 0 "
+    "--seq-length 512 --num-experts 8 --moe-router-topk 8 --moe-ffn-hidden-size 128 --moe-dense-layers 0 "
     "--moe-router-force-load-balancing"
 )
 SHARED = "--moe-shared-expert-intermediate-size 256 --moe-shared-expert-gate --moe-aux-loss-coeff 1e-3"

@@ -22,6 +22,7 @@ from megavlm.planner.candidates import Space, candidates
 from megavlm.planner.cost import gradient_seconds, trained_parameters
 from megavlm.planner.experts import exchange_seconds, product_seconds
 from megavlm.planner.hardware import PROFILES
+from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import model_state_bytes
 from megavlm.planner.plan import make_plan
 from megavlm.planner.search import search
@@ -69,7 +70,11 @@ def test_dense_layers_among_mixtures_have_one_mlp() -> None:
     # A dense MLP of 1,536 does half as much again as two experts of 512: the first stage gets fewer layers.
     even, uneven = (make_plan(each, two).chunks for each in (MIXTURE, config))
     assert len(uneven[0]) <= len(even[0])
-    assert rank_parameters("language.layers.0", case(two, config)) != rank_parameters(LAYER, case(two, config))
+    scenario = case(two, config)
+    assert rank_parameters("language.layers.0", scenario) != rank_parameters(LAYER, scenario)
+    first = scenario.names.index("language.layers.0")
+    state = layer_profiles(scenario, H100).model_state
+    assert state[first + 1] - state[first] < state[first + 2] - state[first + 1], "each layer is measured as it is"
 
 
 @pytest.mark.parametrize(
