@@ -34,7 +34,7 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 def _gather(input_: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
     """Gather along the first dimension. gloo gathers equal parts only: uneven ones are padded to the longest."""
-    if output_split_sizes is None or group.size() == 1:
+    if output_split_sizes is None or len(set(output_split_sizes)) == 1:
         gathered: Tensor = _Even.gather(input_, group, None, use_global_buffer)
         return gathered
     longest = max(output_split_sizes)
@@ -47,7 +47,7 @@ def _gather(input_: Tensor, group: Any, output_split_sizes: Any = None, use_glob
 
 def _scatter(input_: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
     """Sum over ranks and scatter along the first dimension, padded as above."""
-    if input_split_sizes is None or group.size() == 1:
+    if input_split_sizes is None or len(set(input_split_sizes)) == 1:
         scattered: Tensor = _Even.scatter(input_, group, None, use_global_buffer)
         return scattered
     longest = max(input_split_sizes)
