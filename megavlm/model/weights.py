@@ -1,7 +1,8 @@
 """Initial weights from a seed and each tensor's global name: every layout starts from the same numbers.
 
 The sharding that checkpoints use says which slice of which named tensor a rank holds; the whole tensor is drawn
-from a generator seeded by the name, and the rank keeps its slice.
+from a generator seeded by the name, and the rank keeps its slice. Experts are one tensor, and each of them has a
+generator of its own, so that a rank draws those that it holds.
 """
 
 from __future__ import annotations
@@ -41,9 +42,15 @@ def initialize(
     for shard in named_shards(chunk):
         if not drawn(shard.key):
             continue
+        shape, index = tuple(shard.global_shape), index_of(shard)
+        experts = index[0] if ".experts." in shard.key else None  # a rank's shards of a tensor are of the same experts
         if shard.key != last_key:  # the two halves of a gated layer are slices of one tensor
-            last_key, last = shard.key, _whole(shard.key, tuple(shard.global_shape), config, vocab_size=vocab_size)
-        shard.data.copy_(last[index_of(shard)])
+            if experts is not None:
+                last = _experts(shard.key, shape[1:], config, range(experts.start, experts.stop))
+            else:
+                last = _whole(shard.key, shape, config, vocab_size=vocab_size)
+            last_key = shard.key
+        shard.data.copy_(last[index if experts is None else (slice(None), *index[1:])])
 
 
 def index_of(shard: ShardedTensor) -> tuple[slice, ...]:
@@ -61,6 +68,11 @@ def _whole(key: str, shape: tuple[int, ...], config: Config, *, vocab_size: int)
     return whole
 
 
+def _experts(key: str, shape: tuple[int, ...], config: Config, numbers: range) -> Tensor:
+    """Return the weights [experts, *shape] of the experts with these numbers."""
+    return torch.stack([_draw(key, shape, config, seeded_by=f"{key}[{number}]") for number in numbers])
+
+
 def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_size: int) -> tuple[int, ...]:
     """Return a parameter's shape without the padding that TP may have needed (vocabulary rows, vision heads)."""
     if not is_padded_for_tp(key):
@@ -74,8 +86,8 @@ def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_si
     return (3 * model.vision.hidden_size, *shape[1:])
 
 
-def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:
-    model = config.model
+def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | None = None) -> Tensor:
+    model, generator = config.model, _generator(seeded_by or key, config)
     leaf = key.rpartition(".")[2]
     if leaf in ("bias", "expert_bias"):
         return torch.zeros(shape)
@@ -86,12 +98,12 @@ def _draw(key: str, shape: tuple[int, ...], config: Config) -> Tensor:
     if is_adapter(key) and leaf == "B":  # so that training starts from the adapted model itself
         return torch.zeros(shape)
     if is_adapter(key):  # as PEFT draws A: Kaiming's uniform with a = √5, which is ±1/√inputs
-        return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=_generator(key, config))
+        return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
     std = 1 / math.sqrt(shape[0]) if leaf == "image_newline" else model.init_method_std  # LLaVA-NeXT
     if key.endswith("self_attention.linear_proj.weight") or (".mlp." in key and key.endswith("linear_fc2.weight")):
         layers = model.vision.num_layers if kind_of(key) == VISION_LAYER else model.language.num_layers
         std /= math.sqrt(2 * layers)
-    return torch.empty(shape).normal_(0.0, std, generator=_generator(key, config))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 def _is_added_to_one(key: str, model: ModelConfig) -> bool:
@@ -101,6 +113,6 @@ def _is_added_to_one(key: str, model: ModelConfig) -> bool:
     return (model.language if part_of(key) == "language" else model.projector).apply_layernorm_1p
 
 
-def _generator(key: str, config: Config) -> torch.Generator:
-    digest = hashlib.sha256(f"{config.train.seed}:{key}".encode()).digest()
+def _generator(name: str, config: Config) -> torch.Generator:
+    digest = hashlib.sha256(f"{config.train.seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
