@@ -181,7 +181,11 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     )
     watch.starting("checkpoint")
     built = time.time()
-    position = restore(engine, data.loaders.training, config, plan, choices, data.identity)
+    try:
+        position = restore(engine, data.loaders.training, config, plan, choices, data.identity)
+    except BaseException:
+        engine.close()  # a process that builds another run must not keep this one's weights and process groups
+        raise
     dist.barrier()  # others may still read what rank 0 holds for them
     holds.release()
     callbacks, progress = Callbacks(watch.phases), None

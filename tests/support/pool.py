@@ -21,7 +21,7 @@ from tests.support import forked
 IDLE = 0.005  # share of a core: a rank that waits for others uses 0.002, one on a machine with a load of 100 has 0.02
 
 # A gloo group has three threads, one of which wakes up a hundred times a second; a layout has up to 25 groups.
-MOST_THREADS = 160
+MOST_THREADS = 300
 
 
 class Pool:
