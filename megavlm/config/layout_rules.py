@@ -30,7 +30,7 @@ def every_rank_has_heads(config: Config) -> str | None:
 
 
 def every_rank_has_a_part_of_mlps(config: Config) -> str | None:
-    """Widths that TP does not divide are padded, but no rank should have zeros alone."""
+    """Refuse widths of which a rank would hold padding alone; others that TP does not divide are padded."""
     parallel, model = config.parallel, config.model
     language, vision = ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size), _vision_tp(config)
     widths = (

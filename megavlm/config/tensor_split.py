@@ -17,7 +17,7 @@ from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive rows (or columns) of a rank: its rows from `local` on are the model's from `real` on."""
+    """Says where consecutive rows (or columns) of a rank lie: those from `local` on are the model's from `real` on."""
 
     local: int
     real: int
@@ -62,7 +62,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What tensor-parallel ranks send one another, so that each slot gets its whole key and value."""
+    """Says what tensor-parallel ranks send one another, so that each slot gets its whole key and value."""
 
     sends: tuple[tuple[int, ...], ...]  # to each rank, the parts in these of this rank's slots
     receives: tuple[int, ...]  # from each rank, so many parts

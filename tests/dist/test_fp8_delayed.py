@@ -55,7 +55,7 @@ LAYOUTS = [
 def test_ranks_that_split_rows_scale_by_the_largest_values_of_all(
     pools: Pools, tmp_path: Path, world: int, layout: str
 ) -> None:
-    """A rank's own part of a tensor has smaller ones, by a third and more."""
+    """The largest values of all ranks exceed those of a rank's own part of a tensor by a third and more."""
     argv = [*SAVING, *layout.split(), "--train-iters", "2"]
     pools(world).run(train, argv, str(tmp_path / "split"))
     pools(1).run(train, [*argv, *"--cp 1 --tp 1 --pp 1".split()], str(tmp_path / "one"))

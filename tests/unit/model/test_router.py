@@ -22,7 +22,7 @@ TOKENS, TRAINED = (10, 7), (4, 3)  # the second row ends with padding
 
 
 def router_of(**options: Any) -> Router:
-    """A router with random weights on one process, about to run a micro-batch of two rows."""
+    """Return a router with random weights, in one process, that expects a micro-batch of two rows."""
     config: Any = SimpleNamespace(hidden_size=HIDDEN, params_dtype=torch.float32, sequence_parallel=False)
     alone: Any = SimpleNamespace(size=lambda: 1)
     groups: Any = SimpleNamespace(tp=alone, tp_cp=alone)
