@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, Metadata
@@ -71,7 +71,7 @@ def write_share(
             results.extend(found)
             sums[name] = total
 
-    with _without_record_sums(), ThreadPoolExecutor(THREADS) as pool:
+    with without_record_sums(), ThreadPoolExecutor(THREADS) as pool:
         for _ in pool.map(write, [*files, *whole]):
             pass  # an error of any is raised here
     return Written(results, sums)
@@ -84,7 +84,7 @@ def write_file(
     results = []
     stream = None
     try:
-        with path.open("wb") as file:
+        with path.open("wb") as file, without_record_sums():
             on_disk = _FlushedFile(file)
             stream = SummingFile(cast(IO[bytes], on_disk), go_on)
             if isinstance(content, bytes):
@@ -158,8 +158,11 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _without_record_sums() -> Any:
-    """Let `torch.save` not sum up records: that takes four times as long as writing them, and no reader looks."""
+def without_record_sums() -> Iterator[None]:
+    """Let `torch.save` not sum up records: that takes four times as long as writing them, and no reader looks.
+
+    Up to torch 2.12 the setting is the process's, later each thread's: the starter of threads and they enter it.
+    """
     before = get_crc32_options()
     set_crc32_options(False)
     try:

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.checkpoint_reader import Stored
@@ -36,6 +35,7 @@ from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.sidecar import write_sidecar
 from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY, FileSum, SummingFile
 from megavlm.checkpoint.summary import FORMAT
+from megavlm.checkpoint.tensor_files import without_record_sums
 from megavlm.config.schema import Config
 from megavlm.families.shared.table import Shape
 
@@ -115,7 +115,7 @@ class _StreamingWriter(dcp.FileSystemWriter):
                 return next(items, None)
 
         def fill(name: str) -> None:
-            with (Path(self.path) / name).open("wb", buffering=0) as unsummed:
+            with (Path(self.path) / name).open("wb", buffering=0) as unsummed, without_record_sums():
                 file = SummingFile(unsummed)
                 while (item := next_item()) is not None:
                     offset = file.tell()
@@ -125,12 +125,8 @@ class _StreamingWriter(dcp.FileSystemWriter):
                     results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
                 self.sums[name] = file.sum
 
-        summed = get_crc32_options()
-        set_crc32_options(False)
-        try:
+        with without_record_sums():
             for_each(fill, [f"__0_{number}.distcp" for number in range(THREADS)])
-        finally:
-            set_crc32_options(summed)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -30,6 +31,7 @@ backend.activate()
 from megavlm.checkpoint.reading import Planner, Reader, common_state  # noqa: E402
 from megavlm.checkpoint.records import check_record  # noqa: E402
 from megavlm.checkpoint.safety import read_metadata  # noqa: E402
+from megavlm.checkpoint.tensor_files import without_record_sums  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
 
 
@@ -281,6 +283,18 @@ def test_what_is_compressed_is_not_unpacked(tmp_path: Path):
         archive.writestr("archive/data/0", bytes(2**20))
     with pytest.raises(UserError, match="compressed"):
         check_record(buffer, "entry")
+
+
+def test_a_record_may_be_saved_without_sums():
+    """As files of checkpoints are: their manifest has a sum of each. A sum that is there must be right."""
+    for summed in (True, False):
+        buffer = io.BytesIO()
+        with contextlib.nullcontext() if summed else without_record_sums():
+            torch.save(torch.ones(3), buffer)
+        check_record(buffer, "entry")
+    damaged = archive(tensor(4, 4, 1), data=bytes(16)).getvalue().replace(b"FloatStorage", b"HalfStorage ")
+    with pytest.raises(UserError, match="Bad CRC-32"):
+        check_record(io.BytesIO(damaged), "entry")
 
 
 def archive(pickled: bytes, *, data: bytes = b"") -> io.BytesIO:
