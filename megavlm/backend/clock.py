@@ -10,15 +10,18 @@ from megavlm.resilience.phases import Clock, HostClock
 
 
 class DeviceClock:
-    """CUDA events on the computing stream. Not run on a GPU so far."""
+    """CUDA events on the computing stream."""
 
     def moment(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
+    def has_passed(self, moment: Any) -> bool:
+        return bool(moment.query())
+
     def seconds(self, earlier: Any, later: Any) -> float:
-        """Return the seconds between two events; the host must have waited for what was queued after the later one."""
+        """Return the seconds between two events; both must have passed."""
         return float(earlier.elapsed_time(later)) / 1e3
 
 

@@ -7,7 +7,9 @@ one assignment.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 START = "start"
@@ -44,6 +46,9 @@ class Clock(Protocol):
     def moment(self) -> Any:
         """Return a mark of this moment."""
 
+    def has_passed(self, moment: Any) -> bool:
+        """Return whether the device has got to a moment; it does not wait for it."""
+
     def seconds(self, earlier: Any, later: Any) -> float:
         """Return the seconds between two moments that have passed."""
 
@@ -54,6 +59,9 @@ class HostClock:
     def moment(self) -> float:
         return time.perf_counter()
 
+    def has_passed(self, moment: float) -> bool:
+        return True
+
     def seconds(self, earlier: float, later: float) -> float:
         return later - earlier
 
@@ -61,15 +69,17 @@ class HostClock:
 class Phases:
     """The phases of this rank's training thread; each lasts until the next is entered.
 
-    Inside a step `clock` measures them. Between steps (evaluation, save) the host's clock does, and the device is idle.
+    Inside a step `clock` measures them. A device may still update weights when the host has ended the step: its seconds
+    are then read at the end of the next step. Between steps (evaluation, save) the host's clock measures.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.now = Now(0, START, "", 0)
         self.totals = Totals(0, {})
-        self.last_step: Mapping[str, float] = {}  # seconds by phase
+        self.last_step: Mapping[str, float] = {}  # seconds by phase, of the last step that could be read
         self._clock: Clock = clock if clock is not None else HostClock()
         self._moments: list[tuple[str, Any]] = []  # of the step; empty between steps
+        self._unread: deque[list[tuple[str, Any]]] = deque()  # of steps that the device had not ended when last asked
         self._since = time.perf_counter()  # beginning of a phase between steps
 
     def enter(self, phase: str, detail: str = "") -> None:
@@ -90,15 +100,21 @@ class Phases:
         self._moments = [(DATA, self._clock.moment())]
 
     def end_step(self) -> None:
-        """End a step, for whose last phase the host has waited; what follows is between steps."""
-        seconds: dict[str, float] = {}
-        for (phase, began), (_, ended) in zip(self._moments, self._moments[1:], strict=False):
-            seconds[phase] = seconds.get(phase, 0.0) + self._clock.seconds(began, ended)
+        """End a step; what follows is between steps."""
+        self._unread.append(self._moments)
         self._moments = []
         self._lap()
+        while self._unread and self._clock.has_passed(self._unread[0][-1][1]):
+            self._read(self._unread.popleft())
+        self.enter(OTHER)
+
+    def _read(self, moments: Sequence[tuple[str, Any]]) -> None:
+        """Add the seconds of a step that the device has ended."""
+        seconds: dict[str, float] = {}
+        for (phase, began), (_, ended) in pairwise(moments):
+            seconds[phase] = seconds.get(phase, 0.0) + self._clock.seconds(began, ended)
         self.last_step = seconds
         self._add(seconds, steps=1)
-        self.enter(OTHER)
 
     def _lap(self) -> float:
         before, self._since = self._since, time.perf_counter()
