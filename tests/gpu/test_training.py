@@ -163,6 +163,8 @@ def logits_after_a_step(flags: list[str], world: Any) -> list[torch.Tensor]:
     )
     engine = model.engine_of(config, world)
     engine.train_step([batch])
+    graphs = engine.chunks[0].module.graphs
+    assert (graphs is not None and graphs.captured) == config.execution.cuda_graphs
     for chunk in engine.chunks:
         chunk.eval()
     logits = [part.float().cpu() for given in (batch, short) for part in engine.schedule.logits([given])]

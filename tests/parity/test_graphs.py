@@ -21,30 +21,31 @@ VOCABULARY, LAYERS = 61, 3
 
 
 class Replayed:
-    """Stands for `torch.cuda.make_graphed_callables`, and does to modules what it does (torch/cuda/graphs.py).
+    """Stands for `torch.cuda.make_graphed_callables`, and does to functions what it does (torch/cuda/graphs.py).
 
-    `forward` of each module is replaced, in the module itself, by one that replays as long as the module is in the mode
-    in which it was captured. A replay, which is counted, copies what it is given into the samples' memory (and would
-    broadcast).
+    A replay, which is counted, copies what it is given into the samples' memory (and would broadcast), but for what is
+    there already: parameters.
     """
 
     def __init__(self) -> None:
         self.captures: list[list[tuple[int, ...]]] = []
         self.calls = 0
 
-    def __call__(self, modules: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]]) -> list[nn.Module]:
+    def __call__(self, functions: Sequence[Any], samples: Sequence[tuple[Tensor, ...]]) -> list[Any]:
         self.captures.append([tuple(sample[0].shape) for sample in samples])
         assert all(sample[0].requires_grad and not sample[1].requires_grad for sample in samples)
-        for module, sample in zip(modules, samples, strict=True):
-            module.forward = self._graphed(module, module.training, sample, module.forward)  # type: ignore[method-assign]
-        return list(modules)
+        assert not any(isinstance(function, nn.Module) for function in functions), "would be changed in place"
+        # A node of a parameter, which DDP keeps, belongs to the default stream: no capture may come upon it.
+        assert all(value.is_leaf and not isinstance(value, nn.Parameter) for sample in samples for value in sample)
+        return [self._graphed(*each) for each in zip(functions, samples, strict=True)]
 
-    def _graphed(self, module: nn.Module, training: bool, sample: tuple[Tensor, ...], forward: Any) -> Any:
+    def _graphed(self, function: Any, sample: tuple[Tensor, ...]) -> Any:
         def graphed(*given: Tensor) -> Any:
-            if module.training != training:
-                return forward(*given)
             self.calls += 1
-            return forward(*(value.expand_as(memory) for value, memory in zip(given, sample, strict=True)))
+            assert len(given) == len(sample)
+            in_place = [value.data_ptr() == memory.data_ptr() for value, memory in zip(given, sample, strict=True)]
+            assert in_place == [False] * 4 + [True] * (len(given) - 4), "weights would be copied"
+            return function(*(value.expand_as(memory) for value, memory in zip(given, sample, strict=True)))
 
         return graphed
 
