@@ -112,7 +112,8 @@ def runs_of(bounds: Sequence[int]) -> tuple[Run, ...]:
 
 def in_sequence(packing: Packing, x: Tensor) -> Tensor:
     """[S, B, heads, D] → [T, heads, D]: rows one after the other, then in the packing's order."""
-    flat = x[:, 0] if x.shape[1] == 1 else x.transpose(0, 1).flatten(0, 1)
+    # `squeeze`: the gradient of an index is copied into zeros.
+    flat = x.squeeze(1) if x.shape[1] == 1 else x.transpose(0, 1).flatten(0, 1)
     return flat if packing.order is None else _Reordered.apply(flat, *packing.order)
 
 
