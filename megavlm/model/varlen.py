@@ -29,14 +29,23 @@ def kernel() -> Callable[..., Any] | None:
 
 
 def takes(query: Tensor, key: Tensor) -> bool:
-    """Return whether one call can attend in all sequences; it needs arguments that torch has since 2.12."""
+    """Return whether one call can attend in all sequences of these tensors."""
+    return takes_heads(query.shape[-1], query.dtype, grouped=query.shape[1] != key.shape[1])
+
+
+def takes_heads(width: int, dtype: torch.dtype, *, grouped: bool) -> bool:
+    """Return whether one call can attend in all sequences of such heads: torch 2.11 can, for grouped queries 2.12."""
     attend = kernel()
     if attend is None:
         return False
-    wanted = {"scale", "window_size"} | ({"enable_gqa"} if query.shape[1] != key.shape[1] else set())
-    width = query.shape[-1]
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return half and width % 8 == 0 and width <= WIDEST and wanted <= inspect.signature(attend).parameters.keys()
+    wanted = {"scale", "window_size"} | ({"enable_gqa"} if grouped else set())
+    half = dtype in (torch.bfloat16, torch.float16)
+    return half and width % 8 == 0 and width <= WIDEST and wanted <= _arguments(attend)
+
+
+@cache
+def _arguments(attend: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(attend).parameters)
 
 
 def attend_in_all(
