@@ -25,7 +25,6 @@ from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.config.tensor_split import HeadSplit, language_split, share_of, vision_split
-from megavlm.model import varlen
 from megavlm.model.activation import ActivationModule
 from megavlm.model.attention import Attention, CoreAttention
 from megavlm.model.context_attention import across_context
@@ -159,15 +158,8 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
     elif vision.qk_norm == "full":
         params = {"real_heads": vision.num_attention_heads, "tp_group": groups.tp}
         qk_norm = ModuleSpec(module=FullRMSNorm, params=params)
-    modules = modules_of(f"{VISION_LAYER}{number}", config, groups)
-    if not layer_config.attention_dropout and varlen.takes_heads(
-        vision.hidden_size // vision.num_attention_heads, layer_config.params_dtype, grouped=False
-    ):
-        # Windows and images are short, and a tower's layers small: Transformer Engine's attention takes its host longer
-        # to start than the device to compute, twice in a layer with windows of several sizes.
-        modules = replace(modules, core_attention=CoreAttention)
     submodules = _submodules(
-        modules,
+        modules_of(f"{VISION_LAYER}{number}", config, groups),
         AttnMaskType.no_mask,
         split=vision_split(vision, groups.dims.tp),
         qk_norm=qk_norm,

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megavlm.config.derived import layer_precision
 from megavlm.config.schema import Config
+from megavlm.model import varlen
 from megavlm.model.activation import ACTIVATIONS, Activation, keeping_input
 from megavlm.model.layer_modules import Execution, LayerModules, with_bias_inside
 from megavlm.model.packing import Packing, in_rows, in_sequence
@@ -125,9 +127,9 @@ def flattened(attention: type) -> type:
     """
 
     class FlattenedAttention(attention, _without_idle_generator(attention)):  # type: ignore[misc, unused-ignore]
-        def __init__(self, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
-            super().__init__(*args, softmax_scale=softmax_scale, **kwargs)
-            self.cached_scale = softmax_scale
+        def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+            super().__init__(config, *args, softmax_scale=softmax_scale, **kwargs)
+            self.cached_scale, self.drops = softmax_scale, config.attention_dropout > 0
 
         def forward(
             self,
@@ -135,24 +137,29 @@ def flattened(attention: type) -> type:
             key: Tensor,
             value: Tensor,
             attention_mask: Tensor | None,
+            attn_mask_type: AttnMaskType,
             *args: Any,
             packed_seq_params: Packing | None = None,
             **kwargs: Any,
         ) -> Tensor:
             """query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D]."""
             if packed_seq_params is None:
-                return super().forward(query, key, value, attention_mask, *args, **kwargs)
+                return super().forward(query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
             packing = packed_seq_params
             if packing.cached is not None:
                 return packing.cached.attend(self, query, key, value, scale=self.cached_scale)
-            inputs = tuple(in_sequence(packing, x) for x in (query, key, value))
-            outputs = [
-                super(FlattenedAttention, self)
-                .forward(*given, attention_mask, *args, packed_seq_params=how, **kwargs)
-                .flatten(0, -2)
-                for given, how in calls(packing, inputs)
-            ]
-            return in_rows(packing, torch.cat(outputs) if len(outputs) > 1 else outputs[0], rows=query.shape[1])
+            rows = query.shape[1]
+            query, key, value = inputs = tuple(in_sequence(packing, x) for x in (query, key, value))
+            if attn_mask_type is AttnMaskType.no_mask and not self.drops and varlen.is_faster(query, key, packing):
+                outputs = [varlen.attend_in_all(query, key, value, packing, causal=False, scale=self.cached_scale)]
+            else:
+                outputs = [
+                    super(FlattenedAttention, self)
+                    .forward(*given, attention_mask, attn_mask_type, *args, packed_seq_params=how, **kwargs)
+                    .flatten(0, -2)
+                    for given, how in calls(packing, inputs)
+                ]
+            return in_rows(packing, torch.cat(outputs) if len(outputs) > 1 else outputs[0], rows=rows)
 
     return FlattenedAttention
 

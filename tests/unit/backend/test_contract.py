@@ -166,6 +166,7 @@ HOOKS = (
         "a part of a file as a file",
         ("base_stream", "offset", "len"),
     ),
+    Hook("torch", "ops.aten._flash_attention_forward", "attention over sequences of any lengths in one call"),
     Hook("torch", "_foreach_norm", "norms of many tensors without a wait"),
     Hook("torch", "_foreach_mul_", "scales many tensors in place"),
     Hook("torch", "_foreach_copy_", "copies the histories of FP8 scaling in one launch"),

@@ -4,6 +4,7 @@ all sequences at once, and one call per run of equal lengths.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -57,41 +58,49 @@ def test_one_call_attends_in_all_sequences_where_torch_has_it(causal: bool, monk
     packing = packed([0, *accumulate(LENGTHS["batch and rest"])], CPU)
     expected = attended(core_attention(), packing, causal=causal, dtype=torch.bfloat16)
     assert (len(runs), len(calls)) == (4, 0)
-    monkeypatch.setattr(varlen, "kernel", lambda: calls_of_varlen(calls))
+    monkeypatch.setattr(varlen, "kernel", lambda: calls_of_flash(calls))
     found = attended(core_attention(), packing, causal=causal, dtype=torch.bfloat16)
     assert (len(runs), len(calls)) == (4, 1)
     assert_alike(found, expected, tolerance=2**-7)
 
 
+def test_a_towers_short_sequences_are_one_call_with_te_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of causal ones and long ones Transformer Engine's kernels are faster."""
+    calls: list[str] = []
+    monkeypatch.setattr(varlen, "kernel", lambda: calls_of_flash(calls))
+    packing = packed([0, *accumulate(LENGTHS["batch and rest"])], CPU, usual=USUAL)
+    expected = attended(core_attention(), packing, causal=False, dtype=torch.bfloat16)
+    for causal, short, flash, te in ((False, 5, 1, 0), (False, 4, 0, 2), (True, 5, 0, 2)):
+        calls.clear()
+        TEDotProductAttention.calls.clear()
+        monkeypatch.setattr(varlen, "SHORT", short)
+        found = attended(te_attention(causal), packing, causal=causal, dtype=torch.bfloat16)
+        assert (len(calls), len(TEDotProductAttention.calls)) == (flash, te)
+        if not causal:
+            assert_alike(found, expected, tolerance=2**-7)
+
+
 def test_the_kernel_takes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_groups(query: Tensor, scale: float, window_size: tuple[int, int]) -> None: ...
-
-    def before(query: Tensor, is_causal: bool) -> None: ...
-
-    def qkv(dtype: torch.dtype = torch.bfloat16, groups: int = GROUPS, width: int = WIDTH) -> tuple[Tensor, Tensor]:
-        return torch.empty(5, HEADS, width, dtype=dtype), torch.empty(5, groups, width, dtype=dtype)
+    def qkv(dtype: torch.dtype = torch.bfloat16, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+        return torch.empty(5, HEADS, width, dtype=dtype), torch.empty(5, GROUPS, width, dtype=dtype)
 
     assert not varlen.takes(*qkv())  # a CPU
-    monkeypatch.setattr(varlen, "kernel", lambda: calls_of_varlen([]))
+    monkeypatch.setattr(varlen, "kernel", lambda: calls_of_flash([]))
     assert varlen.takes(*qkv())
     for refused in (qkv(torch.float32), qkv(width=12), qkv(width=264)):
         assert not varlen.takes(*refused)
-    monkeypatch.setattr(varlen, "kernel", lambda: without_groups)
-    assert not varlen.takes(*qkv())
-    assert varlen.takes(*qkv(groups=HEADS))
-    monkeypatch.setattr(varlen, "kernel", lambda: before)
-    assert not varlen.takes(*qkv(groups=HEADS))
 
 
-def test_torch_has_the_kernel_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in's arguments are those of the installed torch."""
+def test_torch_has_the_operator_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in's arguments, by name and order, begin those of the installed torch, and autograd knows it."""
     monkeypatch.setattr(varlen, "device_at_hand", lambda: SimpleNamespace(capability=(9, 0)))
     varlen.kernel.cache_clear()
-    found = varlen.kernel()
+    operator: Any = varlen.kernel()
     varlen.kernel.cache_clear()
-    if found is None:
-        pytest.skip("torch before 2.10")
-    assert varlen.takes(torch.empty(5, 4, 8, dtype=torch.bfloat16), torch.empty(5, 4, 8, dtype=torch.bfloat16))
+    theirs = [argument.name for argument in operator._schema.arguments]
+    ours = list(inspect.signature(calls_of_flash([])).parameters)
+    assert theirs[: len(ours)] == ours
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Autograd")
 
 
 def test_a_stream_of_images_needs_few_cudnn_plans() -> None:
@@ -185,43 +194,43 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
     return runs, []
 
 
-def calls_of_varlen(calls: list[str]) -> Callable[..., Tensor]:
-    """`varlen_attn` of torch 2.13: FlashAttention's demands, one sequence after the other."""
+def calls_of_flash(calls: list[str]) -> Callable[..., tuple[Tensor]]:
+    """`aten::_flash_attention_forward` of torch 2.13: FlashAttention's demands, one sequence after the other."""
 
-    def varlen_attn(
+    def flash(
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
+        cum_seq_q: Tensor,
+        cum_seq_k: Tensor,
         max_q: int,
         max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
         *,
         scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    ) -> tuple[Tensor]:
         calls.append("all")
-        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-        assert cu_seq_q[-1] == cu_seq_k[-1] == len(query)
-        assert max_q == max_k == int(cu_seq_q.diff().max())
+        assert cum_seq_q.dtype == cum_seq_k.dtype == torch.int32
+        assert cum_seq_q[-1] == cum_seq_k[-1] == len(query)
+        assert max_q == max_k == int(cum_seq_q.diff().max())
         assert all(x.dim() == 3 and x.stride(-1) == 1 and x.dtype == torch.bfloat16 for x in (query, key, value))
-        assert enable_gqa or query.shape[1] == key.shape[1]
-        assert window_size in ((-1, -1), (-1, 0))
-        outputs = [_alone(query[a:b], key[a:b], value[a:b], scale, window_size) for a, b in _spans(cu_seq_q)]
-        return torch.cat(outputs)
+        assert (dropout_p, return_debug_mask) == (0.0, False)
+        outputs = [_alone(query[a:b], key[a:b], value[a:b], scale, is_causal) for a, b in _spans(cum_seq_q)]
+        return (torch.cat(outputs),)
 
-    return varlen_attn
+    return flash
 
 
 def _spans(bounds: Tensor) -> Sequence[tuple[int, int]]:
     return [(a, b) for a, b in pairwise(bounds.tolist()) if b > a]
 
 
-def _alone(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: tuple[int, int]) -> Tensor:
+def _alone(query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool) -> Tensor:
     scores = torch.einsum("qnd,knd->nqk", query, key.repeat_interleave(HEADS // GROUPS, dim=1)).float()
     scores = scores * (scale or WIDTH**-0.5)
-    if window[1] == 0:
+    if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
     out = torch.einsum("nqk,knd->qnd", scores.softmax(-1), value.repeat_interleave(HEADS // GROUPS, dim=1).float())
     return out.to(query.dtype)
