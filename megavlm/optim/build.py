@@ -23,6 +23,7 @@ from megavlm.optim.adamw import AdamW
 from megavlm.optim.chained import MeanGradientOptimizer
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.host_adamw import HostAdamW
+from megavlm.optim.model_weights import round_in_one_launch
 from megavlm.optim.param_gather import wait_before_reading
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.parallel.groups import Groups
@@ -105,6 +106,7 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
     for part in parts:
         if not part.is_stub_optimizer:
             _choose_update(part, on_host="optimizer" in config.execution.offload)
+            round_in_one_launch(part)
     return MeanGradientOptimizer(parts, clip=options.clip_grad)
 
 

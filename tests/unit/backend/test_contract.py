@@ -52,6 +52,11 @@ HOOKS = (
     Hook(CORE + "optimizer.clip_grads", "l2_norm_impl", "replaced: it waits for each parameter"),
     Hook(CORE + "optimizer.clip_grads", "multi_tensor_scale_impl", "replaced: it copies each gradient"),
     Hook(CORE + "optimizer.distrib_optimizer", "DistributedOptimizer._get_model_param_range_map", "a rank's run"),
+    Hook(
+        CORE + "optimizer.distrib_optimizer",
+        "DistributedOptimizer._copy_main_params_to_model_params",
+        "replaced: it copies one parameter after the other",
+    ),
     Hook(CORE + "distributed", "DistributedDataParallel.start_param_sync", "gathers at once", ("force_sync",)),
     Hook(CORE + "distributed", "DistributedDataParallel.zero_grad_buffer", "clears gradients"),
     Hook(CORE + "distributed.data_parallel_base", "_BaseDataParallel", "what a wrapped chunk is to schedules"),
