@@ -77,7 +77,7 @@ class Side(ABC):
         self.tally = Tally()
 
     @abstractmethod
-    def build(self, shape: gpu_model.Shape, task: dict[str, Any], watch: Watch) -> Callable[[], float]:
+    def build(self, shape: gpu_model.Shape, task: dict[str, Any], watch: Watch) -> Callable[[], float | Tensor]:
         """Build a new model; return its step, which returns the loss."""
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Side(ABC):
         known = torch.cuda.get_device_properties(0)
         return {"device": known.name, "memory": known.total_memory}
 
-    def peak_bytes(self, step: Callable[[], float]) -> int:
+    def peak_bytes(self, step: Callable[[], float | Tensor]) -> int:
         """Return the peak bytes of tensors during a step."""
         if self.on_gpu:
             return torch.cuda.max_memory_allocated()
@@ -115,7 +115,7 @@ def pinned(values: dict[str, Any], *, pin: bool) -> dict[str, Any]:
     return {k: v.contiguous().pin_memory() if pin and torch.is_tensor(v) else v for k, v in values.items()}
 
 
-def attention_of(step: Callable[[], float], *, on_gpu: bool) -> list[str]:
+def attention_of(step: Callable[[], float | Tensor], *, on_gpu: bool) -> list[str]:
     """Return the names of the attention operators and kernels of one forward pass, from torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 

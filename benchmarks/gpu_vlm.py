@@ -4,6 +4,7 @@
     python benchmarks/gpu_vlm.py --ablate --only LLaVA                          # megavlm, with and without options
     CUDA_VISIBLE_DEVICES= python benchmarks/gpu_vlm.py --device cpu --small     # the same code on small models
 
+Steps follow one another as in a training loop: the device is waited for after the last.
 Sides take turns, each in a process of its own that frees the device's memory after its turn, so that each can use all
 of it. Figures are medians; ratios are medians over rounds. After each turn the result is written to `--out`, after each
 model printed and, but for `--small`, appended to `benchmarks/records/gpu_vlm.jsonl`.

@@ -69,28 +69,30 @@ def run(side: Side, task: dict[str, Any]) -> dict[str, Any]:
     watch = Watch(side.on_gpu)
     step = side.build(shape, task, watch)
     settle: Callable[[], None] = torch.cuda.synchronize if side.on_gpu else lambda: None
-    losses, seconds = [step() for _ in range(task["warm_up"])], []
+    losses = [step() for _ in range(task["warm_up"])]
     settle()
     built = time.perf_counter() - began
     if side.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    watch.seconds.clear()
     side.tally.clear()
-    for _ in range(task["steps"]):
-        settle()
-        start = time.perf_counter()
-        losses.append(step())
-        settle()
-        seconds.append(time.perf_counter() - start)
-        watch.note()
+    # As a training loop runs: the host begins a step while the device still updates weights.
+    start = time.perf_counter()
+    losses += [step() for _ in range(task["steps"])]
+    settle()
+    seconds = [(time.perf_counter() - start) / task["steps"]] * task["steps"]
     tokens, positions, waited = side.tally.tokens, side.tally.positions, [*side.tally.waited]
+    watch.seconds.clear()
+    for _ in range(task["steps"]):
+        step()
+        settle()
+        watch.note()
     return {
         "step_seconds": seconds,
         "language_seconds": watch.seconds,
         "data_seconds": waited,
         "tokens": tokens,
         "positions": positions,
-        "losses": losses,
+        "losses": [float(loss) for loss in losses],
         "peak_bytes": side.peak_bytes(step),
         "parameters": side.parameters(),
         "layers": side.attention,

@@ -157,6 +157,7 @@ def followed(side: str, shape: Any, device: str, enter: Callable[[str], None]) -
     import layer_ranges
     from gpu_side import Watch
 
+    step: Callable[[], Any]
     watch = Watch(device == "cuda")
     task = {**gpu_sides.Side(side, SIDES[side] if device == "cuda" else "fp32").task, "weights": None}
     if side == "megavlm":
