@@ -79,6 +79,7 @@ def _emulated(tp: int, sp: bool, recipe: str, fp8: str, bias: bool) -> list[list
     """The same by two emulated layers; this rank's part of each tensor, put together again."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megavlm import backend
     from megavlm.parallel.dims import Dims
     from megavlm.parallel.groups import build_groups, destroy_groups
     from megavlm.precision.emulated import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
@@ -105,8 +106,10 @@ def _emulated(tp: int, sp: bool, recipe: str, fp8: str, bias: bool) -> list[list
     part = M // tp
     rows = slice(rank * part, (rank + 1) * part)
     share = slice(rank * S // tp, (rank + 1) * S // tp) if sp else slice(None)
+    device = backend.activate().device
     results = []
-    for x, first, second, b, grad in map(_numbers, range(STEPS)):
+    for step in range(STEPS):
+        x, first, second, b, grad = (each.to(device) for each in _numbers(step))
         one.zero_grad()
         two.zero_grad()
         with torch.no_grad():
@@ -117,10 +120,10 @@ def _emulated(tp: int, sp: bool, recipe: str, fp8: str, bias: bool) -> list[list
         mine = x[share].clone().requires_grad_()
         y = two(one(mine)[0])[0]
         y.backward(grad[share])
-        bias_grad = one.bias.grad if bias else torch.zeros(part)
+        bias_grad = one.bias.grad if bias else torch.zeros_like(b[rows])
         whole = [_joined(y.detach(), groups, 0 if sp else None), _joined(mine.grad, groups, 0 if sp else None)]
         whole += [_joined(t, groups, dim) for t, dim in ((one.weight.grad, 0), (two.weight.grad, 1), (bias_grad, 0))]
-        results.append(whole)
+        results.append([each.cpu() for each in whole])
     return results
 
 
@@ -129,8 +132,9 @@ def _joined(tensor: Tensor, groups, dim: int | None) -> Tensor:
 
     if dim is None:
         return tensor
+    tensor = tensor.contiguous()
     parts = [torch.empty_like(tensor) for _ in range(groups.tp.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=groups.tp)
+    dist.all_gather(parts, tensor, group=groups.tp)
     return torch.cat(parts, dim)
 
 

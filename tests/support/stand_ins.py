@@ -204,16 +204,17 @@ class _CrossEntropy(torch.autograd.Function):
         found = labels.as_strided((count,), (labels.stride(-1),)) - group.rank() * width
         held = (found >= 0) & (found < width)
         numbers = rows.float()
-        chosen = numbers[torch.arange(count), found.where(held, 0)].where(held, -math.inf)
+        places = torch.arange(count, device=rows.device), found.where(held, 0)
+        chosen = numbers[places].where(held, -math.inf)
         largest = numbers.amax(1)
         own = torch.stack([largest, (numbers - largest[:, None]).exp().sum(1), chosen])
-        every = torch.empty(group.size() * own.numel())
+        every = own.new_empty(group.size() * own.numel())
         dist.all_gather_into_tensor(every, own.flatten(), group=group)
         every = every.view(group.size(), *own.shape)
         total = every[:, 0].amax(0)
         sums = (every[:, 1] * (every[:, 0] - total).exp()).sum(0)
         rows.data.copy_((numbers - total[:, None]).exp() / sums[:, None])  # autograd hears of no kernel's writes
-        rows.data[torch.arange(count), found.where(held, 0)] -= held.to(rows.dtype)
+        rows.data[places] -= held.to(rows.dtype)
         ctx.save_for_backward(logits.detach())
         return (sums.log() + total - every[:, 2].amax(0)).reshape(samples, length)
 
