@@ -10,7 +10,7 @@ from tests.support.data_files import sources_of, write_all
 from tests.support.flags import DROPOUT, FOUR, MODELS, TWO
 from tests.support.float64 import train_in_float64
 from tests.support.pool import Pools
-from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import LONG, SMALL, assert_resumed, assert_same_curve, metrics, train
 
 LAYOUTS = {
     "cp2": (2, "--cp 2"),
@@ -138,7 +138,7 @@ def test_a_run_resumes_bit_for_bit_and_on_other_layouts(pools: Pools, one_proces
     pools(2).run(train, [*argv, *FOUR, "--no-save"], str(tmp_path / "whole"))
     pools(2).run(train, [*argv, *TWO], str(tmp_path / "halves"))
     pools(2).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
-    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+    assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
     layouts = ((2, "--cp 2"), (2, "--tp 2"), (1, ""), (2, "--cp 2"), (4, "--cp 2 --tp 2"))
     for number, (world, layout) in enumerate(layouts):
         steps = ["--train-iters", str(number + 2)]

@@ -15,7 +15,7 @@ from megavlm.checkpoint import folders
 from tests.support.flags import DROPOUT, FOUR, HALF, PADDED, TWO
 from tests.support.forked import PATIENCE, start_program, status_of
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, train
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: in
     pools(world).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
     pools(world).run(train, [*argv, *TWO], str(tmp_path / "halves"))
     pools(world).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
-    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+    assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_steps_are_known_where_rank_0_trains_nothing(pools: Pools, tmp_path: Pat
     pools(2).run(train, argv, str(tmp_path / "whole"))
     pools(2).run(train_with_lazy_counts, [*argv, *HALF], str(tmp_path / "halves"))
     pools(2).run(train_with_lazy_counts, argv, str(tmp_path / "halves"))
-    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+    assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
 
 
 def start(run_dir: Path) -> BaseProcess:
@@ -169,7 +169,7 @@ def test_killed_at_any_moment_resumes_from_the_newest_complete_checkpoint(tmp_pa
     kill_once(start(killed), lambda: len(folders.complete(checkpoints)) > len(survivors))  # between two saves
     assert status_of(start(killed)) == 0
 
-    assert without_wall_time(metrics(killed)) == without_wall_time(metrics(whole))
+    assert_resumed(metrics(killed), metrics(whole))
     assert not list(checkpoints.glob("tmp-*"))
 
 
