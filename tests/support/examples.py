@@ -28,7 +28,7 @@ ELSEWHERE = {
     "until ": "a shell loop around any command",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 ": "it waits for machines",
     "tools/gpu_check.sh": "it needs a GPU",
-    "python -m pytest tests/fake": "the suite has them",
+    "python -m pytest ": "the suite has them",
     "python benchmarks/": "hours",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from Qwen3-VL-30B": "tests/dist/test_hf.py trains mixtures",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --config recipes/": "tests/bench/test_recipes.py has the real models",
