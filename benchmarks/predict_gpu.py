@@ -18,7 +18,7 @@ from typing import Any
 import gpu_model
 from tables import with_table
 
-from megavlm.arch.kinds import is_transformer, local_parameters
+from megavlm.arch.kinds import is_transformer, model_parameters
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.arch.workload import attends_in_windows
@@ -98,7 +98,7 @@ def transformers(shape: gpu_model.Shape, hardware: Hardware) -> Explained:
     whole = case(shape, whole=True)
     counted = counts()["transformers"]["counted"][shape.name]["stretches"]
     parts = [_their_part(name, whole, hardware, counted) for name in whole.names]
-    trained = sum(local_parameters(name, shape.model, 1) for name in whole.names)
+    trained = sum(model_parameters(name, shape.model) for name in whole.names)
     return played(parts, trained * THEIR_UPDATE, hardware, THEIRS)
 
 

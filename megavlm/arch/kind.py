@@ -68,7 +68,11 @@ class LayerKind(ABC):
 
     @abstractmethod
     def parameters(self, model: ModelConfig, tp: int) -> int:
-        """Return the parameters that one of `tp` ranks holds, biases, norms and padding for TP included."""
+        """Return the parameters that one of `tp` ranks holds, biases, norms and padding included."""
+
+    def model_parameters(self, model: ModelConfig) -> int:
+        """Return the parameters that the model has here, without padding and without routed experts."""
+        return self.parameters(model, 1)
 
     def expert_parameters(self, model: ModelConfig, ranks: int) -> int:
         """Return the parameters of routed experts that one of `ranks` (EP × ETP) ranks holds, beside `parameters`."""

@@ -92,6 +92,11 @@ def local_parameters(name: str, model: ModelConfig, tp: int, expert_ranks: int =
     return _own_parameters(name, model, tp) + _expert_parameters(name, model, expert_ranks)
 
 
+def model_parameters(name: str, model: ModelConfig) -> int:
+    """Return the parameters that the model has in a layer, without padding."""
+    return kind_in(model, name).model_parameters(model) + _expert_parameters(name, model, 1)
+
+
 def layout_parameters(name: str, layout: Scenario) -> int:
     """Return what a rank holds of a layer by one of `Scenario.layouts`: its routed experts, or all else."""
     count = _expert_parameters if layout.experts_alone else _own_parameters

@@ -20,13 +20,17 @@ from megavlm.config.tensor_split import share_of
 class MixtureLayer(LanguageLayer):
     cpu_calls = 60  # sorting, and three products for each expert: not measured
 
-    def mlp_parameters(self, model: ModelConfig, tp: int) -> int:
+    def mlp_parameters(self, model: ModelConfig, ffn: int) -> int:
         """Return those of the shared expert, and of router and gate, which are whole on every rank."""
         whole = model.experts.num_experts + model.experts.shared_gate
-        return super().mlp_parameters(model, tp) + whole * model.language.hidden_size
+        return super().mlp_parameters(model, ffn) + whole * model.language.hidden_size
 
-    def mlp_width(self, model: ModelConfig, tp: int) -> int:
-        return share_of(model.experts.shared_ffn_hidden_size or 0, tp)
+    def mlp_width(self, model: ModelConfig) -> int:
+        return model.experts.shared_ffn_hidden_size or 0
+
+    def mlp_share(self, model: ModelConfig, tp: int) -> int:
+        """Return the shared expert's width on a rank, which is not padded."""
+        return share_of(self.mlp_width(model), tp)
 
     def expert_parameters(self, model: ModelConfig, ranks: int) -> int:
         return model.experts.num_experts * _expert_weights(model) // ranks

@@ -11,13 +11,31 @@ from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload, attends_in_windows
 from megavlm.config.derived import attends_in_window, masks_attention
 from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
-from megavlm.config.tensor_split import language_split, share_of
+from megavlm.config.tensor_split import language_split, mlp_share, share_of
 
 
 class TransformerKind(LayerKind):
     """Attention and an MLP, each between two norms and residuals: what recomputation, offloading and LoRA apply to."""
 
     cpu_calls = 20
+
+    @abstractmethod
+    def mlp_width(self, model: ModelConfig) -> int:
+        """Return the width of the MLP that all tokens pass."""
+
+    def mlp_share(self, model: ModelConfig, tp: int) -> int:
+        """Return the width of that MLP on one of `tp` ranks, padding included."""
+        return mlp_share(self.mlp_width(model), tp)
+
+    @abstractmethod
+    def parameters_with(self, model: ModelConfig, tp: int, ffn: int) -> int:
+        """Return the parameters that one of `tp` ranks holds where its MLP is `ffn` wide."""
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        return self.parameters_with(model, tp, self.mlp_share(model, tp))
+
+    def model_parameters(self, model: ModelConfig) -> int:
+        return self.parameters_with(model, 1, self.mlp_width(model))
 
     @abstractmethod
     def sizes(self, scenario: Scenario) -> LayerSizes:
@@ -37,14 +55,17 @@ class TransformerKind(LayerKind):
 class VisionLayer(TransformerKind):
     reads = Stream.PATCHES
 
-    def parameters(self, model: ModelConfig, tp: int) -> int:
+    def mlp_width(self, model: ModelConfig) -> int:
+        return model.vision.ffn_hidden_size
+
+    def parameters_with(self, model: ModelConfig, tp: int, ffn: int) -> int:
         vision = model.vision
-        hidden, ffn, heads = vision.hidden_size, vision.ffn_hidden_size, vision.num_attention_heads
+        hidden, heads = vision.hidden_size, vision.num_attention_heads
         width = hidden // heads
-        local, inner = share_of(heads, tp) * width, share_of(ffn, tp)
+        local = share_of(heads, tp) * width
         gates = 2 if vision.activation == "swiglu" else 1
-        weights = (4 * local + (gates + 1) * inner) * hidden
-        biases = 3 * local * vision.add_qkv_bias + (gates * inner + 2 * hidden) * vision.add_bias_linear
+        weights = (4 * local + (gates + 1) * ffn) * hidden
+        biases = 3 * local * vision.add_qkv_bias + (gates * ffn + 2 * hidden) * vision.add_bias_linear
         norms = {"none": 0, "head": 2 * width, "full": 2 * heads * width}[vision.qk_norm] + 2 * norm_parameters(vision)
         return weights + biases + norms + 2 * hidden * vision.layer_scale
 
@@ -61,7 +82,7 @@ class VisionLayer(TransformerKind):
         vision = model.vision
         gates = 3 if vision.activation == "swiglu" else 2
         attention, width = 4 * vision.hidden_size, gates * vision.ffn_hidden_size
-        return (attention + tp * gates * share_of(vision.ffn_hidden_size, tp)) / (attention + width), 1.0
+        return (attention + tp * gates * self.mlp_share(model, tp)) / (attention + width), 1.0
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
         return LayerSizes(scenario.model.vision, scenario)
@@ -70,25 +91,25 @@ class VisionLayer(TransformerKind):
 class LanguageLayer(TransformerKind):
     reads = Stream.TEXT
 
-    def parameters(self, model: ModelConfig, tp: int) -> int:
-        language = model.language
+    def mlp_width(self, model: ModelConfig) -> int:
+        return model.language.ffn_hidden_size
+
+    def parameters_with(self, model: ModelConfig, tp: int, ffn: int) -> int:
         language = model.language
         split, hidden = language_split(language, tp), language.hidden_size
-        weights = _attention_rows(language, tp) * hidden + self.mlp_parameters(model, tp)
+        weights = _attention_rows(language, tp) * hidden + self.mlp_parameters(model, ffn)
         norms = 2 * split.width * language.qk_norm + (4 if language.post_norms else 2) * hidden
         return weights + split.local_rows * language.add_qkv_bias + norms
 
-    def mlp_parameters(self, model: ModelConfig, tp: int) -> int:
-        """Return the parameters of the MLP that one of `tp` ranks holds, without routed experts."""
-        return 3 * self.mlp_width(model, tp) * model.language.hidden_size
-
-    def mlp_width(self, model: ModelConfig, tp: int) -> int:
-        """Return the width of the MLP that all tokens pass, on one of `tp` ranks."""
-        return share_of(model.language.ffn_hidden_size, tp)
+    def mlp_parameters(self, model: ModelConfig, ffn: int) -> int:
+        """Return the parameters of an MLP of this width, without routed experts."""
+        return 3 * ffn * model.language.hidden_size
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
-        split = language_split(model.language, tp)
-        whole, share = (_attention_rows(model.language, ranks) + 3 * self.mlp_width(model, ranks) for ranks in (1, tp))
+        language = model.language
+        split = language_split(language, tp)
+        whole = _attention_rows(language, 1) + 3 * self.mlp_width(model)
+        share = _attention_rows(language, tp) + 3 * self.mlp_share(model, tp)
         return tp * share / whole, tp * split.local_heads / split.heads
 
     def communication(self, scenario: Scenario) -> Communication:
@@ -102,7 +123,8 @@ class LanguageLayer(TransformerKind):
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         language = model.language
         heads = 2 * language.num_attention_heads + 2 * language.num_query_groups
-        params = language.hidden_size * heads * language.kv_channels + self.mlp_parameters(model, 1)
+        params = language.hidden_size * heads * language.kv_channels
+        params += self.mlp_parameters(model, self.mlp_width(model))
         squares = work.sliding_squares if attends_in_window(language, number) else work.token_squares
         attention = 2.0 * squares * language.kv_channels * language.num_attention_heads
         return LayerCost(params, 2.0 * params * work.tokens + attention, attention)
@@ -155,7 +177,7 @@ class LayerSizes:
         self.scenario, self.tokens, self.hidden = scenario, scenario.work.patches, vision.hidden_size
         width = vision.hidden_size // vision.num_attention_heads
         self.heads = self.groups = share_of(vision.num_attention_heads, scenario.dims.tp)
-        self.width, self.ffn = width, share_of(vision.ffn_hidden_size, scenario.dims.tp)
+        self.width, self.ffn = width, mlp_share(vision.ffn_hidden_size, scenario.dims.tp)
         self.discards = False  # what attention gives query heads that are padding
         self.norm: str = vision.normalization
         self.activation: str = vision.activation
@@ -195,7 +217,7 @@ class LanguageLayerSizes(LayerSizes):
         self.scenario, self.tokens, self.hidden = scenario, scenario.work.tokens, language.hidden_size
         self.heads, self.groups, self.width = split.local_heads, split.slots, split.width
         self.discards = split.discards
-        self.ffn, self.inner = share_of(language.ffn_hidden_size, tp), 2
+        self.ffn, self.inner = mlp_share(language.ffn_hidden_size, tp), 2
         self.norm, self.activation = "RMSNorm", language.activation
         self.qkv_bias, self.linear_bias = language.add_qkv_bias, False
         self.rotated, self.qk_norm, self.scaled = True, language.qk_norm, False

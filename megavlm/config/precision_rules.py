@@ -10,7 +10,7 @@ from megavlm.config.lora import adapted_parts
 from megavlm.config.messages import nearest
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config
-from megavlm.config.tensor_split import language_split, vision_split
+from megavlm.config.tensor_split import language_split, mlp_share, vision_split
 
 
 def fp8_belongs_to_bf16(config: Config) -> str | None:
@@ -93,16 +93,17 @@ def fp8_fits_the_tokens(config: Config) -> str | None:
 
 
 def fp8_fits_the_widths(config: Config) -> str | None:
-    """The widths of linear layers, divided by TP, must be multiples of what FP8 products support."""
+    """The widths of linear layers on one rank must be multiples of what FP8 products support."""
     precision, model, tp = config.precision, config.model, config.parallel.tensor_model_parallel_size
     multiple = fp8_multiple(precision.fp8_recipe)
-    widths: list[tuple[str, int, int]] = []
+    widths: list[tuple[str, int, int, int]] = []
     for part, sizes in (("vision", model.vision), ("language", model.language)):
         if fp8_in(part, config):
-            widths.append((f"--{part}-hidden-size", sizes.hidden_size, multiple))
-            widths.append((f"--{part}-ffn-hidden-size", sizes.ffn_hidden_size, multiple * tp))
-    for flag, width, step in widths:
-        if width % step:
+            hidden, ffn = sizes.hidden_size, sizes.ffn_hidden_size
+            widths.append((f"--{part}-hidden-size", hidden, hidden, multiple))
+            widths.append((f"--{part}-ffn-hidden-size", ffn, mlp_share(ffn, tp), multiple * tp))
+    for flag, width, on_rank, step in widths:
+        if on_rank % multiple:
             return (
                 f"{flag} {width} is not a multiple of {step}, which FP8 products need (--fp8-recipe "
                 f"{precision.fp8_recipe}, --tp {tp}): {nearest(width, step)}"

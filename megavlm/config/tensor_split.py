@@ -7,12 +7,16 @@ which stay zero, and checkpoints leave out. `Run`s say which rows of a rank are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
+
+# Rows of tensor cores' products in bf16 must be a multiple of 16 bytes long, and FP8 takes multiples of 16 elements.
+MLP_MULTIPLE = 16
+MLP_MOST_ADDED = 1 / 16  # of the width; narrower MLPs, which gain little, stay as they are
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,24 @@ def share_of(size: int, tp: int) -> int:
     return -(-size // tp)
 
 
-def share_runs(size: int, tp: int, rank: int, *, blocks: int = 1) -> tuple[Run, ...]:
-    """Return the rows of a rank, of each of several blocks of `size` rows, one below the other: gate and up are two."""
-    each = share_of(size, tp)
+def mlp_share(width: int, tp: int) -> int:
+    """Return the width of an MLP on each of `tp` ranks, padding included: aligned for tensor cores where that adds
+    little and leaves each rank a part of the model's width. Qwen2.5-VL's tower has 3,424 channels for its 3,420.
+    """
+    share = share_of(width, tp)
+    aligned = share_of(share, MLP_MULTIPLE) * MLP_MULTIPLE
+    adds_little = aligned - share <= share * MLP_MOST_ADDED
+    return aligned if adds_little and (tp - 1) * aligned < width else share
+
+
+def share_runs(
+    size: int, tp: int, rank: int, *, blocks: int = 1, share: Callable[[int, int], int] = share_of
+) -> tuple[Run, ...]:
+    """Return the rows of a rank, of each of several blocks of `size` rows, one below the other: gate and up are two.
+
+    `share` says how many rows of a block each rank holds.
+    """
+    each = share(size, tp)
     first = rank * each
     count = min(each, size - first)
     return tuple(Run(block * each, block * size + first, count) for block in range(blocks) if count > 0)

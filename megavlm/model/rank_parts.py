@@ -1,4 +1,5 @@
-"""Say which part of a weight of the model a tensor-parallel rank holds, where ranks do not simply divide its rows.
+"""Say which part of a weight of the model a tensor-parallel rank holds, where ranks do not simply divide its rows, or
+hold more to align them.
 
 Checkpoints, initial weights and imports then see the model's rows only: neither padding nor how heads are shared.
 """
@@ -6,6 +7,7 @@ Checkpoints, initial weights and imports then see the model's rows only: neither
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from megavlm.arch.layers import DEEPSTACK, LANGUAGE_LAYER, PROJECTOR, VISION_LAYER, kind_of
 from megavlm.config.schema import ModelConfig
-from megavlm.config.tensor_split import Part, language_split, share_runs
+from megavlm.config.tensor_split import Part, language_split, mlp_share, share_runs
 
 _PROJECTOR_LEAVES = {
     **{f"linear_{name}.{leaf}": 0 for name in ("in", "gate", "fc1") for leaf in ("weight", "bias")},
@@ -59,14 +61,15 @@ def _part_of_attention(leaf: str, model: ModelConfig, tp: int, rank: int) -> Par
 def _part_of_mlp(leaf: str, model: ModelConfig, language: bool, tp: int, rank: int) -> Part | None:
     width = model.language.ffn_hidden_size if language else model.vision.ffn_hidden_size
     gated = language or model.vision.activation == "swiglu"
-    if width % tp == 0:
+    if mlp_share(width, tp) * tp == width:
         return None
+    runs = partial(share_runs, width, tp, rank, share=mlp_share)
     if leaf in ("linear_fc1.weight", "linear_fc1.bias"):
-        return Part(0, (1 + gated) * width, share_runs(width, tp, rank, blocks=1 + gated))
+        return Part(0, (1 + gated) * width, runs(blocks=1 + gated))
     if leaf.startswith("linear_fc1.lora.") and leaf.endswith(".B"):
-        return Part(0, width, share_runs(width, tp, rank))
+        return Part(0, width, runs())
     if leaf == "linear_fc2.weight" or (leaf.startswith("linear_fc2.lora.") and leaf.endswith(".A")):
-        return Part(1, width, share_runs(width, tp, rank))
+        return Part(1, width, runs())
     return None
 
 

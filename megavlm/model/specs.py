@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
 from megavlm.config.schema import Config
-from megavlm.config.tensor_split import HeadSplit, language_split, share_of, vision_split
+from megavlm.config.tensor_split import HeadSplit, language_split, mlp_share, share_of, vision_split
 from megavlm.model.activation import ActivationModule
 from megavlm.model.attention import Attention, CoreAttention
 from megavlm.model.context_attention import across_context
@@ -82,13 +82,14 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 def vision_config(config: Config, *, tp: int) -> TransformerConfig:
     """megatron-core's view of the vision tower."""
     vision = config.model.vision
+    ffn = mlp_share(vision.ffn_hidden_size, tp) * tp
     return common_config(
         config,
         tp=tp,
-        padded=vision.ffn_hidden_size % tp != 0,
+        padded=ffn != vision.ffn_hidden_size,
         num_layers=vision.num_layers,
         hidden_size=vision.hidden_size,
-        ffn_hidden_size=share_of(vision.ffn_hidden_size, tp) * tp,
+        ffn_hidden_size=ffn,
         num_attention_heads=share_of(vision.num_attention_heads, tp) * tp,
         kv_channels=vision.hidden_size // vision.num_attention_heads,
         normalization=vision.normalization,
@@ -104,14 +105,14 @@ def vision_config(config: Config, *, tp: int) -> TransformerConfig:
 def language_config(config: Config, *, tp: int) -> TransformerConfig:
     """megatron-core's view of the language model."""
     language = config.model.language
-    split = language_split(language, tp)
+    split, ffn = language_split(language, tp), mlp_share(language.ffn_hidden_size, tp) * tp
     return common_config(
         config,
         tp=tp,
-        padded=not split.is_even or language.ffn_hidden_size % tp != 0,
+        padded=not split.is_even or ffn != language.ffn_hidden_size,
         num_layers=language.num_layers,
         hidden_size=language.hidden_size,
-        ffn_hidden_size=share_of(language.ffn_hidden_size, tp) * tp,
+        ffn_hidden_size=ffn,
         num_attention_heads=split.local_heads * tp,
         num_query_groups=split.slots * tp,
         kv_channels=language.kv_channels,

@@ -1,15 +1,19 @@
-"""Tensor parallelism that divides neither heads nor widths gives the numbers, and the files, of one process."""
+"""Tensor parallelism that divides neither heads nor widths gives the numbers, and the files, of one process; so does
+padding that aligns widths, on one process too.
+"""
 
 from __future__ import annotations
 
 import filecmp
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import transformers
 
 from megavlm.backend import activate
+from megavlm.config import tensor_split
 from tests.support.answers import answers
 from tests.support.flags import FOUR, HALF, TWO
 from tests.support.pool import Pools
@@ -37,14 +41,23 @@ MODELS = {
     "--language-hidden-size 51 --language-kv-channels 16",
     "lora": f"--language-num-attention-heads 6 --language-num-query-groups 2 {RICH} --lora-rank 4 --lora-dropout 0 "
     "--lora-targets language vision --freeze projector",
+    # MLPs that one process and two pad alike, to 256.
+    "wide": "--language-ffn-hidden-size 250 --vision-ffn-hidden-size 254 --vision-activation quick_gelu "
+    "--weight-decay 0.2",
+    "wide-gated": "--language-ffn-hidden-size 250 --vision-ffn-hidden-size 254 --vision-activation swiglu",
 }
 FAST = [
+    (1, "wide", "--micro-batch-size 4"),
+    (2, "wide-gated", "--tp 2 --micro-batch-size 4"),
     (2, "3-in-1", "--tp 2 --pp 1"),
     (4, "6-in-2", "--tp 4 --micro-batch-size 2 --data-parallel-sharding none"),
     (4, "lora", "--tp 4 --micro-batch-size 2"),
     (4, "14-in-2", "--tp 2 --cp 2"),
 ]
 SLOW = [
+    *[(1, model, "") for model in ("wide-gated", "lora")],
+    (2, "wide", "--tp 2"),
+    (2, "wide", "--data-parallel-sharding optimizer_gradients"),
     *[(4, model, "--tp 4 --micro-batch-size 4") for model in ("6-in-2", "14-in-2", "lora")],
     *[(3, model, "--tp 3 --seq-length 33 --micro-batch-size 2") for model in MODELS],
     *[(4, model, "--tp 2 --pp 2 --vpp 2") for model in MODELS],
@@ -63,10 +76,14 @@ SLOW = [
 ]
 
 
+def train_without_alignment(argv: list[str], run_dir: str) -> None:
+    """As `train`, but MLPs are as wide as the model says: on one process nothing is padded."""
+    with patch.object(tensor_split, "MLP_MULTIPLE", 1):
+        train(argv, run_dir)
+
+
 def train_with_padding(argv: list[str], run_dir: str) -> int:
     """As `train`; return how many numbers of this rank are padding, after a check that all of them are zeros."""
-    from unittest.mock import patch
-
     from megavlm.model.rank_parts import part_of_rank
     from megavlm.model.vlm import bare_chunk
     from megavlm.train import loop
@@ -95,13 +112,13 @@ def train_with_padding(argv: list[str], run_dir: str) -> int:
 
 @pytest.fixture(scope="module")
 def curve(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
-    """Curve of a model on one process, computed once."""
+    """Curve of a model on one process without any padding, computed once."""
     found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
 
     def of(*argv: str) -> list[dict[str, Any]]:
         if argv not in found:
             run_dir = str(tmp_path_factory.mktemp("one"))
-            pools(1).run(train, [*SMALL, *argv, "--no-save"], run_dir)
+            pools(1).run(train_without_alignment, [*SMALL, *argv, "--no-save"], run_dir)
             found[argv] = metrics(run_dir)
         return found[argv]
 
@@ -150,6 +167,14 @@ def test_checkpoints_resume_with_another_tensor_parallelism(pools, curve, tmp_pa
     for (world, flags), length in ((before, HALF), (after, [])):
         pools(world).run(train, [*SMALL, *MODELS[model].split(), *length, *flags.split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), curve(*MODELS[model].split()))
+
+
+@pytest.mark.parametrize(("world", "flags"), [(1, ""), pytest.param(2, "--tp 2", marks=pytest.mark.slow)])
+def test_checkpoints_without_aligned_widths_resume_with_them(pools, curve, tmp_path, world, flags):
+    argv = [*SMALL, *MODELS["wide-gated"].split()]
+    pools(1).run(train_without_alignment, [*argv, *HALF], str(tmp_path))
+    assert all(pools(world).run(train_with_padding, [*argv, *flags.split()], str(tmp_path)))
+    assert_same_curve(metrics(tmp_path), curve(*MODELS["wide-gated"].split()))
 
 
 @pytest.mark.slow
@@ -214,9 +239,11 @@ def test_exports_are_byte_equal(pools: Pools, tmp_path: Path) -> None:
         f"--lr-decay-style constant --no-tensorboard --precision fp32 --image-sizes 16 "
         "--train-iters"
     ).split()
-    pools(4).run(train_composed, [*argv, *"1 --tp 4 --lr 1e-30".split()], str(tmp_path / "four"))
-    assert convert.main(["export", str(tmp_path / "four"), str(tmp_path / "out")]) == 0
-    assert different(folder, tmp_path / "out") == []
+    for world in (1, 4):
+        run, out = str(tmp_path / f"of-{world}"), tmp_path / f"from-{world}"
+        pools(world).run(train_composed, [*argv, *f"1 --tp {world} --lr 1e-30".split()], run)
+        assert convert.main(["export", run, str(out)]) == 0
+        assert different(folder, out) == []
 
     adapted = "--lora-rank 3 --lora-targets language vision --freeze projector".split()
     pools(1).run(train_composed, [*argv, *"2 --lr 1e-2".split(), *adapted], str(tmp_path / "lora"))

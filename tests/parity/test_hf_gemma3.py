@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from megavlm.arch.kinds import layer_cost, local_parameters
+from megavlm.arch.kinds import layer_cost, model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.arch.workload import typical_workload
 from megavlm.config.schema import Config, TrainConfig
@@ -53,7 +53,7 @@ def test_published_sizes_have_the_parameters_of_transformers(name: str) -> None:
             transformers.Gemma3Config(text_config=values["text_config"], vision_config=tower)
         )
     theirs.tie_weights()
-    assert sum(local_parameters(layer, model, 1) for layer in layer_names(model)) == theirs.num_parameters()
+    assert sum(model_parameters(layer, model) for layer in layer_names(model)) == theirs.num_parameters()
 
 
 def test_layers_with_a_window_cost_less() -> None:

@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil, smart_resize
 
-from megavlm.arch.kinds import local_parameters
+from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.data.types import BadSample
 from megavlm.errors import UserError
@@ -44,7 +44,7 @@ def test_the_published_size_has_the_parameters_of_transformers() -> None:
     model = published_model("glm_4_1v_9b")
     with torch.device("meta"):
         theirs = transformers.Glm4vForConditionalGeneration(transformers.Glm4vConfig(**values))
-    assert sum(local_parameters(layer, model, 1) for layer in layer_names(model)) == theirs.num_parameters()
+    assert sum(model_parameters(layer, model) for layer in layer_names(model)) == theirs.num_parameters()
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])

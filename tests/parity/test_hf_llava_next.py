@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from megavlm.arch.kinds import local_parameters
+from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.errors import UserError
 from megavlm.families import FAMILIES, processor_from, published_model
@@ -46,7 +46,7 @@ def test_the_published_size_has_the_parameters_of_transformers() -> None:
         )
     tower = theirs.model.vision_tower
     idle = sum(p.numel() for part in (tower.encoder.layers[-1], tower.post_layernorm) for p in part.parameters())
-    found = sum(local_parameters(layer, model, 1) for layer in layer_names(model))
+    found = sum(model_parameters(layer, model) for layer in layer_names(model))
     assert found == theirs.num_parameters() - idle
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from megavlm.arch.kinds import local_parameters
+from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.errors import UserError
 from megavlm.families import FAMILIES, family_of, published_model
@@ -46,7 +46,7 @@ def test_the_published_size_has_the_parameters_of_transformers() -> None:
                 tie_word_embeddings=False,
             )
         )
-    assert sum(local_parameters(layer, model, 1) for layer in layer_names(model)) == theirs.num_parameters()
+    assert sum(model_parameters(layer, model) for layer in layer_names(model)) == theirs.num_parameters()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from megavlm.arch.kinds import local_parameters
+from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.cli import convert
 from megavlm.families import PUBLISHED, family_of, published_model
@@ -76,4 +76,4 @@ def test_published_qwen2_vl_has_the_parameters_of_transformers() -> None:
     with torch.device("meta"):
         theirs = transformers.Qwen2VLForConditionalGeneration(transformers.Qwen2VLConfig(**PUBLISHED["qwen2_vl_2b"][1]))
     theirs.tie_weights()
-    assert sum(local_parameters(layer, model, 1) for layer in layer_names(model)) == theirs.num_parameters()
+    assert sum(model_parameters(layer, model) for layer in layer_names(model)) == theirs.num_parameters()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from megavlm.arch.kinds import local_parameters
+from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names, part_of
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import ModelConfig
@@ -24,7 +24,7 @@ def check_size(model: ModelConfig, parts: Collection[str], shapes: Collection[Sh
     if layers > _SLACK * len(shapes):  # each layer has several
         raise UserError(f"a model of {layers} layers is described, and there are {len(shapes)} tensors: {where}")
     model = resolve_model(model)
-    described = sum(local_parameters(name, model, 1) for name in layer_names(model) if part_of(name) in parts)
+    described = sum(model_parameters(name, model) for name in layer_names(model) if part_of(name) in parts)
     there = sum(map(math.prod, shapes))
     if described > _SLACK * there:
         raise UserError(f"a model of {described:,} parameters is described, and there are {there:,}: {where}")

@@ -739,10 +739,10 @@ PRECISION = (
         "--language-hidden-size 144",
     ),
     Mistake(
-        f"{FP8} --language-ffn-hidden-size 272 --tp 2",
+        f"{FP8} --language-ffn-hidden-size 80 --tp 2",
         "a multiple of 32",
-        "use 256 or 288",
-        "--language-ffn-hidden-size 256",
+        "use 64 or 96",
+        "--language-ffn-hidden-size 64",
         world=2,
     ),
     Mistake(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from megavlm.config.cli import parse
 from megavlm.config.derived import launches_in_order, minutes_to_meet, overlapped, sequence_parallel
 from megavlm.config.fields import options
+from megavlm.config.precision_rules import fp8_fits_the_widths
 from megavlm.config.ranges import RANGES, UNRANGED
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
+from megavlm.families import published_model
 
 
 def test_every_number_is_in_one_range() -> None:
@@ -63,6 +66,18 @@ def test_the_defaults_are_a_run() -> None:
 )
 def test_what_works_is_allowed(argv: str, world: int) -> None:
     check(parse(argv.split()), world=world)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_fp8_takes_widths_of_mlps_that_are_padded(tp: int) -> None:
+    """Qwen2.5-VL's tower is 3,420 wide. MXFP8 needs multiples of 32, which 3,424 is, and 1,712 on each of two ranks is
+    not.
+    """
+    argv = f"--precision bf16 --fp8 hybrid --fp8-parts vision --tp {tp}".split()
+    config = replace(parse(argv), model=published_model("qwen2_5_vl_7b"))
+    assert fp8_fits_the_widths(config) is None
+    in_blocks = replace(config, precision=replace(config.precision, fp8_recipe="mxfp8"))
+    assert (fp8_fits_the_widths(in_blocks) is None) == (tp in (1, 4))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.config.tensor_split import HeadSplit, Part, head_split, share_of, share_runs
+from megavlm.config.tensor_split import HeadSplit, Part, head_split, mlp_share, share_of, share_runs
 
 
 @st.composite
@@ -116,8 +118,35 @@ def test_an_even_split_is_one_run() -> None:
     assert split.received == 0
 
 
-@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 3))
-def test_widths_are_divided_once(size: int, tp: int, blocks: int) -> None:
-    parts = [Part(0, blocks * size, share_runs(size, tp, rank, blocks=blocks)) for rank in range(tp)]
+@given(st.integers(1, 600), st.integers(1, 12), st.integers(1, 3), st.sampled_from([share_of, mlp_share]))
+def test_widths_are_divided_once(size: int, tp: int, blocks: int, share: Callable[[int, int], int]) -> None:
+    parts = [Part(0, blocks * size, share_runs(size, tp, rank, blocks=blocks, share=share)) for rank in range(tp)]
     assert sorted(row for part in parts for row in rows(part).values()) == list(range(blocks * size))
-    assert all(local < blocks * share_of(size, tp) for part in parts for local in rows(part))
+    assert all(local < blocks * share(size, tp) for part in parts for local in rows(part))
+
+
+@given(st.integers(1, 40_000), st.integers(1, 64))
+def test_widths_of_mlps_are_aligned_where_that_adds_little(width: int, tp: int) -> None:
+    least, share = share_of(width, tp), mlp_share(width, tp)
+    assert least <= share <= least * 17 / 16
+    assert share == least or share % 16 == 0
+    assert bool(share_runs(width, tp, tp - 1, share=mlp_share)) == bool(share_runs(width, tp, tp - 1))
+    if least >= 16 * 16 and tp <= 8:
+        assert share % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("width", "tp", "share"),
+    [
+        (3420, 1, 3424),  # Qwen2.5-VL's tower
+        (3420, 8, 432),
+        (3420, 32, 107),  # 112 would leave the last rank padding alone
+        (4304, 1, 4304),
+        (4304, 4, 1088),  # SigLIP-so400m
+        (256, 1, 256),
+        (250, 2, 128),
+        (60, 2, 30),  # too narrow
+    ],
+)
+def test_shares_of_mlps(width: int, tp: int, share: int) -> None:
+    assert mlp_share(width, tp) == share

@@ -46,6 +46,17 @@ def test_numbers_are_the_formulas_and_only_the_input_is_kept(name: str, dtype: t
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_zeros_give_zeros_and_so_do_their_gradients_in_a_product(name: str) -> None:
+    """Padding of an MLP stays zero: the second layer's columns get its outputs, zeros, as gradients, and are zeros
+    themselves, so that no gradient comes back.
+    """
+    x = torch.zeros(2, 8, requires_grad=True)
+    output = ACTIVATIONS[name](x)
+    (gradient,) = torch.autograd.grad(output, x, torch.zeros_like(output))
+    assert output.count_nonzero() == gradient.count_nonzero() == 0
+
+
 COMPILED = """
 import torch
 from megavlm.model.activation import ACTIVATIONS, activations

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megavlm.arch.kinds import local_parameters
+from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.arch.scenario import scenario_of
 from megavlm.config.load import from_dict, to_yaml
@@ -156,7 +156,7 @@ def test_the_timeline_is_drawn_as_one_page(tmp_path: Path) -> None:
 )
 def test_published_sizes(name: str, billions: float) -> None:
     sizes = published_model(name)
-    total = sum(local_parameters(layer, sizes, 1) for layer in layer_names(sizes))
+    total = sum(model_parameters(layer, sizes) for layer in layer_names(sizes))
     assert total / 1e9 == pytest.approx(billions, rel=2e-3)
     assert name in PUBLISHED
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megavlm.arch.kinds import communication, local_parameters
+from megavlm.arch.kinds import communication, layer_cost, layer_sizes, local_parameters, model_parameters
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.cli import parse
 from megavlm.families import published_model
@@ -31,14 +31,21 @@ def case(name: str = "qwen3_vl_8b", flags: str = "", *, tp: int = 1, dp: int = 1
     return scenario_of(replace(config, model=published_model(name)), Dims(tp=tp, pp=1, vpp=1, dp=dp), on_gpu=True)
 
 
+def without_padding(scenario: Scenario) -> Scenario:
+    """Make the tower's MLP so wide that one and two ranks hold it without padding."""
+    vision = replace(scenario.model.vision, ffn_hidden_size=4096)
+    return replace(scenario, model=replace(scenario.model, vision=vision))
+
+
 @pytest.mark.parametrize("name", ["qwen3_vl_8b", "internvl3_8b", "llava_1_5_7b", "qwen2_5_vl_7b"])
 def test_tensor_parallelism_divides_what_lies_inside_blocks_and_sequences_the_rest(name: str) -> None:
-    whole = case(name)
+    whole = without_padding(case(name))
     for layer in (LANGUAGE, VISION):
         alone = memory_traffic(layer, whole, NOW).terms
         assert {"norms", "residuals", "activation"} <= set(alone) <= INSIDE | BETWEEN
         for sequences in (True, False):
-            half = memory_traffic(layer, replace(case(name, tp=2), sequence_parallel=sequences), NOW).terms
+            two = without_padding(case(name, tp=2))
+            half = memory_traffic(layer, replace(two, sequence_parallel=sequences), NOW).terms
             for term, (forward, backward) in alone.items():
                 share = 2 if sequences or term in INSIDE else 1
                 assert half[term] == pytest.approx((forward / share, backward / share)), (layer, term)
@@ -135,12 +142,12 @@ def test_a_steps_end_is_counted_alike_for_predicting_and_for_measuring() -> None
 
 
 def test_heads_and_widths_that_tp_does_not_divide_take_what_their_padding_takes() -> None:
-    """Qwen2.5-VL-7B at TP 8: 32 heads where 28 are, and 3,424 channels of the tower's MLP where 3,420 are."""
+    """Qwen2.5-VL-7B at TP 8: 32 heads where 28 are, and 3,456 channels of the tower's MLP where 3,420 are."""
     given = case("qwen2_5_vl_7b", tp=8)
     language, vision = given.model.language, given.model.vision
     sizes = {
         "language": replace(language, num_attention_heads=32),
-        "vision": replace(vision, ffn_hidden_size=3424),
+        "vision": replace(vision, ffn_hidden_size=8 * 432),
     }
     padded = replace(given, model=replace(given.model, **sizes))
     for layer in (LANGUAGE, VISION):
@@ -149,6 +156,30 @@ def test_heads_and_widths_that_tp_does_not_divide_take_what_their_padding_takes(
     divided = case("qwen2_5_vl_7b", tp=4)
     whole = case("qwen2_5_vl_7b")
     assert rank_flops(LANGUAGE, divided) == tuple(flops / 4 for flops in rank_flops(LANGUAGE, whole))
+
+
+@pytest.mark.parametrize(
+    ("layer", "part", "odd", "aligned"), [(VISION, "vision", 3420, 3424), (LANGUAGE, "language", 18_940, 18_944)]
+)
+def test_padding_that_aligns_a_width_is_computed_and_kept_but_not_the_models(
+    layer: str, part: str, odd: int, aligned: int
+) -> None:
+    given, padded = (
+        replace(found, model=replace(found.model, **{part: replace(getattr(found.model, part), ffn_hidden_size=ffn)}))
+        for found in (case("qwen2_5_vl_7b"),)
+        for ffn in (odd, aligned)
+    )
+    assert rank_flops(layer, given) == pytest.approx(rank_flops(layer, padded), rel=1e-12)
+    assert local_parameters(layer, given.model, 1) == local_parameters(layer, padded.model, 1)
+    assert layer_sizes(layer, given).ffn == aligned
+    inputs = getattr(given.model, part).hidden_size
+    biases = 2 * (part == "vision")
+    more = (aligned - odd) * (3 * inputs + biases)
+    assert model_parameters(layer, padded.model) - model_parameters(layer, given.model) == more
+    assert model_parameters(layer, padded.model) == local_parameters(layer, padded.model, 1)
+    costs = [layer_cost(layer, each.model, each.work) for each in (given, padded)]
+    assert costs[1].parameters - costs[0].parameters == (aligned - odd) * 3 * inputs
+    assert costs[1].forward_flops > costs[0].forward_flops
 
 
 def test_ranks_that_share_keys_exchange_their_parts() -> None:
