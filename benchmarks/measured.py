@@ -63,9 +63,10 @@ def line(row: Row, found: Sequence[tuple[dict[str, Any], float]], machines: Sequ
 
 
 def machine(record: dict[str, Any]) -> str:
-    """Return the machine of a record: its processor, and the versions of Python and packages."""
+    """Return the machine of a record: a GPU that was used, the processor, and the versions of Python and packages."""
+    gpu = record["machine"]["device"] + ", " if isinstance(record.get("machine"), dict) else ""
     versions = [f"{name} {record[name]}" for name in ("torch", "megatron-core", "transformers")]
-    return f"{record['cpu']}, {record['cores']} cores, Python {record['python']}, {', '.join(versions)}"
+    return f"{gpu}{record['cpu']}, {record['cores']} cores, Python {record['python']}, {', '.join(versions)}"
 
 
 def table() -> str:

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from measured_values import (
     FROZEN,
     Value,
+    against,
     at,
     clips,
     context,
     errors,
+    gpu,
     images,
+    language_rate,
     loss_time,
+    memory_predicted,
     of_1024,
     vision_time_saved,
     with_processes,
@@ -74,7 +78,26 @@ def _placements() -> list[Row]:
     ]
 
 
+def _gpu() -> list[Row]:
+    """Return rows of both models on one GPU, as many language layers as fit."""
+    command, since = "python benchmarks/gpu_vlm.py", "2026-11-23T02:00"  # steps follow one another
+    rows = []
+    for shape in ("LLaVA-1.5-7B", "Qwen2.5-VL-7B, 2 images"):
+        for side in ("megavlm bf16", "megavlm fp8"):
+            asked = [
+                ("times as fast as Transformers (autocast)", against("transformers autocast"), "{:.2f} ×"),
+                ("language part, TFLOP/s", language_rate(side), "{:.0f}"),
+                ("planner's peak memory over the measured", memory_predicted(side), "{:.3f}"),
+            ]
+            rows += [
+                Row(f"{shape}, {side}: {what}", "gpu_vlm", command, gpu(shape, side, figure), form, True, since)
+                for what, figure, form in asked
+            ]
+    return rows
+
+
 ROWS = (
+    *_gpu(),
     Row(
         "CPU training step, one process: throughput over Transformers'",
         "cpu_step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -65,3 +66,44 @@ def context(tokens: int, cp: int, key: str) -> Value:
         return found and found[str(cp)][key] / found["1"][key]
 
     return value
+
+
+def gpu(shape: str, side: str, figure: Callable[[dict[str, Any], float], float | None]) -> Value:
+    """Return a function that reads a figure of one side of `gpu_vlm.py`, from its result and its median step time."""
+
+    def value(record: dict[str, Any]) -> float | None:
+        found = next((each for each in record["results"] if each["shape"] == shape and not each.get("ablation")), None)
+        seconds = None if found is None else _median(found, side, "step_seconds")
+        return None if found is None or seconds is None else figure(found, seconds)
+
+    return value
+
+
+def against(theirs: str) -> Callable[[dict[str, Any], float], float | None]:
+    """Return a function of a result and a side's step time: how many times as fast it is as another side."""
+
+    def gain(found: dict[str, Any], seconds: float) -> float | None:
+        other = _median(found, theirs, "step_seconds")
+        return None if other is None else other / seconds
+
+    return gain
+
+
+def language_rate(side: str) -> Callable[[dict[str, Any], float], float | None]:
+    """Return a function of a result: the TFLOP/s of a side's language part."""
+    return lambda found, _: found["language_flops"] / (_median(found, side, "language_seconds") or math.inf) / 1e12
+
+
+def memory_predicted(side: str) -> Callable[[dict[str, Any], float], float | None]:
+    """Return a function of a result: the planner's peak memory over that of a side."""
+
+    def share(found: dict[str, Any], _: float) -> float:
+        measured = max(answer.get("peak_bytes", 0) for answer in found["answers"][side])
+        return found["predicted_bytes"][side] / measured
+
+    return share
+
+
+def _median(found: dict[str, Any], side: str, key: str) -> float | None:
+    values = [value for answer in found["answers"].get(side, []) for value in answer.get(key, [])]
+    return statistics.median(values) if values else None
