@@ -1,7 +1,7 @@
 """Transformer Engine's parts of a layer, through megatron-core's wrappers, and FP8 around them.
 
 Imported only where they were chosen. Written against megatron-core 0.16.1, Transformer Engine 2.9 to 2.11 (0.19.2 and
-2.20.2 have the same names); tests on CPU put other classes in the place of theirs, nothing here has run on a GPU yet.
+2.20.2 have the same names). Tests on a CPU put other classes in the place of theirs; `tests/gpu` runs theirs.
 """
 
 from __future__ import annotations

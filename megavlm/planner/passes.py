@@ -3,7 +3,7 @@
 A pass reads or writes a tensor once. `MemoryPasses` counts the passes of each operation between two matrix products,
 forward and backward, for one implementation of the layers; fusing an operation changes one number. A test compares
 `TORCH` with the bytes that a step on torch's layers moves on the fake device. The counts of Transformer Engine and of
-fused kernels come from the arguments of their kernels; launches and host seconds are estimates, not measured on a GPU.
+fused kernels come from the arguments of their kernels; launches and host seconds are estimates.
 """
 
 from __future__ import annotations
