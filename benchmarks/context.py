@@ -11,16 +11,15 @@ appends to `benchmarks/records/context.jsonl`, unless `--quick`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import sys
-import tempfile
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from rank_step import ranks_of
 from record import append, circumstances
 
 from tests.support.pool import Pools
@@ -57,9 +56,7 @@ def main() -> None:
 def measured(pools: Pools, tokens: int, cp: int) -> dict[str, float]:
     """Return the largest peak memory, processor time and bytes sent over all ranks, and largest over mean time."""
     argv = [*MODEL.split(), "--seq-length", str(tokens), "--cp", str(cp)]
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = pools(cp).run(step, argv, folder, timeout=3600)
-    peaks, seconds, sent = zip(*ranks, strict=True)
+    peaks, seconds, sent = ranks_of(pools, cp, argv, sent_by_attention)
     return {
         "bytes": max(peaks),
         "seconds": max(seconds),
@@ -74,40 +71,12 @@ def formula(tokens: int, cp: int) -> int:
     return LAYERS * 2 * tokens // cp * (2 * HEADS + 2 * GROUPS) * WIDTH * 4 * (cp - 1) // cp
 
 
-def step(argv: list[str], run_dir: str) -> tuple[int, float, int]:
-    """Return this rank's peak bytes of a step, the processor seconds of another one, and the bytes that it sends."""
-    import torch.distributed as dist
-
-    from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.train.build import build
-    from megavlm.train.loop import close
-    from tests.support.live_bytes import step_counts
-
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(config, backend.activate())
-    batches = run.data_loader.next_step().batches
-    peak = step_counts(run.engine, batches).peak
-    sent, exchange = 0, dist.all_to_all_single
-
-    def counted(received: Any, outgoing: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        if not args and kwargs.get("output_split_sizes") is None:  # features of images have uneven parts
-            ranks = kwargs["group"].size()
-            sent += outgoing.numel() * outgoing.element_size() * (ranks - 1) // ranks
-        return exchange(received, outgoing, *args, **kwargs)
-
-    begin = time.process_time()
-    with patch.object(dist, "all_to_all_single", counted):
-        run.engine.train_step(batches)
-    seconds = time.process_time() - begin
-    close(run)
-    return peak, seconds, sent
+def sent_by_attention(groups: Any, outgoing: Tensor, options: Mapping[str, Any]) -> int:
+    """Return the bytes that an exchange of heads sends to others; 0 for features of images, whose parts are uneven."""
+    if options.get("output_split_sizes") is not None:
+        return 0
+    ranks = options["group"].size()
+    return outgoing.numel() * outgoing.element_size() * (ranks - 1) // ranks
 
 
 if __name__ == "__main__":

@@ -12,16 +12,15 @@ formula. A run appends to `benchmarks/records/experts.jsonl`, unless `--quick`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import sys
-import tempfile
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from rank_step import ranks_of
 from record import append, circumstances
 
 from tests.support.pool import Pools
@@ -47,8 +46,7 @@ def main() -> None:
     pools, record = Pools(), dict[str, Any](circumstances())
     for name, (world, flags) in CASES.items():
         argv = [*MODEL.split(), *flags.split(), "--seq-length", str(tokens)]
-        with tempfile.TemporaryDirectory() as folder:
-            peaks, seconds, sent = zip(*pools(world).run(step, argv, folder, timeout=3600), strict=True)
+        peaks, seconds, sent = ranks_of(pools, world, argv, sent_to_experts)
         expected = formula(tokens, ranks=world if "mixture" in name else 1)
         record[name] = {"bytes": max(peaks), "seconds": max(seconds), "sent": max(sent), "formula": expected}
         print(
@@ -69,42 +67,14 @@ def formula(tokens: int, *, ranks: int) -> int:
     return LAYERS * 2 * rows * (2 * WIDTH + 1) * 4
 
 
-def step(argv: list[str], run_dir: str) -> tuple[int, float, int]:
-    """Return this rank's peak bytes of a step, the processor seconds of another one, and the bytes that it sends."""
-    import torch.distributed as dist
-
-    from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.train.build import build
-    from megavlm.train.loop import close
-    from tests.support.live_bytes import step_counts
-
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(config, backend.activate())
-    batches = run.data_loader.next_step().batches
-    peak = step_counts(run.engine, batches).peak
-    sent, exchange = 0, dist.all_to_all_single
-    group: Any = run.engine.groups.collection.ep
-
-    def counted(received: Any, outgoing: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        if kwargs["group"] is group:
-            splits = list(kwargs["input_split_sizes"])
-            others = sum(splits) - splits[group.rank()]
-            sent += others * outgoing[:1].numel() * outgoing.element_size()
-        return exchange(received, outgoing, *args, **kwargs)
-
-    begin = time.process_time()
-    with patch.object(dist, "all_to_all_single", counted):
-        run.engine.train_step(batches)
-    seconds = time.process_time() - begin
-    close(run)
-    return peak, seconds, sent
+def sent_to_experts(groups: Any, outgoing: Tensor, options: Mapping[str, Any]) -> int:
+    """Return the bytes that an exchange among the ranks of experts sends to others; 0 for all other exchanges."""
+    group = groups.collection.ep
+    if options["group"] is not group:
+        return 0
+    splits = list(options["input_split_sizes"])
+    others = int(sum(splits) - splits[group.rank()])
+    return others * outgoing[:1].numel() * outgoing.element_size()
 
 
 if __name__ == "__main__":
