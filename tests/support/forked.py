@@ -18,6 +18,7 @@ PATIENCE = 1800  # seconds: a program that has not ended is stuck, however busy 
 
 def context() -> ForkServerContext:
     """The context whose processes are children of the one fork server; that starts with the first of them."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server must have one thread, and processes share few cores
     forking = mp.get_context("forkserver")
     forking.set_forkserver_preload(["pytest", "tests.support.preload"])
     return forking
