@@ -13,6 +13,7 @@ from measured_values import (
     clips,
     context,
     errors,
+    experts,
     gpu,
     images,
     language_rate,
@@ -262,6 +263,20 @@ ROWS = (
         for tokens in (8192, 32768)
         for cp in (2, 4)
         for what, key in (("memory", "bytes"), ("processor time", "seconds"))
+    ),
+    *(
+        Row(f"2 of 8 experts, 4,096 tokens, {what}", "experts", "python benchmarks/experts.py", experts(*case))
+        for what, case in (
+            (
+                "one process: processor time of a step, over that of a dense model of the same active FLOPs",
+                ("mixture", "dense", "seconds"),
+            ),
+            (
+                "`--ep 2`: processor time of the busier rank, over that of a dense model on two replicas",
+                ("mixture, EP 2", "dense, DP 2", "seconds"),
+            ),
+            ("`--ep 2`: memory of the busier rank, over one process's", ("mixture, EP 2", "mixture", "bytes")),
+        )
     ),
     *(
         Row(

@@ -107,3 +107,8 @@ def memory_predicted(side: str) -> Callable[[dict[str, Any], float], float | Non
 def _median(found: dict[str, Any], side: str, key: str) -> float | None:
     values = [value for answer in found["answers"].get(side, []) for value in answer.get(key, [])]
     return statistics.median(values) if values else None
+
+
+def experts(case: str, base: str, key: str) -> Value:
+    """Return a function that reads a figure of one case of `experts.py` over that of another."""
+    return lambda record: record[case][key] / record[base][key]
