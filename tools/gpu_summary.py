@@ -87,7 +87,7 @@ def _tests(folder: Path) -> Iterator[Row]:
 def _cases_of_xml(file: Path) -> list[Row] | None:
     """Return the rows of pytest's XML report; None if pytest did not finish."""
     try:
-        # Of a test that was interrupted there is no name; the step says that its tests were ended.
+        # An interrupted test has no name here; the row of its step says that the tests were ended.
         cases = [case for case in ElementTree.parse(file).iter("testcase") if case.get("name")]
     except (OSError, ElementTree.ParseError):
         return None

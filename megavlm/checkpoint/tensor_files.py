@@ -159,7 +159,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def without_record_sums() -> Iterator[None]:
-    """Let `torch.save` not sum up records: that takes four times as long as writing them, and no reader looks.
+    """Make `torch.save` skip the checksum of each record: it takes four times as long as writing, and nobody reads it.
 
     Up to torch 2.12 the setting is the process's, later each thread's: the starter of threads and they enter it.
     """

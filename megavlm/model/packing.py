@@ -112,7 +112,7 @@ def runs_of(bounds: Sequence[int]) -> tuple[Run, ...]:
 
 def in_sequence(packing: Packing, x: Tensor) -> Tensor:
     """[S, B, heads, D] → [T, heads, D]: rows one after the other, then in the packing's order."""
-    # `squeeze`: the gradient of an index is copied into zeros.
+    # `squeeze` has a view as its gradient; that of an index is a tensor of zeros into which autograd copies.
     flat = x.squeeze(1) if x.shape[1] == 1 else x.transpose(0, 1).flatten(0, 1)
     return flat if packing.order is None else _Reordered.apply(flat, *packing.order)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -181,11 +182,8 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     )
     watch.starting("checkpoint")
     built = time.time()
-    try:
+    with _closed_on_error(engine):
         position = restore(engine, data.loaders.training, config, plan, choices, data.identity)
-    except BaseException:
-        engine.close()  # a process that builds another run must not keep this one's weights and process groups
-        raise
     dist.barrier()  # others may still read what rank 0 holds for them
     holds.release()
     callbacks, progress = Callbacks(watch.phases), None
@@ -215,6 +213,16 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         watch=watch,
         skipped=SkippedLog(run_dir / "skipped" / f"replica-{groups.coords.dp:05d}.jsonl" if groups.is_reader else None),
     )
+
+
+@contextmanager
+def _closed_on_error(engine: Engine) -> Iterator[None]:
+    """Close the engine on an error: a process that builds another run must not keep this one's weights and groups."""
+    try:
+        yield
+    except BaseException:
+        engine.close()
+        raise
 
 
 def _saver(config: Config) -> Saver | None:

@@ -115,7 +115,7 @@ def train_with_padding(argv: list[str], run_dir: str) -> int:
 
 @pytest.fixture(scope="module")
 def curve(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
-    """Curve of a model on one process without any padding, computed once."""
+    """Return the curve of a model on one process without padding; each is computed once."""
     found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
 
     def of(*argv: str) -> list[dict[str, Any]]:

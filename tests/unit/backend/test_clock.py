@@ -10,7 +10,7 @@ from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, OTHER, Phase
 
 
 class Event:
-    """As CUDA's: it has no time until the device has got there, and asking for it before is an error."""
+    """Behaves as CUDA's events do: an event has a time once the device has reached it; asking earlier is an error."""
 
     made = 0
     passed = 0  # how far the device has got

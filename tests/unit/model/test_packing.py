@@ -195,7 +195,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
 
 
 def calls_of_flash(calls: list[str]) -> Callable[..., tuple[Tensor]]:
-    """`aten::_flash_attention_forward` of torch 2.13: FlashAttention's demands, one sequence after the other."""
+    """Return a stand-in for `aten::_flash_attention_forward` of torch 2.13, which asks of tensors what that asks."""
 
     def flash(
         query: Tensor,
