@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("megavlm.cli.chat", "Talk to a trained model in the terminal."),
     "evaluate": ("megavlm.cli.evaluate", "Score a trained model on questions about images."),
     "preview": ("megavlm.cli.preview", "Show the training data of a run as a page."),
+    "channels": ("megavlm.cli.channels", "Measure the channels of images that are not RGB."),
     "prepare": ("megavlm.cli.prepare", "Write a data set as WebDataset tars."),
     "doctor": ("megavlm.cli.doctor", "Check this machine, and name the command that mends it."),
     "launch": ("megavlm.launch.__main__", "Start a run on many machines."),

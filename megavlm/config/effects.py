@@ -81,6 +81,7 @@ EFFECTS = (
         (
             *("tokenizer", "chat_template", "train_on", "image_processor", "fast_image_resize", "max_image_pixels"),
             *("min_pixels", "max_pixels", "video_fps", "video_max_frames", "video_max_tokens"),
+            *("vision_input", "channel_statistics"),
             *("shuffle", "packing", "packing_window", "balance", "max_bad_sample_rate", "worker_timeout"),
             *("validation", "validation_split"),
         ),
@@ -152,6 +153,13 @@ EFFECTS = (
         _colocated,
         "without a colocated encoder",
         "add --placement colocated",
+    ),
+    Effect(
+        "model.vision",
+        ("new_channels",),
+        lambda config: bool(config.checkpoint.init_from or config.checkpoint.vision_from),
+        "without given weights of a vision encoder",
+        "name them with --init-from or --vision-from",
     ),
     Effect(
         "model.vision",

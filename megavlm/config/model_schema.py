@@ -21,7 +21,15 @@ class VisionConfig:
     )
     image_size: int = option(32, "Side in pixels of the images that the table of learned positions is for.")
     patch_size: int = option(8, "Side of a patch in pixels.")
-    in_channels: int = option(3, "Number of colour channels of an image.")
+    in_channels: int = option(
+        3,
+        "Number of channels of an image; with given weights, as many as theirs or more (see --vision-new-channels).",
+    )
+    new_channels: Literal["zeros", "repeat"] = option(
+        "zeros",
+        "Weights of the channels that --vision-in-channels adds to given ones: zeros, so that training starts from the "
+        "given model's numbers, or repeat, the given channels' in turn, scaled to keep the sum.",
+    )
     temporal_patch_size: int = option(
         1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2)."
     )

@@ -124,6 +124,15 @@ class DataConfig:
         "Files, Qwen's models: shrink images to at most this number of pixels, as MAX_PIXELS elsewhere (one image "
         "token is 28 × 28 or 32 × 32 pixels); default: preprocessor_config.json's.",
     )
+    vision_input: str | None = option(
+        None,
+        "Files: what the vision encoder sees of an image: rgb, or array, all channels of .npy, .npz, "
+        "TIFF and other files; default: what the model was trained on, else rgb.",
+    )
+    channel_statistics: str | None = option(
+        None,
+        "Files: mean and deviation of each channel, in a file that `megavlm channels` writes; default: the model's.",
+    )
     fast_image_resize: bool = option(
         False, "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels."
     )

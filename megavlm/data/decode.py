@@ -25,6 +25,8 @@ from megavlm.data.types import BadSample, Reason
 from megavlm.storage.store import StoreError
 from megavlm.storage.stored_file import StoredFile
 
+Source = bytes | Path | StoredFile  # an image file: its content, or where it is
+
 MAX_PIXELS = 2**26  # 67 megapixels: 192 MiB as RGB
 # A list, because Pillow also reads formats that start other programs (EPS) or that do not hold photos.
 _WANTED = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
@@ -100,7 +102,7 @@ def _resolved(root: Path) -> Path:
     return root.resolve()
 
 
-def size_of(source: bytes | Path | StoredFile, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def size_of(source: Source, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Return the (height, width) in pixels of the image that `decode` will return, read from the file's header alone.
 
     Of a JPEG in a store, only the beginning is fetched. Raises BadSample if the file is not an image or has more than
@@ -120,11 +122,8 @@ def _stored_size(source: StoredFile, max_pixels: int) -> tuple[int, int]:
 
 
 def _size(source: bytes | Path, max_pixels: int) -> tuple[int, int]:
-    try:
-        with _open(source, max_pixels) as image:
-            return _upright_size(image)
-    except _DAMAGED as error:
-        raise _typed(error) from error
+    with as_bad_sample(), open_image(source, max_pixels) as image:
+        return _upright_size(image)
 
 
 def _size_in(head: bytes, length: int, max_pixels: int) -> tuple[int, int] | None:
@@ -135,7 +134,7 @@ def _size_in(head: bytes, length: int, max_pixels: int) -> tuple[int, int] | Non
     if not head.startswith(_JPEG):
         return None
     try:
-        with _open(head, max_pixels, length=length) as image:
+        with open_image(head, max_pixels, length=length) as image:
             return _upright_size(image)
     except _DAMAGED:
         return None
@@ -154,7 +153,7 @@ def _from_store() -> Iterator[None]:
         raise BadSample(Reason.MISSING, str(error)) from error
 
 
-def content_of(source: bytes | Path | StoredFile) -> bytes | Path:
+def content_of(source: Source) -> bytes | Path:
     """Return what can be opened. Raises BadSample for a file that its store does not have."""
     if not isinstance(source, StoredFile):
         return source
@@ -162,21 +161,27 @@ def content_of(source: bytes | Path | StoredFile) -> bytes | Path:
         return source.read(at_most=_LARGEST)
 
 
-def decode(source: bytes | Path | StoredFile, *, max_pixels: int = MAX_PIXELS) -> Decoded:
+def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Return the pixels of an image file, upright and opaque. Raises BadSample for any file that cannot be decoded."""
+    with as_bad_sample(), open_image(content_of(source), max_pixels) as image:
+        animated = bool(getattr(image, "is_animated", False))  # without counting its frames
+        orientation = _orientation(image)
+        image.load()
+        upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+        return Decoded(np.array(_to_rgb(upright)), animated)
+
+
+@contextmanager
+def as_bad_sample() -> Iterator[None]:
+    """Raise a BadSample for what Pillow raises within this context."""
     try:
-        with _open(content_of(source), max_pixels) as image:
-            animated = bool(getattr(image, "is_animated", False))  # without counting its frames
-            orientation = _orientation(image)
-            image.load()
-            upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
-            return Decoded(np.array(_to_rgb(upright)), animated)
+        yield
     except _DAMAGED as error:
         raise _typed(error) from error
 
 
 @contextmanager
-def _open(source: bytes | Path, max_pixels: int, *, length: int | None = None) -> Iterator[Image.Image]:
+def open_image(source: bytes | Path, max_pixels: int, *, length: int | None = None) -> Iterator[Image.Image]:
     """Open an image file, of `length` bytes if `source` is only its beginning, within this context."""
     _check_header(source)
     content = BytesIO(source) if isinstance(source, bytes) else _Clipped(FileIO(source))

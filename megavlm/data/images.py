@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,13 @@ _TOGETHER = 256  # patches that are normalised at once: what they need stays in 
 
 
 def patchify(
-    image: NDArray[np.uint8],
+    image: NDArray[Any],
     patch_size: int,
     *,
     mean: float | Sequence[float] = 0.5,
     std: float | Sequence[float] = 0.5,
 ) -> Tensor:
-    """Return the normalised patches [rows·columns, C·p·p], float32, of an image [height, width, C] of bytes.
+    """Return the normalised patches [rows·columns, C·p·p], float32, of an image [height, width, C].
 
     Patches are row-major. Within a patch the order is (channel, row, column), as in a flattened Conv2d weight
     [H, C, p, p], so that a linear layer over patches computes the same as that convolution with stride p.
@@ -35,8 +35,8 @@ def patchify(
     return normalised([cells_of(image, patch_size)], 1, mean=mean, std=std)
 
 
-def cells_of(image: NDArray[np.uint8], patch_size: int) -> NDArray[np.uint8]:
-    """Return the patches [rows·columns, C, p·p], row-major, of an image [height, width, C] of bytes."""
+def cells_of(image: NDArray[Any], patch_size: int) -> NDArray[Any]:
+    """Return the patches [rows·columns, C, p·p], row-major, of an image [height, width, C]."""
     height, width, channels = image.shape
     rows, columns = grid_of(height, width, patch_size)
     cells = image.reshape(rows, patch_size, columns, patch_size, channels)
@@ -44,21 +44,22 @@ def cells_of(image: NDArray[np.uint8], patch_size: int) -> NDArray[np.uint8]:
 
 
 def normalised(
-    frames: Sequence[NDArray[np.uint8]], span: int, *, mean: float | Sequence[float], std: float | Sequence[float]
+    frames: Sequence[NDArray[Any]], span: int, *, mean: float | Sequence[float], std: float | Sequence[float]
 ) -> Tensor:
     """Return the patches [groups·P, C·span·p·p], float32, that span `span` frames each, from the cells of each frame
     [P, C, p·p]; the last frame fills the last group.
 
     Within a patch the order is (channel, frame, row, column), as in a flattened Conv3d weight. Normalisation is
-    (x / 255 − mean) / std, with one mean and std or one per channel. It runs in numpy, because torch would start
-    threads of its own in the loader's thread.
+    (x / 255 − mean) / std of bytes and (x − mean) / std of other numbers, with one mean and std or one per channel. It
+    runs in numpy, because torch would start threads of its own in the loader's thread.
     """
     import torch  # not at the top: `families` import image processors, and load without torch
 
     count, channels, area = frames[0].shape
     groups = -(-len(frames) // span)
     means, stds = np.broadcast_to(mean, channels), np.broadcast_to(std, channels)
-    factor, shift = (each[:, None].astype(np.float32) for each in (1 / (255 * stds), means / stds))
+    unit = 255 if frames[0].dtype == np.uint8 else 1
+    factor, shift = (each[:, None].astype(np.float32) for each in (1 / (unit * stds), means / stds))
     patches = np.empty((groups, count, channels, span, area), np.float32)
     for place in range(groups * span):
         frame, target = frames[min(place, len(frames) - 1)], patches[place // span, :, :, place % span]

@@ -13,6 +13,8 @@ from PIL.Image import Resampling
 from megavlm.config.schema import Config, DataConfig, ModelConfig
 from megavlm.data.processors import Processor
 from megavlm.data.processors.processor import Whole
+from megavlm.data.processors.vision_inputs import NAME as CHANNELS
+from megavlm.data.processors.vision_inputs import RGB, read_channels, vision_input_of
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megavlm.data.tokenizers.text import TextTokenizer
@@ -55,7 +57,7 @@ def processor_for(config: Config) -> Processor:
             f"{given} has no {' and no '.join(_FILES)}, so that nothing says how its model sees images: complete the "
             "download, or name a folder with one with --image-processor"
         )
-    return _checked(_with_area(processor, data), model)
+    return _with_channels(_checked(_with_area(processor, data), model), config, given)
 
 
 def _type_of_tower(config: Config) -> str | None:
@@ -125,9 +127,42 @@ def _checked(processor: Processor, model: ModelConfig) -> Processor:
             + ("--image-processor does not" if tiled else "it is left out")
             + ": name the folder of such a model, or change --projector-anyres-max-tiles"
         )
-    if model.vision.in_channels != 3:
-        raise UserError(f"--vision-in-channels {model.vision.in_channels}: images from --datasets have 3 channels")
     return processor
+
+
+def _with_channels(processor: Processor, config: Config, given: str | None) -> Processor:
+    """Return the processor for the channels of `--vision-input`, by default those of the model's folder, else RGB.
+
+    Raises UserError if their number is not the model's, or if nothing says how to normalise them.
+    """
+    data, wanted = config.data, config.model.vision.in_channels
+    folder = None if given is None else local_path(given, "--image-processor") / CHANNELS
+    file = Path(data.channel_statistics) if data.channel_statistics else folder
+    said, statistics = read_channels(file) if file is not None and file.exists() else (None, None)
+    if data.channel_statistics and statistics is None:
+        raise UserError(f"--channel-statistics {file} is not there: write it with `megavlm channels`")
+    name = data.vision_input or said or RGB.name
+    vision_input = vision_input_of(name, wanted)
+    if vision_input == RGB:
+        if wanted != 3:
+            raise UserError(
+                f"--vision-in-channels {wanted}: photos have 3 channels: leave it out, or add --vision-input array for "
+                "images of other channels"
+            )
+        return processor
+    statistics = statistics or vision_input.channels
+    if statistics is None:
+        raise UserError(
+            f"--vision-input {name} needs the means and deviations of the channels: measure them with `megavlm "
+            "channels`, and name the file with --channel-statistics"
+        )
+    if len(statistics.mean) != wanted:
+        where = f"--vision-input {name} makes" if file is None or not file.exists() else f"{file} is of"
+        raise UserError(
+            f"{where} {len(statistics.mean)} channels and the model has {wanted}: set --vision-in-channels "
+            f"{len(statistics.mean)}"
+        )
+    return replace(processor, vision_input=vision_input, mean=statistics.mean, std=statistics.std)
 
 
 def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:

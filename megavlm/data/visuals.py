@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from megavlm.data import clips
+from megavlm.data.arrays import array_size, as_picture, is_array, read_array
 from megavlm.data.decode import decode, size_of
 from megavlm.data.images import LoadedImage
 from megavlm.data.processors import Layout, Processor
 from megavlm.data.processors.resize import Pixels
 from megavlm.data.processors.sampling import Budget, Clip
 from megavlm.data.processors.video import VideoProcessor
+from megavlm.data.processors.vision_inputs import RGB
 from megavlm.data.types import BadSample, ImageRef, Reason, StoredImage, VideoRef, Visual
 
 
@@ -39,13 +41,12 @@ class Visuals:
             patches = self._film(visual, wanted)
         else:
             images = sum(isinstance(each, ImageRef) for each in visuals)
-            pixels = decode(visual.source, max_pixels=self.max_pixels).pixels
-            patches = torch.cat(self.processor.tiles(pixels, images=images))
+            patches = torch.cat(self.processor.tiles(self._pixels(visual), images=images))
         return LoadedImage(wanted.grids, patches, wanted.arrangement, wanted.film)
 
     def _layout(self, visual: Visual, images: int) -> Layout:
         if isinstance(visual, ImageRef):
-            return self.processor.layout(*size_of(visual.source, max_pixels=self.max_pixels), images=images)
+            return self.processor.layout(*self._size(visual), images=images)
         if isinstance(visual.source, tuple):  # frames that were extracted before: all of them, if the budget allows it
             rate = visual.fps or self.budget.rate_of_images
             height, width = size_of(visual.source[0].source, max_pixels=self.max_pixels)
@@ -53,6 +54,18 @@ class Visuals:
             return self._videos.layout(clip, replace(self.budget, fps=rate))
         clip = clips.probe(visual.source, max_pixels=self.max_pixels)
         return self._videos.layout(clip, replace(self.budget, fps=visual.fps or self.budget.fps))
+
+    def _size(self, image: ImageRef) -> tuple[int, int]:
+        channels = self.processor.vision_input.array_channels
+        if channels is None:
+            return size_of(image.source, max_pixels=self.max_pixels)
+        return array_size(image.source, channels=channels, max_pixels=self.max_pixels)
+
+    def _pixels(self, image: ImageRef) -> Pixels:
+        channels = self.processor.vision_input.array_channels
+        if channels is None:
+            return decode(image.source, max_pixels=self.max_pixels).pixels
+        return read_array(image.source, channels=channels, max_pixels=self.max_pixels)
 
     def _film(self, video: VideoRef, wanted: StoredImage) -> Tensor:
         """Return the patches of a video, of which one whole frame at a time is in memory."""
@@ -67,13 +80,18 @@ class Visuals:
 
     @property
     def _videos(self) -> VideoProcessor:
+        if self.processor.vision_input != RGB:
+            told = f"it has a video, and --vision-input {self.processor.vision_input.name} is for images alone"
+            raise BadSample(Reason.UNSUPPORTED, told)
         if self.processor.video is None:
             raise BadSample(Reason.UNSUPPORTED, "it has a video, and models of this family are trained on images alone")
         return self.processor.video
 
 
 def first_frame(visual: Visual, *, max_pixels: int) -> Pixels:
-    """Return the pixels of an image, or of the first frame of a video. Raises BadSample if it cannot be decoded."""
+    """Return an image, or the first frame of a video, as RGB bytes to look at. Raises BadSample if it is damaged."""
+    if isinstance(visual, ImageRef) and is_array(visual.source):
+        return as_picture(read_array(visual.source, channels=None, max_pixels=max_pixels))
     if isinstance(visual, ImageRef):
         return decode(visual.source, max_pixels=max_pixels).pixels
     if isinstance(visual.source, tuple):

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 import megavlm
 from megavlm.backend import Backend
+from megavlm.checkpoint.hf.channels import note_channels
 from megavlm.checkpoint.hf.compose import composed_config, write_composed_sidecar
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, pretrained_of
-from megavlm.checkpoint.hf.sidecar import NAME, carry_sidecar, write_sidecar
+from megavlm.checkpoint.hf.sidecar import FILES, NAME, carry_sidecar, write_sidecar
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import with_start_defaults
@@ -100,6 +101,12 @@ def write_sidecars(run_dir: Path, config: Config, checkpoint: Path | None, *, im
     if checkpoint is not None:
         carry_sidecar(checkpoint, run_dir)
         return
+    _write_sidecars(run_dir, config, image_token)
+    if (files := run_dir / NAME / FILES).exists():
+        note_channels(files, config)
+
+
+def _write_sidecars(run_dir: Path, config: Config, image_token: int) -> None:
     pretrained_list = pretrained_of(config)
     for pretrained in pretrained_list:
         if pretrained.parts == ALL_PARTS:

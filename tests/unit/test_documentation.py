@@ -27,6 +27,7 @@ DOCUMENTS = [
 TOOLS = {
     **{name: name for name in ("calibrate", "chat", "checkpoint", "convert", "doctor", "evaluate", "goodput", "plan")},
     **{name: name for name in ("report", "sweep", "why")},
+    "channels": "channels",
     "prepare": "prepare_data",
     "preview": "preview_data",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megavlm.arch.anyres import Tiling
-from megavlm.arch.layers import EMBEDDING, part_of
+from megavlm.arch.layers import EMBEDDING, PATCH_EMBED, part_of
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.sizes import check_size
 from megavlm.config.fields import options
@@ -35,6 +36,7 @@ from megavlm.families.shared.table import (
 )
 from megavlm.storage.cache import local_path
 
+PATCH_WEIGHT = f"{PATCH_EMBED}.proj.weight"
 # What a run decides of the experts of a folder's model: how they are balanced in training.
 BALANCING = ("aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate", "router_force_load_balancing")
 
@@ -49,6 +51,7 @@ class Pretrained:
     parts: tuple[str, ...]  # the parts of the model that are taken from this folder
     variant: int  # index of the family's name_prefixes that the files use
     table: Table  # the names of all parts that the folder has
+    new_channels: str = "zeros"  # --vision-new-channels
 
     @property
     def tiling(self) -> Tiling | None:
@@ -127,7 +130,12 @@ class Pretrained:
 
         `real` is the weight's shape without padding; elements of the slice that lie beyond it are zeros.
         """
-        return self._slice(self.table[key], real, index)
+        rule, own = self.table[key], self.model.vision.in_channels
+        if key != PATCH_WEIGHT or (width := math.prod(rule.hf_shapes(real)[rule.hf_names[0]][1:])) == real[1]:
+            return self._slice(rule, real, index)
+        narrow = self._slice(rule, (real[0], width), (index[0], slice(0, width)))
+        wide = widened(narrow, own, real[1] * own // width, repeat=self.new_channels == "repeat")
+        return wide[:, index[1]]
 
     def _slice(self, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Tensor:
         if isinstance(rule, Stack):
@@ -158,6 +166,18 @@ class Pretrained:
         return self.folder.read(name, rows).reshape(-1, *real[1:])
 
 
+def widened(weight: Tensor, own: int, wanted: int, *, repeat: bool) -> Tensor:
+    """Return a patch embedding [H, own·D] for images of more channels, [H, wanted·D].
+
+    New channels have zero weights: the numbers are those of the first `own` channels. With `repeat`, channel c has
+    channel (c mod own)'s weights times own / wanted, which keeps the sum over equal channels.
+    """
+    channels = weight.unflatten(1, (own, -1))
+    if repeat:
+        return (channels[:, torch.arange(wanted) % own] * (own / wanted)).flatten(1)
+    return torch.cat([channels, channels.new_zeros(len(weight), wanted - own, channels.shape[2])], dim=1).flatten(1)
+
+
 def copies(table: Table, head: str, model: ModelConfig, names: Container[str]) -> dict[str, str]:
     """Return {output weight: embedding} in Hugging Face names if they are tied and `names` has the first, else {}."""
     if not model.language.tie_embeddings or head not in names:
@@ -171,17 +191,18 @@ def _names(table: Table) -> set[str]:
 
 def pretrained_of(config: Config) -> list[Pretrained]:
     """Return the folders that --init-from, --vision-from and --language-from name, with the parts taken from each."""
-    options = config.checkpoint
+    options, vision = config.checkpoint, config.model.vision
     if options.init_from is not None:
         if options.vision_from is not None or options.language_from is not None:
             raise UserError("--init-from brings a whole VLM: leave out --vision-from and --language-from")
-        return [Pretrained.of(local_path(options.init_from, "--init-from"), *ALL_PARTS)]
+        whole = Pretrained.of(local_path(options.init_from, "--init-from"), *ALL_PARTS)
+        return [replace(whole, new_channels=vision.new_channels)]
     pretrained_list = []
     if options.vision_from is not None:
-        layer = config.model.vision.feature_layer
-        chosen = layer if layer != VisionConfig().feature_layer else None
+        chosen = vision.feature_layer if vision.feature_layer != VisionConfig().feature_layer else None
         folder = local_path(options.vision_from, "--vision-from")
-        pretrained_list.append(Pretrained.of(folder, "vision", feature_layer=chosen))
+        tower = Pretrained.of(folder, "vision", feature_layer=chosen)
+        pretrained_list.append(replace(tower, new_channels=vision.new_channels))
     if options.language_from is not None:
         folder = local_path(options.language_from, "--language-from")
         pretrained_list.append(Pretrained.of(folder, "language"))
@@ -197,6 +218,8 @@ def with_pretrained_model(config: Config) -> Config:
     for pretrained in pretrained_of(config):
         for part in pretrained.parts:
             found = getattr(pretrained.model, part)
+            if part == "vision":
+                found = _with_channels(found, model.vision)
             _agree(part, getattr(model, part), found, pretrained)
             model = replace(model, **{part: found})
         if "language" in pretrained.parts:
@@ -212,6 +235,13 @@ def with_pretrained_model(config: Config) -> Config:
                 video_steps_per_second=whole.video_steps_per_second,
             )
     return replace(config, model=model)
+
+
+def _with_channels(found: VisionConfig, given: VisionConfig) -> VisionConfig:
+    """Return a folder's tower for the images of the run, which may have more channels."""
+    if given.in_channels <= found.in_channels:
+        return found
+    return replace(found, in_channels=given.in_channels, new_channels=given.new_channels)
 
 
 def _experts(given: ExpertsConfig, pretrained: Pretrained) -> ExpertsConfig:

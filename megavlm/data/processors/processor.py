@@ -22,6 +22,7 @@ from megavlm.data.processors.layout import Layout, Prompt, Tile
 from megavlm.data.processors.resize import Pixels, resize
 from megavlm.data.processors.sizes import Size
 from megavlm.data.processors.video import VideoProcessor
+from megavlm.data.processors.vision_inputs import RGB, VisionInput
 from megavlm.data.types import BadSample, Reason
 
 if TYPE_CHECKING:  # families are read where torch is not needed, as by the planner
@@ -49,6 +50,7 @@ class Processor(ABC):
     image_token: str = "<image>"
     fast: bool = False  # resize with torch: some values in a million are off by two, see `resize`
     video: VideoProcessor | None = None  # None: the model's videos are not known here
+    vision_input: VisionInput = RGB  # what files hold, and the channels that the model sees of it
 
     @abstractmethod
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
@@ -56,10 +58,10 @@ class Processor(ABC):
 
     @abstractmethod
     def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
-        """Return the pixels of the tiles of `layout`, in its order: bytes [height, width, 3], before normalisation."""
+        """Return the pixels of the tiles of `layout`, in its order: [height, width, C], before normalisation."""
 
     def tiles(self, pixels: Pixels, *, images: int = 1) -> list[Tensor]:
-        """Return the normalised patches of each tile, [rows·columns, 3·p·p] float32, row-major, as `patchify` does."""
+        """Return the normalised patches of each tile, [rows·columns, C·p·p] float32, row-major, as `patchify` does."""
         return [self._patches(view) for view in self.views(pixels, images=images)]
 
     def _resize(self, pixels: Pixels, height: int, width: int) -> Pixels:
@@ -68,6 +70,8 @@ class Processor(ABC):
     def _patches(self, view: Pixels) -> Tensor:
         rows, columns = self._tile(*view.shape[:2]).grid
         seen = view[: rows * self.patch_size, : columns * self.patch_size]
+        if self.vision_input.make is not None:
+            seen = self.vision_input.make(seen)
         return patchify(seen, self.patch_size, mean=self.mean, std=self.std)
 
     def _tile(self, height: int, width: int) -> Tile:
@@ -134,15 +138,18 @@ def pad_to_square(picture: Pixels, mean: tuple[float, ...]) -> Pixels:
     """Return the image centred on a square of the mean colour; odd padding is below it or right of it."""
     size = squared(picture.shape[:2])
     at = (size[0] - picture.shape[0]) // 2, (size[1] - picture.shape[1]) // 2
-    return pasted(picture, size, at=at, colour=tuple(int(value * 255) for value in mean))
+    # Channels that are made of the tile have means of their own behind those of its colours.
+    means = mean[: picture.shape[2]]
+    colour = tuple(int(value * 255) for value in means) if picture.dtype == np.uint8 else means
+    return pasted(picture, size, at=at, colour=colour)
 
 
-def pasted(picture: Pixels, size: Size, *, at: Size, colour: tuple[int, ...] = (0, 0, 0)) -> Pixels:
+def pasted(picture: Pixels, size: Size, *, at: Size, colour: tuple[float, ...] = (0,)) -> Pixels:
     """Return a canvas of `size` in one colour with the image at (top, left) `at`; the image itself if it has `size`."""
     height, width = picture.shape[:2]
     if (height, width) == size:
         return picture
-    canvas = np.empty((*size, 3), np.uint8)
+    canvas = np.empty((*size, picture.shape[2]), picture.dtype)
     canvas[:] = colour
     canvas[at[0] : at[0] + height, at[1] : at[1] + width] = picture
     return canvas

@@ -10,7 +10,7 @@ up to 43 in a million that are two off (noise: up to 145, three off). That is wh
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL
@@ -22,7 +22,7 @@ from PIL.Image import Resampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-Pixels = NDArray[np.uint8]  # [height, width, 3]
+Pixels = NDArray[Any]  # [height, width, C]: bytes of RGB, or float32 of any number of channels (`data/arrays.py`)
 
 _TORCH_MODES = {
     Resampling.BILINEAR: "bilinear",
@@ -34,13 +34,17 @@ _PILLOW_CHOOSES_AN_ORDER = Version(PIL.__version__) >= Version("13")
 
 
 def resize(pixels: Pixels, height: int, width: int, resample: Resampling, *, fast: bool = False) -> Pixels:
-    """Return `pixels` [h, w, 3] resized to [height, width, 3]; the same array if it has this size.
+    """Return `pixels` [h, w, C] resized to [height, width, C]; the same array if it has this size.
 
-    Pillow resizes, or torch if `fast` is set and torch has the filter.
+    Pillow resizes, or torch if `fast` is set and torch has the filter. Numbers that are not bytes are resized by
+    Pillow's filters, channel by channel, without rounding.
     """
     old, new = (pixels.shape[0], pixels.shape[1]), (height, width)
     if old == new:
         return pixels
+    if pixels.dtype != np.uint8:
+        channels = [Image.fromarray(np.ascontiguousarray(channel)) for channel in np.moveaxis(pixels, -1, 0)]
+        return np.stack([np.asarray(each.resize((width, height), resample)) for each in channels], axis=-1)
     mode = _TORCH_MODES.get(resample)
     if not fast or mode is None or not _torch_knows(mode) or min(*old, *new) < _FEWEST_FOR_TORCH:
         return np.array(Image.fromarray(pixels).resize((width, height), resample))

@@ -1,0 +1,94 @@
+"""Measure the mean and deviation of each channel of a data set's images: `megavlm channels SOURCE --out FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.config.schema import DatasetConfig
+from megavlm.data.arrays import read_array
+from megavlm.data.decode import MAX_PIXELS, decode
+from megavlm.data.processors.vision_inputs import ARRAY, NAME, VisionInput, measured, vision_input_of, write_channels
+from megavlm.data.records import Records, is_stream, open_records
+from megavlm.data.types import BadSample, ImageRef
+from megavlm.errors import UserError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
+    options = _parser().parse_args(argv)
+    try:
+        measure(options)
+    except UserError as error:
+        print(f"megavlm channels: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Measure the mean and standard deviation of each channel of images, for --channel-statistics."
+    )
+    parser.add_argument("source", metavar="SOURCE", help="File of records, as --datasets takes it.")
+    parser.add_argument("--out", type=Path, default=Path(NAME), help=f"File to write; default: {NAME}.")
+    parser.add_argument("--image-root", help="Folder that image paths are relative to; default: SOURCE's.")
+    parser.add_argument("--vision-input", default=ARRAY.name, help="As in training; default: array.")
+    parser.add_argument(
+        "--vision-in-channels",
+        type=int,
+        help="Number of channels of the arrays; default: the shorter end of the first image's dimensions.",
+    )
+    parser.add_argument("--samples", type=int, default=1000, help="Number of records to read, spread over all of them.")
+    return parser
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Write the statistics of a data set's channels. Raises UserError if no image of it can be read."""
+    source = DatasetConfig(path=options.source, image_root=options.image_root)
+    if options.samples < 1:
+        raise UserError(f"--samples {options.samples} is less than 1: use some hundred")
+    if is_stream(source):
+        raise UserError(f"{options.source} contains tars: name the file of records that they were written from")
+    records = open_records(source)
+    vision_input = vision_input_of(options.vision_input, options.vision_in_channels or 0)
+    skipped: list[BadSample] = []
+    found = measured(_images(records, vision_input, options, skipped))
+    write_channels(options.out, vision_input.name, found)
+    print(f"{options.out}: {len(found.mean)} channels, {len(skipped)} images could not be read")
+    if skipped:
+        print(f"  the first: {skipped[0].detail}")
+    print(
+        f"train on it: pretrain_vlm.py --vision-input {vision_input.name} --vision-in-channels {len(found.mean)} "
+        f"--channel-statistics {options.out} …"
+    )
+
+
+def _images(
+    records: Records, vision_input: VisionInput, options: argparse.Namespace, skipped: list[BadSample]
+) -> Iterator[NDArray[Any]]:
+    """Yield the images of records that are spread evenly over the data set; what cannot be read goes to `skipped`."""
+    channels, shown = options.vision_in_channels, time.monotonic()
+    chosen = np.unique(np.linspace(0, len(records) - 1, min(options.samples, len(records))).astype(int))
+    for done, index in enumerate(chosen.tolist()):
+        if time.monotonic() - shown > 2:
+            shown = time.monotonic()
+            print(f"{done} of {len(chosen)} records", file=sys.stderr)
+        try:
+            for visual in records.read(index).images:
+                if not isinstance(visual, ImageRef):
+                    continue
+                if vision_input.make is not None:
+                    yield vision_input.make(decode(visual.source).pixels)
+                    continue
+                image = read_array(visual.source, channels=channels, max_pixels=MAX_PIXELS)
+                channels = image.shape[-1]
+                yield image
+        except BadSample as error:
+            skipped.append(error)

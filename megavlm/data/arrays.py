@@ -1,0 +1,194 @@
+"""Read images of any number of channels and any depth: NumPy arrays, TIFF, and photos in the mode that they have.
+
+The content decides how a file is read, not its name: `.npy`, `.npz` (its only array, or the one named "image"), TIFF
+with any number of samples, and all formats of `decode.py` in their own mode, such as greyscale of 16 bits. Nothing is
+unpickled, and nothing larger than `max_pixels` pixels of the expected channels is read.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.data.decode import Source, as_bad_sample, content_of, open_image
+from megavlm.data.types import BadSample, Reason
+from megavlm.errors import UserError
+
+Array = NDArray[np.float32]  # [height, width, channels]
+
+_NPY, _ZIP = b"\x93NUMPY", b"PK\x03\x04"
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two: BigTIFF
+_HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], Any]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+_NUMBERS = "buif"  # kinds of dtypes: bool, integers and real numbers
+_ITEM = 8  # bytes of the largest number
+
+
+def array_size(source: Source, *, channels: int, max_pixels: int) -> tuple[int, int]:
+    """Return the (height, width) of an image of `channels` channels, from its header where the format has one.
+
+    Raises BadSample if it cannot be read, or has other channels or more than `max_pixels` pixels.
+    """
+    return _read(source, channels, max_pixels, pixels=False).shape[:2]
+
+
+def read_array(source: Source, *, channels: int | None, max_pixels: int) -> Array:
+    """Return an image [height, width, channels] in the file's own units; with None, the shorter end of three dimensions
+    is the channels. Raises BadSample if it cannot be read, has other channels or more than `max_pixels` pixels, or
+    numbers that are not finite.
+    """
+    found = _read(source, channels, max_pixels, pixels=True).astype(np.float32)
+    if not np.isfinite(found).all():
+        raise BadSample(Reason.CORRUPT, "it has values that are not finite: fill them in before training")
+    return found
+
+
+def is_array(source: Source) -> bool:
+    """Return whether a file holds an array, which Pillow does not read. Raises BadSample if its store lacks it."""
+    content = content_of(source)
+    try:
+        with _opened(content) as file:
+            return file.read(6).startswith((_NPY, _ZIP))
+    except OSError:
+        return False  # `decode` says why it cannot be opened
+
+
+def as_picture(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return up to three channels of an image [h, w, C] as RGB bytes [h, w, 3] to look at: in each channel the 2nd to
+    the 98th percentile become 0 to 255.
+    """
+    shown = pixels[..., :3] if pixels.shape[-1] >= 3 else pixels[..., :1].repeat(3, axis=-1)
+    low, high = np.percentile(shown, (2, 98), axis=(0, 1))
+    return np.asarray(np.clip((shown - low) / np.maximum(high - low, 1e-12), 0, 1) * 255).astype(np.uint8)
+
+
+def _read(source: Source, channels: int | None, max_pixels: int, *, pixels: bool) -> NDArray[Any]:
+    """Return an image; without `pixels`, an array of its shape that takes no memory."""
+    content = content_of(source)
+
+    def fitting(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        """Raise BadSample before anything of a wrong size is read."""
+        if dtype.kind not in _NUMBERS or dtype.itemsize > _ITEM:
+            raise BadSample(Reason.NOT_AN_IMAGE, f"it holds values of type {dtype}, not numbers")
+        height, width = _plane(shape, channels)
+        if height * width > max_pixels:
+            raise BadSample(
+                Reason.TOO_LARGE, f"the image has {height}×{width} pixels, more than --max-image-pixels {max_pixels}"
+            )
+
+    try:
+        with _opened(content) as file:
+            head = file.read(6)
+            file.seek(0)
+            if head.startswith(_NPY):
+                found = _npy(file, fitting, pixels)
+            elif head.startswith(_ZIP):
+                found = _npz(file, fitting, pixels)
+            elif head.startswith(_TIFF):
+                found = _tiff(file, fitting, pixels)
+            else:
+                found = _photo(content, fitting, max_pixels, pixels)
+    except (BadSample, UserError, MemoryError):
+        raise
+    except FileNotFoundError as error:
+        raise BadSample(Reason.MISSING, f"the file cannot be opened: {error}") from error
+    except Exception as error:  # whatever a parser raises for a damaged file is a fault of this file alone
+        raise BadSample(Reason.CORRUPT, f"it cannot be read ({type(error).__name__}: {error})") from error
+    return _channels_last(found, channels)
+
+
+@contextmanager
+def _opened(content: bytes | Path) -> Iterator[IO[bytes]]:
+    with BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+        yield file
+
+
+Fitting = Callable[[tuple[int, ...], np.dtype[Any]], None]
+
+
+def _npy(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
+    version = np.lib.format.read_magic(file)
+    if version not in _HEADERS:
+        raise BadSample(Reason.UNSUPPORTED, f"it is a .npy file of version {version[0]}.{version[1]}: save it again")
+    shape, in_columns, dtype = _HEADERS[version](file)
+    fitting(shape, dtype)
+    if not pixels:
+        return _empty(shape, dtype)
+    size = math.prod(shape) * dtype.itemsize
+    content = file.read(size)
+    if len(content) < size:
+        raise BadSample(Reason.TRUNCATED, f"it ends after {len(content)} of {size} bytes")
+    return np.frombuffer(content, dtype).reshape(shape, order="F" if in_columns else "C")
+
+
+def _npz(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
+    with zipfile.ZipFile(file) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".npy")]
+        chosen = "image.npy" if "image.npy" in names else names[0] if len(names) == 1 else None
+        if chosen is None:
+            told = ", ".join(name.removesuffix(".npy") for name in names[:8])
+            raise BadSample(
+                Reason.NOT_AN_IMAGE, f"the .npz file has the arrays {told or 'none'}: name the image's array image"
+            )
+        with archive.open(chosen) as member:
+            return _npy(member, fitting, pixels)
+
+
+def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
+    try:
+        import tifffile
+    except ImportError as error:
+        raise UserError("--vision-input array reads TIFF with tifffile: pip install 'megavlm[arrays]'") from error
+    with tifffile.TiffFile(file) as tiff:
+        series = tiff.series[0]
+        fitting(series.shape, np.dtype(series.dtype))
+        return np.asarray(series.asarray(maxworkers=1)) if pixels else _empty(series.shape, np.dtype(series.dtype))
+
+
+def _photo(content: bytes | Path, fitting: Fitting, max_pixels: int, pixels: bool) -> NDArray[Any]:
+    with as_bad_sample(), open_image(content, max_pixels) as image:
+        if image.mode == "P":
+            raise BadSample(Reason.UNSUPPORTED, "it has a palette, so its values are no intensities: save it without")
+        bands = len(image.getbands())
+        fitting((image.height, image.width, bands), np.dtype(np.uint8))
+        return np.asarray(image) if pixels else _empty((image.height, image.width, bands), np.dtype(np.uint8))
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def _plane(shape: tuple[int, ...], channels: int | None) -> tuple[int, int]:
+    """Return the (height, width) of an array of this shape. Raises BadSample if it is no image of these channels."""
+    height, width, _ = _channels_last(_empty(shape, np.dtype(np.uint8)), channels).shape
+    return height, width
+
+
+def _channels_last(array: NDArray[Any], channels: int | None) -> NDArray[Any]:
+    """Return an array [h, w, C], [C, h, w] or, for one channel, [h, w] as [h, w, C]. Where both ends could be the
+    channels, the last is. Further dimensions of length 1 are dropped.
+    """
+    shape = array.shape
+    while array.ndim > 3 and 1 in array.shape:
+        array = array.squeeze(array.shape.index(1))
+    if array.ndim == 2:
+        array = array[..., None]
+    if channels is None and array.ndim == 3:
+        channels = min(array.shape[0], array.shape[-1])
+    if array.ndim == 3 and array.shape[-1] != channels and array.shape[0] == channels:
+        array = np.moveaxis(array, 0, -1)
+    if array.ndim != 3 or array.shape[-1] != channels or 0 in array.shape:
+        told = "×".join(map(str, shape))
+        wanted = f"{channels} channels" if channels else "channels"
+        raise BadSample(Reason.NOT_AN_IMAGE, f"it has the shape {told}, not height × width × {wanted}")
+    return array

@@ -1,0 +1,102 @@
+"""What the vision encoder sees of an image file: its colours, an array's channels, or channels made of its colours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.config.messages import did_you_mean, plain
+from megavlm.errors import UserError
+from megavlm.json_files import Expected, check, listed, number, read_json
+
+NAME = "channels.json"  # in a Hugging Face folder: how its model sees images that are not RGB
+_LARGEST = 4096  # channels
+_EXPECTED: dict[str, Expected] = {
+    "mean": listed(number(-1e30, 1e30), 1, _LARGEST),
+    "std": listed(number(1e-30, 1e30), 1, _LARGEST),
+}
+
+Make = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The mean and standard deviation of each channel, in the units of the files."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class VisionInput:
+    """How an image file becomes the channels that the model sees.
+
+    `make` is a pure function of a tile's colours, bytes [h, w, 3], that returns its channels, float32 [h, w, channels];
+    `channels` normalise them where no statistics are given. Without `make`, files are arrays, unless it is RGB.
+    """
+
+    name: str
+    make: Make | None = None
+    channels: Channels | None = None
+    array_channels: int | None = None  # of the arrays that files hold; None: they hold photos
+
+
+RGB, ARRAY = VisionInput("rgb"), VisionInput("array")
+VISION_INPUTS: dict[str, VisionInput] = {each.name: each for each in (RGB, ARRAY)}
+
+
+def vision_input_of(name: str, channels: int) -> VisionInput:
+    """Return the vision input of this name, for a model of so many channels. Raises UserError, with a suggestion, if
+    there is none.
+    """
+    if name not in VISION_INPUTS:
+        hint = did_you_mean(name, VISION_INPUTS) or f": choose one of {', '.join(VISION_INPUTS)}"
+        raise UserError(f"--vision-input {plain(name)} is not known{hint}")
+    found = VISION_INPUTS[name]
+    return replace(found, array_channels=channels) if found == ARRAY else found
+
+
+def measured(images: Iterable[NDArray[Any]]) -> Channels:
+    """Return the mean and standard deviation of each channel over all pixels of the images [h, w, C].
+
+    Moments are merged image by image (Chan et al. 1979), which loses no digits where the mean is far above the
+    deviation: with n and n′ pixels, δ the difference of the means, M₂ = M₂ + M₂′ + δ²·n·n′ / (n + n′).
+    """
+    count, mean, squares = 0, np.zeros(1), np.zeros(1)
+    for image in images:
+        pixels = image.reshape(-1, image.shape[-1]).astype(np.float64)
+        own, own_mean = len(pixels), pixels.mean(axis=0)
+        delta, total = own_mean - mean, count + own
+        squares = squares + ((pixels - own_mean) ** 2).sum(axis=0) + delta**2 * count * own / total
+        mean, count = mean + delta * own / total, total
+    if not count:
+        raise UserError("no image can be read, so its channels have no statistics: name a data set with images")
+    # A channel that is the same everywhere tells nothing: 1 leaves it at zero.
+    std = np.sqrt(squares / count)
+    return Channels(tuple(mean.tolist()), tuple(np.where(std > 0, std, 1.0).tolist()))
+
+
+def write_channels(file: Path, name: str, channels: Channels) -> None:
+    """Write the statistics of a vision input's channels."""
+    values = {"vision_input": name, "mean": channels.mean, "std": channels.std}
+    file.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def read_channels(file: Path) -> tuple[str | None, Channels]:
+    """Return the vision input that the statistics in a file are of, if it says so, and the statistics.
+
+    Raises UserError for a file that does not hold them.
+    """
+    values = read_json(file)
+    check(values, _EXPECTED, str(file))
+    mean, std = (tuple(map(float, values.get(name) or ())) for name in _EXPECTED)
+    if not mean or len(mean) != len(std):
+        raise UserError(f"{file} has {len(mean)} means and {len(std)} deviations: `megavlm channels` writes such files")
+    said = values.get("vision_input")
+    return (said if isinstance(said, str) else None), Channels(mean, std)

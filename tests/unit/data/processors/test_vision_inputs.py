@@ -1,0 +1,134 @@
+"""Statistics of channels, and the image processor of a model that sees others than red, green and blue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from megavlm.cli import channels
+from megavlm.config.schema import Config, DataConfig, ModelConfig, VisionConfig
+from megavlm.data.preprocessors import processor_for
+from megavlm.data.processors import vision_inputs
+from megavlm.data.processors.vision_inputs import Channels, VisionInput, measured, read_channels, write_channels
+from megavlm.errors import UserError
+
+RNG = np.random.default_rng(0)
+
+
+def config(channel_count: int, **data: str) -> Config:
+    vision = VisionConfig(in_channels=channel_count, image_size=16, patch_size=8)
+    return Config(model=ModelConfig(vision=vision), data=DataConfig(kind="files", **data))
+
+
+def test_statistics_are_those_of_all_pixels_together() -> None:
+    images = [RNG.normal(1e6, [1, 2, 0], (height, 7, 3)) for height in (3, 5, 40)]
+    every = np.concatenate([each.reshape(-1, 3) for each in images])
+    found = measured(iter(images))
+    np.testing.assert_allclose(found.mean, every.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(found.std[:2], every.std(axis=0)[:2], rtol=1e-9)
+    assert found.std[2] == 1, "a channel that is the same everywhere is not divided by zero"
+
+
+def test_the_command_measures_what_training_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arrays = [RNG.normal(5, 3, (9, 6, 5)).astype(np.float32) for _ in range(4)]
+    lines = []
+    for number, array in enumerate(arrays):
+        np.save(tmp_path / f"{number}.npy", array)
+        turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "That."}]
+        lines.append(json.dumps({"image": f"{number}.npy", "conversations": turns}))
+    lines.append(json.dumps({"image": "none.npy", "conversations": turns}))
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    out = tmp_path / "channels.json"
+    assert channels.main([str(tmp_path / "train.jsonl"), "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "5 channels, 1 images could not be read" in told
+    assert f"--vision-input array --vision-in-channels 5 --channel-statistics {out}" in told
+
+    processor = processor_for(config(5, vision_input="array", channel_statistics=str(out)))
+    whole = replace(processor, size=None)  # no resizing
+    seen = torch.stack([whole.tiles(array[:8, :])[0] for array in (each.repeat(2, 1)[:, :8] for each in arrays)])
+    assert seen.shape == (4, 1, 5 * 64)
+    every = np.concatenate([array.reshape(-1, 5) for array in arrays])
+    expected = ((arrays[0].repeat(2, 1)[:8, :8] - every.mean(0)) / every.std(0)).transpose(2, 0, 1)
+    np.testing.assert_allclose(seen[0, 0], expected.flatten(), rtol=1e-5, atol=1e-6)
+
+
+def test_arrays_are_resized_and_padded_as_numbers(tmp_path: Path) -> None:
+    """Resized as Pillow resizes one channel of floats; padded with the mean, which becomes zero."""
+    write_channels(tmp_path / "channels.json", "array", Channels((100.0, 2e4), (10.0, 1e3)))
+    given = config(2, vision_input="array", channel_statistics=str(tmp_path / "channels.json"))
+    processor = processor_for(given)
+    array = RNG.normal((100, 2e4), (10, 1e3), (12, 24, 2)).astype(np.float32)
+    (view,) = processor.views(array)
+    for channel in range(2):
+        expected = Image.fromarray(array[..., channel]).resize((16, 16), Image.Resampling.BICUBIC)
+        np.testing.assert_array_equal(view[..., channel], np.asarray(expected))
+    padded = replace(processor, pad_to_square=True, size=None)
+    (view,) = padded.views(array)
+    assert view.shape == (24, 24, 2)
+    patches = padded.tiles(array)[0].view(3, 3, 2, 8, 8)
+    assert patches[0, :, :, :6].abs().max() < 1e-4
+    assert patches[1].abs().max() > 1
+
+
+@pytest.fixture
+def made() -> Iterator[VisionInput]:
+    """A vision input that somebody brings: red, green, blue, and their sum."""
+    added = VisionInput("sum", make=with_sum, channels=Channels((0.0,) * 4, (1.0,) * 4))
+    vision_inputs.VISION_INPUTS["sum"] = added
+    yield added
+    del vision_inputs.VISION_INPUTS["sum"]
+
+
+def with_sum(tile: NDArray[np.uint8]) -> NDArray[np.float32]:
+    return np.concatenate([tile, tile.sum(-1, keepdims=True)], axis=-1).astype(np.float32)
+
+
+def test_channels_are_made_of_resized_tiles(made: VisionInput) -> None:
+    processor = processor_for(config(4, vision_input="sum"))
+    photo = RNG.integers(0, 256, (40, 30, 3)).astype(np.uint8)
+    (view,) = processor.views(photo)
+    patches = processor.tiles(photo)[0].view(-1, 4, 64)
+    assert torch.equal(patches[:, :3].sum(1), patches[:, 3])
+    assert patches[0, 0, 0] == view[0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("count", "data", "words"),
+    [
+        (5, {}, "--vision-in-channels 5: photos have 3 channels: .*--vision-input array"),
+        (5, {"vision_input": "aray"}, "--vision-input aray is not known: did you mean array?"),
+        (5, {"vision_input": "array"}, "needs the means and deviations.*megavlm channels.*--channel-statistics"),
+        (5, {"vision_input": "array", "channel_statistics": "none.json"}, "none.json is not there: .*megavlm channels"),
+        (4, {"vision_input": "rgb"}, "--vision-in-channels 4: photos have 3 channels"),
+    ],
+)
+def test_what_does_not_fit_is_refused(count: int, data: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        processor_for(config(count, **data))
+
+
+def test_statistics_of_other_channels_are_refused(tmp_path: Path, made: VisionInput) -> None:
+    file = tmp_path / "channels.json"
+    write_channels(file, "array", Channels((0.0, 0.0), (1.0, 1.0)))
+    with pytest.raises(UserError, match=r"is of 2 channels and the model has 5: set --vision-in-channels 2"):
+        processor_for(config(5, vision_input="array", channel_statistics=str(file)))
+    with pytest.raises(UserError, match=r"--vision-input sum makes 4 channels and the model has 5"):
+        processor_for(config(5, vision_input="sum"))
+    for values, words in (
+        ({"mean": [1, 2], "std": [1]}, "2 means and 1 deviations"),
+        ({"mean": [1], "std": [0]}, "std"),
+        ({"mean": "1", "std": [1]}, "mean"),
+        ({}, "0 means"),
+    ):
+        file.write_text(json.dumps(values))
+        with pytest.raises(UserError, match=words):
+            read_channels(file)

@@ -1,0 +1,177 @@
+"""Images of any number of channels: the same pixels out of every format, and one reason for every file that is none."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+
+from megavlm.data.arrays import array_size, as_picture, is_array, read_array
+from megavlm.data.types import BadSample, ImageRef, Reason
+from megavlm.data.visuals import first_frame
+
+tifffile = pytest.importorskip("tifffile", reason="pip install 'megavlm[arrays]'")
+MOST = 2**20
+
+
+def image(channels: int, dtype: str, *, height: int = 6, width: int = 9) -> NDArray[Any]:
+    values = np.random.default_rng(channels).integers(0, 200, (height, width, channels))
+    return (values * (1.5 if dtype.startswith("float") else 1)).astype(dtype)
+
+
+def npy(array: NDArray[Any]) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def npz(array: NDArray[Any]) -> bytes:
+    out = io.BytesIO()
+    np.savez_compressed(out, image=array, mask=np.zeros(3))
+    return out.getvalue()
+
+
+def in_columns(array: NDArray[Any]) -> bytes:
+    return npy(np.asfortranarray(array))
+
+
+def channels_first(array: NDArray[Any]) -> bytes:
+    return npy(np.moveaxis(array, -1, 0))
+
+
+def tiff(array: NDArray[Any]) -> bytes:
+    out = io.BytesIO()
+    tifffile.imwrite(out, array, photometric="minisblack", planarconfig="contig")
+    return out.getvalue()
+
+
+def planes(array: NDArray[Any]) -> bytes:
+    out = io.BytesIO()
+    tifffile.imwrite(out, np.moveaxis(array, -1, 0), photometric="minisblack", compression="zlib")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("write", [npy, npz, in_columns, channels_first, tiff, planes])
+@pytest.mark.parametrize(("channels", "dtype"), [(13, "float32"), (5, "uint16"), (4, "int16"), (7, "float64")])
+def test_every_format_gives_the_same_pixels(
+    write: Callable[[NDArray[Any]], bytes], channels: int, dtype: str, tmp_path: Path
+) -> None:
+    pixels = image(channels, dtype)
+    content = write(pixels)
+    (tmp_path / "any.name").write_bytes(content)
+    for source in (content, tmp_path / "any.name"):
+        assert array_size(source, channels=channels, max_pixels=MOST) == (6, 9)
+        read = read_array(source, channels=channels, max_pixels=MOST)
+        assert read.dtype == np.float32
+        np.testing.assert_array_equal(read, pixels.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "channels"), [("I;16", "uint16", 1), ("L", "uint8", 1), ("RGBA", "uint8", 4)]
+)
+def test_photos_keep_their_mode(mode: str, dtype: str, channels: int) -> None:
+    """16 bits stay 16 bits, and transparency is a channel, where photos become RGB bytes otherwise."""
+    pixels = image(channels, dtype) * (300 if dtype == "uint16" else 1)
+    out = io.BytesIO()
+    Image.fromarray(pixels[..., 0] if channels == 1 else pixels).save(out, "PNG")
+    assert Image.open(io.BytesIO(out.getvalue())).mode == mode
+    assert array_size(out.getvalue(), channels=channels, max_pixels=MOST) == (6, 9)
+    np.testing.assert_array_equal(read_array(out.getvalue(), channels=channels, max_pixels=MOST), pixels)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("a pickle was loaded",))
+
+
+def object_array() -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.array([Evil()], dtype=object), allow_pickle=True)
+    return out.getvalue()
+
+
+def two_arrays() -> bytes:
+    out = io.BytesIO()
+    np.savez(out, left=np.zeros(3), right=np.zeros(3))
+    return out.getvalue()
+
+
+def bomb() -> bytes:
+    """Gigabytes of zeros in a small archive, behind a header that says so."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (2**15, 2**15, 5)})
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("image.npy", head.getvalue())
+    return out.getvalue()
+
+
+def palette() -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(image(1, "uint8")[..., 0]).convert("P").save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "words"),
+    [
+        (npy(image(4, "uint8")), Reason.NOT_AN_IMAGE, "shape 6×9×4, not height × width × 5 channels"),
+        (npy(np.zeros((2, 6, 9, 5))), Reason.NOT_AN_IMAGE, "shape 2×6×9×5"),
+        (npy(np.zeros((0, 9, 5))), Reason.NOT_AN_IMAGE, "shape 0×9×5"),
+        (npy(np.zeros((6, 9, 5), complex)), Reason.NOT_AN_IMAGE, "values of type complex128"),
+        (object_array(), Reason.NOT_AN_IMAGE, "values of type object"),
+        (npy(image(5, "float32"))[:-8], Reason.TRUNCATED, "ends after 1072 of 1080 bytes"),
+        (two_arrays(), Reason.NOT_AN_IMAGE, "has the arrays left, right: name the image's array image"),
+        (bomb(), Reason.TOO_LARGE, "has 32768×32768 pixels"),
+        (npy(np.full((6, 9, 5), np.nan)), Reason.CORRUPT, "not finite: fill them in"),
+        (b"\x93NUMPY\x07\x00" + bytes(100), Reason.UNSUPPORTED, r"version 7\.0"),
+        (b"PK\x03\x04" + bytes(100), Reason.CORRUPT, "BadZipFile"),
+        (b"II*\0" + bytes(100), Reason.CORRUPT, "cannot be read"),
+        (b"no image at all", Reason.NOT_AN_IMAGE, "not of a known image format"),
+        (palette(), Reason.UNSUPPORTED, "palette"),
+        (pickle.dumps(Evil()), Reason.NOT_AN_IMAGE, "not of a known image format"),
+    ],
+)
+def test_what_is_no_image_says_why(content: bytes, reason: Reason, words: str) -> None:
+    with pytest.raises(BadSample, match=words) as caught:
+        read_array(content, channels=5, max_pixels=MOST)
+    assert caught.value.reason == reason
+
+
+def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BadSample, match="cannot be opened") as caught:
+        array_size(tmp_path / "none.npy", channels=5, max_pixels=MOST)
+    assert caught.value.reason == Reason.MISSING
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_damaged_files_raise_nothing_else(data: st.DataObject) -> None:
+    """A byte is changed, or the file is cut: the sample is skipped or read, and the run goes on."""
+    content = bytearray(data.draw(st.sampled_from([npy, npz, tiff, planes]))(image(5, "uint16")))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    damaged = bytes(content[: data.draw(st.integers(0, len(content)))])
+    with contextlib.suppress(BadSample):
+        assert read_array(damaged, channels=5, max_pixels=MOST).shape[-1] == 5
+
+
+def test_a_page_shows_an_array_as_a_picture() -> None:
+    shown = first_frame(ImageRef(npy(image(5, "float32", height=16, width=20))), max_pixels=MOST)
+    assert (shown.shape, shown.dtype) == ((16, 20, 3), np.uint8)
+    assert shown.min() == 0
+    assert shown.max() >= 254
+    assert as_picture(np.ones((4, 4, 1))).shape == (4, 4, 3)
+    assert is_array(npy(image(2, "uint8")))
+    assert not is_array(palette())
