@@ -10,15 +10,15 @@ shows depends on the layers before it (`tables.relay`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megavlm.arch.kind import FP32, Stream, stream_bytes
 from megavlm.arch.kinds import communication, is_transformer, kind_in, layer_cost, layout_parameters, saved_bytes
 from megavlm.arch.layers import OUTPUT, carried_before
 from megavlm.arch.scenario import Recompute, Scenario
+from megavlm.planner.collectives import all_reduce, all_to_all, gathers, group_of
 from megavlm.planner.experts import exchange_seconds
-from megavlm.planner.hardware import Hardware, Link
+from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import HOST_PIECE, is_offloaded
 from megavlm.planner.passes import Pair, Update, memory_traffic, program_of, touched_bytes
 from megavlm.planner.terms import host_of, launch_seconds, layer_terms, rank_flops
@@ -42,16 +42,15 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     terms = layer_terms(name, scenario, hardware, passes)
     index = scenario.names.index(name)
     reached, trained, tp = scenario.gradient_reaches[index], scenario.trains(name), scenario.dims.tp
-    link = hardware.link(tp)
-    exchanged = communication(name, scenario)
-    gathers, reductions = exchanged.gathers, exchanged.reductions
-    again = gathers if trained and scenario.sequence_parallel and name != OUTPUT else ()
-    exchange = sum(_collective(sizes, tp, link) for sizes in (gathers, reductions, exchanged.exchanges))
+    group = group_of(hardware, tp, span=tp)
+    sent = communication(name, scenario)
+    again = sent.gathers if trained and scenario.sequence_parallel and name != OUTPUT else ()
+    exchange = gathers((*sent.gathers, *sent.reductions, *sent.exchanges), group)
     across = context_seconds(name, scenario, hardware)
     exchanges = kind_in(scenario.model, name).expert_exchange(scenario)
     exchange += across + sum(exchange_seconds(each, hardware) for each in exchanges)
     issue, issue_back = launch_seconds(name, scenario, passes, host)
-    calls = len(gathers) + len(reductions) + len(exchanged.exchanges) + 2 * (across > 0) + len(exchanges)
+    calls = len(sent.gathers) + len(sent.reductions) + len(sent.exchanges) + 2 * (across > 0) + len(exchanges)
     issue += calls * host.operation[0] * scenario.on_gpu
     forward = sum(pair[0] for pair in terms.values()) + exchange
     if exchanges:  # the host asks the device how many rows each rank gets, and so is never ahead of it
@@ -60,7 +59,7 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
         return Seconds(forward, 0.0, (issue, 0.0))
     # The input's gradient goes the opposite ways, and sequence-sharded inputs are gathered once more for the weight's;
     # the output layer keeps its whole input.
-    backward = sum(pair[1] for pair in terms.values()) + exchange + _collective(again, tp, link)
+    backward = sum(pair[1] for pair in terms.values()) + exchange + gathers(again, group)
     issue_back += (calls + len(again)) * host.operation[1] * scenario.on_gpu
     if recompute == "full" and reached and is_transformer(name):
         backward, issue_back = backward + forward, issue_back + issue
@@ -81,14 +80,13 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
 def context_seconds(name: str, scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of a layer's all-to-alls among context-parallel ranks in a forward pass.
 
-    Each rank sends (n−1)/n of its tensors, as in the collectives of tensor parallelism.
+    Groups of them that exchange heads lie as far apart as all of them allow.
     """
     dims = scenario.dims
     if dims.cp == 1:
         return 0.0
-    link = hardware.link(dims.tp * dims.cp)
     exchanges = kind_in(scenario.model, name).context_exchange(scenario)
-    return sum(_collective([size], ranks, link) for ranks, size in exchanges)
+    return sum(all_to_all(size, group_of(hardware, ranks, span=dims.tp * dims.cp)) for ranks, size in exchanges)
 
 
 def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, float]:
@@ -101,11 +99,6 @@ def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, flo
     )
     experts = layer_cost(name, scenario.model, scenario.work).expert_flops / scenario.dims.tp
     return products + experts, attention, traffic, kind_in(scenario.model, name).cpu_calls
-
-
-def _collective(sizes: Sequence[float], ranks: int, link: Link) -> float:
-    """Return the seconds of ring all-gathers or reduce-scatters: (n−1)/n of a tensor passes each link, in n−1 hops."""
-    return sum((ranks - 1) * link.latency + size * (ranks - 1) / ranks / link.bandwidth for size in sizes)
 
 
 def transfer_seconds(size: float, scenario: Scenario, hardware: Hardware) -> float:
@@ -133,17 +126,16 @@ def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, 
         return 0.0
     shards, tp = scenario.shards, scenario.dims.tp
     gradients, weights = trained * FP32, trained * scenario.bytes_each
-    if scenario.sharding == "none":  # an all-reduce is both halves in fp32
-        return 2 * _collective([gradients], ranks, hardware.link(ranks * tp))
-    link = hardware.link(shards * tp)
-    seconds = 0.0
+    if scenario.sharding == "none":
+        return all_reduce(gradients, group_of(hardware, ranks, span=ranks * tp))
+    group, seconds = group_of(hardware, shards, span=shards * tp), 0.0
     if shards < ranks:
-        seconds = 2 * _collective([gradients / shards], ranks // shards, hardware.link(ranks * tp))
+        seconds = all_reduce(gradients / shards, group_of(hardware, ranks // shards, span=ranks * tp))
     if not scenario.shards_gradients:
-        return seconds + _collective([gradients, weights], shards, link)
-    gathers = 2 * scenario.micro_batches if scenario.sharding == "full" else 1
-    seconds += gathers * _collective([held * scenario.bytes_each], shards, link)
-    return seconds + scenario.micro_batches * _collective([gradients], shards, link)
+        return seconds + gathers((gradients, weights), group)
+    times = 2 * scenario.micro_batches if scenario.sharding == "full" else 1
+    seconds += times * gathers((held * scenario.bytes_each,), group)
+    return seconds + scenario.micro_batches * gathers((gradients,), group)
 
 
 def optimizer_seconds(trained: float, scenario: Scenario, hardware: Hardware) -> float:

@@ -12,6 +12,7 @@ from megavlm.arch.kind import Exchange
 from megavlm.arch.kinds import layer_sizes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.transformer import RoutedRows
+from megavlm.planner.collectives import all_to_all, group_of, ring_gather
 from megavlm.planner.hardware import Hardware, Rates
 from megavlm.planner.passes import Pair
 
@@ -39,17 +40,6 @@ def _grouped(routed: RoutedRows, rates: Rates, *, tile: float, weights: float, e
 
 
 def exchange_seconds(exchange: Exchange, hardware: Hardware) -> float:
-    """Return the seconds of an exchange.
-
-    An all-to-all sends 1/n of a rank's rows to each of n ranks: to those of its node by the link between devices, to
-    the others by the network, both at once. A ring passes (n−1)/n of the whole by the slowest link.
-    """
-    n, size = exchange.ranks, exchange.size
-    if n == 1:
-        return 0.0
-    if not exchange.to_each:
-        link = hardware.link(n * exchange.stride)
-        return (n - 1) * link.latency + size * (n - 1) / n / link.bandwidth
-    near = min(n, max(1, hardware.devices_per_node // exchange.stride))
-    seconds = hardware.near.seconds(size * (near - 1) / n)
-    return max(seconds, hardware.far.seconds(size * (n - near) / n)) if n > near else seconds
+    """Return the seconds of an exchange: an all-to-all, or an all-gather or reduce-scatter of all rows."""
+    group = group_of(hardware, exchange.ranks, span=exchange.ranks * exchange.stride)
+    return (all_to_all if exchange.to_each else ring_gather)(exchange.size, group)
