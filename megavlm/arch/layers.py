@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from megavlm.config.derived import layer_precision
-from megavlm.config.lora import adapted_parts, is_target, linears_of
+from megavlm.config.lora import adapted_parts, is_target, linears_of, trains_router
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 PATCH_EMBED = "patch_embed"
@@ -110,7 +110,7 @@ def keeps_fp8(name: str, config: Config) -> bool:
 
 
 def trained_layers(config: Config) -> frozenset[str]:
-    """Return the layers with trained weights, their own or adapters."""
+    """Return the layers with trained weights, their own, adapters, or a router beside adapters."""
     return frozenset(
         name for name in layer_names(config.model) if trains_weights(name, config) or _has_adapters(name, config)
     )
@@ -120,7 +120,9 @@ def _has_adapters(name: str, config: Config) -> bool:
     part = part_of(name)
     if kind_of(name) not in TRANSFORMER_LAYERS or part in config.model.freeze:
         return False
-    return any(is_target(config.lora, name, linear) for linear in linears_of(config, part, number_of(name)))
+    number = number_of(name)
+    adapted = any(is_target(config.lora, name, linear) for linear in linears_of(config, part, number))
+    return adapted or (part == "language" and trains_router(config, number))
 
 
 def trained_below(name: str, earlier: Sequence[str], trained: Collection[str]) -> bool:

@@ -121,12 +121,13 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
             f"checkpoint {folder} was made with --placement {placement} --data-parallel-sharding none: give the same "
             "--placement to resume it"
         )
-    saved = summary.get("lora", _jsonable(asdict(LoraConfig())))
+    saved = {**_jsonable(asdict(LoraConfig())), **summary.get("lora", {})}
     for name, value in _jsonable(asdict(config.lora)).items():
-        if (before := saved.get(name, value)) != value:
+        if (before := saved[name]) != value:
+            flag = f"--lora-{name.replace('_', '-')}"
             raise UserError(
-                f"checkpoint {folder} was made with --lora-{name} {before}, but this run has {value}: use the saved "
-                "value, or start another --run-dir"
+                f"checkpoint {folder} was made with {flag} {before}, but this run has {value}: use the saved value, or "
+                "start another --run-dir"
             )
     if sorted(frozen := model_of(summary, folder).model.freeze) != sorted(config.model.freeze):
         raise UserError(

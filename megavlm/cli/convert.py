@@ -127,12 +127,13 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     backend.activate()
 
-    from megavlm.checkpoint.hf.adapters import export_adapters, read_adapters, table_in_memory
+    from megavlm.checkpoint.hf.adapters import export_adapters, read_adapters, read_routers, table_in_memory
     from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
     from megavlm.checkpoint.hf.exporting import exportable, family_at
 
     checkpoint, sidecar, saved = exportable(options.source)
-    adapters = read_adapters(CheckpointReader(checkpoint), saved.model)
+    records = CheckpointReader(checkpoint)
+    adapters = read_adapters(records, saved.model)
     if not adapters:
         raise UserError(f"{options.source} has no adapters: train with --lora-rank, or use export")
     if left := sorted({"vision", "projector", "language"} - {*saved.model.freeze, *adapted_parts(saved)}):
@@ -141,13 +142,15 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
             f"merge-lora, or train with --freeze {' '.join(sorted({*saved.model.freeze, *left}))}"
         )
     family = family_at(sidecar)
-    if lost := sorted({name for held in adapters.values() for name in held.pairs} & {*family.not_in_peft}):
+    named = {name for held in adapters.values() if held.of_experts is None for name in held.pairs}
+    if lost := sorted(named & {*family.not_in_peft}):
         raise UserError(
             f"{options.source} has adapters of {', '.join(lost)}, which PEFT would take for those of experts: use "
             "merge-lora, or train with --lora-targets q_proj k_proj v_proj o_proj"
         )
     table = table_in_memory(family, saved.model)
-    export_adapters(adapters, table, saved.lora, options.out, base=options.base)
+    routers = read_routers(records) if saved.lora.train_router else {}
+    export_adapters(adapters, table, saved.lora, options.out, base=options.base, routers=routers)
     print(options.out)
     return 0
 

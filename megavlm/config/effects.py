@@ -40,6 +40,10 @@ def _has_experts(config: Config) -> bool:
     return config.model.experts.num_experts > 0
 
 
+def _trains_routers(config: Config) -> bool:
+    return "language" in trained_whole(config) or (config.lora.train_router and "language" in adapted_parts(config))
+
+
 def _trains(module: str) -> Callable[[Config], bool]:
     return lambda config: module not in config.model.freeze or module in adapted_parts(config)
 
@@ -122,9 +126,9 @@ EFFECTS = (
     Effect(
         "model.experts",
         ("aux_loss_coeff", "z_loss_coeff"),
-        lambda config: "language" in trained_whole(config),
+        _trains_routers,
         "with a frozen language model, whose routers do not train",
-        "do not freeze language",
+        "do not freeze language, or add --lora-train-router to adapters",
     ),
     Effect(
         "model.experts",
@@ -234,6 +238,13 @@ EFFECTS = (
         lambda config: config.lora.rank > 0,
         "without adapters",
         "add --lora-rank 16",
+    ),
+    Effect(
+        "lora",
+        ("train_router",),
+        lambda config: _has_experts(config) and "language" in adapted_parts(config),
+        "without adapters in a language model with experts",
+        "name some of its layers in --lora-targets",
     ),
     Effect(
         "optimizer",

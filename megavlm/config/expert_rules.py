@@ -138,14 +138,14 @@ def experts_support(config: Config) -> str | None:
 
 
 def frozen_routers_have_no_bias(config: Config) -> str | None:
-    """A bias that steps change is no frozen weight; adapters freeze the router, too."""
+    """A bias that steps change is no frozen weight. Beside adapters, which do not hold it, it is frozen as well."""
     experts = config.model.experts
     rate = 0.0 if starts_from_weights(config) else 1e-3
     if experts.router_bias_update_rate is not None:
         rate = experts.router_bias_update_rate
     if experts.router_enable_expert_bias and rate and "language" not in trained_whole(config):
         return (
-            "--moe-router-enable-expert-bias changes the bias of the frozen router each step: add "
+            "--moe-router-enable-expert-bias changes the router's frozen bias each step: add "
             "--moe-router-bias-update-rate 0"
         )
     return None

@@ -13,32 +13,37 @@ from megavlm.config.schema import Config, LoraConfig
 PARTS = ("vision", "projector", "language")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP, GATED_MLP = ("fc1", "fc2"), ("gate_proj", "up_proj", "down_proj")
-SHARED_EXPERT = "shared_experts"
+SHARED_EXPERT, ROUTED_EXPERTS = "shared_experts", "experts"
 
 
 def linears_of(config: Config, part: str, number: int) -> tuple[str, ...]:
     """Return the names of the linear layers that can have adapters in layer `number` of "vision" or "language".
 
-    Routers and the experts that they choose have none; experts that every token takes do.
+    The experts that a router chooses have adapters of two parameters, of which gate and up are one.
     """
     if part == "vision":
         return (*ATTENTION, *(GATED_MLP if config.model.vision.activation == "swiglu" else MLP))
     if not has_experts(config.model, number):
         return (*ATTENTION, *GATED_MLP)
     shared = config.model.experts.shared_ffn_hidden_size is not None
-    return (*ATTENTION, *(f"{SHARED_EXPERT}.{linear}" for linear in GATED_MLP if shared))
+    of_all_tokens = (f"{SHARED_EXPERT}.{linear}" for linear in GATED_MLP if shared)
+    return (*ATTENTION, *of_all_tokens, *(f"{ROUTED_EXPERTS}.{param}" for param in ("gate_up_proj", "down_proj")))
 
 
 def is_target(lora: LoraConfig, layer: str, linear: str) -> bool:
     """Return whether a linear layer has an adapter.
 
     A target is a full name, which may contain * and ?, a prefix of names (`language`, `vision.layers.0`), or the name
-    of a linear layer (`q_proj`) in all layers.
+    of a linear layer (`q_proj`) in all layers. Routed experts, most of a model, are targets by their own name only
+    (`experts`, `experts.down_proj`, `language.layers.3.experts`).
     """
     return lora.rank > 0 and any(_matches(f"{layer}.{linear}", target) for target in lora.targets)
 
 
 def _matches(name: str, target: str) -> bool:
+    if f".{ROUTED_EXPERTS}." in name:
+        named = ROUTED_EXPERTS in target.split(".")
+        return named and any(fnmatchcase(name, f"{start}{target}{end}") for start in ("", "*.") for end in ("", ".*"))
     linear = name.rpartition(".")[2]
     return target == linear or fnmatchcase(name, target) or fnmatchcase(name, f"{target}.*")
 
@@ -96,6 +101,17 @@ def beyond_adapters(config: Config) -> str | None:
         f"the {' and the '.join(whole)} trains as a whole beside the adapters, and export-lora refuses that: add "
         f"--freeze {' '.join(sorted({*config.model.freeze, *whole}))}, or export by merge-lora"
     )
+
+
+def trains_router(config: Config, number: int) -> bool:
+    """Return whether the router of language layer `number` is trained beside adapters."""
+    return config.lora.train_router and "language" in adapted_parts(config) and has_experts(config.model, number)
+
+
+def adapts_experts(config: Config) -> bool:
+    """Return whether any routed experts have adapters."""
+    routed = (name for name in all_names(config) if f".{ROUTED_EXPERTS}." in name)
+    return config.lora.rank > 0 and any(_matches(name, target) for name in routed for target in config.lora.targets)
 
 
 def is_adapter(key: str) -> bool:

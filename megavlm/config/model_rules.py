@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megavlm.config.derived import masks_attention, rotary_channels
 from megavlm.config.expert_rules import EXPERT_MODEL_RULES
-from megavlm.config.lora import adapted_parts, never_run, unmatched
+from megavlm.config.lora import adapted_parts, adapts_experts, never_run, unmatched
 from megavlm.config.messages import divisors, nearest
 from megavlm.config.resolve import data_kind, is_set, resolve_model
 from megavlm.config.schema import Config
@@ -245,6 +245,16 @@ def lora_targets_exist(config: Config) -> str | None:
     return None
 
 
+def adapters_of_experts_have_no_dropout(config: Config) -> str | None:
+    """PEFT adds B·A to the weights of all experts, of which no single input can be left out."""
+    if config.lora.dropout and adapts_experts(config):
+        return (
+            f"--lora-dropout {config.lora.dropout} cannot be combined with adapters of routed experts, for which PEFT "
+            "has none: set it to 0, or remove experts from --lora-targets"
+        )
+    return None
+
+
 def adapters_are_not_frozen(config: Config) -> str | None:
     for part in adapted_parts(config):
         if part in config.model.freeze:
@@ -279,6 +289,7 @@ MODEL_RULES: tuple[Callable[[Config], str | None], ...] = (
     tiled_images_are_expressible,
     *EXPERT_MODEL_RULES,
     lora_targets_exist,
+    adapters_of_experts_have_no_dropout,
     adapters_are_not_frozen,
     something_trains,
 )

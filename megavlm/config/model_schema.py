@@ -257,5 +257,7 @@ class LoraConfig:
     dropout: float = option(0.0, "Dropout probability of the input of adapters.")
     targets: tuple[str, ...] = option(
         ("language",),
-        "Layers with LoRA adapters: a part (language, vision), a linear layer (q_proj), or a pattern with * and ?.",
+        "Layers with LoRA adapters: a part (language, vision), a linear layer (q_proj), or a pattern with * and ?; "
+        "routed experts only by their name (experts).",
     )
+    train_router: bool = option(False, "Train the routers of experts beside adapters; off: they are frozen.")

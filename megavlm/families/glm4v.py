@@ -137,7 +137,9 @@ def whole_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         "projector.convolution.bias": Rename(f"{visual}downsample.bias"),
         **{name: rule for each in names.values() for name, rule in each.items()},
         **linear("projector.inner_norm", f"{visual}merger.post_projection_norm", bias=True),
-        **language_table(model.language, prefixes.language, head=prefixes.head, experts=model.experts),
+        **language_table(
+            model.language, prefixes.language, head=prefixes.head, experts=model.experts, stored=prefixes.experts
+        ),
     }
 
 

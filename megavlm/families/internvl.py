@@ -62,7 +62,9 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         **linear("projector.norm", f"{prefixes.projector}layer_norm", bias=True),
         **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=True),
         **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=True),
-        **language_table(model.language, prefixes.language, head=prefixes.head, experts=model.experts),
+        **language_table(
+            model.language, prefixes.language, head=prefixes.head, experts=model.experts, stored=prefixes.experts
+        ),
     }
 
 

@@ -18,7 +18,9 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    return language_table(model.language, prefixes.language, head=prefixes.head, experts=model.experts)
+    return language_table(
+        model.language, prefixes.language, head=prefixes.head, experts=model.experts, stored=prefixes.experts
+    )
 
 
 def _family(

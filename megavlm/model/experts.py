@@ -24,18 +24,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 
+def mark(param: nn.Parameter) -> nn.Parameter:
+    """Mark a parameter of experts and return it.
+
+    Expert-data-parallel ranks sum its gradient, and each other rank counts its own in the norm. megatron-core marks
+    experts only where EP > 1; with EP 1 and ETP ≠ TP their gradients would be summed over the wrong ranks.
+    """
+    marked: Any = param
+    marked.allreduce = False
+    marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = True, 0, 1
+    return param
+
+
 class ExpertWeight(nn.Module):
     """The weights [E, rows, columns] of all experts of a rank for one linear layer."""
 
     def __init__(self, *shape: int, config: TransformerConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-        # Expert-data-parallel ranks sum its gradient, and no other rank counts it in the norm. megatron-core marks
-        # experts only where EP > 1; with EP 1 and ETP ≠ TP their gradients would be summed over the wrong ranks.
-        self.weight.allreduce = False  # type: ignore[attr-defined]
-        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-        self.weight.partition_dim = 0  # type: ignore[attr-defined]
-        self.weight.partition_stride = 1  # type: ignore[attr-defined]
+        self.weight = mark(nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [T, columns] → [T, rows]; `ends` [E] int32: where the tokens of each expert end."""
@@ -73,13 +79,21 @@ class GroupedExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the weights with their part of the tensors of all experts of all ranks."""
-        fc1, fc2 = (f"linear_{name}.weight" for name in ("fc1", "fc2"))
-        replica = (0, 0, self.groups.expt_dp.rank())
-        first, second = self.linear_fc1.weight, self.linear_fc2.weight
         return {
-            prefix + fc1: ShardedTensorFactory(f"{prefix}experts.{fc1}", first, self._gate_and_up, _merge, replica),
-            prefix + fc2: self._part(f"{prefix}experts.{fc2}", second, replica, axis=2, part=0, parts=1),
+            f"{prefix}{name}": self._entry(name, f"{prefix}experts.{name}", param)
+            for name, param in self.named_parameters()
         }
+
+    def _entry(self, name: str, key: str, param: Tensor) -> ShardedTensor | ShardedTensorFactory:
+        """Return a parameter's place. ETP divides rows of fc1, columns of fc2; an adapter's other factor is whole."""
+        ep, etp, replica = self.groups.ep, self.groups.expt_tp, (0, 0, self.groups.expt_dp.rank())
+        linear, leaf = name.split(".")[0], name.rpartition(".")[2]
+        if (linear, leaf) in (("linear_fc1", "A"), ("linear_fc2", "B")):
+            copy = (0, etp.rank(), replica[2])
+            return ShardedTensor.from_rank_offsets(key, param, (0, ep.rank(), ep.size()), replica_id=copy)
+        if linear == "linear_fc1":
+            return ShardedTensorFactory(key, param, self._gate_and_up, _merge, replica)
+        return self._part(key, param, replica, axis=2, part=0, parts=1)
 
     def _gate_and_up(self, key: str, data: Tensor, replica: Any, _: Any) -> list[ShardedTensor]:
         halves = enumerate(data.chunk(2, dim=1))

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from megavlm.config.lora import SHARED_EXPERT, is_target
 from megavlm.config.schema import LoraConfig
+from megavlm.model.expert_lora import adapt_experts
 
 
 class Adapter(nn.Module):
@@ -146,6 +147,8 @@ def add_adapters(layer: TransformerLayer, name: str, lora: LoraConfig, *, gated:
     _adapt_rows(attention.linear_proj, name, lora, linear="o_proj")
     mlp: Any = layer.mlp
     if isinstance(mlp, MoELayer):  # what of it has adapters: see `linears_of`
+        mlp.router.requires_grad_(lora.train_router)
+        adapt_experts(mlp.experts, name, lora)
         mlp, name = mlp.shared_experts, f"{name}.{SHARED_EXPERT}"
     if mlp is None:
         return

@@ -30,7 +30,7 @@ from megavlm.families import family_of  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.gates import hold  # noqa: E402
 from tests.support.harness import difference  # noqa: E402
-from tests.support.hf_families import FAMILIES, SINGLE, square  # noqa: E402
+from tests.support.hf_families import FAMILIES, MIXTURES, SINGLE, square  # noqa: E402
 from tests.support.peft_blocks import trained_entries  # noqa: E402
 from tests.support.tiny_models import gemma3, llava  # noqa: E402
 from tests.support.whole_models import whole_folder  # noqa: E402
@@ -42,6 +42,7 @@ LORA = (
 ).split()
 OTHERS = [name for name in SINGLE if name != "llava"]
 TARGETS = {"glm4v-moe": "q_proj k_proj v_proj o_proj"}  # PEFT takes adapters of its MLPs for adapters of experts
+EXPERTS = "vision.layers.*.o_proj language.layers.*.q_proj experts --lora-train-router"
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +86,25 @@ def test_resume_on_another_layout(pools: Pools, one: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "targets"),
+    ("family", "targets", "layout"),
     [
-        ("llava", "language vision"),
-        ("llava", "q_proj language.layers.1.down_proj vision.layers.*.fc1"),
-        *(pytest.param(name, TARGETS.get(name, "language vision"), marks=pytest.mark.slow) for name in OTHERS),
+        ("llava", "language vision", "--tp 2 --pp 2"),
+        ("llava", "q_proj language.layers.1.down_proj vision.layers.*.fc1", "--tp 2 --pp 2"),
+        ("internvl-moe", EXPERTS, "--tp 2 --ep 2 --pp 2"),
+        *(
+            pytest.param(name, TARGETS.get(name, "language vision"), "--tp 2 --pp 2", marks=pytest.mark.slow)
+            for name in OTHERS
+        ),
+        *(
+            pytest.param(name, targets, layout, marks=pytest.mark.slow)
+            for name in MIXTURES
+            for targets in (EXPERTS, "vision.layers.*.o_proj experts.down_proj")
+            for layout in ("--ep 2", "--tp 2 --ep 2 --etp 2")
+        ),
     ],
 )
-def test_trained_adapters_are_pefts(pools: Pools, tmp_path: Path, family: str, targets: str) -> None:
-    """Five steps at TP2·PP2 and in PEFT from the same A and B; then logits of PEFT, merged and ours."""
+def test_trained_adapters_are_pefts(pools: Pools, tmp_path: Path, family: str, targets: str, layout: str) -> None:
+    """Five steps of four processes and in PEFT from the same A and B; then logits of PEFT, merged and ours."""
     # Tensor-parallel ranks cannot share the adapter of a key/value head.
     theirs = gemma3.gemma3() if family == "gemma3" else FAMILIES[family][0]()
     folder = hf.save(theirs, tmp_path / "hf")
@@ -106,7 +117,7 @@ def test_trained_adapters_are_pefts(pools: Pools, tmp_path: Path, family: str, t
     # Layout does not matter to what is drawn: the adapters before training come from a run of one step at no rate.
     start, run = tmp_path / "start", tmp_path / "run"
     pools(1).run(train_composed, [*argv, *"--train-iters 1 --lr 1e-30".split()], str(start))
-    pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2 --train-iters 5".split()], str(run))
+    pools(4).run(train_composed, [*argv, *layout.split(), *"--train-iters 5".split()], str(run))
     assert convert.main(["export-lora", str(start), str(tmp_path / "start-adapters")]) == 0
     assert convert.main(["export-lora", str(run), str(tmp_path / "adapters")]) == 0
     assert convert.main(["merge-lora", str(run), str(tmp_path / "merged")]) == 0
@@ -144,7 +155,7 @@ def train_with_peft(theirs: Any, argv: list[str], *, steps: int) -> list[float]:
     config, batches = synthetic_batches(argv, steps=steps)
     trained = {name: param for name, param in theirs.named_parameters() if param.requires_grad}
     for name, param in trained.items():
-        if "lora_B" in name:
+        if "lora_B" in name and ".experts." not in name:
             param.register_hook(partial(torch.mul, trained_entries(param, config.lora.rank)))
     adamw = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     losses = []

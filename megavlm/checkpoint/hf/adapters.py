@@ -2,7 +2,8 @@
 
 megavlm trains one adapter each for query, key and value. Where the Hugging Face model has one fused linear layer for
 the three, PEFT's A is the three A on top of each other and its B is block-diagonal: rank 3r with alpha 3α computes the
-same.
+same. Adapters of routed experts are those of parameters (PEFT's `target_parameters`), and trained routers modules that
+PEFT saves whole (`modules_to_save`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,18 @@ MLP_LINEARS = ("gate_proj", "up_proj")
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of one linear layer of megavlm, in fp32: projection (such as "q_proj") → (A [r, K], B [M, r])."""
+    """The adapters of one linear layer of megavlm, in fp32: projection (such as "q_proj") → (A [r, K], B [M, r]).
+
+    Of the experts of a layer they are A [E, r, K] and B [E, M, r].
+    """
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
+
+    @property
+    def of_experts(self) -> tuple[Tensor, Tensor] | None:
+        """Return A and B if they are those of all experts of a layer, else None."""
+        first, *_ = self.pairs.values()
+        return first if first[0].ndim == 3 else None
 
     def by_hf_name(self, rule: Rule) -> dict[str, tuple[Tensor, Tensor]]:
         """Return A and B for each Hugging Face weight, by name, that holds rows of this layer (`rule` says which)."""
@@ -57,6 +67,13 @@ def read_adapters(records: CheckpointReader, model: ModelConfig) -> dict[str, Ad
     keys = list(filter(_is_model_adapter, records.stored))
     records.verify(keys)
     return grouped({key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}, model)
+
+
+def read_routers(records: CheckpointReader) -> dict[str, Tensor]:
+    """Return all tensors of routers of a checkpoint by name. Raises UserError if they are damaged."""
+    keys = [key for key in records.stored if ".mlp.router." in key and not key.startswith("optimizer.")]
+    records.verify(keys)
+    return {key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}
 
 
 def grouped(values: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Adapters]:
@@ -86,32 +103,51 @@ def _real(key: str, values: Mapping[str, Tensor], model: ModelConfig) -> Tensor:
 
 
 def folded(weights: Tensor, pair: tuple[Tensor, Tensor], rows: slice, lora: LoraConfig) -> Tensor:
-    """Return W + (α/r)·B·A in the type of W; `weights` are these rows of W, a Hugging Face weight."""
+    """Return W + (α/r)·B·A in the type of W; `weights` are these rows of W, a Hugging Face weight.
+
+    Of the weights [E, M, K] of experts, rows are experts.
+    """
     a, b = pair
+    a = a if a.ndim == 2 else a[rows]
     return (weights.float() + (lora.alpha / lora.rank) * (b[rows] @ a)).to(weights.dtype)
 
 
 def table_in_memory(family: Family, model: ModelConfig) -> Table:
-    """Return the table with the names that a model has once Transformers has loaded it: PEFT uses those."""
+    """Return the table with the names that a model has once Transformers has loaded it: PEFT uses those.
+
+    Transformers 5 has one parameter for the experts of a layer, however files hold them.
+    """
     for prefixes in family.name_prefixes:
         parts = (prefixes.vision, prefixes.language)
         if prefixes.head == "lm_head.weight" and all(part.startswith("model.") for part in parts if part):
-            return family.table(model, prefixes)
+            return family.table(model, replace(prefixes, experts="stacked"))
     raise AssertionError(f"{family.name} lacks the spelling of a loaded model")
 
 
 def export_adapters(
-    adapters: Mapping[str, Adapters], table: Table, lora: LoraConfig, out: Path, *, base: str | None
+    adapters: Mapping[str, Adapters],
+    table: Table,
+    lora: LoraConfig,
+    out: Path,
+    *,
+    base: str | None,
+    routers: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` into a new folder `out`.
 
-    `base` is the folder of the model that the adapters belong to. Raises UserError if `out` exists.
+    `base` is the folder of the model that the adapters belong to, `routers` are the tensors of those that were trained.
+    Raises UserError if `out` exists.
     """
     if out.exists():
         raise UserError(f"{out} exists: choose another folder, or remove it")
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
+    parameters, routers = _of_experts(adapters, table), routers or {}
+    tensors |= {name: value for factors in parameters.values() for name, value in factors.items()}
+    tensors |= {f"{PREFIX}{table[key].hf_names[0]}": value for key, value in routers.items()}
     for key, held in adapters.items():
+        if held.of_experts is not None:
+            continue
         for weight, (a, b) in held.by_hf_name(table[key]).items():
             module = weight.removesuffix(".weight")
             tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
@@ -125,6 +161,8 @@ def export_adapters(
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": sorted(ranks),
+        "target_parameters": sorted(parameters),
+        "modules_to_save": sorted({table[key].hf_names[0].rpartition(".")[0] for key in routers}),
         "rank_pattern": {module: rank for module, rank in ranks.items() if rank != lora.rank},
         "alpha_pattern": {module: lora.alpha * rank / lora.rank for module, rank in ranks.items() if rank != lora.rank},
         "bias": "none",
@@ -139,3 +177,28 @@ def export_adapters(
     # The library lets nobody else read what it writes.
     shutil.copymode(temporary / "adapter_config.json", temporary / "adapter_model.safetensors")
     temporary.rename(out)
+
+
+def _of_experts(adapters: Mapping[str, Adapters], table: Table) -> dict[str, dict[str, Tensor]]:
+    """Return PEFT's factors of each parameter of experts, by its name.
+
+    A is [E·r, K], experts outermost, and B [M, r·E], experts innermost. PEFT wraps a module once for each of its
+    parameters, in their order in the module, so that all but the last are below further wraps.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    modules: dict[str, list[str]] = {}
+    for key, held in adapters.items():
+        if held.of_experts is not None:
+            (parameter,) = table[key].hf_names
+            modules.setdefault(parameter.rpartition(".")[0], []).append(key)
+    for module, keys in modules.items():
+        for wraps, key in enumerate(
+            sorted(keys, reverse=True)
+        ):  # linear_fc1, which is Transformers' first, is innermost
+            a, b = adapters[key].of_experts  # type: ignore[misc]
+            where = f"{PREFIX}{module}{'.base_layer' * wraps}"
+            found[table[key].hf_names[0]] = {
+                f"{where}.lora_A.weight": a.flatten(0, 1).contiguous(),
+                f"{where}.lora_B.weight": b.permute(1, 2, 0).flatten(1).contiguous(),
+            }
+    return found

@@ -74,7 +74,9 @@ def export(
         writers = {file: stack.enter_context(StreamedFile(temporary / file, held)) for file, held in files.items()}
         writer_of = {name: writers[file] for file, held in files.items() for name in held}
         real = {key: _real(key, stored[key], model) for key in table}
-        adapted = {name: pair for key, held in adapters.items() for name, pair in held.by_hf_name(table[key]).items()}
+        experts = {key: held.of_experts for key, held in adapters.items() if held.of_experts is not None}
+        others = {key: held for key, held in adapters.items() if key not in experts}
+        adapted = {name: pair for key, held in others.items() for name, pair in held.by_hf_name(table[key]).items()}
 
         def put(rule: Rule, values: Tensor, start: int, shape: Shape) -> None:
             """Write rows of a tensor of this shape, from row `start` on."""
@@ -94,6 +96,8 @@ def export(
         def move(run: _Run) -> None:
             shape = real[run.key]
             values = records.read(run.key, run.start, run.stop)[(slice(None), *map(slice, shape[1:]))]
+            if merged is not None and run.key in experts:
+                values = folded(values, experts[run.key], slice(run.start, run.stop), merged)
             put(table[run.key], values, run.start, shape)
 
         for_each(move, (run for key, shape in real.items() for run in _runs(key, shape, stored[key], table[key])))

@@ -496,7 +496,7 @@ EXPERTS = (
     ),
     Mistake(
         f"{MIXTURE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --freeze language",
-        "changes the bias of the frozen router",
+        "changes the router's frozen bias",
         "add --moe-router-bias-update-rate 0",
         "--moe-router-bias-update-rate 0",
     ),
@@ -528,6 +528,37 @@ EXPERTS = (
     ),
     Mistake(f"{MIXTURE} --hybrid-shard-size 2", "--hybrid-shard-size", "leave it out", "--hybrid-shard-size none", 2),
     Mistake(f"{MIXTURE} --cuda-graphs", "--cuda-graphs", "leave it out", "--no-cuda-graphs"),
+    Mistake(
+        f"{MIXTURE} --tp 2 --precision bf16 --tp-comm-overlap",
+        "does not support --tp-comm-overlap",
+        "leave it out",
+        "--no-tp-comm-overlap",
+        2,
+    ),
+    Mistake(
+        f"{MIXTURE} --data-parallel-sharding optimizer_gradients",
+        "--data-parallel-sharding optimizer_gradients",
+        "use --data-parallel-sharding optimizer",
+        "--data-parallel-sharding optimizer",
+    ),
+    Mistake(
+        f"{MIXTURE} --lora-rank 4 --lora-targets experts --lora-dropout 0.1",
+        "--lora-dropout 0.1",
+        "set it to 0",
+        "--lora-dropout 0",
+    ),
+    Mistake(
+        f"{MIXTURE} --lora-rank 4 --lora-targets vision --lora-train-router",
+        "--lora-train-router has no effect",
+        "name some of its layers in --lora-targets",
+        "--lora-targets language",
+    ),
+    Mistake(
+        f"{MIXTURE} --lora-rank 4 --moe-aux-loss-coeff 0.01",
+        "--moe-aux-loss-coeff has no effect",
+        "add --lora-train-router",
+        "--lora-train-router",
+    ),
     Mistake("--ep 2", "--expert-model-parallel-size has no effect without experts", "--num-experts 8", "--ep 1", 2),
     Mistake("--moe-router-topk 3", "--moe-router-topk has no effect", "--num-experts 8", "--num-experts 8"),
     Mistake(
