@@ -9,6 +9,7 @@ from megavlm.config.derived import replica_size, sequence_parallel, shards_gradi
 from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
 from megavlm.config.messages import divisors, nearest, shown
 from megavlm.config.resolve import data_kind, is_set, resolve_model
+from megavlm.config.schedule_rules import SCHEDULE_RULES
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.sharding_rules import SHARDING_RULES
 from megavlm.config.tensor_split import language_split, share_runs
@@ -235,6 +236,7 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     sequence_parallel_has_tp,
     sequence_divides_over_tp,
     interleaving_has_stages,
+    *SCHEDULE_RULES,
     *CONTEXT_RULES,
     *EXPERT_LAYOUT_RULES,
     features_can_be_reused,

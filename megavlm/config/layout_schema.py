@@ -17,6 +17,11 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: int = option(
         1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp", common=LAYOUT
     )
+    schedule: Literal["1f1b", "interleaved", "gpipe", "zb-h1"] | None = option(
+        None,
+        "Order of a pipeline's passes: 1f1b, interleaved (with --vpp), gpipe, or zb-h1, which fills waiting times with "
+        "weight gradients; default: 1f1b, with --vpp interleaved.",
+    )
     context_parallel_size: int = option(
         1,
         "Number of ranks that split each sequence (context parallelism), for sequences that one rank cannot hold.",

@@ -23,6 +23,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megavlm.model.weight_gradients import WeightGradients, product_leaving_gradient
+
 
 def mark(param: nn.Parameter) -> nn.Parameter:
     """Mark a parameter of experts and return it.
@@ -39,13 +41,19 @@ def mark(param: nn.Parameter) -> nn.Parameter:
 class ExpertWeight(nn.Module):
     """The weights [E, rows, columns] of all experts of a rank for one linear layer."""
 
+    weight_gradients: WeightGradients | None = None
+
     def __init__(self, *shape: int, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = mark(nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [T, columns] → [T, rows]; `ends` [E] int32: where the tokens of each expert end."""
-        return F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
+
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+        return product_leaving_gradient(product, x, self.weight, self.weight_gradients)
 
 
 class GroupedExperts(MegatronModule):

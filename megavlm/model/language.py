@@ -6,6 +6,7 @@ Legend: B samples, S positions, H width, F image features, W vocabulary (padded 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from megavlm.config.schema import LanguageConfig
 from megavlm.data.batch import TextBatch
 from megavlm.model.cross_entropy import CrossEntropy
 from megavlm.model.linear_cross_entropy import LossOptions, linear_cross_entropy
+from megavlm.model.weight_gradients import WeightGradients
 from megavlm.parallel.groups import Groups
 
 
@@ -73,6 +75,7 @@ class Output(MegatronModule):
     """The output layer with its cross entropy, or the logits alone: [S(/TP), B, H] → loss [B, S], logits [B, S, W]."""
 
     reads_below = True  # `linear`'s weight, some rows of which it multiplies at a time
+    weight_gradients: WeightGradients | None = None
 
     def __init__(
         self,
@@ -114,12 +117,14 @@ class Output(MegatronModule):
 
         `positions` [L] are those of the flattened [B·S] that have a loss, by default all; that of the others is 0.
         """
+        # The embedding's gradient is not left: a tied weight's two gradients are added up before they are rounded.
+        options = replace(self.options, weight_gradients=self.weight_gradients if weight is None else None)
         hidden, weight = self._whole(hidden), self.linear.weight if weight is None else weight
         rows, (samples, length) = hidden.flatten(0, 1), labels.shape
         if positions is None or len(positions) == labels.numel():
-            return linear_cross_entropy(rows, weight, labels.t().flatten(), self.options).view(length, samples).t()
+            return linear_cross_entropy(rows, weight, labels.t().flatten(), options).view(length, samples).t()
         chosen = rows.index_select(0, positions % length * samples + positions // length)
-        losses = linear_cross_entropy(chosen, weight, labels.flatten()[positions], self.options)
+        losses = linear_cross_entropy(chosen, weight, labels.flatten()[positions], options)
         return losses.new_zeros(labels.numel()).index_copy(0, positions, losses).view(samples, length)
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None, *, at: Tensor | None = None) -> Tensor:

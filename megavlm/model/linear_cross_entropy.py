@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megavlm.model.cross_entropy import CrossEntropy, in_pieces, own_columns, unit_of, write_gradient
+from megavlm.model.weight_gradients import LaterGradient, WeightGradients, has_halves
 
 _ALIGNED = 16  # rows of a block are a multiple: fast products want aligned rows of logits
 
@@ -46,6 +47,7 @@ class LossOptions:
     chunk: int
     cross_entropy: CrossEntropy
     sums_in_place: bool = False
+    weight_gradients: WeightGradients | None = None  # with which the weight's gradient is left; None: not left
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
@@ -54,17 +56,26 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, options
     The gradient of the hidden states is this rank's share of a sum over tensor-parallel ranks. The backward pass
     overwrites what it has kept, so autograd refuses a second one.
     """
-    reached = hidden.requires_grad and torch.is_grad_enabled()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, options, reached)
+    reached, later = hidden.requires_grad and torch.is_grad_enabled(), None
+    if options.weight_gradients is not None and has_halves(hidden, weight):
+        later = LaterGradient(weight, options.weight_gradients)
+    seen = weight if later is None else weight.detach()
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, seen, labels, options, reached, later)
     return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, reached: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        options: LossOptions,
+        reached: bool,
+        later: LaterGradient | None,
     ) -> Tensor:
-        trained, ctx.kept = weight.requires_grad, len(hidden) <= options.chunk
+        trained, ctx.kept, ctx.later = weight.requires_grad or later is not None, len(hidden) <= options.chunk, later
         found, kept = [], []
         of_hidden = torch.empty_like(hidden) if reached else None
         for start in range(0, max(1, len(hidden)), options.chunk):
@@ -79,7 +90,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needed = (hidden, weight, *(kept if ctx.kept else (labels, per_position)))
         ctx.save_for_backward(of_hidden, *(needed if trained else (None, None)))
         ctx.options, ctx.unit = options, unit_of(hidden.dtype)
-        ctx.main_grad = vars(weight)["main_grad"] if trained and options.sums_in_place else None
+        owner = weight if later is None else later.weight
+        ctx.main_grad = vars(owner)["main_grad"] if trained and options.sums_in_place else None
         return per_position[0].clone()
 
     @staticmethod
@@ -90,14 +102,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if of_hidden is not None:
             of_hidden.mul_(scale)
         if weight is None:
-            return of_hidden, None, None, None, None
-        of_weight, add = _destination(weight, hidden, ctx.main_grad)
-        if ctx.kept:
-            add(rest[0].mul_(scale), slice(None))
-        else:
-            labels, per_position = rest
-            _compute_again(hidden, weight, labels, per_position, arrives, ctx.options, add)
-        return of_hidden, of_weight, None, None, None
+            return of_hidden, None, None, None, None, None
+        later, options, kept, main_grad = ctx.later, ctx.options, ctx.kept, ctx.main_grad
+
+        def of_weight() -> Tensor:
+            gradient, add = _destination(weight if later is None else later.weight, hidden, main_grad)
+            if kept:
+                add(rest[0].mul_(scale), slice(None))
+            else:
+                labels, per_position = rest
+                _compute_again(hidden, weight, labels, per_position, arrives, options, add)
+            return gradient
+
+        if later is None:
+            return of_hidden, of_weight(), None, None, None, None
+        later.leave(of_weight)
+        return of_hidden, None, None, None, None, None
 
 
 Add = Callable[[Tensor, slice], object]  # adds the gradient of some rows of the weight, given that of their logits

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from megavlm.config.derived import expert_tensor_parallel
 from megavlm.config.schema import Config
 from megavlm.config.tensor_split import context_heads
 from megavlm.errors import UserError
+
+ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,13 @@ class Dims:
     cp_groups: int = 1  # of `RowSplit`
     ep: int = 1  # experts are spread over EP × ETP neighbouring ranks of a pipeline stage
     etp: int | None = None  # None: the default, `expert_tp`
+    schedule: ScheduleName | None = None  # None: the default, `order`
+
+    @property
+    def order(self) -> ScheduleName:
+        """Return the schedule in which ranks run their passes: by default 1F1B, interleaved with several chunks."""
+        default: ScheduleName = "interleaved" if self.vpp > 1 and self.pp > 1 else "1f1b"
+        return self.schedule or default
 
     @property
     def row_split(self) -> RowSplit:
@@ -152,6 +162,8 @@ def dims_of(config: Config, *, world: int) -> Dims:
     )
     if expert_tensor_parallel(config) != dims.expert_tp:
         dims = replace(dims, etp=expert_tensor_parallel(config))
+    if parallel.schedule not in (None, dims.order):
+        dims = replace(dims, schedule=parallel.schedule)
     if world % dims.replica:
         flags = {"--tp": dims.tp, **({"--cp": dims.cp} if dims.cp > 1 else {}), "--pp": dims.pp}
         raise UserError(
@@ -170,6 +182,7 @@ def with_dims(config: Config, dims: Dims) -> Config:
         context_parallel_size=dims.cp,
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp,
+        schedule=dims.schedule,
         expert_model_parallel_size=dims.ep,
         expert_tensor_parallel_size=dims.etp,
     )

@@ -41,7 +41,8 @@ class BatchShapedP2P(P2PCommunicator):
         dims = self._groups.dims
         known = [[chunk.transferred(batch) for batch in batches] for chunk in chunks]
         ends = {kind: deque[Size]() for kind in (FORWARD, BACKWARD)}
-        for each in rank_schedules(shape_of(dims, len(batches)))[self._groups.coords.pp]:
+        order = rank_schedules(shape_of(dims, len(batches)))[self._groups.coords.pp]
+        for each in (each for each in order if each.kind in ends):  # weight gradients do not travel
             received, sent = known[each.chunk // dims.pp][each.micro]
             size = received if each.kind == FORWARD else sent
             if size is not None:

@@ -1,4 +1,5 @@
-"""Run micro-batches through megatron-core's pipeline schedules: 1F1B, interleaved 1F1B, or gradient accumulation.
+"""Run micro-batches through a pipeline: megatron-core's 1F1B, interleaved 1F1B and gradient accumulation, or our
+`walker.py` in any other order.
 
 Every rank of a pipeline iterates over the same micro-batches, and each chunk reads what its layers need: patches in the
 first vision stage, tokens in the first language stage, labels in the last. Chunks send each other hidden states only.
@@ -33,6 +34,7 @@ from megavlm.pipeline.context_images import own_part
 from megavlm.pipeline.micro_batches import DevicePrefetcher
 from megavlm.pipeline.p2p import BatchShapedP2P
 from megavlm.pipeline.step_timers import StepTimers
+from megavlm.pipeline.walker import ForwardStep, PassWalker
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, Phases
 
 
@@ -134,6 +136,9 @@ class Schedule:
         self._host_copies = host_copies_of(backend.device)
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
         self.no_sync = NoSync(self.chunks)
+        self._walk = None
+        if dims.order not in ("1f1b", "interleaved"):  # megatron-core's own
+            self._walk = PassWalker(self.chunks, config=config, groups=groups, device=backend.device)
         self._communicator = BatchShapedP2P(groups, config, sends_copies=backend.is_cpu) if dims.pp > 1 else None
 
     def train(self, batches: Sequence[MicroBatch]) -> Tensor:
@@ -201,7 +206,7 @@ class Schedule:
     def _execute(
         self,
         batches: Sequence[MicroBatch],
-        forward: Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Any]],
+        forward: ForwardStep,
         *,
         forward_only: bool,
         logits: bool = False,
@@ -223,6 +228,23 @@ class Schedule:
             meanwhile=meanwhile,
         )
         iterators = [moving.for_a_chunk() for _ in self.chunks]
+        if self._walk is not None and not forward_only:
+            results = self._walk(forward, batches, iterators)
+        else:
+            results = self._run_megatron_core(forward, batches, iterators, forward_only=forward_only, logits=logits)
+        while self.colocated is not None and self.colocated.advance():
+            pass  # what is left is encoded beside the optimizer
+        return results
+
+    def _run_megatron_core(
+        self,
+        forward: ForwardStep,
+        batches: Sequence[MicroBatch],
+        iterators: Sequence[Iterator[MicroBatch]],
+        *,
+        forward_only: bool,
+        logits: bool,
+    ) -> list[Any]:
         single = len(self.chunks) == 1
         arguments: dict[str, Any] = {}
         if self._communicator is not None:
@@ -243,8 +265,6 @@ class Schedule:
             )
         finally:
             self.no_sync.close()
-        while self.colocated is not None and self.colocated.advance():
-            pass  # what is left is encoded beside the optimizer
         return results
 
 

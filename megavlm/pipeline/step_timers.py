@@ -13,10 +13,14 @@ from typing import Any
 import torch
 
 from megavlm.parallel.dims import Dims
-from megavlm.planner.schedules import BACKWARD, FORWARD, rank_schedules, shape_of
+from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT, rank_schedules, shape_of
 from megavlm.resilience.phases import COMPUTE, PIPELINE, Phases
 
-_COMPUTE = {"forward-compute": (FORWARD, "forward"), "backward-compute": (BACKWARD, "backward")}
+_COMPUTE = {
+    "forward-compute": (FORWARD, "forward"),
+    "backward-compute": (BACKWARD, "backward"),
+    "weight-compute": (WEIGHT, "weights"),
+}
 
 
 class StepTimers:

@@ -16,7 +16,13 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
 
-_RARE = {"cp": 1, "cp_groups": 1, "ep": 1, "etp": None}  # degrees that are written if they are not the default
+_RARE = {
+    "cp": 1,
+    "cp_groups": 1,
+    "ep": 1,
+    "etp": None,
+    "schedule": None,
+}  # what are written if they are not the default
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 from megavlm.arch.scenario import Scenario
-from megavlm.parallel.dims import Dims
+from megavlm.parallel.dims import Dims, ScheduleName
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
 
 
@@ -40,11 +38,15 @@ class PipelineShape:
     def chunks(self) -> int:
         return self.pp * self.vpp
 
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether gradients of weights have passes of their own."""
+        return self.schedule == "zb-h1"
+
 
 def shape_of(dims: Dims, micro_batches: int) -> PipelineShape:
-    """Return the shape of the pipeline that megatron-core runs for these degrees."""
-    schedule: ScheduleName = "interleaved" if dims.vpp > 1 and dims.pp > 1 else "1f1b"
-    return PipelineShape(schedule, dims.pp, dims.vpp, micro_batches)
+    """Return the shape of the pipeline that runs for these degrees."""
+    return PipelineShape(dims.order, dims.pp, dims.vpp, micro_batches)
 
 
 def scenario_shape(scenario: Scenario) -> PipelineShape:
@@ -111,7 +113,7 @@ def peak_in_flight(shape: PipelineShape) -> tuple[tuple[int, ...], ...]:
     enough = _ROUNDS * shape.pp
     if shape.schedule in ("1f1b", "interleaved") and shape.micro_batches > enough:
         return peak_in_flight(replace(shape, micro_batches=enough))
-    release = WEIGHT if shape.schedule == "zb-h1" else BACKWARD
+    release = WEIGHT if shape.splits_backward else BACKWARD
     peaks = []
     for rank, order in enumerate(rank_schedules(shape)):
         held = dict.fromkeys(range(rank, shape.chunks, shape.pp), 0)

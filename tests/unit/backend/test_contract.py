@@ -93,6 +93,18 @@ HOOKS = (
         ("p2p_communicator", "pg_collection", "collect_non_loss_data"),
     ),
     Hook(CORE + "pipeline_parallel.schedules", "deallocate_output_tensor", "frees what was sent"),
+    Hook(
+        CORE + "pipeline_parallel.schedules",
+        "forward_step",
+        "a pass of our own schedules",
+        ("data_iterator", "input_tensor", "forward_data_store", "is_first_microbatch", "is_last_stage"),
+    ),
+    Hook(
+        CORE + "pipeline_parallel.schedules",
+        "backward_step",
+        "a pass of our own schedules",
+        ("input_tensor", "output_tensor", "output_tensor_grad", "model_type", "config"),
+    ),
     Hook(CORE + "tensor_parallel.random", "_get_cuda_rng_state", "the CPU's generator stands for it"),
     Hook(CORE + "tensor_parallel.random", "_set_cuda_rng_state", "the CPU's generator stands for it"),
     Hook(CORE + "tensor_parallel.random", "CudaRNGStatesTracker.fork", "replaced on a CPU", ("name",)),
@@ -114,6 +126,7 @@ HOOKS = (
     Hook(CORE + "transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "gradients of the balance losses"),
     Hook(CORE + "tensor_parallel.layers", "_grad_accum_fusion_available", "whether NVIDIA Apex's kernel was found"),
     Hook(CORE + "tensor_parallel.layers", "ColumnParallelLinear._forward_impl", "emulated FP8", ("input", "weight")),
+    Hook(CORE + "tensor_parallel.layers", "RowParallelLinear._forward_impl", "leaves gradients", ("input", "weight")),
     Hook(
         CORE + "transformer.attention",
         "SelfAttention.get_query_key_value_tensors",

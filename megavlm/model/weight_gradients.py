@@ -1,0 +1,193 @@
+"""Weight gradients that wait: a backward pass computes the gradients of its inputs, and those of weights come later.
+
+The backward pass of a linear layer y = x·Wᵀ has two products. gradₓ = g·W is what the previous pipeline stage waits
+for; grad_W = gᵀ·x is needed at the end of the step alone, and can fill a time in which the stage would wait ("Zero
+Bubble Pipeline Parallelism", Qi et al. 2023). Until then x and g are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Compute = Callable[[], Tensor]  # the gradient of a weight
+Product = Callable[[Tensor, Tensor], Tensor]  # of x and a weight
+
+
+class WeightGradients:
+    """The weight gradients that backward passes of a rank's chunks have left."""
+
+    def __init__(self) -> None:
+        self._left: dict[tuple[int, int], list[tuple[Tensor, Compute]]] = {}  # by chunk and micro-batch
+        self._now: list[tuple[Tensor, Compute]] | None = None  # where the running backward pass leaves them
+
+    @contextmanager
+    def left_by(self, chunk: int, micro_batch: int) -> Iterator[None]:
+        """Let the backward pass in this context leave its weight gradients until they are computed."""
+        self._now = self._left[chunk, micro_batch] = []
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def leave(self, weight: Tensor, compute: Compute) -> None:
+        """Take what computes the gradient of a weight; at once if the running backward pass leaves nothing."""
+        if self._now is None:
+            _accumulate(weight, compute)
+        else:
+            self._now.append((weight, compute))
+
+    def compute(self, chunk: int, micro_batch: int) -> None:
+        """Compute what a backward pass left, in its order, and free what was kept for it."""
+        left = self._left.pop((chunk, micro_batch))[::-1]
+        while left:
+            _accumulate(*left.pop())
+
+    def clear(self) -> None:
+        """Forget what is left of a step that did not end."""
+        self._left.clear()
+
+
+def _accumulate(weight: Tensor, compute: Compute) -> None:
+    """Add a gradient to its weight's as autograd does, so that hooks meet it as in any other backward pass: data
+    parallelism's adds it to `main_grad`, and reduces a bucket whose gradients are complete.
+    """
+    with torch.no_grad():
+        gradient = compute()
+    torch.autograd.backward((weight,), (gradient,))
+
+
+@dataclass(frozen=True)
+class LaterGradient:
+    """A weight whose gradient is left. Autograd, which sees no tensor in it, knows of no path to the weight."""
+
+    weight: Tensor
+    gradients: WeightGradients
+
+    def leave(self, compute: Compute) -> None:
+        self.gradients.leave(self.weight, compute)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x·Wᵀ + b as in megatron-core's parallel linears, without a path to W: its gradient is left.
+
+    x is a part of the sequence on each rank of `gathered`, if there is such a group; else its gradient is summed over
+    the ranks of `summed`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        later: LaterGradient,
+        gathered: dist.ProcessGroup | None,
+        summed: dist.ProcessGroup | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.later, ctx.gathered, ctx.summed, ctx.biased = later, gathered, summed, bias is not None
+        output = torch.matmul(_whole(x, gathered), later.weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        group = ctx.gathered
+        of_x = gradient.matmul(ctx.later.weight)
+        if group is not None:
+            whole, of_x = of_x.contiguous(), torch.empty_like(x)
+            dist.reduce_scatter_tensor(of_x, whole, group=group)
+        elif ctx.summed is not None:
+            dist.all_reduce(of_x, group=ctx.summed)
+        rows = gradient.contiguous().flatten(0, -2)
+        ctx.later.leave(lambda: rows.t().matmul(_whole(x, group).contiguous().flatten(0, -2)))
+        return of_x, rows.sum(dim=0) if ctx.biased else None, None, None, None
+
+
+def _whole(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return all positions [S, B, H] of x, a part of which is on each rank of a group."""
+    if group is None:
+        return x
+    whole = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
+def has_halves(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a backward pass computes gradients of both an input and a weight."""
+    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+
+
+class _LeavesGradient:
+    """Stands before megatron-core's parallel linears."""
+
+    weight_gradients: WeightGradients
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not has_halves(input, weight) or kwargs["gradient_accumulation_fusion"]:
+            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+        group = kwargs["tp_group"]
+        gathered = group if kwargs["sequence_parallel"] else None
+        summed = group if kwargs["allreduce_dgrad"] else None
+        later = LaterGradient(weight, self.weight_gradients)
+        output: Tensor = _Linear.apply(input, kwargs["bias"], later, gathered, summed)
+        return output
+
+
+class _Product(torch.autograd.Function):
+    """Any differentiable product of x and a weight: the half of its backward pass that is the weight's is left."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, later: LaterGradient, product: Product) -> Tensor:
+        ctx.x, ctx.weight = x.detach().requires_grad_(), later.weight.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.output = product(ctx.x, ctx.weight)
+        ctx.later = later
+        return ctx.output.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        output, weight = ctx.output, ctx.weight
+        (of_x,) = torch.autograd.grad(output, ctx.x, gradient, retain_graph=True)
+        ctx.later.leave(lambda: torch.autograd.grad(output, weight, gradient)[0])
+        return of_x, None, None
+
+
+def product_leaving_gradient(product: Product, x: Tensor, weight: Tensor, gradients: WeightGradients | None) -> Tensor:
+    """Return `product(x, weight)`; the gradient of the weight is left with `gradients`, if there are any."""
+    if gradients is None or not has_halves(x, weight):
+        return product(x, weight)
+    output: Tensor = _Product.apply(x, LaterGradient(weight, gradients), product)
+    return output
+
+
+def leave_weight_gradients(chunk: nn.Module, gradients: WeightGradients) -> None:
+    """Let a chunk's linear layers leave their weight gradients with `gradients`: those of megatron-core, and modules
+    with an attribute `weight_gradients`. The weights of others get theirs in the backward pass.
+    """
+    module: Any
+    for module in chunk.modules():
+        if getattr(type(module), "_forward_impl", None) in _FORWARDS:
+            linear: Any = type(module)
+            module.__class__ = _leaving(linear)
+        if hasattr(module, "weight_gradients") or isinstance(module, _LeavesGradient):
+            module.weight_gradients = gradients
+
+
+_FORWARDS = (ColumnParallelLinear._forward_impl, RowParallelLinear._forward_impl)  # not those that emulate FP8
+
+
+@cache
+def _leaving(linear: Any) -> type:
+    return type(linear.__name__, (_LeavesGradient, linear), {"__module__": linear.__module__})

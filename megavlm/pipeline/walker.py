@@ -1,0 +1,167 @@
+"""Runs a step's passes in any fixed order: the runtime of the schedules that megatron-core does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megavlm.data.batch import MicroBatch
+from megavlm.model.vlm import bare_chunk
+from megavlm.model.weight_gradients import WeightGradients, leave_weight_gradients
+from megavlm.parallel.groups import Groups
+from megavlm.pipeline.programs import Receive, maker, rank_program, receiver
+from megavlm.pipeline.transfers import Transfers
+from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineShape, shape_of
+
+ForwardStep = Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Any]]
+
+
+class PassWalker:
+    """Walks this rank's program (`programs.py`); each pass is megatron-core's `forward_step` or `backward_step`."""
+
+    def __init__(
+        self, chunks: Sequence[Any], *, config: TransformerConfig, groups: Groups, device: torch.device
+    ) -> None:
+        """`chunks` are this rank's, wrapped for data parallelism. If the schedule has passes for weight gradients, the
+        backward passes of all chunks but the first leave these: nobody waits for the gradient of the first one's input.
+        """
+        self._chunks = dict(zip(groups.dims.chunks_of(groups.coords.pp), chunks, strict=True))
+        self._config = config
+        self._groups = groups
+        self._device = device
+        self._gradients = WeightGradients()
+        if groups.dims.order == "zb-h1":
+            for number, chunk in self._chunks.items():
+                if number:
+                    leave_weight_gradients(bare_chunk(chunk), self._gradients)
+
+    def __call__(
+        self, forward: ForwardStep, batches: Sequence[MicroBatch], iterators: Sequence[Iterator[MicroBatch]]
+    ) -> list[Any]:
+        """Run the passes of a training step and finish its gradients; return what micro-batches result in, on the rank
+        of the last chunk. `iterators` give each of this rank's chunks the micro-batches, on the device.
+        """
+        shape = shape_of(self._groups.dims, len(batches))
+        program = rank_program(shape, self._groups.coords.pp)
+        last = {(each.kind, each.chunk): each for each in program if isinstance(each, Pass)}
+        self._gradients.clear()  # of a step that was given up
+        step = _Step(
+            self._chunks,
+            self._config,
+            shape,
+            forward,
+            batches,
+            dict(zip(self._chunks, iterators, strict=True)),
+            Transfers(self._groups.pp, dtype=self._config.pipeline_dtype, device=self._device),
+            self._gradients,
+        )
+        with _timed(self._config, "forward-backward"):
+            for each in program:
+                if isinstance(each, Receive):
+                    step.receive(each.made_by)
+                    continue
+                with self._accumulating(each.chunk, last=each == last[each.kind, each.chunk]):
+                    step.run(each)
+            step.transfers.finish()
+            finalize = self._config.finalize_model_grads_func
+            finalize(list(self._chunks.values()), None, pg_collection=self._groups.collection)
+        return step.results
+
+    def _accumulating(self, chunk: int, *, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of a pass, in which data-parallel ranks reduce no gradients but in the last of each kind.
+
+        A bucket is reduced once all its parameters have met their last gradient, in either.
+        """
+        reduces = last or self._config.no_sync_func is None
+        context: AbstractContextManager[Any] = nullcontext() if reduces else self._chunks[chunk].no_sync()
+        return context
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step under way: what its passes have made and others have yet to use."""
+
+    chunks: dict[int, Any]
+    config: TransformerConfig
+    shape: PipelineShape
+    forward_function: ForwardStep
+    batches: Sequence[MicroBatch]
+    iterators: dict[int, Iterator[MicroBatch]]
+    transfers: Transfers
+    gradients: WeightGradients
+    results: list[Any] = field(default_factory=list)
+    kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # inputs and outputs
+
+    def receive(self, made_by: Pass) -> None:
+        """Begin to receive what another rank's pass makes, whose shape follows from the micro-batch."""
+        to = receiver(made_by, self.shape)
+        assert to is not None
+        entering, leaving = bare_chunk(self.chunks[to.chunk]).transferred(self.batches[made_by.micro])
+        size = entering if made_by.kind == FORWARD else leaving
+        assert size is not None
+        self.transfers.receive(made_by, size, source=made_by.chunk % self.shape.pp)
+
+    def run(self, each: Pass) -> None:
+        """Run a pass, and begin to send what it makes."""
+        {FORWARD: self._forward, BACKWARD: self._backward, WEIGHT: self._weights}[each.kind](each)
+
+    def _forward(self, each: Pass) -> None:
+        received = self._made_for(each)
+        hidden = None if received is None else received.requires_grad_()
+        output, _ = forward_step(
+            self.forward_function,
+            self.iterators[each.chunk],
+            self.chunks[each.chunk],
+            self.shape.micro_batches,
+            hidden,
+            self.results,
+            self.config,
+            cp_group_size=1,  # read by nothing: losses are sums over tokens
+            is_first_microbatch=each.micro == 0,
+            current_microbatch=each.micro,
+            is_last_stage=each.chunk == self.shape.chunks - 1,
+        )
+        self._send(each, output)
+        deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        self.kept[each.chunk, each.micro] = hidden, output
+
+    def _backward(self, each: Pass) -> None:
+        gradient = self._made_for(each)
+        self.transfers.has_arrived(Pass(FORWARD, each.chunk, each.micro))
+        hidden, output = self.kept.pop((each.chunk, each.micro))
+        with self.gradients.left_by(each.chunk, each.micro) if self.shape.splits_backward else nullcontext():
+            of_hidden = backward_step(hidden, output, gradient, ModelType.encoder_or_decoder, self.config)
+        self._send(each, of_hidden)
+
+    def _weights(self, each: Pass) -> None:
+        with _timed(self.config, "weight-compute"):
+            self.gradients.compute(each.chunk, each.micro)
+
+    def _made_for(self, each: Pass) -> Tensor | None:
+        """Return what another rank has made for a pass, once it is there; None at the ends of the pipeline."""
+        made_by = maker(each, self.shape)
+        return None if made_by is None else self.transfers.received(made_by)
+
+    def _send(self, each: Pass, made: Tensor | None) -> None:
+        to = receiver(each, self.shape)
+        if to is not None:
+            assert made is not None
+            self.transfers.send(each, made, target=to.chunk % self.shape.pp)
+
+
+@contextmanager
+def _timed(config: TransformerConfig, name: str) -> Iterator[None]:
+    """Run a phase between the start and the stop of its timer."""
+    if config.timers is not None:
+        config.timers(name).start()
+    yield
+    if config.timers is not None:
+        config.timers(name).stop()

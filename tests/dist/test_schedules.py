@@ -1,0 +1,194 @@
+"""Schedules: GPipe and ZB-H1 give one process's numbers, and ranks walk the orders that the planner simulates."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.flags import MODELS
+from tests.support.float64 import float64
+from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train, without_wall_time
+
+# Schedule, processes, model, options.
+FAST = [
+    ("gpipe", 2, "one-image-rank", "--pp 2"),
+    ("gpipe", 4, "rich", "--pp 2 --tp 2"),
+    ("zb-h1", 2, "frozen-vision-projector", "--pp 2"),
+    ("zb-h1", 4, "rich", "--pp 4 --pipeline-cuts 1 3 8"),
+    ("zb-h1", 4, "qwen3-vl", "--pp 2 --tp 2 --loss-chunk-tokens 2"),
+    ("zb-h1", 4, "one-image-rank", "--pp 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"),
+]
+SLOW = [
+    *[("gpipe", 2, model, "--pp 2") for model in MODELS],
+    *[("zb-h1", 2, model, "--pp 2") for model in MODELS],
+    *[("zb-h1", 4, model, "--pp 2 --tp 2") for model in MODELS],
+    *[("zb-h1", 4, model, "--pp 4") for model in MODELS],
+]
+
+
+def check_case(pools, one_process, tmp_path, schedule, world, model, options, steps=()) -> None:
+    argv = [*SMALL, "--no-save", *MODELS[model].split(), *options.split(), "--schedule", schedule, *steps]
+    pools(world).run(train, argv, str(tmp_path))
+    assert_same_curve(metrics(tmp_path), one_process(model, steps))
+
+
+@pytest.mark.parametrize(("schedule", "world", "model", "options"), FAST)
+def test_a_schedule_gives_the_numbers_of_one_process(pools, one_process, tmp_path, schedule, world, model, options):
+    check_case(pools, one_process, tmp_path, schedule, world, model, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "world", "model", "options"), list(dict.fromkeys([*FAST, *SLOW])))
+def test_every_schedule_gives_the_numbers_of_one_process(pools, one_process, tmp_path, schedule, world, model, options):
+    check_case(pools, one_process, tmp_path, schedule, world, model, options, LONG)
+
+
+# Processes, options. Every schedule makes the sums of 1F1B, in its order.
+OPTIONS = {
+    "bf16": (2, "--precision bf16"),
+    "fp16": (2, "--precision fp16"),
+    "fp8": (2, "--precision bf16 --fp8 hybrid"),
+    "recompute": (2, "--recompute-granularity full"),
+    "selective": (4, "--recompute-granularity selective --tp 2"),
+    "dropout": (2, "--hidden-dropout 0.2 --attention-dropout 0.2"),
+    "lora": (4, "--lora-rank 4 --lora-targets language --freeze projector --tp 2"),
+    "offload": (2, "--offload activations"),
+    "no-zero": (4, "--data-parallel-sharding none --overlap-grad-reduce --ddp-bucket-size 4000"),
+    "overlap": (4, "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"),
+    "no-sp": (4, "--tp 2 --no-sequence-parallel"),
+    "cp2": (4, "--cp 2"),
+    "experts": (4, "--num-experts 4 --ep 2"),
+    "experts-tp": (4, "--num-experts 4 --ep 2 --tp 2 --moe-shared-expert-intermediate-size 32"),
+    "colocated": (2, "--placement colocated"),
+    "colocated-passes": (2, "--placement colocated --encoder-chunk-patches 20 --micro-batch-size 2"),
+    "encode-ahead": (2, "--placement colocated --encode-ahead --freeze vision projector"),
+    "verified": (2, "--verify-micro-batch-interval 2"),
+    "loss-chunks": (2, "--loss-chunk-tokens 2 --language-tie-embeddings"),
+    "late-embedding": (2, "--pipeline-cuts 7 --language-tie-embeddings"),
+}
+
+
+@pytest.mark.parametrize(
+    "option", [name if name in ("lora", "experts") else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+)
+def test_zero_bubble_changes_no_number(pools, tmp_path, option):
+    world, options = OPTIONS[option]
+    argv = [*SMALL, "--no-save", "--pp", "2", *options.split(), "--schedule"]
+    for schedule in ("1f1b", "zb-h1"):
+        pools(world).run(train, [*argv, schedule], str(tmp_path / schedule))
+    ours, theirs = ([(step["loss"], step["grad_norm"]) for step in metrics(tmp_path / s)] for s in ("zb-h1", "1f1b"))
+    assert ours == theirs
+
+
+@pytest.mark.slow
+def test_validation_and_answers_do_not_know_the_schedule(pools, tmp_path):
+    argv = "--recipe demo --train-iters 4 --lr-warmup-iters 1 --lr-wsd-decay-iters 2 --eval-samples 6 --eval-interval 2"
+    for schedule in ("1f1b", "zb-h1", "gpipe"):
+        flags = [*argv.split(), *"--sample-interval 2 --pp 2 --schedule".split(), schedule]
+        pools(2).run(train, flags, str(tmp_path / schedule))
+    expected, *others = (without_wall_time(metrics(tmp_path / each)) for each in ("1f1b", "zb-h1", "gpipe"))
+    assert any("validation/loss" in step for step in expected)
+    assert all(each == expected for each in others)
+
+
+def train_recording_passes(argv: Sequence[str], run_dir: str) -> None:
+    """Train, and write down which passes this rank ran: forward passes as they begin, backward passes as the gradient
+    of their output arrives, and those of weights.
+    """
+    import torch.distributed as dist
+
+    from megavlm.model.vlm import VLMChunk
+    from megavlm.model.weight_gradients import WeightGradients
+
+    ran: list[list[object]] = []
+    left: list[tuple[int, ...]] = []
+    forward, compute, leave = VLMChunk.forward, WeightGradients.compute, WeightGradients.leave
+    counts: dict[int, int] = {}
+
+    def recorded_forward(self, batch):
+        number = self.groups.coords.pp + self.groups.dims.pp * (self.vp_stage or 0)
+        micro = counts.get(number, 0)
+        counts[number] = micro + 1
+        ran.append(["F", number, micro])
+        output = forward(self, batch)
+        output.register_hook(lambda gradient: ran.append(["B", number, micro]))
+        return output
+
+    def recorded_compute(self, chunk, micro_batch):
+        ran.append(["W", chunk, micro_batch])
+        compute(self, chunk, micro_batch)
+
+    def recorded_leave(self, weight, compute):
+        left.append(tuple(weight.shape))
+        leave(self, weight, compute)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VLMChunk, "forward", recorded_forward)
+        patch.setattr(WeightGradients, "compute", recorded_compute)
+        patch.setattr(WeightGradients, "leave", recorded_leave)
+        train(argv, run_dir)
+    Path(run_dir, f"ran-{dist.get_rank()}.json").write_text(json.dumps({"ran": ran, "left": left}))
+
+
+ORDERS = [("gpipe", 2, 1), ("zb-h1", 2, 1), ("1f1b", 2, 1), ("interleaved", 2, 2)]
+
+
+@pytest.mark.parametrize(("schedule", "pp", "vpp"), ORDERS)
+def test_ranks_walk_the_planners_order(pools, tmp_path, schedule, pp, vpp):
+    from megavlm.planner.schedules import PipelineShape, rank_schedules
+
+    argv = [
+        *SMALL,
+        *"--no-save --train-iters 1 --lr-warmup-iters 0 --pp".split(),
+        str(pp),
+        "--vpp",
+        str(vpp),
+        "--schedule",
+        schedule,
+    ]
+    argv += ["--pipeline-cuts", "8"] if vpp == 1 else []
+    pools(pp).run(train_recording_passes, argv, str(tmp_path))
+    for rank, order in enumerate(rank_schedules(PipelineShape(schedule, pp, vpp, 4))):
+        recorded = json.loads((tmp_path / f"ran-{rank}.json").read_text())
+        assert recorded["ran"] == [[step.kind, step.chunk, step.micro] for step in order]
+        # After cut 8 there are four language layers with four products each, and the output layer; heads of 12.
+        layer = [[144, 48], [48, 48], [128, 48], [48, 64]]
+        weights = sorted([*layer * 4, [97, 48]]) if schedule == "zb-h1" and rank else []
+        assert sorted(recorded["left"]) == sorted(weights * 4), "micro-batches"
+
+
+def train_recording_gradients(argv: Sequence[str], run_dir: str) -> None:
+    """Train in float64, and write down a hash of each gradient of each step."""
+    import torch.distributed as dist
+
+    from megavlm.pipeline.schedule import Schedule
+
+    hashes: list[dict[str, str]] = []
+    run = Schedule.train
+
+    def recorded(self, batches):
+        totals = run(self, batches)
+        trained = [named for chunk in self.chunks for named in chunk.named_parameters() if named[1].requires_grad]
+        hashes.append({name: hashlib.sha1(param.main_grad.numpy().tobytes()).hexdigest() for name, param in trained})
+        return totals
+
+    with pytest.MonkeyPatch.context() as patch, float64():
+        patch.setattr(Schedule, "train", recorded)
+        train(argv, run_dir)
+    Path(run_dir, f"gradients-{dist.get_rank()}.json").write_text(json.dumps(hashes))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_gradients_are_those_of_1f1b_bit_for_bit(pools, tmp_path, schedule):
+    argv = [*SMALL, *"--no-save --train-iters 2 --pp 2 --data-parallel-sharding none --schedule".split()]
+    for each in ("1f1b", schedule):
+        pools(2).run(train_recording_gradients, [*argv, each], str(tmp_path / each))
+    for rank in range(2):
+        ours, theirs = (
+            json.loads((tmp_path / each / f"gradients-{rank}.json").read_text()) for each in (schedule, "1f1b")
+        )
+        assert ours == theirs
