@@ -9,7 +9,8 @@ input (if anything before is trained): 2, 4 or 6 operations per parameter and to
 from __future__ import annotations
 
 from megavlm.arch.kinds import layer_cost
-from megavlm.arch.layers import layer_names, trained_below, trained_layers, trains_weights
+from megavlm.arch.layers import encoder_names, layer_names, trained_below, trained_layers, trains_weights
+from megavlm.arch.objectives import objective_of
 from megavlm.arch.workload import Workload, typical_workload
 from megavlm.config.schema import Config
 
@@ -33,12 +34,18 @@ def forward_share(config: Config) -> float:
 
 
 def layer_flops(config: Config, work: Workload) -> dict[str, float]:
-    """Return each layer's FLOPs of one training step: those of its forward pass, once more if its own weights are
-    trained, and once more if anything before it is.
+    """Return each layer's FLOPs of one training step: those of its forward passes (two with a gradient cache), once
+    more if its own weights are trained, and once more if anything before it is.
     """
     names, trained = layer_names(config.model), trained_layers(config)
+    once = set(encoder_names(config.model)) if config.placement.encoder == "colocated" else set[str]()
+    passes = objective_of(config.model).forward_passes
+
+    def products(place: int, name: str) -> int:
+        forward = 1 if name in once else passes
+        return forward + trains_weights(name, config) + trained_below(name, names[:place], trained)
+
     return {
-        name: (1 + trains_weights(name, config) + trained_below(name, names[:place], trained))
-        * layer_cost(name, config.model, work).forward_flops
+        name: products(place, name) * layer_cost(name, config.model, work).forward_flops
         for place, name in enumerate(names)
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megavlm.arch.kind import FP32, Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
 from megavlm.arch.layers import OUTPUT
+from megavlm.arch.objectives import learned_scalars, objective_of
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
 from megavlm.config.schema import ModelConfig
@@ -49,14 +50,20 @@ class LanguageNorm(LayerKind):
 
 
 class Output(LayerKind):
+    """Logits and their cross entropy; of a model that embeds texts, a pooling that costs next to nothing."""
+
     reads = Stream.TEXT
     cpu_calls = 8
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         """Tied weights count with the embedding; a copy in another chunk takes `vocabulary_shard` more."""
+        if objective_of(model).embeds:
+            return len(learned_scalars(model))
         return 0 if model.language.tie_embeddings else vocabulary_shard(model, tp)
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
+        if objective_of(model).embeds:
+            return LayerCost(0, 0.0)
         weights = vocabulary(model) * model.language.hidden_size
         return LayerCost(0 if model.language.tie_embeddings else weights, 2.0 * weights * work.trained_tokens)
 
@@ -65,6 +72,8 @@ class Output(LayerKind):
         return 1 + reached, trained * (1 + computes_logits_again(scenario))
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
+        if objective_of(scenario.model).embeds:
+            return _pooled_bytes(scenario)
         count, e = scenario.work.trained_tokens, scenario.bytes_each
         reached = scenario.gradient_reaches[scenario.names.index(OUTPUT)]
         # Hidden states and their gradient, of whole rows also under sequence parallelism.
@@ -75,11 +84,20 @@ class Output(LayerKind):
         return saved + (count * (3 * FP32 + 8) if computes_logits_again(scenario) else logits_bytes(scenario))
 
     def communication(self, scenario: Scenario) -> Communication:
+        if objective_of(scenario.model).embeds:  # pooled states alone
+            return Communication()
         count, text = scenario.work.trained_tokens, stream_bytes(Stream.TEXT, scenario)
         chunks = max(1, -(-count // scenario.loss_chunk))
         # The largest logit; the label's logit and the sum: two all-reduces a chunk, of two halves each, forward only.
         # Half of them stand for all, as the backward pass is taken to exchange what the forward pass does.
         return Communication((text,), (count * FP32 / chunks, 2 * count * FP32 / chunks) * chunks)
+
+
+def _pooled_bytes(scenario: Scenario) -> float:
+    """Return what pooling saves: the states of all tokens in fp32 with the mean, else next to nothing."""
+    if scenario.model.objective.pooling == "last":
+        return 0.0
+    return scenario.work.tokens * (scenario.model.language.hidden_size * FP32 + 8)
 
 
 def vocabulary(model: ModelConfig) -> int:
@@ -100,9 +118,11 @@ def logit_columns(scenario: Scenario) -> int:
 
 def computes_logits_again(scenario: Scenario) -> bool:
     """Return whether a trained output layer computes logits in the backward pass as well."""
-    return scenario.work.trained_tokens > scenario.loss_chunk
+    return scenario.work.trained_tokens > scenario.loss_chunk and not objective_of(scenario.model).embeds
 
 
 def logits_bytes(scenario: Scenario) -> float:
     """Return the bytes of the logits that a rank has at a time while it computes the loss."""
+    if objective_of(scenario.model).embeds:
+        return 0.0
     return min(scenario.loss_chunk, scenario.work.trained_tokens) * logit_columns(scenario) * scenario.bytes_each

@@ -13,10 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megavlm.checkpoint import reading
 from megavlm.checkpoint.optimizer import (
@@ -35,6 +33,7 @@ from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.groups import Groups
+from megavlm.parallel.random_states import random_states, set_random_states
 from megavlm.planner.plan import Plan
 from megavlm.precision.fp8_weights import entries_to_load, entries_to_save
 from megavlm.precision.history import history_of, prepare, restore, sharded_histories
@@ -178,22 +177,6 @@ def _prepare_histories(trained: Trained, config: Config) -> None:
             runs_in_fp8=lambda name: layer_precision(".".join(name.split(".")[:3]), config) == "fp8",
             recipe=lambda: get_fp8_recipe(fp8_config),
         )
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of all random generators of this rank."""
-    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Set all random generators of this rank."""
-    torch.set_rng_state(states["cpu"])
-    get_cuda_rng_tracker().set_states(dict(states["tracker"]))  # a copy: the tracker changes it
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
 
 
 class _quiet:

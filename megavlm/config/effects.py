@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.fields import Option, options, value_at, with_values
 from megavlm.config.lora import adapted_parts, trained_whole
+from megavlm.config.objective_schema import ObjectiveConfig
 from megavlm.config.resolve import data_kind, has_validation
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import is_start_default
@@ -143,6 +144,27 @@ EFFECTS = (
         lambda config: config.model.experts.router_enable_expert_bias,
         "without a bias",
         "add --moe-router-enable-expert-bias",
+    ),
+    Effect(
+        "model.objective",
+        tuple(field.name for field in fields(ObjectiveConfig) if field.name != "kind"),
+        lambda config: config.model.objective.kind != "next-token",
+        "without embeddings",
+        "add --objective contrastive",
+    ),
+    Effect(
+        "model.objective",
+        ("symmetric",),
+        lambda config: config.model.objective.kind == "contrastive",
+        "with another objective",
+        "use --objective contrastive",
+    ),
+    Effect(
+        "model.objective",
+        ("sigmoid_bias",),
+        lambda config: config.model.objective.kind == "sigmoid",
+        "with another objective",
+        "use --objective sigmoid",
     ),
     Effect(
         "parallel",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megavlm.config.experts_schema import ExpertsConfig
+from megavlm.config.objective_schema import ObjectiveConfig
 from megavlm.config.option import MODEL, option
 
 
@@ -229,6 +230,7 @@ class ModelConfig:
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     image_token: int | None = option(
         None, "Token id whose positions receive the image features; default: the tokenizer's image token."
     )

@@ -49,6 +49,7 @@ RANGES = (
             "model.language.vocab_size",
             "model.language.rope_original_positions",
             "model.language.max_positions",
+            "model.objective.matryoshka_widths",
             "model.experts.router_topk",
             "model.experts.ffn_hidden_size",
             "model.experts.shared_ffn_hidden_size",
@@ -138,6 +139,7 @@ RANGES = (
         lambda value: value > 0,
         (
             "model.init_method_std",
+            "model.objective.temperature",
             "model.video_steps_per_second",
             "data.video_fps",
             "model.vision.rotary_base",
@@ -190,7 +192,7 @@ RANGES = (
 )
 
 # The bounds of these depend on other options; rules.py and the planner check them.
-UNRANGED = ("model.vision.feature_layer", "placement.pipeline_cuts")
+UNRANGED = ("model.vision.feature_layer", "model.objective.sigmoid_bias", "placement.pipeline_cuts")
 
 
 def out_of_range(config: Config) -> Iterator[str]:

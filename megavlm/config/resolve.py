@@ -44,9 +44,14 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
         kv_channels=model.language.hidden_size // model.language.num_attention_heads,
         vocab_size=vocab_size,
     )
+    objective = model.objective
+    if objective.kind != "next-token":
+        sigmoid = objective.kind == "sigmoid"
+        objective = _filled(objective, temperature=0.1 if sigmoid else 0.05, learn_temperature=sigmoid)
     return replace(
         model,
         language=language,
+        objective=objective,
         projector=_filled(model.projector, hidden_size=language.hidden_size),
         experts=_filled(model.experts, ffn_hidden_size=language.ffn_hidden_size) if has_experts else model.experts,
     )

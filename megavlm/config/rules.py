@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from megavlm.config.effects import options_have_an_effect
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.config.model_rules import MODEL_RULES
+from megavlm.config.objective_rules import OBJECTIVE_RULES
 from megavlm.config.precision_rules import PRECISION_RULES
 from megavlm.config.ranges import out_of_range
 from megavlm.config.run_rules import RUN_RULES
@@ -18,7 +19,7 @@ from megavlm.config.schema import Config
 from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
 
-RULES = (*MODEL_RULES, *LAYOUT_RULES, *PRECISION_RULES, *RUN_RULES, options_have_an_effect)
+RULES = (*MODEL_RULES, *OBJECTIVE_RULES, *LAYOUT_RULES, *PRECISION_RULES, *RUN_RULES, options_have_an_effect)
 
 
 def check(config: Config, *, world: int) -> None:

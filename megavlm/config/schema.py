@@ -19,6 +19,7 @@ from megavlm.config.layout_schema import ExecutionConfig, ParallelConfig, Placem
 from megavlm.config.logging_schema import LoggingConfig
 from megavlm.config.model_schema import LanguageConfig, LoraConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.config.numerics_schema import NumericsConfig
+from megavlm.config.objective_schema import ObjectiveConfig
 from megavlm.config.optimizer_schema import OptimizerConfig
 from megavlm.config.option import DATA, FILES, MODEL, TRAINING, option
 
@@ -35,6 +36,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "NumericsConfig",
+    "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PlacementConfig",

@@ -115,6 +115,10 @@ class TextBatch:
     lengths: tuple[int, ...] = ()  # the number of tokens of each sample, without padding
     row_counts: tuple[tuple[int, int], ...] = ()  # of each sequence: its tokens without padding, and its trained ones
     sources: Tensor | None = None  # [B, S] int64: the data set of each token; None if there is only one
+    # Of embedded texts, in the order of `lengths`: [R, 4] int64, columns of `Members`.
+    members: Tensor | None = None
+    pool: Tensor | None = None  # [2, K] int64: positions in the flattened [B·S] that are pooled, and their texts
+    pool_weights: Tensor | None = None  # [K] float32: their weights, which add up to 1 for each text
 
     @property
     def num_tokens(self) -> int:

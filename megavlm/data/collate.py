@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.arch.image_tokens import tokens_per_image
+from megavlm.arch.objectives import objective_of
 from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.data.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 from megavlm.data.images import spanning
+from megavlm.data.members import QUERY
 from megavlm.data.source import Source
 from megavlm.data.types import Row, Sample
 from megavlm.errors import UserError
@@ -36,6 +38,7 @@ class CollateSpec:
     frames_per_patch: int = 1  # of a video; a patch of an image always has one
     mrope: bool = False  # three rotary positions per token
     num_sources: int = 0  # data sets whose losses are reported separately
+    pooling: str | None = None  # how a text becomes a vector, if it does: of its `last` token, or the `mean`
 
     @classmethod
     def of(cls, config: Config, source: Source, *, seq_length: int | None = None) -> CollateSpec:
@@ -55,6 +58,7 @@ class CollateSpec:
             frames_per_patch=model.vision.temporal_patch_size,
             mrope=bool(model.language.mrope_section),
             num_sources=len(source.names),
+            pooling=model.objective.pooling if objective_of(model).embeds else None,
         )
 
     def __post_init__(self) -> None:
@@ -76,6 +80,7 @@ def collate(rows: Sequence[Row], spec: CollateSpec, *, with_patches: bool = True
 
     Raises UserError if a row is longer than `spec.seq_length`.
     """
+    rows = _texts_of(rows)
     samples = [sample for row in rows for sample in row]
     for sample in samples:
         _check_features(sample, spec)
@@ -88,7 +93,7 @@ def collate_images(rows: Sequence[Row], spec: CollateSpec, chosen: Mask | None =
 
     If there is a video whose patches span several frames, the patches of images repeat their one frame as often.
     """
-    samples = [sample for row in rows for sample in row]
+    samples = [sample for row in _texts_of(rows) for sample in row]
     pictures, sizes = [image for sample in samples for image in sample.images], _sizes_of(samples)
     if chosen is not None:  # a picture is a whole image, or one tile of it
         kept = np.repeat(chosen, [len(image.grids) for image in sizes.split()])
@@ -163,7 +168,35 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
             (sum(map(len, row)), int(trained)) for row, trained in zip(rows, loss_mask.sum(1), strict=True)
         ),
         sources=torch.from_numpy(sources) if spec.num_sources > 1 else None,
+        **(_embedded(rows, spec) if spec.pooling is not None else {}),
     )
+
+
+def _texts_of(rows: Sequence[Row]) -> list[Row]:
+    """Return rows in which each text of a record of pairs is a sample of its own."""
+    return [[text for sample in row for text in sample.texts()] for row in rows]
+
+
+def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
+    """Return `members`, `pool` and `pool_weights` of rows of texts that are embedded."""
+    members: list[tuple[int, int, int, int]] = []
+    positions: list[NDArray[np.int64]] = []
+    record = -1
+    for number, row in enumerate(rows):
+        end = number * spec.seq_length
+        for text in row:
+            start, end = end, end + len(text)
+            (member,) = text.members
+            record += member.role == QUERY
+            members.append((record, member.role, member.identity, text.source))
+            positions.append(np.arange(start if spec.pooling == "mean" else end - 1, end))
+    counts = np.array([len(each) for each in positions], dtype=np.int64)
+    pool = np.stack([np.concatenate(positions), np.repeat(np.arange(len(counts)), counts)]) if members else ((), ())
+    return {
+        "members": torch.tensor(members, dtype=torch.int64).view(-1, 4),
+        "pool": torch.as_tensor(pool, dtype=torch.int64),
+        "pool_weights": torch.from_numpy(np.repeat(1 / counts, counts).astype(np.float32)),
+    }
 
 
 def _check_features(sample: Sample, spec: CollateSpec) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,18 @@ def _part_of_text(text: TextBatch, feature_positions: Tensor, split: RowSplit, *
         feature_positions=feature_positions,
         trained_positions=trained,
         sources=None if text.sources is None else cut(text.sources),
+        **_part_of_pool(text, split, rank=rank, length=length),
     )
+
+
+def _part_of_pool(text: TextBatch, split: RowSplit, *, rank: int, length: int) -> dict[str, Any]:
+    """Return the pooled positions that lie in a rank's part, with the texts that they are of and their weights."""
+    if text.pool is None or text.pool_weights is None:
+        return {}
+    owner, found = in_parts(text.pool[0], split, length=length)
+    mine = owner == rank
+    pool = torch.stack([found[mine], text.pool[1][mine]])
+    return {"pool": in_memory_of(text.pool, pool), "pool_weights": in_memory_of(text.pool, text.pool_weights[mine])}
 
 
 def local_positions(positions: Tensor, split: RowSplit, *, rank: int, length: int) -> Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.arch.anyres import TileGroup
+from megavlm.data.members import Member
 from megavlm.storage.file_range import FileRange
 from megavlm.storage.stored_file import StoredFile
 
@@ -188,6 +189,7 @@ class EncodedSample:
     tile_groups: tuple[TileGroup, ...]
     source: int
     cost: SampleCost
+    members: tuple[Member, ...] = ()  # of a record of pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,9 +236,24 @@ class Sample:
     images: tuple[Picture, ...] = ()
     tile_groups: tuple[TileGroup, ...] = ()
     source: int = 0  # index of its data set
+    # Of a record of pairs: its query and documents, whose tokens and images follow one another. Else none.
+    members: tuple[Member, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def texts(self) -> tuple[Sample, ...]:
+        """Return the texts of a record of pairs as samples of their own; any other sample is one already."""
+        if len(self.members) <= 1:
+            return (self,)
+        found, token, image, group = [], 0, 0, 0
+        for member in self.members:
+            images = self.images[image : image + member.images]
+            groups = self.tile_groups[group : group + member.images] if self.tile_groups else ()
+            tokens = slice(token, token + member.length)
+            found.append(Sample(self.tokens[tokens], self.trained[tokens], images, groups, self.source, (member,)))
+            token, image, group = token + member.length, image + member.images, group + len(groups)
+        return tuple(found)
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:

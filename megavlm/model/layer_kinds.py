@@ -24,6 +24,7 @@ from megavlm.arch.layers import (
     VISION_NORM,
     number_of,
 )
+from megavlm.arch.objectives import learned_scalars, objective_of
 from megavlm.arch.workload import attends_in_windows
 from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
 from megavlm.config.schema import Config
@@ -33,6 +34,7 @@ from megavlm.model.language import Embedding, Output
 from megavlm.model.layer_modules import accumulation_fields, cross_entropy_of, output_accumulation_fields
 from megavlm.model.norm import Norm
 from megavlm.model.projector import Projector
+from megavlm.model.representation import Representation
 from megavlm.model.vision import PatchEmbed
 from megavlm.parallel.groups import Groups
 from megavlm.precision.fp8_weights import building
@@ -130,7 +132,10 @@ def _build_language_norm(builder: LayerBuilder, name: str) -> nn.Module:
 
 
 def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
-    own = not (builder.config.model.language.tie_embeddings and builder.ties_locally)
+    model = builder.config.model
+    if objective_of(model).embeds:
+        return Representation(learned_scalars(model), layer_config=builder.language, groups=builder.groups)
+    own = not (model.language.tie_embeddings and builder.ties_locally)
     # The embedding adds to the gradient of a weight that it shares, through autograd.
     fused = output_accumulation_fields(builder.config) if own else {}
     return Output(
@@ -185,8 +190,10 @@ def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
 
 def _run_output(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
     part: Any = chunk.parts[name]
+    text = context.batch.text
+    if isinstance(part, Representation):
+        return part(hidden, text)
     if not context.wants_logits:
-        text = context.batch.text
         return part(hidden, text.labels, text.trained_positions, chunk.tied_weight)
     rows = context.batch.continuation
     return part.gather(part.logits(hidden, chunk.tied_weight, at=None if rows is None else rows.last))

@@ -35,6 +35,7 @@ from megavlm.arch.layers import (
     trained_layers,
     trains_weights,
 )
+from megavlm.arch.objectives import ties_output
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
@@ -48,6 +49,7 @@ from megavlm.model.lora import add_adapters
 from megavlm.model.offload import Offload
 from megavlm.model.packing import Packing
 from megavlm.model.rank_parts import laid_out, part_of_rank
+from megavlm.model.representation import Representation
 from megavlm.model.rotary import Rotation
 from megavlm.model.router import RoutedRows
 from megavlm.parallel.groups import Groups
@@ -90,9 +92,7 @@ class VLMChunk(MegatronModule):
         self.transformer_layers = [(n, part) for n, part in self.parts.items() if isinstance(part, TransformerLayer)]
         self.graphs = LayerGraphs(language) if config.execution.cuda_graphs else None
         self.offload: Offload | None = None  # set by who builds all chunks of a rank, which share one
-        self.has_tied_copy = config.model.language.tie_embeddings and (EMBEDDING in self.names) != (
-            OUTPUT in self.names
-        )
+        self.has_tied_copy = ties_output(config.model) and (EMBEDDING in self.names) != (OUTPUT in self.names)
         if self.has_tied_copy:
             _mark_tied_copy(self.parts)
 
@@ -100,6 +100,8 @@ class VLMChunk(MegatronModule):
         """Freeze what is not trained; where a part of the model has adapters, all but those."""
         config, module = self.run_config, part_of(name)
         part.requires_grad_(trains_weights(name, config))
+        if isinstance(part, Representation):  # scalars of the loss, which no option freezes
+            part.requires_grad_(True)
         if module in adapted_parts(config) and isinstance(part, TransformerLayer):
             gated = module == "language" or config.model.vision.activation == "swiglu"
             add_adapters(part, name, config.lora, gated=gated)
@@ -121,7 +123,8 @@ class VLMChunk(MegatronModule):
         """Run this chunk's layers on a micro-batch.
 
         Returns:
-            The hidden tensor for the next chunk; from the last chunk the cross entropies [B, S], or with
+            The hidden tensor for the next chunk; from the last chunk the cross entropies [B, S], or the vectors and
+            scalars of `Representation`, or with
             `logits=True` the logits [B, S, vocabulary] (whole on every tensor-parallel rank); of a batch with a
             continuation those after the last position of each row, [B, 1, vocabulary].
         """
@@ -188,7 +191,7 @@ class VLMChunk(MegatronModule):
     @property
     def tied_weight(self) -> Tensor | None:
         """Return the embedding's weight, if the output layer of this chunk uses it in place of its own; else None."""
-        if not self.run_config.model.language.tie_embeddings or self.has_tied_copy:
+        if not ties_output(self.run_config.model) or self.has_tied_copy:
             return None
         return self.parts[EMBEDDING].word_embeddings.weight  # type: ignore[union-attr, return-value]
 

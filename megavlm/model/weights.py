@@ -89,6 +89,10 @@ def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_si
 def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | None = None) -> Tensor:
     model, generator = config.model, _generator(seeded_by or key, config)
     leaf = key.rpartition(".")[2]
+    if leaf == "log_scale":
+        return torch.full(shape, -math.log(model.objective.temperature))
+    if leaf == "logit_bias":
+        return torch.full(shape, model.objective.sigmoid_bias)
     if leaf in ("bias", "expert_bias"):
         return torch.zeros(shape)
     if leaf == "scale":  # InternViT starts its residual branches small

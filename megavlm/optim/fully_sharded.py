@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megavlm.arch.kinds import is_transformer
 from megavlm.arch.layers import EMBEDDING, OUTPUT
+from megavlm.arch.objectives import ties_output
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
@@ -62,7 +63,7 @@ class FullyShardedChunk(_BaseDataParallel):
                 if param.requires_grad:
                     param.data = param.data.float()
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_whole)
-        if OUTPUT in chunk.parts and isinstance(chunk.parts[OUTPUT], FSDPModule):
+        if isinstance(chunk.parts.get(OUTPUT), FSDPModule) and hasattr(chunk.parts[OUTPUT], "logits"):
             register_fsdp_forward_method(chunk.parts[OUTPUT], "logits")
         for module in self._sharded_modules():
             module.set_gradient_divide_factor(1.0)  # gradients are sums; they are divided by the number of tokens
@@ -135,7 +136,7 @@ def _layouts(chunk: VLMChunk, groups: Groups) -> dict[str, ShardLayout]:
 
 def _units(chunk: VLMChunk) -> Iterator[nn.Module]:
     """Yield the parts that are sharded one by one; parameters of the other parts stay gathered while the chunk runs."""
-    tied_here = chunk.run_config.model.language.tie_embeddings and {EMBEDDING, OUTPUT} <= chunk.parts.keys()
+    tied_here = ties_output(chunk.run_config.model) and {EMBEDDING, OUTPUT} <= chunk.parts.keys()
     for name, part in chunk.parts.items():
         if is_transformer(name) or (name in (EMBEDDING, OUTPUT) and not tied_here):
             yield part

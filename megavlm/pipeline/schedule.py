@@ -27,10 +27,12 @@ from megavlm.data.batch import MicroBatch
 from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.router import routers_of
 from megavlm.model.specs import common_config
+from megavlm.objective.next_token import sum_loss
 from megavlm.parallel.dims import Dims, RowSplit
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.context_images import own_part
+from megavlm.pipeline.gradient_cache import GradientCache
 from megavlm.pipeline.micro_batches import DevicePrefetcher
 from megavlm.pipeline.p2p import BatchShapedP2P
 from megavlm.pipeline.step_timers import StepTimers
@@ -116,13 +118,16 @@ class Schedule:
         backend: Backend,
         num_sources: int = 0,
         colocated: ColocatedEncoder | None = None,
+        cache: GradientCache | None = None,
         phases: Phases | None = None,
     ) -> None:
         """`num_sources` is the number of data sets whose losses are summed separately. `colocated` encodes images
-        before the pipeline runs, if the encoder is not part of it. `phases` are told which pass runs.
+        before the pipeline runs, if the encoder is not part of it. `cache` forms a loss over the whole batch, if that
+        is the objective. `phases` are told which pass runs.
         """
         dims = groups.dims
         self.colocated = colocated
+        self.cache = cache
         self.chunks = list(chunks)
         self.config = config
         self.model = model
@@ -154,15 +159,24 @@ class Schedule:
         """
         self.phases.enter(COMPUTE, "images")
         self.timers.begin_step(len(batches))
-        self.config.timers = self.timers
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         for router in self.routers:
             router.tally.zero_()
         if self.colocated is not None:
             self.colocated.encoder.zero_gradients()
-        sums = self._execute(batches, partial(_forward_loss, num_sources=self.num_sources), forward_only=False)
+        batches = self._prepared(batches)
+        if self.cache is not None:
+            totals = self.cache.step(batches, partial(self._cached_pass, batches), num_sources=self.num_sources)
+            return self.no_totals() if totals is None else totals
+        self.config.timers = self.timers
+        sums = self._pass(batches, partial(_forward_loss, num_sources=self.num_sources), forward_only=False)
         return torch.stack(sums).sum(0) if sums else self.no_totals()
+
+    def _cached_pass(self, batches: Sequence[MicroBatch], forward: ForwardStep, backward: bool) -> list[Any]:
+        """Run one of the two passes of a gradient cache; the second one has the backward pass, and is timed."""
+        self.config.timers = self.timers if backward else None
+        return self._pass(batches, forward, forward_only=not backward, outputs=not backward)
 
     def no_totals(self, num_sources: int | None = None) -> Tensor:
         """Return what `train` returns where there is no loss; of other data sets if `num_sources` is given."""
@@ -186,8 +200,18 @@ class Schedule:
     def losses(self, batches: Sequence[MicroBatch], *, num_sources: int) -> Tensor:
         """Run the forward passes of micro-batches; return what `train` returns, of `num_sources` data sets."""
         self.config.timers = None
-        sums = self._execute(batches, partial(_forward_loss, num_sources=num_sources), forward_only=True)
+        if self.cache is not None:
+            loss = self.cache.loss(batches, self.outputs(batches))
+            return self.no_totals(num_sources) if loss is None else self.cache.totals(loss, num_sources)
+        batches = self._prepared(batches)
+        sums = self._pass(batches, partial(_forward_loss, num_sources=num_sources), forward_only=True)
         return torch.stack(sums).sum(0) if sums else self.no_totals(num_sources)
+
+    @torch.no_grad()
+    def outputs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return what the last stage makes of each micro-batch, on its ranks, and [] elsewhere."""
+        self.config.timers = None
+        return self._pass(self._prepared(batches), _forward_output, forward_only=True, outputs=True)
 
     @torch.no_grad()
     def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -201,23 +225,29 @@ class Schedule:
             batches = self.colocated.with_own_images(batches)
         self.phases.enter(self.phases.now.phase, "answers")
         self.config.timers = None
-        return self._execute(batches, _forward_logits, forward_only=True, logits=True)
+        # Answers are generated alike on all context-parallel ranks.
+        return self._pass(self._prepared(batches, RowSplit()), _forward_logits, forward_only=True, outputs=True)
 
-    def _execute(
+    def _prepared(self, batches: Sequence[MicroBatch], split: RowSplit | None = None) -> list[MicroBatch]:
+        """Return a step's micro-batches as this rank's chunks take them: its part of rows, images or their features."""
+        split = self.groups.dims.row_split if split is None else split
+        if self.colocated is not None:
+            batches = self.colocated.encode(batches, split)
+        deals = self.model if self.colocated is None else None
+        return [own_part(batch, split, rank=self.groups.coords.cp, deals=deals) for batch in batches]
+
+    def _pass(
         self,
         batches: Sequence[MicroBatch],
         forward: ForwardStep,
         *,
         forward_only: bool,
-        logits: bool = False,
+        outputs: bool = False,
     ) -> list[Any]:
-        at = self.groups.coords
-        # Answers are generated alike on all context-parallel ranks.
-        split = RowSplit() if logits else self.groups.dims.row_split
-        if self.colocated is not None:
-            batches = self.colocated.encode(batches, split)
-        deals = self.model if self.colocated is None else None
-        batches = [own_part(batch, split, rank=at.cp, deals=deals) for batch in batches]
+        """Run prepared micro-batches through the pipeline; return what `forward` gives on the last stage.
+
+        `outputs`: what it gives is no loss.
+        """
         # While chunks take micro-batches, passes of the next step's encoder are queued.
         meanwhile = self.colocated.advance if self.colocated is not None else None
         moving = DevicePrefetcher(
@@ -231,7 +261,7 @@ class Schedule:
         if self._walk is not None and not forward_only:
             results = self._walk(forward, batches, iterators)
         else:
-            results = self._run_megatron_core(forward, batches, iterators, forward_only=forward_only, logits=logits)
+            results = self._run_megatron_core(forward, batches, iterators, forward_only=forward_only, outputs=outputs)
         while self.colocated is not None and self.colocated.advance():
             pass  # what is left is encoded beside the optimizer
         return results
@@ -243,7 +273,7 @@ class Schedule:
         iterators: Sequence[Iterator[MicroBatch]],
         *,
         forward_only: bool,
-        logits: bool,
+        outputs: bool,
     ) -> list[Any]:
         single = len(self.chunks) == 1
         arguments: dict[str, Any] = {}
@@ -259,7 +289,7 @@ class Schedule:
                 seq_length=batches[0].text.tokens.shape[1],  # shapes are known from the batch: these two are not used
                 micro_batch_size=batches[0].text.tokens.shape[0],
                 forward_only=forward_only,
-                collect_non_loss_data=logits,
+                collect_non_loss_data=outputs,
                 pg_collection=self.groups.collection,
                 **arguments,
             )
@@ -270,23 +300,11 @@ class Schedule:
 
 def _forward_loss(batches: Iterator[MicroBatch], chunk: Any, *, num_sources: int) -> tuple[Tensor, Any]:
     batch = next(batches)
-    return chunk(batch), partial(_sum_loss, batch, num_sources)
+    return chunk(batch), partial(sum_loss, batch, num_sources)
 
 
-def _sum_loss(batch: MicroBatch, num_sources: int, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss, the number of its tokens, and the sums [2 + 2·num_sources] that `Schedule.train` returns.
-
-    `losses` are the cross entropies [B, S].
-    """
-    mask = batch.text.loss_mask
-    masked = losses * mask
-    total, tokens = masked.sum(), mask.sum()
-    parts = [torch.stack([total.detach().double(), tokens.double()])]
-    if batch.text.sources is not None:
-        for values in (masked.detach(), mask):
-            sums = torch.zeros(num_sources, dtype=torch.float64, device=mask.device)
-            parts.append(sums.index_add_(0, batch.text.sources.flatten(), values.flatten().double()))
-    return total, tokens.int(), torch.cat(parts)
+def _forward_output(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
+    return chunk(next(batches)), lambda output, non_loss_data: output
 
 
 def _forward_logits(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:

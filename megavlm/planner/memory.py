@@ -25,6 +25,7 @@ from megavlm.arch.kinds import (
 from megavlm.arch.language_ends import computes_logits_again, logits_bytes, vocabulary_shard
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
 from megavlm.arch.masks import mask_bytes
+from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.planner.schedules import peak_in_flight, scenario_shape
 
@@ -64,7 +65,7 @@ def model_state_bytes(name: str, scenario: Scenario, *, copies_vocabulary: bool 
     total, trained = Memory(), scenario.trains(name)
     for layout in scenario.layouts:
         count = layout_parameters(name, layout)
-        if copies_vocabulary and name == OUTPUT and scenario.model.language.tie_embeddings and layout is scenario:
+        if copies_vocabulary and name == OUTPUT and ties_output(scenario.model) and layout is scenario:
             count += vocabulary_shard(scenario.model, scenario.dims.tp)
         total += Memory(weights=_fp8_copies(name, count, scenario))
         if scenario.shards_gradients:
@@ -120,7 +121,7 @@ def kept_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> 
 
 def _is_unit(name: str, scenario: Scenario) -> bool:
     """Return whether `optim/fully_sharded.py` gathers a layer's weights separately from those of other layers."""
-    vocabulary = name in (EMBEDDING, OUTPUT) and not scenario.model.language.tie_embeddings
+    vocabulary = name in (EMBEDDING, OUTPUT) and not ties_output(scenario.model)
     return vocabulary or is_transformer(name)
 
 
@@ -174,6 +175,8 @@ def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> floa
         # One layer at a time is computed anew; its input replaces its gradient.
         return saved_bytes(name, scenario) + _expert_bytes(name, scenario)
     if name == OUTPUT:
+        if objective_of(scenario.model).embeds:
+            return 2 * hidden_bytes(name, scenario)
         weight = vocabulary_shard(scenario.model, scenario.dims.tp) * e * scenario.trains(OUTPUT)
         logits = logits_bytes(scenario)  # of some positions, then of a block of the vocabulary
         kept = scenario.trains(OUTPUT) and not computes_logits_again(scenario)

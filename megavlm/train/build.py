@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megavlm.arch.objectives import ties_output
 from megavlm.backend import Backend
 from megavlm.backend.clock import clock_of
 from megavlm.backend.memory import peak_memory
@@ -149,7 +150,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     plan = make_plan(config, dims)
     groups = build_groups(
         plan.dims,
-        tied_owners=(plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else (),
+        tied_owners=(plan.embedding_owner, plan.output_owner) if ties_output(config.model) else (),
         seed=config.train.seed,
         timeout_minutes=timeout,
         shard_size=config.parallel.hybrid_shard_size,

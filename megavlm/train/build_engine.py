@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megavlm.arch.objectives import objective_of
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
 from megavlm.config.derived import sequence_multiple, sequence_parallel
@@ -30,6 +31,7 @@ from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.encoder import EncoderRunner, encoder_config
 from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
+from megavlm.pipeline.gradient_cache import GradientCache
 from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
 from megavlm.planner.plan import Plan
 from megavlm.precision.fp8_weights import plain_weights
@@ -84,6 +86,7 @@ def build_engine(
         backend=backend,
         num_sources=num_sources,
         colocated=colocated,
+        cache=_gradient_cache(config, groups),
         phases=phases,
     )
     _connect(schedule, config, optimizer)
@@ -135,6 +138,15 @@ class _EncoderModel:
             encoder = EncoderRunner(wrapped[0], config, self.groups)
             optimizer = chain_optimizers(optimizer, build_optimizer(with_whole_gradients(config), wrapped, self.groups))
         return ColocatedEncoder(encoder, config, groups), optimizer
+
+
+def _gradient_cache(config: Config, groups: Groups) -> GradientCache | None:
+    """Return what forms the loss of an objective over the whole batch; None for next-token prediction."""
+    if not objective_of(config.model).embeds:
+        return None
+    model = config.model
+    dropout = (model.hidden_dropout, model.attention_dropout, config.lora.dropout)
+    return GradientCache(model, groups, draws=max(dropout) > 0)
 
 
 def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCache | None:

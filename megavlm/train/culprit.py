@@ -175,6 +175,8 @@ def _watching(chunk: VLMChunk, look: Any, *, numbered: bool) -> Any:
 
     def run_layer(name: str, hidden: Any, context: Any) -> Tensor:
         output = VLMChunk.run_layer(chunk, name, hidden, context)
+        if numbered and not torch.is_grad_enabled():
+            return output  # the first pass of a gradient cache: the second one sees the same
         passes[name] += 1
         number = passes[name] if numbered else -1
         look(_OUTPUT, name, number, output)

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megavlm.arch.layers import LANGUAGE_LAYER, kind_of
-from megavlm.checkpoint.state import random_states, set_random_states
 from megavlm.data.batch import MicroBatch
 from megavlm.model.router import routers_of
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.dtensor import local_part
+from megavlm.parallel.random_states import random_states, set_random_states
 from megavlm.train.replicas import Difference, checksum
 from megavlm.train.state_before import Histories
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megavlm.arch.objectives import objective_of
 from megavlm.config.resolve import data_kind, is_set, resolve
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
 from megavlm.data.streaming import files_source
 from megavlm.data.synthetic import SyntheticSource
+from megavlm.data.synthetic_pairs import SyntheticPairs
 from megavlm.demo.digits import VOCABULARY as DIGITS
 from megavlm.demo.digits import DigitsSource
 
 
 def build_source(
     config: Config, *, run_dir: Path, rank: int = 0, barrier: Callable[[], None] = lambda: None
-) -> SyntheticSource | DigitsSource | FilesSource:
+) -> SyntheticSource | SyntheticPairs | DigitsSource | FilesSource:
     """Return the source that `--data` names.
 
     Rank 0 writes the tokenizer of the demo to `run_dir`; the other ranks call `barrier` to wait for it.
@@ -26,7 +28,11 @@ def build_source(
         return DigitsSource.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
     if data_kind(config) == "files":
         return files_source(config)
-    return SyntheticSource(config)
+    return _synthetic(config)
+
+
+def _synthetic(config: Config) -> SyntheticSource | SyntheticPairs:
+    return SyntheticPairs(config) if objective_of(config.model).embeds else SyntheticSource(config)
 
 
 def vocab_size_of(config: Config) -> int:
@@ -37,7 +43,7 @@ def vocab_size_of(config: Config) -> int:
     """
     kind = data_kind(config)
     if kind == "synthetic":
-        return SyntheticSource(config).vocab_size
+        return _synthetic(config).vocab_size
     if is_set(config.model.language, "vocab_size"):
         return config.model.language.vocab_size
     return DIGITS if kind == "digits" else FilesSource(config).vocab_size

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.checkpoint.state import random_states, set_random_states
+from megavlm.parallel.random_states import random_states, set_random_states
 from megavlm.precision.history import histories, history_of
 
 

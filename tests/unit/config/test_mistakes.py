@@ -99,6 +99,7 @@ RANGES = (
     Mistake("--lr -1e-4", "--lr -0.0001", "greater than 0", "--lr 1e-4"),
     Mistake("--projector-lr -1", "--projector-lr -1.0", "at least 0", "--projector-lr 0"),
     Mistake("--adam-beta2 1", "--adam-beta2 1.0", "less than 1", "--adam-beta2 0.999"),
+    Mistake("--objective contrastive --temperature 0", "--temperature 0.0", "greater than 0", "--temperature 0.02"),
     Mistake("--hidden-dropout 1", "--hidden-dropout 1.0", "less than 1", "--hidden-dropout 0.5"),
     Mistake("--clip-grad -1", "--clip-grad -1.0", "at least 0", "--clip-grad 0"),
     Mistake("--imageless-share 1.5", "--imageless-share 1.5", "between 0 and 1", "--imageless-share 1"),
@@ -844,7 +845,38 @@ IDLE = (
     Mistake("--no-save --keep-checkpoints 3", "--keep-checkpoints has no effect with --no-save", "leave", "--save"),
 )
 
-RULE_MISTAKES = (*RANGES, *MODEL, *LAYOUT, *EXPERTS, *RUN, *PRECISION, *IDLE)
+OBJECTIVE = (
+    Mistake("--temperature 0.1", "--temperature has no effect", "--objective contrastive", "--objective contrastive"),
+    Mistake(
+        "--objective sigmoid --no-symmetric", "--no-symmetric has no effect", "--objective contrastive", "--symmetric"
+    ),
+    Mistake(
+        "--objective contrastive --sigmoid-bias -5", "--sigmoid-bias has no", "objective sigmoid", "--objective sigmoid"
+    ),
+    Mistake(
+        "--objective contrastive --matryoshka-widths 64 128",
+        "--matryoshka-widths 128",
+        "lower it",
+        "--matryoshka-widths 64",
+    ),
+    Mistake(
+        "--objective contrastive --fp8 hybrid --precision bf16",
+        "--objective contrastive",
+        "leave --fp8 out",
+        "--fp8 none",
+    ),
+    Mistake(
+        "--objective contrastive --num-experts 4", "--objective contrastive", "next-token", "--objective next-token"
+    ),
+    Mistake(
+        "--objective sigmoid --sample-interval 5 --datasets a.json --validation-split 0.1",
+        "--sample-interval 5",
+        "leave it out",
+        "--sample-interval 0",
+    ),
+)
+
+RULE_MISTAKES = (*RANGES, *MODEL, *LAYOUT, *EXPERTS, *RUN, *PRECISION, *IDLE, *OBJECTIVE)
 KNOWN = {
     *RUN_FLAGS,
     "--flag",
@@ -895,7 +927,7 @@ def given(flags: str) -> list[Option]:
 def test_every_rule_has_a_mistake() -> None:
     """A rule that nothing here trips is a rule that nobody has seen work."""
     tripped = set()
-    for mistake in (*MODEL, *LAYOUT, *EXPERTS, *RUN, *PRECISION, *IDLE):
+    for mistake in (*MODEL, *LAYOUT, *EXPERTS, *RUN, *PRECISION, *IDLE, *OBJECTIVE):
         config = with_start_defaults(parse(shlex.split(mistake.argv)))
         # Lazily: a rule may rely on those before it.
         of_config = (rule.__name__ for rule in RULES if rule(config))

@@ -1,0 +1,49 @@
+"""What a run can minimise, in one table without torch; `megavlm/objective/` has the losses.
+
+Next-token prediction forms its loss token by token, so a micro-batch is enough for it. A loss of embeddings compares
+each text with all others of the global batch. Its gradient needs all representations before any backward pass, which
+a gradient cache provides at the price of one more forward pass (`pipeline/gradient_cache.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megavlm.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the last stage computes from hidden states, over what a loss is formed, and what it is a mean over."""
+
+    embeds: bool  # the output layer pools hidden states into one vector for each text; else it has the vocabulary
+    learned: tuple[str, ...] = ()  # parameters of the loss: those that may be trained
+    counted: str = "tokens"  # a loss is the mean over these
+
+    @property
+    def forward_passes(self) -> int:
+        """Return how often a training step runs the forward pass of a micro-batch, recomputation apart."""
+        return 2 if self.embeds else 1
+
+
+OBJECTIVES: Mapping[str, Objective] = {
+    "next-token": Objective(embeds=False),
+    "contrastive": Objective(embeds=True, learned=("log_scale",), counted="pairs"),
+    "sigmoid": Objective(embeds=True, learned=("log_scale", "logit_bias"), counted="queries"),
+}
+
+
+def objective_of(model: ModelConfig) -> Objective:
+    """Return what a model is trained for."""
+    return OBJECTIVES[model.objective.kind]
+
+
+def learned_scalars(model: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the parameters that the loss has of its own; none if it is fixed."""
+    return objective_of(model).learned if model.objective.learn_temperature else ()
+
+
+def ties_output(model: ModelConfig) -> bool:
+    """Return whether the output layer shares the embedding's weight."""
+    return model.language.tie_embeddings and not objective_of(model).embeds

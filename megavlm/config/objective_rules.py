@@ -1,0 +1,61 @@
+"""Rules about objectives of embeddings: what they need, and what does not go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+from megavlm.config.schema import Config
+
+
+def _of_embeddings(rule: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
+    """Return a rule that holds for next-token prediction as it is."""
+
+    @wraps(rule)
+    def applied(config: Config) -> str | None:
+        return None if config.model.objective.kind == "next-token" else rule(config)
+
+    return applied
+
+
+@_of_embeddings
+def matryoshka_widths_are_beginnings(config: Config) -> str | None:
+    widths, hidden = config.model.objective.matryoshka_widths, config.model.language.hidden_size
+    for width in widths:
+        if width >= hidden:
+            return (
+                f"--matryoshka-widths {width} is not below --language-hidden-size {hidden}, which has a loss anyway: "
+                "leave it out, or lower it"
+            )
+    return None
+
+
+@_of_embeddings
+def embeddings_run_twice_alike(config: Config) -> str | None:
+    """Refuse what would differ between the two forward passes of a gradient cache."""
+    kind = config.model.objective.kind
+    if config.precision.fp8 != "none":
+        return f"--objective {kind} runs each micro-batch twice, with other scales in FP8: leave --fp8 out"
+    if config.model.experts.num_experts:
+        return (
+            f"--objective {kind} has no balance loss of experts, whose tokens have no loss of their own: "
+            "use --objective next-token, or a model without experts"
+        )
+    return None
+
+
+@_of_embeddings
+def embeddings_have_no_answers(config: Config) -> str | None:
+    if config.evaluation.sample_interval:
+        return (
+            f"--sample-interval {config.evaluation.sample_interval} lets the model answer, but with --objective "
+            f"{config.model.objective.kind} it has no vocabulary: leave it out"
+        )
+    return None
+
+
+OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
+    matryoshka_widths_are_beginnings,
+    embeddings_run_twice_alike,
+    embeddings_have_no_answers,
+)

@@ -1,0 +1,40 @@
+"""Options of what a run minimises: next-token prediction, or a loss of embeddings over the global batch.
+
+Part of the schema (`schema.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.option import option
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What the last layer computes from hidden states, and the loss that is formed of it."""
+
+    kind: Literal["next-token", "contrastive", "sigmoid"] = option(
+        "next-token",
+        "Loss: next-token, or of query and document embeddings contrastive (InfoNCE) or sigmoid (SigLIP).",
+        flag="--objective",
+    )
+    pooling: Literal["last", "mean"] = option(
+        "last", "Embedding of a text: the state of its last token, or the mean over its tokens.", flag="--pooling"
+    )
+    temperature: float = option(
+        None, "Embeddings: cosines are divided by this; if learned, at first. Default: 0.05, sigmoid: 0.1."
+    )
+    learn_temperature: bool = option(None, "Train the temperature; default: with --objective sigmoid.")
+    sigmoid_bias: float = option(-10.0, "Objective sigmoid: learned number that is added to each score, at first.")
+    symmetric: bool = option(
+        True, "Objective contrastive: also find the query of a document among all queries; off: documents alone."
+    )
+    matryoshka_widths: tuple[int, ...] = option(
+        (),
+        "Embeddings: also apply the loss to so many first channels (Matryoshka), all with weight 1; default: to all "
+        "channels alone.",
+    )
+    query_prefix: str = option("", "Embeddings: text (an instruction) before each query.")
+    document_prefix: str = option("", "Embeddings: text before each document.")

@@ -1,0 +1,157 @@
+"""Gradient caching (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup").
+
+A loss that compares every text of a global batch with every other one is no sum over micro-batches. But it depends on a
+micro-batch m only through what the last stage makes of it, y_m, so by the chain rule
+
+    dL/dθ = Σ_m (∂y_m/∂θ)ᵀ · ∂L/∂y_m = Σ_m d/dθ ⟨y_m, g_m⟩     with g_m = ∂L/∂y_m held fixed
+
+A step therefore runs (1) all micro-batches forward, without graphs, for the y_m; (2) the loss, for all g_m; (3) forward
+and backward again with ⟨y_m, g_m⟩ as the loss of a micro-batch. Memory is that of one micro-batch (or as many as a
+pipeline keeps) whatever the batch, and the gradient is that of the whole batch at once. It costs one forward pass more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavlm.arch.objectives import learned_scalars
+from megavlm.config.schema import ModelConfig
+from megavlm.data.batch import MicroBatch
+from megavlm.data.members import RECORD
+from megavlm.objective.cached import Loss, Representations
+from megavlm.objective.table import WHOLE_BATCH
+from megavlm.parallel.groups import Groups
+from megavlm.parallel.random_states import random_states, set_random_states
+from megavlm.pipeline.walker import ForwardStep
+
+
+class Draws:
+    """The states of the random generators before each micro-batch in each chunk, so that a second pass draws the same.
+
+    Without dropout nothing is drawn, and nothing is kept.
+    """
+
+    def __init__(self, *, kept: bool) -> None:
+        self._kept = kept
+        self._before: dict[int, list[dict[str, Any]]] = {}
+        self._again: dict[int, Iterator[dict[str, Any]]] = {}
+
+    def first(self, chunk: Any) -> None:
+        """Note the state before a chunk's next micro-batch of the first pass."""
+        if self._kept:
+            self._before.setdefault(id(chunk), []).append(random_states())
+
+    def begin_again(self) -> None:
+        """Begin the second pass."""
+        self._again = {chunk: iter(states) for chunk, states in self._before.items()}
+
+    def again(self, chunk: Any) -> None:
+        """Set the generators to the state before a chunk's next micro-batch of the second pass."""
+        if self._kept:
+            set_random_states(next(self._again[id(chunk)]))
+
+
+@dataclass(frozen=True)
+class GradientCache:
+    """The two passes of a step, and the loss in between."""
+
+    model: ModelConfig
+    groups: Groups
+    draws: bool  # whether layers draw random numbers
+
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        run: Callable[[ForwardStep, bool], list[Any]],
+        *,
+        num_sources: int,
+    ) -> Tensor | None:
+        """Leave the gradients of a step in the parameters; return what `Schedule.train` returns, None elsewhere than
+        on the last stage.
+
+        `run(forward, backward)` runs all micro-batches through the pipeline.
+        """
+        draws = Draws(kept=self.draws)
+        with torch.no_grad():
+            outputs = run(partial(_first_forward, draws), False)
+        loss = self.loss(batches, outputs)
+        after = random_states() if self.draws else None
+        draws.begin_again()
+        gradients = iter(self._gradients(batches, loss) if loss is not None else ())
+        run(partial(_second_forward, draws, gradients), True)
+        if after is not None:
+            set_random_states(after)
+        return None if loss is None else self.totals(loss, num_sources)
+
+    def loss(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> Loss | None:
+        """Return the loss over the global batch, given what the last stage made of this rank's micro-batches; None on
+        ranks of other stages.
+        """
+        if not outputs:
+            return None
+        found = self.representations(batches, outputs)
+        return WHOLE_BATCH[self.model.objective.kind](found, self.model.objective, self.groups.dp)
+
+    def representations(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> Representations:
+        """Return the texts of micro-batches together, given the last stage's outputs [R·H + scalars]."""
+        scalars = len(learned_scalars(self.model))
+        width = self.model.language.hidden_size
+        vectors = [output[: len(output) - scalars].view(-1, width) for output in outputs]
+        members, records = [], 0
+        for batch in batches:
+            assert batch.text.members is not None, "the data loader says what the texts are"
+            own = batch.text.members.clone()
+            own[:, RECORD] += records
+            records += len(own)
+            members.append(own)
+        device = outputs[0].device
+        return Representations(
+            torch.cat(vectors), torch.cat(members).to(device), outputs[0][len(outputs[0]) - scalars :]
+        )
+
+    def totals(self, loss: Loss, num_sources: int) -> Tensor:
+        """Return what `Schedule.train` returns. Context-parallel ranks have computed the same: the first one counts."""
+        totals = loss.totals(num_sources)
+        return totals if self.groups.coords.cp == 0 else torch.zeros_like(totals)
+
+    def _gradients(self, batches: Sequence[MicroBatch], loss: Loss) -> Iterator[Tensor]:
+        """Yield the gradient of the last stage's output for each micro-batch. That of the scalars goes with the first.
+
+        Data-parallel and context-parallel ranks add up what each has: the share of the former, the whole of one of the
+        latter.
+        """
+        parts = loss.vectors.split([len(batch.text.lengths) for batch in batches])
+        scalars = loss.scalars if self.groups.coords.cp == 0 else torch.zeros_like(loss.scalars)
+        for vectors in parts:
+            yield torch.cat([vectors.flatten(), scalars])
+            scalars = torch.zeros_like(scalars)
+
+
+def _first_forward(draws: Draws, batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    draws.first(chunk)
+    return chunk(batch), _kept
+
+
+def _kept(output: Tensor, non_loss_data: bool = True) -> Tensor:
+    return output
+
+
+def _second_forward(
+    draws: Draws, gradients: Iterator[Tensor], batches: Iterator[MicroBatch], chunk: Any
+) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    draws.again(chunk)
+    return chunk(batch), partial(_inner_product, gradients)
+
+
+def _inner_product(gradients: Iterator[Tensor], output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ⟨y, g⟩ of the next micro-batch as its loss, and nothing to report."""
+    total = (output * next(gradients)).sum()
+    return total, torch.zeros((), dtype=torch.int, device=total.device), total.detach()

@@ -1,0 +1,165 @@
+"""Losses over the global batch: any layout has the numbers of one process, and a gradient cache those of no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.flags import DROPOUT, HALF, MODELS
+from tests.support.float64 import float64
+from tests.support.pool import Pools
+from tests.support.training import LONG, SMALL, assert_resumed, assert_same_curve, metrics, train
+
+# Records of two or three texts, of none, one and two images, some of which are the same as another's.
+PAIRS = [*SMALL, *"--objective contrastive --seq-length 80 --global-batch-size 8".split()]
+
+LOSSES = {
+    "plain": "--learn-temperature",
+    "mean": "--learn-temperature --pooling mean --matryoshka-widths 8 24 --no-symmetric",
+    "sigmoid": "--objective sigmoid",
+}
+LAYOUTS = {
+    "tp2": (2, "--tp 2"),
+    "pp2-vpp2": (2, "--pp 2 --vpp 2"),
+    "dp2": (2, ""),
+    "zero3": (2, "--data-parallel-sharding full"),
+    "zero2": (2, "--data-parallel-sharding optimizer_gradients"),
+    "no-zero": (2, "--data-parallel-sharding none"),
+    "cp2": (2, "--cp 2"),
+    "colocated": (2, "--tp 2 --placement colocated"),
+    "tp2-pp2": (4, "--tp 2 --pp 2"),
+    "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2"),
+    "pp2-vpp2-dp2": (4, "--pp 2 --vpp 2 --overlap-grad-reduce --overlap-param-gather"),
+    "dp4": (4, "--micro-batch-size 2"),
+    "tp2-dp2-colocated": (4, "--tp 2 --placement colocated --encoder-chunk-patches 20"),
+}
+FAST = [
+    ("plain", "rich", "tp2"),
+    ("plain", "plain", "pp2-vpp2"),
+    ("mean", "plain", "dp2"),
+    ("mean", "plain", "zero3"),
+    ("plain", "rich", "colocated"),
+    ("mean", "plain", "tp2-pp2"),
+    ("sigmoid", "plain", "dp2"),
+]
+SOME_MODELS = ("plain", "rich", "frozen-vision", "qwen3-vl", "recompute", "one-image-rank")
+SLOW = [(loss, model, layout) for loss in LOSSES for model in SOME_MODELS for layout in LAYOUTS]
+
+
+def argv_of(loss: str, model: str) -> list[str]:
+    return [*PAIRS, *MODELS[model].split(), *LOSSES[loss].split()]
+
+
+@pytest.fixture(scope="module")
+def alone(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
+    """Curve of a loss and a model on one process, computed once."""
+    curves: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+
+    def curve(loss: str, model: str, steps: Sequence[str] = ()) -> list[dict[str, Any]]:
+        if (loss, model, *steps) not in curves:
+            run_dir = str(tmp_path_factory.mktemp("alone"))
+            pools(1).run(train, [*argv_of(loss, model), "--no-save", *steps], run_dir)
+            curves[loss, model, *steps] = metrics(run_dir)
+        return curves[loss, model, *steps]
+
+    return curve
+
+
+def check_case(pools: Pools, alone: Any, tmp_path: Path, loss: str, model: str, layout: str, steps=()) -> None:
+    world, flags = LAYOUTS[layout]
+    pools(world).run(train, [*argv_of(loss, model), "--no-save", *flags.split(), *steps], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), alone(loss, model, steps))
+
+
+@pytest.mark.parametrize(("loss", "model", "layout"), FAST)
+def test_a_layout_gives_the_numbers_of_one_process(pools, alone, tmp_path, loss, model, layout):
+    check_case(pools, alone, tmp_path, loss, model, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "model", "layout"), SLOW)
+def test_every_layout_gives_the_numbers_of_one_process(pools, alone, tmp_path, loss, model, layout):
+    check_case(pools, alone, tmp_path, loss, model, layout, LONG)
+
+
+def gradients_with_and_without_a_cache(argv: list[str], run_dir: str) -> dict[str, tuple[float, float]]:
+    """Return the loss, and of each parameter the largest gradient, each with its largest difference between a step of
+    the schedule and one graph of the whole batch, whose loss is written pair by pair. In float64.
+    """
+    import torch
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.model.vlm import bare_chunk
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.parallel.random_states import random_states, set_random_states
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
+    from tests.support import plain_losses
+    from tests.support.plain_losses import Text
+
+    destroy_groups()
+    with float64():
+        config = parse([*argv, "--run-dir", run_dir, "--data-parallel-sharding", "none"])
+        run = build(config, backend.activate())
+        engine, batches = run.engine, run.data_loader.next_step().batches
+        (chunk,) = engine.chunks
+        before = random_states()
+        totals = engine.schedule.train(batches)
+        cached = {name: param.main_grad.clone() for name, param in chunk.named_parameters()}
+        set_random_states(before)
+        chunk.zero_grad_buffer()
+        vectors, texts, records = [], [], 0
+        for batch in batches:
+            output = chunk(batch)
+            scalars = len(bare_chunk(chunk).parts["output"].learned)
+            vectors.append(output[: len(output) - scalars].view(len(batch.text.lengths), -1))
+            for record, role, identity, _ in batch.text.members.tolist():
+                texts.append(Text(records + record, ("query", "positive", "negative")[role], identity))
+            records += 1 + max(batch.text.members[:, 0].tolist())
+        options = run.config.model.objective
+        losses = plain_losses.info_nce(
+            torch.cat(vectors),
+            texts,
+            scale=output[-1].exp() if scalars else 1 / options.temperature,
+            symmetric=options.symmetric,
+            widths=(*options.matryoshka_widths, run.config.model.language.hidden_size),
+        )
+        whole = torch.stack(losses).sum()
+        whole.backward()
+        found = {"loss": (float(whole), float((whole - totals[0]).abs()))}
+        for name, param in chunk.named_parameters():
+            off = (param.main_grad - cached[name]).abs().max()
+            found[name] = (float(param.main_grad.abs().max()), float(off))
+        close(run)
+    return found
+
+
+@pytest.mark.parametrize("flags", ["--learn-temperature", f"--pooling mean --matryoshka-widths 8 {' '.join(DROPOUT)}"])
+def test_a_gradient_cache_gives_the_gradients_of_the_whole_batch_at_once(pools: Pools, tmp_path: Path, flags: str):
+    """With dropout, too: the second pass draws what the first one drew."""
+    argv = [*PAIRS, "--no-save", *flags.split()]
+    (found,) = pools(1).run(gradients_with_and_without_a_cache, argv, str(tmp_path))
+    assert sum(size > 0 for size, _ in found.values()) > 50
+    largest = max(size for size, _ in found.values())
+    assert all(off <= 1e-7 * largest for _, off in found.values()), found
+
+
+def test_a_run_resumes_bit_for_bit_and_on_another_layout(pools: Pools, alone: Any, tmp_path: Path):
+    """Learned temperature, its moments and the place in the data."""
+    argv = argv_of("plain", "rich")
+    pools(2).run(train, [*argv, *HALF, "--tp", "2"], str(tmp_path / "half"))
+    pools(2).run(train, [*argv, "--pp", "2"], str(tmp_path / "half"))
+    assert_same_curve(metrics(tmp_path / "half"), alone("plain", "rich"))
+
+
+@pytest.mark.slow
+def test_a_run_with_dropout_resumes_bit_for_bit(pools: Pools, tmp_path: Path):
+    argv = [*argv_of("mean", "plain"), *DROPOUT]
+    pools(2).run(train, argv, str(tmp_path / "whole"))
+    pools(2).run(train, [*argv, *HALF], str(tmp_path / "halves"))
+    pools(2).run(train, argv, str(tmp_path / "halves"))
+    assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
