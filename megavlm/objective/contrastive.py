@@ -77,7 +77,7 @@ def sum_of_pairs(texts: Texts, vectors: Tensor, scalars: Tensor, options: Object
 def scale_of(scalars: Tensor, options: ObjectiveConfig) -> Tensor:
     """Return 1/τ, learned or fixed."""
     if not len(scalars):
-        return torch.full((), 1 / options.temperature, device=scalars.device)
+        return torch.tensor(1 / options.temperature, dtype=torch.float64, device=scalars.device)
     return scalars[0].clamp(max=_LARGEST).exp()
 
 
