@@ -34,6 +34,7 @@ LAYOUTS = {
     "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2"),
     "pp2-vpp2-dp2": (4, "--pp 2 --vpp 2 --overlap-grad-reduce --overlap-param-gather"),
     "dp4": (4, "--micro-batch-size 2"),
+    "zb-h1": (2, "--pp 2 --schedule zb-h1"),
     "tp2-dp2-colocated": (4, "--tp 2 --placement colocated --encoder-chunk-patches 20"),
 }
 FAST = [
