@@ -35,6 +35,12 @@ class StoreLost(UserError):
     status = 1
 
 
+class ScratchLost(UserError):
+    """A disk that holds a running step's state failed or is full. The exit status is 1: checkpoints are whole."""
+
+    status = 1
+
+
 class Stopped(Exception):
     """A run that ended before its last iteration because it was asked to. The message says by what; the exit status is
     75, and the same command continues the run."""

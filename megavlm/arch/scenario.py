@@ -8,7 +8,7 @@ from typing import Literal
 
 from megavlm.arch.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
 from megavlm.arch.workload import Workload, of_context_part, times, typical_images, typical_workload
-from megavlm.config.derived import layer_precision, overlapped, sequence_parallel
+from megavlm.config.derived import layer_precision, moments_folder, offloaded, overlapped, sequence_parallel
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.parallel.dims import Dims
 
@@ -39,6 +39,7 @@ class Scenario:
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
     fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
     offload: tuple[Offloaded, ...] = ()  # what is in host memory
+    moments_on_disk: bool = False  # of an offloaded optimizer
     kept_in_fp8: frozenset[str] = frozenset()  # layers that have their weights in FP8 alone
     on_gpu: bool = False  # a CPU computes RMS norms in steps and keeps them
     te: bool = False  # layers are Transformer Engine's, which a GPU is taken to have unless torch's are asked for
@@ -149,7 +150,8 @@ def scenario_of(
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
         trained=trained_layers(config),
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),
-        offload=config.execution.offload,
+        offload=offloaded(config),
+        moments_on_disk=moments_folder(config) is not None,
         kept_in_fp8=frozenset(name for name in layer_names(config.model) if keeps_fp8(name, config)),
         on_gpu=on_gpu,
         te=on_gpu and config.execution.transformer_impl != "torch",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
 from megavlm.storage.urls import is_url
@@ -40,6 +42,19 @@ def expert_tensor_parallel(config: Config) -> int:
 def shards_gradients(config: Config) -> bool:
     """Return whether gradients are sharded (ZeRO-2 and 3, torch's fully_shard); megatron-core does stages 0 and 1."""
     return config.parallel.data_parallel_sharding in ("optimizer_gradients", "full")
+
+
+def offloaded(config: Config) -> tuple[Literal["optimizer", "activations"], ...]:
+    """Return what `--offload` keeps off the device, wherever it keeps it."""
+    words = {word.partition("=")[0] for word in config.execution.offload}
+    kinds: tuple[Literal["optimizer", "activations"], ...] = ("optimizer", "activations")
+    return tuple(kind for kind in kinds if kind in words)
+
+
+def moments_folder(config: Config) -> Path | None:
+    """Return the folder of `--offload optimizer=nvme:DIR`; None where moments are in memory."""
+    folders = (word.partition("=nvme:")[2] for word in config.execution.offload)
+    return next((Path(folder) for folder in folders if folder), None)
 
 
 def launches_in_order(config: Config) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megavlm.config.context_rules import CONTEXT_RULES
-from megavlm.config.derived import replica_size, sequence_parallel, shards_gradients
+from megavlm.config.derived import offloaded, replica_size, sequence_parallel, shards_gradients
 from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
-from megavlm.config.messages import divisors, nearest, shown
+from megavlm.config.messages import divisors, nearest, plain, shown
 from megavlm.config.resolve import data_kind, is_set, resolve_model
 from megavlm.config.schedule_rules import SCHEDULE_RULES
 from megavlm.config.schema import Config, ModelConfig
@@ -145,6 +145,23 @@ def tp_overlap_has_sequences(config: Config) -> str | None:
     return None
 
 
+def offload_is_known(config: Config) -> str | None:
+    """`--offload` names each kind once, and only the optimizer's moments can be on a disk."""
+    kinds = []
+    for word in config.execution.offload:
+        kind, equals, place = word.partition("=")
+        if kind == "parameters":
+            return "--offload parameters is not built: use --data-parallel-sharding full with --offload optimizer"
+        if kind not in ("optimizer", "activations") or (equals and kind == "activations"):
+            return f"--offload {plain(word)} is unknown: choose optimizer, activations or optimizer=nvme:DIR"
+        if equals and not (place.startswith("nvme:") and place != "nvme:"):
+            return f"--offload {plain(word)} names no folder: write optimizer=nvme:DIR"
+        kinds.append(kind)
+    if len(set(kinds)) < len(kinds):
+        return f"--offload names {kinds[-1]} twice: keep one"
+    return None
+
+
 def graphs_can_be_captured(config: Config) -> str | None:
     """A CUDA graph replays fixed kernels on fixed memory, so that shapes and buffers must not change per call."""
     if not config.execution.cuda_graphs:
@@ -162,7 +179,7 @@ def graphs_can_be_captured(config: Config) -> str | None:
             model.hidden_dropout or model.attention_dropout or (config.lora.rank and config.lora.dropout)
         ),
         "sharded parameters and gradients: use --data-parallel-sharding optimizer": shards_gradients(config),
-        "offloaded activations: leave --offload activations out": "activations" in config.execution.offload,
+        "offloaded activations: leave --offload activations out": "activations" in offloaded(config),
         "FP8, whose scales change each step: use --fp8 none": config.precision.fp8 != "none",
         "overlapped parameter gathers: leave --overlap-param-gather out": bool(parallel.overlap_param_gather),
     }
@@ -242,6 +259,7 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     features_can_be_reused,
     *SHARDING_RULES,
     tp_overlap_has_sequences,
+    offload_is_known,
     graphs_can_be_captured,
 )
 

@@ -156,9 +156,10 @@ class ExecutionConfig:
         "Recompute nothing, attention (selective), or whole layers (full) in the backward pass.",
         common=PRECISION,
     )
-    offload: tuple[Literal["optimizer", "activations"], ...] = option(
+    offload: tuple[str, ...] = option(
         (),
-        "Keep Adam's moments (then updated by the CPU) or saved activations in host memory; default: neither.",
+        "To host memory: optimizer (Adam's moments; updated there), activations; to a disk: optimizer=nvme:DIR. "
+        "Default: neither.",
         common=PRECISION,
     )
     gradient_accumulation_fusion: bool = option(

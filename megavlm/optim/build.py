@@ -15,12 +15,13 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megavlm.arch.layers import part_of
-from megavlm.config.derived import shards_gradients
+from megavlm.config.derived import moments_folder, offloaded, shards_gradients
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.adamw import AdamW
 from megavlm.optim.chained import MeanGradientOptimizer
+from megavlm.optim.disk_adamw import DiskAdamW
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.host_adamw import HostAdamW
 from megavlm.optim.model_weights import round_in_one_launch
@@ -105,18 +106,24 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
         ).chained_optimizers
     for part in parts:
         if not part.is_stub_optimizer:
-            _choose_update(part, on_host="optimizer" in config.execution.offload)
+            _choose_update(part, config)
             round_in_one_launch(part)
     return MeanGradientOptimizer(parts, clip=options.clip_grad)
 
 
-def _choose_update(part: Any, *, on_host: bool) -> None:
-    """Make one of megatron-core's optimizers, before it has state, update with our AdamW, on the device or the host.
+def _choose_update(part: Any, config: Config) -> None:
+    """Make one of megatron-core's optimizers, before it has state, update with our AdamW: on the device or the host,
+    there also with moments on disk.
 
     Ours divides gradients as it reads them, which Transformer Engine's does not, and resumes a sharded run, which
     torch's does not.
     """
-    part.optimizer = (HostAdamW if on_host else AdamW).in_place_of(part.optimizer)
+    if (folder := moments_folder(config)) is not None:
+        inner = DiskAdamW.in_place_of(part.optimizer)
+        inner.reserve(folder)
+        part.optimizer = inner
+    else:
+        part.optimizer = (HostAdamW if "optimizer" in offloaded(config) else AdamW).in_place_of(part.optimizer)
     part.init_state_fn = lambda inner, config=None: inner.begin()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,16 +36,21 @@ class HostAdamW(AdamW):
         parts = [
             part for p in params for part in _parts(local_part(p), local_part(p.grad), self._moments(p), self.piece)
         ]
-        pieces = [_Piece(each) for each in _together(parts, self.piece)]
+        pieces = [Piece(each) for each in _together(parts, self.piece)]
         divisor = None if self.divisor is None else _to_host(self.divisor)  # arrives before the first piece
         pieces[0].send()
-        for piece, following in pairwise([*pieces, None]):
-            assert piece is not None
-            if following is not None:
-                following.send()
+        following = [*pieces[1:], None]
+        for (piece, moments), after in zip(self._with_moments(pieces), following, strict=True):
+            if after is not None:
+                after.send()
             piece.arrive()
-            self._fused(group, piece.values, piece.gradients, [part.moments for part in piece.parts], divisor)
+            self._fused(group, piece.values, piece.gradients, moments, divisor)
             piece.send_back()
+
+    def _with_moments(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[dict[str, Tensor]]]]:
+        """Yield each piece with the moments of its parts, which the caller updates in place."""
+        for piece in pieces:
+            yield piece, [part.moments for part in piece.parts]
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class _Part:
     moments: dict[str, Tensor]  # on the host
 
 
-class _Piece:
+class Piece:
     """Parts that are copied together, on the device's current stream, which has nothing else to do."""
 
     def __init__(self, parts: Sequence[_Part]) -> None:
@@ -66,6 +70,10 @@ class _Piece:
         self.values: list[Tensor] = []
         self.gradients: list[Tensor] = []
         self._sent: Any = None
+
+    @property
+    def numbers(self) -> int:
+        return sum(part.value.numel() for part in self.parts)
 
     def send(self) -> None:
         """Start to copy weights and gradients to the host."""

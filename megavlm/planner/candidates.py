@@ -65,9 +65,14 @@ class Candidate:
             config,
             parallel=parallel,
             placement=replace(config.placement, encoder=self.placement, pipeline_cuts=cuts or None),
-            execution=replace(config.execution, recompute_granularity=self.recompute, offload=self.offload),
+            execution=replace(config.execution, recompute_granularity=self.recompute, offload=self._offload(config)),
             train=replace(config.train, micro_batch_size=self.micro_batch),
         )
+
+    def _offload(self, config: Config) -> tuple[str, ...]:
+        """Return the words of `--offload`; what the configuration has on a disk stays there."""
+        asked = {word.partition("=")[0]: word for word in config.execution.offload}
+        return tuple(asked.get(kind, kind) for kind in self.offload)
 
 
 def with_offload(candidate: Candidate, space: Space) -> Iterator[Candidate]:

@@ -140,12 +140,12 @@ def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, 
 
 def optimizer_seconds(trained: float, scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of AdamW's memory traffic. With `--offload optimizer` the host updates: 12 bytes per parameter
-    cross the bus.
+    cross the bus, and 8 are read from a disk and written to it where moments are there.
     """
     own = trained / scenario.shards
     rest, update = update_bytes(trained, scenario)
     if "optimizer" in scenario.offload:
-        return host_update_seconds(own, hardware) + rest / hardware.memory_bandwidth
+        return host_update_seconds(own, hardware, on_disk=scenario.moments_on_disk) + rest / hardware.memory_bandwidth
     return (rest + update) / hardware.memory_bandwidth
 
 
@@ -162,12 +162,15 @@ def update_bytes(trained: float, scenario: Scenario) -> tuple[float, float]:
     return gradients * each.zero + own * (each.over_tokens + each.norm + each.clip), own * (each.adam + copied)
 
 
-def host_update_seconds(own: float, hardware: Hardware) -> float:
-    """Return the seconds to update `own` parameters on the host in pieces: transfers overlap with updates."""
+def host_update_seconds(own: float, hardware: Hardware, *, on_disk: bool = False) -> float:
+    """Return the seconds to update `own` parameters on the host in pieces: transfers overlap with updates.
+
+    With both moments `on_disk`, pieces of them are read and written meanwhile.
+    """
     host = hardware.own_host
-    travel, update = 3 * FP32 / host.link.bandwidth, 7 * FP32 / host.bandwidth
+    parts = [3 * FP32 / host.link.bandwidth, 7 * FP32 / host.bandwidth, *[2 * FP32 / host.disk] * (2 * on_disk)]
     piece = min(own, HOST_PIECE)
-    return piece * (travel + update) + (own - piece) * max(travel, update)
+    return piece * sum(parts) + (own - piece) * max(parts)
 
 
 def held_parameters(scenario: Scenario, start: int, end: int) -> float:

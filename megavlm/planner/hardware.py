@@ -48,6 +48,7 @@ class Host:
     link: Link  # between pinned memory and the device
     bandwidth: float  # bytes/s of an elementwise pass over host memory, each device's share of a node's
     memory: float  # bytes of a node
+    disk: float = 3e9  # bytes/s read, and as many written, of a local disk, each device's share: assumed
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def to_json(hardware: Hardware) -> dict[str, Any]:
 _LARGEST = 2**20  # bytes of a profile
 _RATE, _TIME = number(1e-3, 1e30), number(0, 1e6)
 _NUMBERS: dict[str, Expected] = {
-    **dict.fromkeys(("memory", "memory_bandwidth", "matmul", "attention", "bandwidth", "peak"), _RATE),
+    **dict.fromkeys(("memory", "memory_bandwidth", "matmul", "attention", "bandwidth", "peak", "disk"), _RATE),
     **dict.fromkeys(("overhead", "latency"), _TIME),
     "row_tile": number(1, 2**16),
     "devices_per_node": whole(1, 2**31),

@@ -25,7 +25,8 @@ class HostMemory:
 
     moments: float = 0.0
     activations: float = 0.0  # pinned
-    pieces: float = 0.0  # pinned: weights and gradients on their way to an update and back, at most two pieces
+    pieces: float = 0.0  # weights and gradients on their way to an update and back, at most two pieces; disks' moments
+    disk: float = 0.0  # moments that are not in memory
 
     @property
     def total(self) -> float:
@@ -63,7 +64,10 @@ def of_update(own: float, scenario: Scenario) -> HostMemory:
     """Of a rank that updates `own` numbers; moments of what is trained alone."""
     if moments_here(scenario):
         return HostMemory()
-    return HostMemory(moments=2 * FP32 * own, pieces=2 * FP32 * min(own, 2 * HOST_PIECE))
+    moments, pieces = 2 * FP32 * own, 2 * FP32 * min(own, 2 * HOST_PIECE)
+    if scenario.moments_on_disk:  # but for those of three pieces
+        return HostMemory(pieces=pieces + 2 * FP32 * min(own, HOST_PIECE) * 3, disk=moments)
+    return HostMemory(moments=moments, pieces=pieces)
 
 
 def node_bytes(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> float:
@@ -82,7 +86,12 @@ def node_memory_error(ranks: Sequence[HostMemory], world: int, hardware: Hardwar
 def line(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str:
     """Return what is offloaded, for people: the fullest rank's, and a node's."""
     fullest = max(ranks, key=lambda each: each.total)
-    parts = (("moments", fullest.moments), ("activations", fullest.activations), ("on their way", fullest.pieces))
+    parts = (
+        ("moments", fullest.moments),
+        ("activations", fullest.activations),
+        ("on their way", fullest.pieces),
+        ("on disk", fullest.disk),
+    )
     shares = ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts if value)
     node, there = node_bytes(ranks, world, hardware) / GIB, hardware.own_host.memory / GIB
     free_memory = f" of {there:.0f}" if there < float("inf") else ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal
 
+from megavlm.config.derived import offloaded
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -61,9 +61,8 @@ def settings(config: Config, dims: Dims) -> Iterator[tuple[str, Config]]:
         if dims.dp_cp > 1 and kind != parallel.data_parallel_sharding:
             sharded = replace(config, parallel=replace(parallel, data_parallel_sharding=kind))
             yield f"--data-parallel-sharding {kind}", sharded
-    offloaded: tuple[Literal["activations", "optimizer"], ...] = ("activations", "optimizer")
-    for what in offloaded:
-        if what not in execution.offload:
+    for what in ("activations", "optimizer"):
+        if what not in offloaded(config):
             offload = (*execution.offload, what)
             yield f"--offload {' '.join(offload)}", replace(config, execution=replace(execution, offload=offload))
     if execution.recompute_granularity != "full":

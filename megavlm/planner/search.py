@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, replace
 
+from megavlm.config.derived import offloaded as kinds_offloaded
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator, Rejected
@@ -57,7 +58,7 @@ def search(
     tried = 0
     vision_tp = config.parallel.vision_tensor_model_parallel_size
     offloads = hardware.on_gpu and bool(space.offload)
-    length, offload, experts = config.train.seq_length, config.execution.offload, config.model.experts.num_experts
+    length, offload, experts = config.train.seq_length, kinds_offloaded(config), config.model.experts.num_experts
     every = candidates(world, space, length=length, vision_tp=vision_tp, offload=offload, experts=experts)
     for wanted in every:
         tried += 1

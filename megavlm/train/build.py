@@ -22,7 +22,7 @@ from megavlm.checkpoint.begun import as_begun
 from megavlm.checkpoint.retention import Holds, Keep
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
-from megavlm.config.derived import minutes_to_meet, overlapped, shards_gradients
+from megavlm.config.derived import minutes_to_meet, offloaded, overlapped, shards_gradients
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.lora import beyond_adapters
 from megavlm.config.resolve import resolve
@@ -253,7 +253,7 @@ def _hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
     if backend.is_cpu:
         yield "--offload copies within the same memory on a CPU: results are equal and no memory is saved"
         return
-    if "optimizer" in config.execution.offload and torch.get_num_threads() == 1:
+    if "optimizer" in offloaded(config) and torch.get_num_threads() == 1:
         yield "--offload optimizer updates in one thread: set OMP_NUM_THREADS to the number of cores per GPU"
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megavlm.arch.objectives import objective_of
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
-from megavlm.config.derived import sequence_multiple, sequence_parallel
+from megavlm.config.derived import offloaded, sequence_multiple, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.model.offload import Offload
 from megavlm.model.vlm import VLMChunk
@@ -63,7 +63,7 @@ def build_engine(
     ]
     encoder = _EncoderModel.of(config, plan, groups, vocab_size=vocab_size, backend=backend)
     every = [*bare, *([encoder.chunk] if encoder else [])]
-    if "activations" in config.execution.offload:
+    if "activations" in offloaded(config):
         offload = Offload(host_copies_of(backend.device))
         for chunk in every:
             chunk.offload = offload

@@ -24,6 +24,7 @@ FAST = [
     (2, "rich", f"{FULL} --placement colocated"),
     (2, "llava-onevision", f"{FULL} --offload optimizer activations"),
     (2, "frozen-vision", "--data-parallel-sharding optimizer --offload optimizer activations"),
+    (2, "rich", "--offload optimizer=nvme:DISK"),
 ]
 SLOW = [
     (2, "frozen-vision", GRADIENTS),
@@ -40,6 +41,10 @@ SLOW = [
     (4, "rich", f"--tp 2 {FULL} --hybrid-shard-size 1"),
     (2, "recompute", f"{FULL} --offload activations"),
     (2, "plain", "--data-parallel-sharding none --offload optimizer"),
+    (2, "rich", "--tp 2 --offload optimizer=nvme:DISK"),
+    (2, "plain", f"{FULL} --offload optimizer=nvme:DISK activations"),
+    (2, "frozen-vision", f"{GRADIENTS} --offload optimizer=nvme:DISK"),
+    (2, "recompute", "--pp 2 --placement colocated --offload optimizer=nvme:DISK"),
     (2, "rich", "--pp 2 --vpp 2 --offload activations"),
     (2, "recompute", "--pp 2 --placement colocated --offload activations optimizer"),
 ]
@@ -51,7 +56,7 @@ SLOW = [
 def test_sharding_gives_the_numbers_of_one_process(
     pools: Pools, one_process, tmp_path: Path, world: int, model: str, flags: str
 ):
-    argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.split()]
+    argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.replace("DISK", str(tmp_path / "disk")).split()]
     pools(world).run(train, argv, str(tmp_path))
     assert_same_curve(metrics(tmp_path), one_process(model))
 

@@ -252,6 +252,17 @@ MODEL = (
     Mistake(
         "--language-bidirectional-images", "--language-bidirectional-images", "add --image-token", "--image-token 9"
     ),
+    Mistake("--offload optimiser", "--offload optimiser", "choose optimizer, activations", "--offload optimizer"),
+    Mistake("--offload activations=nvme:/x", "--offload activations=nvme:/x", "choose", "--offload optimizer=nvme:/x"),
+    Mistake("--offload optimizer=/x", "--offload optimizer=/x", "optimizer=nvme:DIR", "--offload optimizer=nvme:/x"),
+    Mistake("--offload optimizer=nvme:", "--offload optimizer=nvme:", "names no folder", "--offload optimizer=nvme:x"),
+    Mistake("--offload optimizer optimizer=nvme:/x", "--offload", "twice", "--offload optimizer=nvme:/x"),
+    Mistake(
+        "--offload parameters",
+        "--offload parameters",
+        "full with --offload optimizer",
+        "--data-parallel-sharding full --offload optimizer",
+    ),
     Mistake(
         "--language-window-size 8 --cuda-graphs",
         "--language-window-size and --cuda-graphs",

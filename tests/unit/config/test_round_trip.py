@@ -147,7 +147,7 @@ FLAGS = st.sampled_from([flag for option in options() for flag in (*option.flags
 @example(["--seed", "9" * 30])
 def test_any_words_parse_or_are_refused_in_one_line(argv: list[str]) -> None:
     # -h and what begins with it is a question, not a mistake.
-    argv = [word for word in argv if not word.startswith("-h")]
+    argv = [word for word in argv if not word.startswith(("-h", "--h"))]
     message = refusal(parse, argv)
     assert message is None or is_one_line(message), message
 

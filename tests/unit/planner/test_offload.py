@@ -15,7 +15,7 @@ from megavlm.planner.auto import offload_memory_error, planned, predict
 from megavlm.planner.candidates import Space
 from megavlm.planner.cost import host_update_seconds, layer_seconds, optimizer_seconds
 from megavlm.planner.hardware import PROFILES, Hardware, from_json, to_json
-from megavlm.planner.host_memory import HOST_PIECE, host_memory, node_memory_error
+from megavlm.planner.host_memory import HOST_PIECE, host_memory, line, node_memory_error
 from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
 from megavlm.planner.peaks import peak_tflops
 from megavlm.planner.search import search
@@ -94,6 +94,23 @@ def test_the_bus_and_the_host_take_time() -> None:
     on_cpu = replace(case("activations"), on_gpu=False)
     hidden = layer_seconds(LAYER, replace(on_cpu, offload=()), PROFILES["cpu"])
     assert layer_seconds(LAYER, on_cpu, PROFILES["cpu"]).backward > hidden.backward
+
+
+def test_moments_on_a_disk_take_no_memory_and_the_disks_time() -> None:
+    config = replace(SMALL, execution=replace(SMALL.execution, offload=("optimizer=nvme:/disk", "activations")))
+    disk = scenario_of(config, Dims(1, 1, 1, 8), on_gpu=True)
+    assert (disk.offload, disk.moments_on_disk) == (BOTH, True)
+    host = replace(disk, moments_on_disk=False)
+    there, here = (host_memory(each, [0, len(each.names)], 0, recompute=["none"]) for each in (disk, host))
+    assert (there.moments, there.disk) == (0, here.moments)
+    assert there.pieces == pytest.approx(here.pieces + 3 * min(here.moments, 8 * HOST_PIECE)), "of three pieces"
+    count, rate = 1e9, H100.own_host.disk
+    assert 8 * count / rate < host_update_seconds(count, H100, on_disk=True) < 1.1 * 8 * count / rate
+    fast = replace(H100, host=replace(H100.own_host, disk=1e15))
+    assert host_update_seconds(count, fast, on_disk=True) == pytest.approx(host_update_seconds(count, fast))
+    best = search(config, 8, H100, space=SPACE).best[0]
+    assert best.candidate.applied(config).execution.offload == ("optimizer=nvme:/disk", "activations")
+    assert "on disk" in line(best.step.host, 8, H100)
 
 
 def room_for(*offload: Offloaded, hardware: Hardware = H100) -> Hardware:

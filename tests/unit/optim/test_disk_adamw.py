@@ -1,0 +1,138 @@
+"""Adam's moments in a file: numbers as in memory, bounded buffers, nothing left behind, and disks that fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megavlm.errors import ScratchLost, UserError
+from megavlm.optim.disk_adamw import DiskAdamW
+from megavlm.optim.host_adamw import HostAdamW
+from megavlm.optim.scratch import Scratch
+
+SHAPES = ((37, 5), (64,), (3, 3, 3), (101, 7), (1,), (50, 50))
+
+
+def params() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def on_disk(values: list[Tensor], folder: Path, piece: int = 500) -> DiskAdamW:
+    optimizer = DiskAdamW(values, lr=1e-2, weight_decay=0.1)
+    optimizer.piece = piece
+    optimizer.reserve(folder)
+    return optimizer
+
+
+def step(optimizer: HostAdamW, values: list[Tensor], number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for each in values:
+        each.grad = torch.randn(each.shape, generator=generator)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("piece", [1, 64, 500, 10**6])
+def test_numbers_are_those_of_moments_in_memory(tmp_path: Path, piece: int) -> None:
+    ours, theirs = params(), params()
+    disk, host = on_disk(ours, tmp_path, piece), HostAdamW(theirs, lr=1e-2, weight_decay=0.1)
+    host.piece = piece
+    for number in range(4):
+        step(disk, ours, number)
+        step(host, theirs, number)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(disk.state[mine][kind], host.state[other][kind])
+
+
+def test_a_load_into_the_state_is_what_the_next_step_reads(tmp_path: Path) -> None:
+    ours, theirs = params(), params()
+    disk, host = on_disk(ours, tmp_path), HostAdamW(theirs, lr=1e-2, weight_decay=0.1)
+    step(host, theirs, 0)
+    disk.load_state_dict(host.state_dict())
+    for mine, other in zip(ours, theirs, strict=True):
+        mine.copy_(other)
+    step(disk, ours, 1)
+    step(host, theirs, 1)
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_three_pieces_are_in_memory(tmp_path: Path) -> None:
+    values = [torch.randn(100) for _ in range(50)]
+    optimizer = on_disk(values, tmp_path, piece=200)
+    step(optimizer, values, 0)
+    assert [each.numel() for each in optimizer._buffers] == [400, 400, 400]
+
+
+def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        scratch = Scratch(tmp_path / "new", 1000)
+        scratch.write(10, torch.ones(5))
+        if scratch.numbers[9:16].tolist() == [0, 1, 1, 1, 1, 1, 0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"]
+
+
+class Failing:
+    """Calls of the system that fail from the given one on."""
+
+    def __init__(self, call: Any, after: int, error: int = errno.ENOSPC) -> None:
+        self.call, self.left, self.error = call, after, error
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(self.error, os.strerror(self.error))
+        return self.call(*arguments)
+
+
+@pytest.mark.parametrize("after", [0, 1, 7])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_failing_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, after: int) -> None:
+    values = params()
+    optimizer = on_disk(values, tmp_path, piece=64)
+    monkeypatch.setattr(os, call, Failing(getattr(os, call), after))
+    with pytest.raises(
+        ScratchLost, match=r"--offload optimizer=nvme:.*No space left.* the last checkpoint is whole"
+    ) as raised:
+        step(optimizer, values, 0)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_full_disk_is_found_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot reserve 0.00 GiB .*Not a directory.*name another folder"):
+        Scratch(tmp_path / "file" / "x", 10)
+    monkeypatch.setattr(os, "posix_fallocate", Failing(None, 0))
+    with pytest.raises(UserError, match=r"cannot reserve 4.00 GiB .*No space left"):
+        Scratch(tmp_path, 2**30)
+
+
+def test_calls_that_move_less_than_asked_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch, numbers = Scratch(tmp_path, 1000), torch.arange(900, dtype=torch.float32)
+    whole = {name: getattr(os, name) for name in ("preadv", "pwritev")}
+    for name, call in whole.items():
+        monkeypatch.setattr(os, name, lambda fd, parts, place, call=call: call(fd, [parts[0][:100]], place))
+    scratch.write(50, numbers)
+    found = torch.empty(900)
+    scratch.read(50, found)
+    assert torch.equal(found, numbers)
+    os.ftruncate(scratch._file.fileno(), 2000)
+    with pytest.raises(ScratchLost, match="the file has become shorter"):
+        scratch.read(0, found)
+
+
+def test_an_empty_shard_needs_no_file(tmp_path: Path) -> None:
+    assert Scratch(tmp_path, 0).numbers.numel() == 0
