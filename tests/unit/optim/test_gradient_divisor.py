@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megavlm.optim.adamw import AdamW
-from megavlm.optim.chained import divisor_of
-from megavlm.optim.host_adamw import HostAdamW
+from megavlm.backend import activate
+
+activate()  # before the modules below import megatron-core
+
+from megavlm.optim.adamw import AdamW  # noqa: E402
+from megavlm.optim.chained import divisor_of  # noqa: E402
+from megavlm.optim.host_adamw import HostAdamW  # noqa: E402
 
 
 def params(seed: int) -> list[torch.Tensor]:
