@@ -100,17 +100,24 @@ def experts_divide_over_ranks(config: Config) -> str | None:
 
 
 def rows_of_experts_are_aligned(config: Config) -> str | None:
-    """torch's grouped product reads rows of 16 bytes, on a CPU as on a GPU."""
-    step = 4 if config.precision.dtype == "fp32" else 8
+    """torch's grouped product reads rows of 16 bytes, on a CPU as on a GPU, also in FP8."""
+    step = 16 if fp8_in("language", config) else 4 if config.precision.dtype == "fp32" else 8
     model, etp = resolve_model(config.model), expert_tensor_parallel(config)
     width, hidden = model.experts.ffn_hidden_size, model.language.hidden_size
-    needs = f"--num-experts with --precision {config.precision.dtype} needs"
+    needs = f"--num-experts with --{'fp8' if step == 16 else f'precision {config.precision.dtype}'} needs"
+    shared = model.experts.shared_ffn_hidden_size
+    tp = config.parallel.tensor_model_parallel_size
     if hidden % step:
         return f"{needs} a multiple of {step} as --language-hidden-size, not {hidden}: {nearest(hidden, step)}"
     if width // etp % step:
         return (
             f"{needs} a multiple of {step} × ETP as --moe-ffn-hidden-size, not {width} with --etp {etp}: "
             f"{nearest(width, step * etp)}"
+        )
+    if step == 16 and shared is not None and shared // tp % step:
+        return (
+            f"{needs} a multiple of {step} × TP as --moe-shared-expert-intermediate-size, not {shared} with --tp {tp}: "
+            f"{nearest(shared, step * tp)}"
         )
     return None
 
@@ -124,7 +131,7 @@ def experts_have_sequence_parallelism(config: Config) -> str | None:
 
 def experts_support(config: Config) -> str | None:
     """Refuse what does not know that experts have data-parallel groups of their own, or needs equal shapes."""
-    parallel = config.parallel
+    parallel, precision = config.parallel, config.precision
     conflicts = {
         f"--data-parallel-sharding {parallel.data_parallel_sharding}: use --data-parallel-sharding optimizer": (
             shards_gradients(config)
@@ -132,7 +139,10 @@ def experts_support(config: Config) -> str | None:
         "--hybrid-shard-size: leave it out": parallel.hybrid_shard_size is not None,
         "--cuda-graphs, as each expert's number of tokens varies: leave it out": config.execution.cuda_graphs,
         "--tp-comm-overlap: leave it out": parallel.tp_comm_overlap,
-        "--fp8 in the language model: use --fp8 none, or --fp8-parts vision": fp8_in("language", config),
+        f"--fp8-recipe {precision.fp8_recipe}: use --fp8-recipe tensorwise, or --fp8-parts vision": (
+            fp8_in("language", config) and precision.fp8_recipe != "tensorwise"
+        ),
+        "--fp8-param-gather: leave it out": precision.fp8_param_gather and fp8_in("language", config),
     }
     return next((f"--num-experts does not support {what}" for what, given in conflicts.items() if given), None)
 

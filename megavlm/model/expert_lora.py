@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megavlm.config.lora import ROUTED_EXPERTS, is_target
 from megavlm.config.schema import LoraConfig
-from megavlm.model.experts import ExpertWeight, GroupedExperts, mark
+from megavlm.model.experts import ExpertWeight, GroupedExperts, Rows, grouped, mark
 
 ALIGNED_BYTES = 16  # of a row that torch's grouped product reads
 
@@ -39,10 +39,9 @@ class ExpertAdapter(nn.Module):
             if name == whole:
                 param.shared = etp.rank() > 0  # type: ignore[attr-defined]  # the norm counts one copy
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [T, K] → [T, M]; `ends` [E] int32: where the tokens of each expert end."""
-        low = F.grouped_mm(x, self._factor("A").transpose(1, 2), offs=ends)
-        return F.grouped_mm(low, self._factor("B").transpose(1, 2), offs=ends) * self.scale
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """x [T, K] → [T, M]."""
+        return grouped(grouped(x, self._factor("A"), rows), self._factor("B"), rows) * self.scale
 
     def _factor(self, name: str) -> Tensor:
         """Return A or B, padded to a rank that grouped products read.
@@ -62,9 +61,9 @@ class AdaptedExpertWeight(ExpertWeight):
 
     lora: nn.ModuleDict
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
         (adapter,) = self.lora.values()
-        output: Tensor = super().forward(x, ends) + adapter(x, ends)
+        output: Tensor = super().forward(x, rows) + adapter(x, rows)
         return output
 
 

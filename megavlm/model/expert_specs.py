@@ -41,7 +41,7 @@ def experts_spec(modules: LayerModules, config: Config, dense: MLPSubmodules) ->
     activation = dense.activation_func
     submodules = MoESubmodules(
         router=partial(Router, experts=config.model.experts),
-        experts=ModuleSpec(module=GroupedExperts, params={"activation": activation}),
+        experts=ModuleSpec(module=GroupedExperts, params={"activation": activation, "products": modules.products}),
         shared_experts=ModuleSpec(
             module=SharedExpertMLP, submodules=replace(dense, linear_fc1=modules.column_linear_alone)
         ),

@@ -1,8 +1,9 @@
 """The routed experts of a rank: gated MLPs whose products are computed together, in two grouped products.
 
-torch's `grouped_mm` runs on every device, so that a CPU computes what a GPU does. Its rows are those of expert 0, then
-those of expert 1, …; an expert without tokens has none, and its gradient is zero. A checkpoint has one tensor for all
-experts of a layer, as megatron-core's own experts write it, whatever their number per rank:
+torch's `grouped_mm` runs on every device, so that a CPU computes what a GPU does; products in FP8 are others
+(`fp8_experts.py`, `te_experts.py`) on the same weights. Rows are those of expert 0, then those of expert 1, …; an
+expert without tokens has none, and its gradient is zero. A checkpoint has one tensor for all experts of a layer, as
+megatron-core's own experts write it, whatever their number per rank:
 
     linear_fc1.weight [E, 2F, H]   gate rows, then up rows, of each expert
     linear_fc2.weight [E, H, F]
@@ -12,6 +13,8 @@ EP divides experts, and ETP divides F of each. Legend: T tokens on this rank, E 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +27,42 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megavlm.model.weight_gradients import WeightGradients, product_leaving_gradient
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """How many rows of a tensor [T, …] each expert has, one expert's after the other's."""
+
+    counts: Tensor  # [E] int64, wherever the dispatcher has it
+    ends: Tensor  # [E] int32 on the device: where each expert's rows end
+
+    @classmethod
+    def of(cls, counts: Tensor, device: torch.device) -> Rows:
+        return cls(counts, counts.to(device, non_blocking=True).cumsum(0).to(torch.int32))
+
+    def aligned(self, multiple: int, total: int) -> tuple[Rows, Tensor]:
+        """Return rows of which each expert has a multiple, and the places among them of these, `total` in number."""
+        padded = -(-self.counts // multiple) * multiple
+        before = (padded - self.counts).cumsum(0) - (padded - self.counts)  # empty rows of the experts before
+        device = self.ends.device
+        shift = before.to(device).repeat_interleave(self.counts.to(device), output_size=total)
+        return Rows.of(padded, device), torch.arange(total, device=device) + shift
+
+
+# x [T, columns], weight [E, rows, columns] → [T, rows], each row of x with its expert's weight.
+Product = Callable[[Tensor, Tensor, Rows], Tensor]
+
+
+def grouped(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=rows.ends)
+
+
+@dataclass(frozen=True)
+class Products:
+    """What computes the two products of a layer's experts."""
+
+    make: Callable[[int, int, int], Product] = lambda experts, rows, columns: grouped
+    multiple: int = 1  # of rows of each expert
 
 
 def mark(param: nn.Parameter) -> nn.Parameter:
@@ -43,15 +82,16 @@ class ExpertWeight(nn.Module):
 
     weight_gradients: WeightGradients | None = None
 
-    def __init__(self, *shape: int, config: TransformerConfig) -> None:
+    def __init__(self, *shape: int, config: TransformerConfig, products: Products) -> None:
         super().__init__()
+        self.product = products.make(*shape)
         self.weight = mark(nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [T, columns] → [T, rows]; `ends` [E] int32: where the tokens of each expert end."""
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """x [T, columns] → [T, rows]."""
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
-            return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+            return self.product(x, weight, rows)
 
         return product_leaving_gradient(product, x, self.weight, self.weight_gradients)
 
@@ -60,15 +100,23 @@ class GroupedExperts(MegatronModule):
     """fc2(activation(fc1(x)) · p) of each token's expert, with the weight p that the router gave it."""
 
     def __init__(
-        self, experts: int, config: TransformerConfig, *, activation: Any, pg_collection: ProcessGroupCollection
+        self,
+        experts: int,
+        config: TransformerConfig,
+        *,
+        activation: Any,
+        pg_collection: ProcessGroupCollection,
+        products: Products | None = None,
     ) -> None:
         """`experts` is the number of experts of this rank."""
         super().__init__(config)
         assert config.moe_ffn_hidden_size is not None
         self.groups = pg_collection
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        self.linear_fc1 = ExpertWeight(experts, 2 * width, config.hidden_size, config=config)
-        self.linear_fc2 = ExpertWeight(experts, config.hidden_size, width, config=config)
+        products = products or Products()
+        self.multiple = products.multiple
+        self.linear_fc1 = ExpertWeight(experts, 2 * width, config.hidden_size, config=config, products=products)
+        self.linear_fc2 = ExpertWeight(experts, config.hidden_size, width, config=config, products=products)
         self.activation = build_module(activation, config=config)
 
     def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
@@ -79,9 +127,18 @@ class GroupedExperts(MegatronModule):
             counts: [E] int64: how many tokens each expert has.
             weights: [T] float32: the router's.
         """
-        ends = counts.to(tokens.device, non_blocking=True).cumsum(0).to(torch.int32)
-        inner = self.activation(self.linear_fc1(tokens, ends))
-        return self.linear_fc2((inner * weights[:, None]).to(inner.dtype), ends), None
+        rows = Rows.of(counts, tokens.device)
+        if self.multiple == 1:
+            return self._mlp(tokens, rows, weights), None
+        aligned, places = rows.aligned(self.multiple, len(tokens))
+        count = int(aligned.counts.sum())
+        tokens, weights = (x.new_zeros(count, *x.shape[1:]).index_copy(0, places, x) for x in (tokens, weights))
+        return self._mlp(tokens, aligned, weights)[places], None
+
+    def _mlp(self, tokens: Tensor, rows: Rows, weights: Tensor) -> Tensor:
+        inner = self.activation(self.linear_fc1(tokens, rows))
+        output: Tensor = self.linear_fc2((inner * weights[:, None]).to(inner.dtype), rows)
+        return output
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

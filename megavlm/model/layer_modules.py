@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,12 +20,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megavlm.arch.layers import part_of
-from megavlm.config.derived import fp8_in, layer_precision, shards_gradients
+from megavlm.config.derived import fp8_in, fp8_multiple, layer_precision, shards_gradients
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
 from megavlm.model.activation import ACTIVATIONS, Activation, activations
 from megavlm.model.attention import CoreAttention
 from megavlm.model.cross_entropy import CrossEntropy, te_cross_entropy, vocab_parallel_cross_entropy
+from megavlm.model.experts import Products
+from megavlm.model.fp8_experts import emulated
 from megavlm.model.norm import Norm
 from megavlm.model.rotary import Rotary
 from megavlm.parallel.groups import Groups
@@ -46,6 +48,7 @@ class LayerModules:
     row_linear: Any  # attention's output; the MLP's second layer
     core_attention: Any
     activations: Mapping[str, Activation]  # of the MLP, by their names in the configuration
+    products: Products = field(default_factory=Products)  # of routed experts
     rotary: Rotary = field(default_factory=Rotary)  # splits queries, keys and values, and turns them
     keys: Mapping[str, str] = field(default_factory=dict)  # prefixes of local names → those of checkpoints
 
@@ -90,16 +93,21 @@ class EmulatedExecution(Execution):
 def modules_of(name: str, config: Config, groups: Groups) -> LayerModules:
     """Return the modules of layer `name`. Raises UserError if `--transformer-impl` is not available."""
     interleaved = part_of(name) == "language" and config.model.language.rotary_interleaved
+    in_fp8 = layer_precision(name, config) == "fp8"
     if implementation(config) == "te":
         from megatron.core.extensions import transformer_engine
 
         from megavlm.model.te import te_modules
+        from megavlm.model.te_experts import make_product
 
         # Adapters read what the linear layer reads, which a norm inside it would keep to itself.
         fused_norm = part_of(name) not in adapted_parts(config)
-        return te_modules(transformer_engine, fused_norm=fused_norm, interleaved=interleaved)
-    fp8 = _operands(config, groups) if layer_precision(name, config) == "fp8" else None
-    return torch_modules(fp8, compiled=config.execution.compile_small_ops, interleaved=interleaved)
+        modules = te_modules(transformer_engine, fused_norm=fused_norm, interleaved=interleaved)
+        products = Products(make_product, fp8_multiple(config.precision.fp8_recipe)) if in_fp8 else Products()
+        return replace(modules, products=products)
+    fp8 = _operands(config, groups) if in_fp8 else None
+    modules = torch_modules(fp8, compiled=config.execution.compile_small_ops, interleaved=interleaved)
+    return replace(modules, products=_emulated_products(config)) if in_fp8 else modules
 
 
 def torch_modules(
@@ -157,6 +165,13 @@ def _operands(config: Config, groups: Groups) -> Callable[[], Operands]:
         config.precision.fp8_amax_history_len, config.precision.fp8_amax_compute_algo, config.precision.fp8_margin
     )
     return partial(delayed_operands, config.precision.fp8, recipe, groups.collection.tp_dp_cp)
+
+
+def _emulated_products(config: Config) -> Products:
+    """Return products of experts in FP8, with rows aligned as FP8 hardware needs them."""
+    precision = config.precision
+    operands = current_operands(precision.fp8, None)  # an expert's rows, and a rank's part of it, have their own scale
+    return Products(lambda *shape: emulated(operands), fp8_multiple(precision.fp8_recipe))
 
 
 def execution_of(config: Config, groups: Groups) -> Execution:

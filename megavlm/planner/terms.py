@@ -59,7 +59,7 @@ def work_terms(name: str, scenario: Scenario, hardware: Hardware) -> dict[str, P
     if attention:
         terms["attention"] = (attention / hardware.forward.attention, 2 * attention / hardware.backward.attention)
     if layer_cost(name, scenario.model, scenario.work).expert_flops:
-        terms["experts"] = product_seconds(name, scenario, hardware, reached=reached)
+        terms["experts"] = product_seconds(name, scenario, hardware, reached=reached, faster=faster)
     return terms
 
 

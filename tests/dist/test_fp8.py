@@ -174,6 +174,18 @@ def test_a_run_in_fp8_differs_from_bf16_and_learns(pools: Pools, tmp_path: Path)
     assert low[-1]["loss"] == pytest.approx(high[-1]["loss"], rel=0.01)
 
 
+def test_experts_in_fp8_differ_by_its_rounding_alone(pools: Pools, tmp_path: Path) -> None:
+    """From bf16, and among layouts, whose ranks join other rows before they are scaled."""
+    mixture = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0.1 --recompute-granularity full".split()
+    runs = {"high": (1, "--fp8 none"), "low": (1, "--fp8 hybrid"), "spread": (2, "--fp8 hybrid --ep 2")}
+    for name, (world, flags) in runs.items():
+        pools(world).run(train, [*BF16, *mixture, *flags.split()], str(tmp_path / name))
+    high, low, spread = (metrics(tmp_path / name) for name in runs)
+    assert [record["loss"] for record in low] != [record["loss"] for record in high]
+    assert [record["loss"] for record in low] == pytest.approx([record["loss"] for record in high], rel=0.01)
+    assert [record["loss"] for record in spread] == pytest.approx([record["loss"] for record in low], rel=0.01)
+
+
 @pytest.mark.slow
 def test_200_steps_stay_within_a_hundredth_of_bf16(pools: Pools, tmp_path: Path) -> None:
     """All along: means over 25 steps, of which the last lie close above the entropy of the text."""

@@ -47,6 +47,19 @@ def test_transformer_engine_is_as_near_fp32_as_torch(
         assert theirs < min(2 * ours, BF16), f"{kind}: torch {ours:.2e}, Transformer Engine {theirs:.2e}"
 
 
+def test_experts_in_fp8_are_near_bf16_in_one_step(
+    world: Any, transformer_engine: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """By Transformer Engine's grouped products. A token whose scores are close may take another expert."""
+    require_fp8(world)
+    mixture = "--num-experts 8 --moe-ffn-hidden-size 128 --moe-dense-layers 0".split()
+    expected = model.reference(mixture, tmp_path_factory.mktemp("mixture"))
+    fp8 = ["--transformer-impl", "te", "--precision", "bf16", "--fp8", "hybrid"]
+    found = model.results([*mixture, *fp8], world)
+    assert abs(found["loss"] / expected["loss"] - 1) < 0.01
+    assert BF16 / 10 < model.distance(found, expected, "logits") < 0.3
+
+
 def test_fp8_is_near_bf16_in_one_step(world: Any, transformer_engine: Any, expected: Mapping[str, Tensor]) -> None:
     """E4M3 rounds to 2^-4 of a value: forty roundings, all products' and so fewer than bf16's, come to 20 % at most."""
     require_fp8(world)

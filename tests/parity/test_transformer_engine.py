@@ -4,13 +4,16 @@ losses and gradients as torch's, packed or not. Its kernels are for `tests/gpu`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core.utils
 import pytest
+from packaging.version import Version
 
 from megavlm.arch.layers import layer_names
 from megavlm.config.schema import Config, ExpertsConfig, LoraConfig, PrecisionConfig
@@ -20,7 +23,12 @@ from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.weights import initialize, named_shards
 from tests.support import te_kernels
 from tests.support.harness import Single
-from tests.support.stand_ins import TEDotProductAttention, TELayerNormColumnParallelLinear, transformer_engine
+from tests.support.stand_ins import (
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    transformer_engine,
+)
 from tests.support.tiny_vlm import VOCABULARY, base, samples_of, trained
 
 RICH = replace(
@@ -116,6 +124,36 @@ def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single
         assert named.keys() == gradients.keys()
         for key, gradient in gradients.items():
             assert (named[key] - gradient).abs().max() <= 1e-5 * max(float(gradient.abs().max()), 1e-8), key
+
+
+def test_experts_in_fp8_are_its_grouped_products(single: Single, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same weights as torch's, in multiples of rows that FP8 takes; without its rounding, same losses and gradients."""
+    monkeypatch.setattr(te, "_fp8_region", lambda layer_config: nullcontext())
+    monkeypatch.setattr(megatron.core.utils, "_te_version", Version("2.11.0"))
+    its_own = importlib.import_module("megatron.core.extensions.transformer_engine")
+    monkeypatch.setattr(its_own, "TELinear", TEColumnParallelLinear)  # what a shared expert looks for
+    execution = replace(MIXTURE.execution, gradient_accumulation_fusion=False)
+    config = replace(MIXTURE, execution=execution)
+    ours = build(config, single)
+    engine()
+    theirs = build(replace(config, precision=PrecisionConfig("fp32", fp8="hybrid", fp8_recipe="tensorwise")), single)
+    assert [name for name, _ in theirs.named_parameters() if "weight0" in name] == []
+    shards = [{(s.key, s.global_offset): s.data for s in named_shards(chunk)} for chunk in (ours, theirs)]
+    assert shards[0].keys() == shards[1].keys()
+    assert all(data.equal(shards[1][key]) for key, data in shards[0].items())
+    theirs.load_state_dict({name: param for name, param in theirs.named_parameters()})
+
+    source, samples = samples_of(config, (140, 132, 125, 140))
+    batches = [collate([[sample]], CollateSpec.of(config, source, seq_length=144)) for sample in samples[:2]]
+    loss, gradients = trained(ours, batches)
+    te_kernels.calls.clear()
+    found, found_gradients = trained(theirs, batches)
+    assert te_kernels.calls["grouped"] == 4  # two products of one layer, in two micro-batches
+    assert found == pytest.approx(loss, rel=1e-6)
+    named = {global_name(local): gradient for local, gradient in found_gradients.items()}
+    assert named.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        assert (named[key] - gradient).abs().max() <= 1e-5 * max(float(gradient.abs().max()), 1e-8), key
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -72,6 +72,7 @@ class _Linear(_Pickles):
         without = replace(config, gradient_accumulation_fusion=False)
         super().__init__(*args, config=without, bias=bias, skip_bias_add=skip_bias_add, **kwargs)
         self.te_return_bias = skip_bias_add and bias  # else the product adds it
+        self.save_original_input = False
         self.is_first_microbatch = True
         self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
         self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion

@@ -167,6 +167,66 @@ class SplitAlongDim(torch.autograd.Function):
         return torch.cat(grads, dim=ctx.dim), None, None
 
 
+class _GroupedProducts(torch.autograd.Function):
+    """One product after the other, with the weights that were rounded in the step's first pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: list[int], rounded: list[Tensor], *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *rounded)
+        ctx.splits = splits
+        return torch.cat([part @ weight.T for part, weight in zip(x.split(splits), rounded, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, *rounded = ctx.saved_tensors
+        grads, parts = grad.contiguous().split(ctx.splits), x.split(ctx.splits)
+        dgrad = torch.cat([grad @ weight for grad, weight in zip(grads, rounded, strict=True)])
+        return dgrad, None, None, *(grad.T @ part for grad, part in zip(grads, parts, strict=True))
+
+
+class GroupedLinear(torch.nn.Module):
+    """`te/pytorch/module/grouped_linear.py` of 2.11 in FP8: what it registers, checks and keeps."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init_method: Any = None,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_gemms, self.use_bias, self._fp8_workspaces = num_gemms, bias, dict[str, Tensor]()
+        for number in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+            (init_method or torch.nn.init.normal_)(weight)
+            self.register_parameter(f"weight{number}", weight)
+            assert not bias
+            setattr(self, f"bias{number}", torch.empty(0))
+
+    def get_extra_state(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state is None, "extra state was written to a checkpoint"
+
+    def forward(self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+        calls["grouped"] += 1
+        assert len(m_splits) == self.num_gemms
+        assert all(type(each) is int and each % 16 == 0 for each in m_splits), "FP8 products of such rows"
+        assert sum(m_splits) == inp.shape[0]
+        assert all(param.dtype == inp.dtype for param in self.parameters())
+        weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+        assert all(weight.shape[1] == inp.shape[1] and weight.is_contiguous() for weight in weights)
+        for number, weight in enumerate(weights):
+            if is_first_microbatch is None or is_first_microbatch:
+                self._fp8_workspaces[f"weight{number}"] = weight.detach().clone()
+        rounded = [self._fp8_workspaces[f"weight{number}"] for number in range(self.num_gemms)]
+        return _GroupedProducts.apply(inp.contiguous(), m_splits, rounded, *weights)  # type: ignore[no-any-return]
+
+
 def _module(name: str, **contents: Any) -> ModuleType:
     module = ModuleType(name)
     vars(module).update(contents)
@@ -184,7 +244,7 @@ _MODULES = {
         dqgelu=dqgelu,
     ),
     "transformer_engine": _module("transformer_engine"),
-    "transformer_engine.pytorch": _module("transformer_engine.pytorch"),
+    "transformer_engine.pytorch": _module("transformer_engine.pytorch", GroupedLinear=GroupedLinear),
     "transformer_engine.pytorch.attention": _module("transformer_engine.pytorch.attention"),
     "transformer_engine.pytorch.attention.rope": _module(
         "transformer_engine.pytorch.attention.rope", apply_fused_qkv_rotary_pos_emb=apply_fused_qkv_rotary_pos_emb

@@ -571,6 +571,30 @@ EXPERTS = (
         "--data-parallel-sharding optimizer",
     ),
     Mistake(
+        f"{MIXTURE} --precision bf16 --fp8 hybrid --fp8-recipe delayed",
+        "does not support --fp8-recipe delayed",
+        "use --fp8-recipe tensorwise",
+        "--fp8-recipe tensorwise",
+    ),
+    Mistake(
+        f"{MIXTURE} --precision bf16 --fp8 hybrid --fp8-param-gather",
+        "does not support --fp8-param-gather",
+        "leave it out",
+        "--no-fp8-param-gather",
+    ),
+    Mistake(
+        f"{MIXTURE} --precision bf16 --fp8 hybrid --moe-ffn-hidden-size 24",
+        "a multiple of 16 × ETP",
+        "use 16 or 32",
+        "--moe-ffn-hidden-size 32",
+    ),
+    Mistake(
+        f"{MIXTURE} --precision bf16 --fp8 hybrid --moe-shared-expert-intermediate-size 24",
+        "a multiple of 16 × TP",
+        "use 16 or 32",
+        "--moe-shared-expert-intermediate-size 32",
+    ),
+    Mistake(
         f"{MIXTURE} --lora-rank 4 --lora-targets experts --lora-dropout 0.1",
         "--lora-dropout 0.1",
         "set it to 0",

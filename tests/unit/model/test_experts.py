@@ -16,8 +16,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # noq
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 
 from megavlm.model.activation import ACTIVATIONS, ActivationModule  # noqa: E402
-from megavlm.model.experts import GroupedExperts  # noqa: E402
+from megavlm.model.experts import GroupedExperts, Products, Rows  # noqa: E402
+from megavlm.model.fp8_experts import emulated  # noqa: E402
 from megavlm.optim.shards import shard_layout  # noqa: E402
+from megavlm.precision.scaling import current_operands, rounded  # noqa: E402
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 16
 
@@ -26,11 +28,13 @@ def group(size: int = 1, rank: int = 0) -> Any:
     return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
-def experts_of(dtype: torch.dtype = torch.float32, *, local: int = EXPERTS, **groups: Any) -> GroupedExperts:
+def experts_of(
+    dtype: torch.dtype = torch.float32, *, local: int = EXPERTS, products: Products | None = None, **groups: Any
+) -> GroupedExperts:
     collection: Any = SimpleNamespace(**{"ep": group(), "expt_tp": group(), "expt_dp": group(), **groups})
     config: Any = SimpleNamespace(hidden_size=HIDDEN, moe_ffn_hidden_size=WIDTH, params_dtype=dtype)
     activation = ModuleSpec(module=ActivationModule, params={"function": ACTIVATIONS["swiglu"]})
-    made = GroupedExperts(local, config, activation=activation, pg_collection=collection)
+    made = GroupedExperts(local, config, activation=activation, pg_collection=collection, products=products)
     torch.manual_seed(3)
     for param in made.parameters():
         torch.nn.init.normal_(param, std=0.3)
@@ -39,9 +43,10 @@ def experts_of(dtype: torch.dtype = torch.float32, *, local: int = EXPERTS, **gr
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [(3, 2, 4, 1), (0, 10, 0, 0), (0, 0, 0, 0), (5, 0, 0, 5)])
-def test_experts_are_gated_mlps(counts, dtype):
-    """Also where experts have no tokens: their gradients are zero, and exist."""
-    experts = experts_of(dtype)
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_experts_are_gated_mlps(counts, dtype, multiple):
+    """Also where experts have no tokens: their gradients are zero, and exist; and where rows are aligned for FP8."""
+    experts = experts_of(dtype, products=Products(multiple=multiple))
     tokens = torch.randn(sum(counts), HIDDEN, dtype=dtype, requires_grad=True)
     weights = torch.rand(sum(counts), requires_grad=True)
     ours, _ = experts(tokens, torch.tensor(counts), weights)
@@ -63,6 +68,24 @@ def test_experts_are_gated_mlps(counts, dtype):
     torch.testing.assert_close(ours, theirs, **tolerance)
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, torch.zeros_like(mine) if other is None else other, **tolerance)
+
+
+def test_each_expert_is_rounded_by_its_own_scales():
+    """In FP8: rows, weights and gradients of an expert as if there were no other, however large those are."""
+    operands = current_operands("hybrid", None)
+    torch.manual_seed(0)
+    weight = torch.randn(EXPERTS, WIDTH, HIDDEN) * torch.tensor([1.0, 100.0, 1e-3, 5.0])[:, None, None]
+    counts = torch.tensor([16, 0, 32, 16])
+    size = torch.tensor([1e-3, 1.0, 50.0, 1.0]).repeat_interleave(counts)[:, None]
+    x, grad = torch.randn(64, HIDDEN) * size, torch.randn(64, WIDTH) / size
+    x.requires_grad_()
+    weight.requires_grad_()
+    emulated(operands)(x, weight, Rows.of(counts, x.device)).backward(grad)
+    for expert, (rows, own) in enumerate(zip(x.split(counts.tolist()), grad.split(counts.tolist()), strict=True)):
+        high, low = rounded(own, operands.gradient), rounded(rows.detach(), operands.input)
+        torch.testing.assert_close(weight.grad[expert], high.T @ low)
+    first = rounded(grad[:16], operands.gradient) @ rounded(weight[0].detach(), operands.weight)
+    torch.testing.assert_close(x.grad[:16], first)
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 2), (1, 4)])
