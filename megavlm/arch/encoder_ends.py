@@ -1,14 +1,14 @@
-"""The encoder's kinds that are not transformer layers: patch embedding, the tower's last norm, projectors."""
+"""The encoder's kinds that are not transformer layers: patch embedding, the tower's last norm, connectors."""
 
 from __future__ import annotations
 
-from megavlm.arch.kind import Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
+from megavlm.arch.connector import Connector, connector_of
+from megavlm.arch.connectors.mlp import Mlp
+from megavlm.arch.kind import Communication, LayerCost, LayerKind, Stream, norm_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.transformer import norm_parameters
 from megavlm.arch.workload import Workload
-from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.config.schema import ModelConfig
-from megavlm.config.tensor_split import share_of
 
 
 class PatchEmbed(LayerKind):
@@ -62,79 +62,43 @@ class VisionNorm(LayerKind):
 
 
 class Projector(LayerKind):
-    """Merged patches and a linear layer or an MLP, whole sequences on each rank outside their own products."""
+    """The connector that `--projector-kind` names: all answers are its own."""
 
     reads = Stream.PATCHES
-    launches = (15, 14)
-    cpu_calls = 6
 
-    def has_norm(self, model: ModelConfig) -> bool:
-        """Return whether patches or merged features are normalised."""
-        return model.projector.input_norm
+    def connector(self, model: ModelConfig) -> Connector:
+        """Return what makes features of patches in a model."""
+        return connector_of(model.projector)
 
-    def convolution(self, model: ModelConfig) -> int:
-        """Return the weights that merge the patches of a block, whole on every tensor-parallel rank."""
-        learned = model.projector.merge == "convolution"
-        return block_channels(model) * projector_inputs(model) if learned else 0
+    def kernels(self, model: ModelConfig) -> tuple[float, float]:
+        return self.connector(model).launches
 
-    def matrices(self, model: ModelConfig, tp: int = 1) -> int:
-        """Return the weights of one of `tp` ranks in the layers that they divide."""
-        inputs, outputs = projector_inputs(model), model.language.hidden_size
-        hidden, own_outputs = share_of(model.projector.hidden_size, tp), share_of(outputs, tp)
-        match model.projector.kind:
-            case "linear":
-                return inputs * own_outputs
-            case "mlp":
-                return inputs * hidden + hidden * outputs
-            case "gated":
-                return inputs * own_outputs + 3 * outputs * hidden
+    def calls(self, model: ModelConfig) -> float:
+        return self.connector(model).cpu_calls
 
-    def biases(self, model: ModelConfig, tp: int) -> int:
-        """Return the biases of the same layers on one of `tp` ranks: those of the last layer of an MLP are whole."""
-        outputs, hidden = model.language.hidden_size, share_of(model.projector.hidden_size, tp)
-        match model.projector.kind:
-            case "linear":
-                return share_of(outputs, tp)
-            case "mlp":
-                return hidden + outputs
-            case "gated":
-                return share_of(outputs, tp) + 2 * hidden + outputs
+    def is_recomputed(self, model: ModelConfig) -> bool:
+        return self.connector(model).recomputes
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
-        projector, outputs = model.projector, model.language.hidden_size
-        inputs, per_norm = projector_inputs(model), 2 if projector.normalization == "LayerNorm" else 1
-        normed = model.vision.hidden_size if projector.norm_before_merge else inputs
-        norms = per_norm * (normed * self.has_norm(model) + outputs * (projector.kind == "gated"))
-        newline = outputs * (projector.anyres_max_tiles is not None)
-        merging = self.convolution(model) + inputs * (projector.merge == "convolution" and projector.merge_bias)
-        divided = self.matrices(model, tp) + self.biases(model, tp) * projector.bias
-        return norms + newline + merging + divided
+        return self.connector(model).parameters(model, tp)
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        params = self.matrices(model) + self.convolution(model)
-        return LayerCost(params, 2.0 * params * work.features)
+        return self.connector(model).cost(model, work)
+
+    def products(self, scenario: Scenario, *, trained: bool, reached: bool) -> tuple[int, int]:
+        return self.connector(scenario.model).products(trained=trained, reached=reached)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
-        model, e = scenario.model, scenario.bytes_each
-        features, projector = scenario.work.features, scenario.model.projector
-        merged = features * projector_inputs(model) * e
-        patches = features * block_channels(model) * e
-        convolved = patches * (projector.merge == "convolution")
-        normed = (patches if projector.norm_before_merge else merged) * self.has_norm(model)
-        widths = features * share_of(projector.hidden_size, scenario.dims.tp) * e
-        inner = {"linear": 0.0, "mlp": 2 * widths, "gated": 4 * widths}[projector.kind]
-        if projector.kind == "gated":  # what norm, GELU and the gated MLP read
-            inner += features * model.language.hidden_size * e * (2 + trained)
-        return (merged + convolved) * trained + normed + inner + scenario.work.patches * 8
+        return self.connector(scenario.model).saved_bytes(scenario, trained=trained)
 
     def communication(self, scenario: Scenario) -> Communication:
-        patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
-        more = (features,) * (scenario.model.projector.kind == "gated")
-        return Communication((patches,) * scenario.sequence_parallel + more, (features, features, *more))
+        return self.connector(scenario.model).communication(scenario)
 
 
 class DeepstackMerger(Projector):
     """A DeepStack merger (Qwen3-VL): a projector with a norm, applied to the output of an inner vision layer."""
 
-    def has_norm(self, model: ModelConfig) -> bool:
-        return True
+    normed = Mlp("deepstack", normed=True)  # of the kind that the projector is
+
+    def connector(self, model: ModelConfig) -> Connector:
+        return self.normed

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from megavlm.arch.anyres import TileGroup, tokens_per_tiled_image
+from megavlm.config.registry import registered
 from megavlm.config.schema import ProjectorConfig
 from megavlm.errors import UserError
 
@@ -32,22 +34,16 @@ def grid_of(height: int, width: int, patch_size: int) -> Grid:
 
 def smallest_grid(projector: ProjectorConfig) -> Grid:
     """Return the fewest patches that have a feature: the grid of the blank image of batches without images."""
-    return projector.pixel_shuffle, projector.pixel_shuffle
+    connector: Any = registered("connectors")[projector.kind]  # a `Connector`, whose module needs this one
+    grid: Grid = connector.smallest_grid(projector)
+    return grid
 
 
 def tokens_per_grid(grid: Grid, projector: ProjectorConfig) -> int:
-    """Return the number of features of a grid of patches: pixel shuffle merges N×N neighbours into one.
-
-    Raises UserError when N does not divide both sides of the grid.
-    """
-    rows, columns = grid
-    side = projector.pixel_shuffle
-    if rows % side or columns % side:
-        raise UserError(
-            f"a grid of {rows}×{columns} patches cannot be merged {side}×{side}: change the image "
-            f"size, --vision-patch-size or --projector-pixel-shuffle {side}"
-        )
-    return (rows // side) * (columns // side)
+    """Return the number of features of a grid of patches. Raises UserError for a grid that has none."""
+    connector: Any = registered("connectors")[projector.kind]
+    count: int = connector.tokens_per_grid(grid, projector)
+    return count
 
 
 def tokens_per_image(grids: Sequence[Grid], groups: Sequence[TileGroup], projector: ProjectorConfig) -> list[int]:

@@ -82,6 +82,18 @@ class LayerKind(ABC):
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         """Return the work of layer number `number` of this kind (0 if the kind is not numbered)."""
 
+    def kernels(self, model: ModelConfig) -> tuple[float, float]:
+        """Return the kernels that the host launches for a pass, forward and backward."""
+        return self.launches
+
+    def calls(self, model: ModelConfig) -> float:
+        """Return the overhead of a pass on a CPU, in units of a lone norm's."""
+        return self.cpu_calls
+
+    def is_recomputed(self, model: ModelConfig) -> bool:
+        """Return whether full recomputation keeps the layer's input alone."""
+        return False
+
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
         """Return how much more than 1/TP of its products, and of its attention, a rank computes: 1 without padding."""
         return 1.0, 1.0

@@ -132,9 +132,10 @@ def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") ->
     trained = scenario.trains(name)
     if not trained and not scenario.gradient_reaches[scenario.names.index(name)]:
         return 0.0
-    if recompute == "full" and is_transformer(name):
+    kind = kind_in(scenario.model, name)
+    if recompute == "full" and kind.is_recomputed(scenario.model):
         return hidden_bytes(name, scenario)
-    return kind_in(scenario.model, name).saved_bytes(scenario, trained=trained, core_attention=recompute == "selective")
+    return kind.saved_bytes(scenario, trained=trained, core_attention=recompute == "selective")
 
 
 def hidden_bytes(name: str, scenario: Scenario) -> float:

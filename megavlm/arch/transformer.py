@@ -19,6 +19,9 @@ class TransformerKind(LayerKind):
 
     cpu_calls = 20
 
+    def is_recomputed(self, model: ModelConfig) -> bool:
+        return True
+
     @abstractmethod
     def mlp_width(self, model: ModelConfig) -> int:
         """Return the width of the MLP that all tokens pass."""

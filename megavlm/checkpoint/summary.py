@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY
-from megavlm.config.load import from_dict
+from megavlm.config.extensions import extensions_of, missing_extensions
+from megavlm.config.load import as_data, from_dict
 from megavlm.config.messages import shown
 from megavlm.config.ranges import out_of_range
 from megavlm.config.resolve import resolve
@@ -49,8 +50,9 @@ def describe(
         "iteration": iteration,
         "consumed_samples": consumed_samples,
         "plan": plan.to_json(),
-        "model": _jsonable(asdict(config.model)),
+        "model": _jsonable(as_data(config.model, chosen=True)),
         "lora": _jsonable(asdict(config.lora)),
+        "extensions": list(extensions_of(config)),
         "fp8": history_of(config),
         "data_parallel_sharding": config.parallel.data_parallel_sharding,
         "data": dict(data),
@@ -75,6 +77,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def model_of(summary: Mapping[str, Any], folder: Path, *, vocab_size: int | None = None) -> Config:
     """Return the configuration of a checkpoint's model and adapters. Raises UserError if there is no such model."""
+    lacking = missing_extensions(summary.get("extensions"))
     try:
         saved = from_dict({name: summary[name] for name in ("model", "lora") if summary.get(name) is not None})
         if wrong := next(out_of_range(saved), None):
@@ -82,6 +85,8 @@ def model_of(summary: Mapping[str, Any], folder: Path, *, vocab_size: int | None
         # Earlier versions saved sizes that follow from others as null.
         return resolve(saved, vocab_size=vocab_size)
     except (UserError, ArithmeticError, TypeError, ValueError) as error:
+        if lacking is not None:
+            raise UserError(f"{folder} was made with {lacking}: add that") from None
         raise UserError(f"{folder / SUMMARY} describes no model: {error}") from error
 
 
@@ -93,22 +98,29 @@ def is_weights_only(folder: Path) -> bool:
 def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
     """Raise UserError for a checkpoint of another model, naming the first option that differs."""
     made_with = model_of(summary, folder, vocab_size=config.model.language.vocab_size).model
-    expected, saved = asdict(config.model), asdict(made_with)
+    expected, saved = (dict(_leaves(as_data(model, chosen=True))) for model in (config.model, made_with))
     # The projector last: its width follows from the language model's, whose option is the one to name.
-    for section, fields in sorted(expected.items(), key=lambda item: item[0] == "projector"):
-        pairs = fields.items() if isinstance(fields, dict) else [(section, fields)]
-        for name, value in pairs:
-            before = saved[section][name] if isinstance(fields, dict) else saved[section]
-            if before != value and name not in _MAY_CHANGE:
-                option = f"{section}.{name}" if isinstance(fields, dict) else name
-                raise UserError(
-                    f"checkpoint {folder} was made with model.{option} = {before}, but this run has {value}: "
-                    "use the saved value, or another --run-dir to start anew"
-                )
+    for name in sorted(expected, key=lambda name: name.startswith("projector.")):
+        if (before := saved.get(name)) != (value := expected[name]) and name.rpartition(".")[2] not in _MAY_CHANGE:
+            raise UserError(
+                f"checkpoint {folder} was made with model.{name} = {before}, but this run has {value}: "
+                "use the saved value, or another --run-dir to start anew"
+            )
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested mappings with its dotted name."""
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
     """Raise UserError for a checkpoint whose model or optimizer state does not belong to this run."""
+    if (lacking := missing_extensions(summary.get("extensions"))) is not None:
+        raise UserError(f"checkpoint {folder} was made with {lacking}: add that to go on")
     check_model(summary, config, folder)
     kind, placement = _sharding(summary), summary["plan"].get("placement", "stages")
     # Whole state is saved per optimizer and its parameters' number; what ranks share is saved by name.

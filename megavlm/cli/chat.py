@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from megavlm.config.extensions import without_extensions
 from megavlm.data.types import BadSample
 from megavlm.errors import UserError
 from megavlm.inference.exports import model_folder
@@ -17,8 +18,8 @@ _COMMANDS = "/image FILE or /video FILE adds one to the next message, /reset beg
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong or cannot be used (reported in one line)."""
-    given = _parser().parse_args(argv)
     try:
+        given = _parser().parse_args(without_extensions(argv))
         sampling = sampling_of(given)
         found = model_folder(given.model, say=_note)
         talk = Talk(assistant_of(given, found), sampling, system=given.system)

@@ -15,6 +15,7 @@ from megavlm.arch.image_tokens import grid_of, tokens_per_image
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
 from megavlm.config.cli import parse
 from megavlm.config.derived import replica_size
+from megavlm.config.extensions import without_extensions
 from megavlm.config.load import to_yaml
 from megavlm.config.lora import adapted_parts
 from megavlm.config.resolve import resolve
@@ -27,8 +28,8 @@ from megavlm.planner.plan import make_plan
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 1 verify found a difference, 2 an argument is wrong (reported in one line)."""
-    options, rest = _parser().parse_known_args(argv)
     try:
+        options, rest = _parser().parse_known_args(without_extensions(argv))
         status: int = options.run(options, rest)
     except UserError as error:
         print(f"convert.py: {error}", file=sys.stderr)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megavlm.config.extensions import without_extensions
 from megavlm.errors import UserError
 from megavlm.evaluation.answers import AnswerFolder
 from megavlm.evaluation.asking import ask, remaining
@@ -35,9 +36,9 @@ _PAUSE = 1.0  # seconds between two looks at the answers of other processes
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong or cannot be used (reported in one line)."""
-    given = _parser().parse_args(argv)
-    world = World()
+    world, given = World(), argparse.Namespace()
     try:
+        given = _parser().parse_args(without_extensions(argv))
         world = world_of(os.environ)
         _evaluate(given, world)
     except torch.OutOfMemoryError:

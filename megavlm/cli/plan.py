@@ -12,8 +12,9 @@ from megavlm.arch.layers import part_of
 from megavlm.arch.scenario import EXPERT_IMBALANCE
 from megavlm.arch.workload import typical_workload
 from megavlm.cli.plan_costs import add_cost_options, costs, machine_of
+from megavlm.config.extensions import load_extensions, without_extensions
 from megavlm.config.fields import with_values
-from megavlm.config.load import from_yaml_file, to_yaml
+from megavlm.config.load import extensions_in_file, from_yaml_file, to_yaml
 from megavlm.config.messages import plain
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
@@ -33,9 +34,8 @@ LEAST_BATCH = 128  # sequences: the batch of published fine-tunes, as LLaVA's
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 1 no layout fits, 2 an argument is wrong (reported in one line)."""
-    options = _parser().parse_args(argv)
     try:
-        return plan(options)
+        return plan(_parser().parse_args(without_extensions(argv)))
     except UserError as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return 2
@@ -159,6 +159,7 @@ def configuration(options: argparse.Namespace) -> Config:
     if options.gpus < 1:
         raise UserError(f"--gpus {options.gpus} must be at least 1")
     if options.config is not None:
+        load_extensions(extensions_in_file(options.config))
         config = from_yaml_file(options.config)
     else:
         config = Config(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from megavlm.config.effects import without_idle
+from megavlm.config.extensions import load_extensions, words_after
 from megavlm.config.fields import Kind, Option, options, with_values
 from megavlm.config.messages import did_you_mean, plain, renamed
 from megavlm.config.option import COMMON_GROUPS
@@ -36,6 +37,8 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] = lambda 
 
     `complete` returns what `--print-config` prints of a configuration, such as the model of its Hugging Face folder.
     """
+    extensions = (*_of_file(argv), *words_after("--extension", argv))  # first: they decide which flags there are
+    load_extensions(extensions)
     parser = _parser(all_options=True)
     try:
         given, rest = parser.parse_known_args(_with_joined_negatives(argv))
@@ -47,7 +50,7 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] = lambda 
         raise UserError("--recipe and --config cannot be combined: keep one of them; flags override either")
     given_values = vars(given)
     values = {option.path: given_values[option.key] for option in options() if option.key in given_values}
-    values = _without_others(values)
+    values = _without_others(values) | ({("run", "extension"): tuple(dict.fromkeys(extensions))} if extensions else {})
     if given.recipe is not None:
         config = without_idle(with_user_values(recipe(given.recipe), values), values)
     else:
@@ -72,6 +75,15 @@ def _without_others(values: dict[tuple[str, ...], Any]) -> dict[tuple[str, ...],
     defaults = {option.path: option.default for option in options()}
     pairs = [pair for either in _EITHER_OR for pair in (either, either[::-1])]
     return {other: defaults[other] for one, other in pairs if values.get(one) is not None} | values
+
+
+def _of_file(argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the extensions that the file of `--config` names."""
+    if not (paths := words_after("--config", argv)):
+        return ()
+    from megavlm.config.load import extensions_in_file
+
+    return extensions_in_file(paths[-1])
 
 
 def _from_file(path: str) -> Config:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.fields import Option, options, value_at, with_values
 from megavlm.config.lora import adapted_parts, trained_whole
 from megavlm.config.objective_schema import ObjectiveConfig
+from megavlm.config.registry import registered
 from megavlm.config.resolve import data_kind, has_validation
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.config.start_defaults import is_start_default
 
 
@@ -341,13 +343,35 @@ EFFECTS = (
 def idle(config: Config) -> Iterator[tuple[Option, Effect]]:
     """Yield the options that differ from their defaults but have no effect in this configuration."""
     known = {option.key: option for option in options()}
-    for effect in EFFECTS:
+    for effect in (*_of_names(config), *EFFECTS):
         if effect.there(config):
             continue
         for name in effect.options:
             option = known[f"{effect.section}.{name}"]
             if value_at(config, option.path) != option.default and not is_start_default(config, option):
                 yield option, effect
+
+
+def _of_names(config: Config) -> Iterator[Effect]:
+    """Yield what has an effect only where an option names it: sections of what is registered, and the options of the
+    projector that its connector heeds.
+    """
+    for chooser in (option for option in options() if option.point is not None):
+        said = value_at(config, chooser.path)
+        for name in registered(str(chooser.point)):
+            inside = [each for each in options() if each.path[-2] == name and each.section.startswith(chooser.section)]
+            there = name in said if chooser.kind.many else name == said
+            if inside and not there:
+                leaves = tuple(each.path[-1] for each in inside)
+                yield Effect(inside[0].section, leaves, _never, f"without {name}", f"use {chooser.flag} {name}")
+    connector: Any = registered("connectors")[config.model.projector.kind]
+    ignored = {field.name for field in fields(ProjectorConfig)} - {"kind", "connectors", *connector.reads}
+    lacking = f"with --projector-kind {connector.name}"
+    yield Effect("model.projector", tuple(sorted(ignored)), _never, lacking, "use another kind")
+
+
+def _never(config: Config) -> bool:
+    return False
 
 
 def options_have_an_effect(config: Config) -> str | None:

@@ -14,6 +14,8 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megavlm.config.messages import did_you_mean, plain, shown
+from megavlm.config.option import Valid
+from megavlm.config.registry import OPEN_POINTS, Sections, State, registered, registry
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 
@@ -152,6 +154,9 @@ class Option:
     aliases: tuple[str, ...]
     own_flag: str | None  # None: the flag follows from the path
     common: str | None  # its group in `--help`; None: only `--help-all` lists it
+    valid: Valid | None  # the range of a number; None: `ranges.py` has it, or it has none
+    point: str | None  # where the names are registered that it may say
+    prefixed: bool  # whether its flag begins with the name of its section
 
     @property
     def key(self) -> str:
@@ -167,7 +172,7 @@ class Option:
         """Name on the command line: `--vision-num-layers`, `--train-iters`."""
         if self.own_flag is not None:
             return self.own_flag
-        prefix = [self.path[-2]] if self.path[-2] in PREFIXED_SECTIONS else []
+        prefix = [self.path[-2]] if self.prefixed else []
         return "--" + "-".join([*prefix, self.path[-1]]).replace("_", "-")
 
     @property
@@ -181,27 +186,44 @@ class Option:
         return tuple(f"--no-{flag[2:]}" for flag in self.flags) if self.kind.scalar is bool else ()
 
 
-@cache
 def options() -> tuple[Option, ...]:
-    """Return all fields of `Config` in the order of the schema, section by section."""
+    """Return all fields of `Config` in the order of the schema, section by section; those of extensions too."""
+    return _all_options(registry().state)
+
+
+@cache
+def _all_options(state: State) -> tuple[Option, ...]:
     return tuple(_options(Config, ()))
 
 
-def _options(section: Any, path: tuple[str, ...]) -> Iterable[Option]:
+def _options(section: Any, path: tuple[str, ...], *, registers: bool = False) -> Iterable[Option]:
     hints = get_type_hints(section)
-    nested = []
+    nested: list[tuple[str, Any]] = []
     for field in fields(section):
-        if is_dataclass(hints[field.name]):
-            nested.append(field.name)
+        hint = hints[field.name]
+        if is_sections(hint):
+            nested += [(f"{field.name}.{each.name}", each.options) for each in registered(hint.point).values()]
+            continue
+        if is_dataclass(hint):
+            nested.append((field.name, hint))
             continue
         assert field.default is not MISSING, f"{section.__name__}.{field.name} must be made with option()"
-        kind = _kind(hints[field.name])
+        kind = _kind(hint)
+        if (point := field.metadata["point"]) is not None and point not in OPEN_POINTS:
+            kind = replace(kind, choices=(*kind.choices, *registered(point)))
         if field.default is None:  # also where `resolve` fills it in, so that the type does not say it
             kind = replace(kind, optional=True)
-        # The metadata's keys are help, aliases, own_flag and common.
-        yield Option(path=(*path, field.name), kind=kind, default=field.default, **field.metadata)
-    for name in nested:
-        yield from _options(hints[name], (*path, name))
+        prefixed = registers or path[-1] in PREFIXED_SECTIONS
+        # The metadata's keys are help, aliases, own_flag, common, valid and point.
+        yield Option((*path, field.name), kind, field.default, prefixed=prefixed, **field.metadata)
+    for name, below in nested:
+        if below is not None:
+            yield from _options(below, (*path, *name.split(".")), registers=registers or "." in name)
+
+
+def is_sections(annotation: Any) -> bool:
+    """Return whether a field holds the sections of what is registered at a point."""
+    return isinstance(annotation, type) and issubclass(annotation, Sections)
 
 
 def _kind(annotation: Any) -> Kind:
@@ -229,7 +251,7 @@ def _replaced(section: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
     for head in {path[0] for path in values if len(path) > 1}:
         below = {path[1:]: value for path, value in values.items() if path[0] == head}
         changes[head] = _replaced(getattr(section, head), below)
-    return replace(section, **changes)
+    return type(section)({**section, **changes}) if isinstance(section, Sections) else replace(section, **changes)
 
 
 def value_at(config: Config, path: Sequence[str]) -> Any:

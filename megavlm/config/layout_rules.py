@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from megavlm.config.context_rules import CONTEXT_RULES
 from megavlm.config.derived import offloaded, replica_size, sequence_parallel, shards_gradients
 from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
 from megavlm.config.messages import divisors, nearest, plain, shown
+from megavlm.config.registry import registered
 from megavlm.config.resolve import data_kind, is_set, resolve_model
 from megavlm.config.schedule_rules import SCHEDULE_RULES
 from megavlm.config.schema import Config, ModelConfig
@@ -42,6 +44,23 @@ def every_rank_has_a_part_of_mlps(config: Config) -> str | None:
     for (flag, width), (option, tp) in widths:
         if not share_runs(width, tp, tp - 1):
             return f"{flag} {width} is too small for {option} {tp}: {nearest(width, tp)}"
+    return _of_connector(model, *vision)
+
+
+def _of_connector(model: ModelConfig, option: str, tp: int) -> str | None:
+    """Refuse a layout in which a rank would hold padding alone of a weight that the connector divides."""
+    connector: Any = registered("connectors")[model.projector.kind]
+    for leaf, split in connector.splits(resolve_model(model)).items():
+
+        def leaves_nothing(ranks: int, split: Any = split) -> bool:
+            part = split.part(ranks, ranks - 1)
+            return part is not None and not part.runs
+
+        if leaves_nothing(tp):
+            fits = next(ranks for ranks in range(tp - 1, 0, -1) if not leaves_nothing(ranks))
+            return (
+                f"{option} {tp} leaves ranks without a part of {leaf} of --projector-kind {connector.name}: use {fits}"
+            )
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from megavlm.config.fields import Option, options, with_values
 from megavlm.config.messages import nearest_names, plain, renamed, shown
+from megavlm.config.registry import Sections, registered
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.paths import read_bytes
@@ -22,15 +23,33 @@ _LARGEST, _MOST_NODES = 2**19, 10**5  # bytes of a file of options (a complete o
 
 def to_yaml(config: Config) -> str:
     """Return all options of a run as YAML. `from_dict(yaml.safe_load(text))` returns the same configuration."""
-    text: str = yaml.safe_dump(_plain_data(asdict(config)), sort_keys=False, width=120)
+    text: str = yaml.safe_dump(as_data(config), sort_keys=False, width=120)
     return text
 
 
-def _plain_data(value: Any) -> Any:
-    """Return the data with lists in place of tuples, which YAML can only write with a Python tag."""
-    if isinstance(value, dict):
-        return {key: _plain_data(item) for key, item in value.items()}
-    return [_plain_data(item) for item in value] if isinstance(value, tuple) else value
+def as_data(value: Any, *, chosen: bool = False) -> Any:
+    """Return options as dicts and lists, which YAML and JSON have.
+
+    Of what is registered under names it returns all sections, or with `chosen` those that the options name: what a
+    model depends on.
+    """
+    if isinstance(value, Sections):
+        return {name: as_data(getattr(value, name)) for name, each in registered(value.point).items() if each.options}
+    if is_dataclass(value):
+        data = {field.name: as_data(getattr(value, field.name), chosen=chosen) for field in fields(value)}
+        data = _of_chosen(value, data) if chosen else data
+        return {name: item for name, item in data.items() if item != {}}
+    return [as_data(item, chosen=chosen) for item in value] if isinstance(value, tuple) else value
+
+
+def _of_chosen(section: Any, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of a section of options with the registered sections alone that it names."""
+    said = {field.metadata["point"]: data[field.name] for field in fields(section) if field.metadata.get("point")}
+    for name in [name for name in data if isinstance(getattr(section, name), Sections)]:
+        point = getattr(section, name).point
+        names = said[point] if isinstance(said[point], list) else [said[point]]
+        data[name] = {each: options for each, options in data[name].items() if each in names}
+    return data
 
 
 # Where options of configurations written by earlier versions are now.
@@ -74,6 +93,7 @@ def from_dict(data: object) -> Config:
     """
     table = {option.key: option for option in options()}
     sections = {".".join(option.path[:depth]) for option in options() for depth in range(1, len(option.path))}
+    sections |= {"model.projector.connectors", "data.sources", "logging.callbacks"}  # also where nothing has options
     return with_values(Config(), dict(_values(data, prefix="", table=table, sections=sections)))
 
 
@@ -122,6 +142,17 @@ def from_yaml_file(path: str | Path) -> Config:
         return from_dict(data)
     except UserError as error:
         raise UserError(f"--config {plain(str(path))}: {error}") from None
+
+
+def extensions_in_file(path: str | Path) -> tuple[str, ...]:
+    """Return the extensions that a file of options names; what is wrong in it says who reads all of it."""
+    try:
+        data = read_yaml(path, what="--config")
+    except UserError:
+        return ()
+    run = data.get("run") if isinstance(data, Mapping) else None
+    names = run.get("extension") if isinstance(run, Mapping) else None
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def read_yaml(path: str | Path, *, what: str) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megavlm.config.option import option
+from megavlm.config.registry import CallbackSections
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,10 @@ class LoggingConfig:
         None, "Name of the run in the trackers; default: that of --run-dir.", "--wandb-exp-name"
     )
     callback: tuple[str, ...] = option(
-        (), "Call your own code at each step, evaluation, save and at the end: MODULE:CLASS of each; default: none."
+        (),
+        "Call your own code at each step, evaluation, save and at the end: MODULE:CLASS of each, or its name in an "
+        "--extension; default: none.",
+        point="callbacks",
     )
     profile: bool = option(
         False, "Profile steps with torch.profiler: write RUN_DIR/profile/rank-N.json.gz and the most expensive kernels."
@@ -31,3 +35,4 @@ class LoggingConfig:
     profile_step_start: int = option(10, "Profiler: number of steps that run before the trace starts.")
     profile_step_end: int = option(12, "Profiler: last step of the trace.")
     profile_ranks: tuple[int, ...] = option((0,), "Profiler: ranks that write a trace.")
+    callbacks: CallbackSections = field(default_factory=CallbackSections)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 # Larger divisors are not listed: no layer is split over more processes.
 _LARGEST = 256
@@ -103,3 +106,12 @@ def divisors(value: int) -> str:
     """Return the divisors of a number, largest first, as "8, 4, 2 or 1"."""
     found = [str(divisor) for divisor in range(min(value, _LARGEST), 0, -1) if value % divisor == 0]
     return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+
+
+def described(error: BaseException) -> str:
+    """Return an exception and the line of the user's file that raised it, as one line."""
+    own = Path(__file__).parents[1]  # of this library: a user looks for a line of theirs
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    frames = [frame for frame in frames if own not in Path(frame.filename).parents]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return re.sub(r"\s+", " ", f"{type(error).__name__}{where}: {error}").strip()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from megavlm.config.derived import masks_attention, rotary_channels
 from megavlm.config.expert_rules import EXPERT_MODEL_RULES
 from megavlm.config.lora import adapted_parts, adapts_experts, never_run, unmatched
 from megavlm.config.messages import divisors, nearest
+from megavlm.config.registry import registered
 from megavlm.config.resolve import data_kind, is_set, resolve_model
 from megavlm.config.schema import Config
 
@@ -225,6 +228,20 @@ def tiled_images_are_expressible(config: Config) -> str | None:
     return None
 
 
+def connector_takes_the_model(config: Config) -> str | None:
+    """Features that do not lie as in the image have no tiles, no rows and columns for M-RoPE, and no DeepStack; what
+    else a connector needs, it says.
+    """
+    model = resolve_model(config.model)
+    connector: Any = registered("connectors")[model.projector.kind]
+    flag = f"--projector-kind {connector.name}"
+    if not connector.keeps_grid and model.vision.deepstack_layers:
+        return f"{flag} and --vision-deepstack-layers cannot be combined: leave one of them out"
+    if not connector.keeps_grid and model.language.mrope_section:
+        return f"{flag} and --language-mrope-section cannot be combined, as its features have no rows: leave one out"
+    return next(iter(connector.problems(replace(config, model=model))), None)
+
+
 def lora_targets_exist(config: Config) -> str | None:
     if not config.lora.rank:
         return None
@@ -287,6 +304,7 @@ MODEL_RULES: tuple[Callable[[Config], str | None], ...] = (
     full_attention_layers_exist,
     masks_are_expressible,
     tiled_images_are_expressible,
+    connector_takes_the_model,
     *EXPERT_MODEL_RULES,
     lora_targets_exist,
     adapters_of_experts_have_no_dropout,

@@ -8,6 +8,7 @@ from typing import Literal
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.objective_schema import ObjectiveConfig
 from megavlm.config.option import MODEL, option
+from megavlm.config.registry import ConnectorSections
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,11 @@ class VisionConfig:
 class ProjectorConfig:
     """The projector, which maps vision features to language embeddings."""
 
-    kind: Literal["linear", "mlp", "gated"] = option(
+    kind: str = option(
         "mlp",
-        "Type of the projector: one linear layer, an MLP (linear, GELU, linear), or gated: a linear layer, norm and "
-        "GELU, then a SwiGLU MLP (GLM-4.1V).",
+        "Type of the projector: one linear layer, an MLP (linear, GELU, linear), gated (a linear layer, norm and GELU, "
+        "then a SwiGLU MLP: GLM-4.1V), or a connector with options of its own (docs/connectors.md).",
+        point="connectors",
     )
     hidden_size: int = option(None, "Inner width of the projector's MLP; default: --language-hidden-size.")
     pixel_shuffle: int = option(
@@ -125,6 +127,7 @@ class ProjectorConfig:
         "and downsample the map to at most this many tiles' features (LLaVA-OneVision's anyres_max_N); default: "
         "images are not split.",
     )
+    connectors: ConnectorSections = field(default_factory=ConnectorSections)
 
 
 @dataclass(frozen=True)

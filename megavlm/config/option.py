@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 # Groups of `--help`, in its order.
@@ -15,9 +16,33 @@ FILES = "checkpoints and logging"
 COMMON_GROUPS = (MODEL, DATA, LAYOUT, TRAINING, PRECISION, FILES)
 
 
-def option(default: Any, help: str, *aliases: str, flag: str | None = None, common: str | None = None) -> Any:
+@dataclass(frozen=True)
+class Valid:
+    """`holds(value)` is true for valid values of a number; messages say "must be " + `words`."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+AT_LEAST_0 = Valid("at least 0", lambda value: value >= 0)
+AT_LEAST_1 = Valid("at least 1", lambda value: value >= 1)
+POSITIVE = Valid("greater than 0", lambda value: value > 0)
+FRACTION = Valid("between 0 and 1", lambda value: 0 <= value <= 1)
+
+
+def option(
+    default: Any,
+    help: str,
+    *aliases: str,
+    flag: str | None = None,
+    common: str | None = None,
+    valid: Valid | None = None,
+    point: str | None = None,
+) -> Any:
     """Return a dataclass field with its help line, short flag aliases (`"--tp"`) and group in `--help`, if any.
 
-    `flag` replaces the flag that follows from the field's name.
+    `flag` replaces the flag that follows from the field's name. `valid` is the range of a number, where `ranges.py`
+    does not have it. An option with a `point` may also say any name that is registered there (`registry.py`).
     """
-    return field(default=default, metadata={"help": help, "aliases": aliases, "own_flag": flag, "common": common})
+    metadata = {"help": help, "aliases": aliases, "own_flag": flag, "common": common, "valid": valid, "point": point}
+    return field(default=default, metadata=metadata)

@@ -1,6 +1,7 @@
 """The valid range of each numeric option; `rules.py` relates options to one another.
 
-A test checks that every numeric field of the schema is in exactly one range or in `UNRANGED`.
+A test checks that every numeric field of the schema is in exactly one range or in `UNRANGED`, or says its own
+(`option(valid=…)`), as those of extensions do.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megavlm.config.fields import options, value_at
+from megavlm.config.fields import Option, options, value_at
+from megavlm.config.option import Valid
 from megavlm.config.schema import Config
 
 
@@ -196,12 +198,12 @@ UNRANGED = ("model.vision.feature_layer", "model.objective.sigmoid_bias", "place
 
 
 def out_of_range(config: Config) -> Iterator[str]:
-    """Yield a message for each value outside its range, in the order of `RANGES`."""
+    """Yield a message for each value outside its range, in the order of `RANGES`, and of options that say theirs."""
     table = {option.key: option for option in options()}
-    for allowed in RANGES:
-        for key in allowed.keys:
-            option = table[key]
-            value = value_at(config, option.path)
-            for number in value if option.kind.many else (value,):
-                if number is not None and not allowed.holds(number):
-                    yield f"{option.flag} {number} must be {allowed.words}"
+    ranges: list[tuple[Option, Range | Valid]] = [(table[key], allowed) for allowed in RANGES for key in allowed.keys]
+    ranges += [(option, option.valid) for option in table.values() if option.valid is not None]
+    for option, valid in ranges:
+        value = value_at(config, option.path)
+        for number in value if option.kind.many else (value,):
+            if number is not None and not valid.holds(number):
+                yield f"{option.flag} {number} must be {valid.words}"

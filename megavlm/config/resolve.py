@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megavlm.config.registry import ConnectorSections, registered
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.start_defaults import steps, with_start_defaults
 
@@ -48,13 +49,18 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
     if objective.kind != "next-token":
         sigmoid = objective.kind == "sigmoid"
         objective = _filled(objective, temperature=0.1 if sigmoid else 0.05, learn_temperature=sigmoid)
-    return replace(
+    model = replace(
         model,
         language=language,
         objective=objective,
         projector=_filled(model.projector, hidden_size=language.hidden_size),
         experts=_filled(model.experts, ffn_hidden_size=language.ffn_hidden_size) if has_experts else model.experts,
     )
+    connector: Any = registered("connectors")[model.projector.kind]
+    if connector.options is None:
+        return model
+    sections = ConnectorSections({**model.projector.connectors, connector.name: connector.resolved(model)})
+    return replace(model, projector=replace(model.projector, connectors=sections))
 
 
 def data_kind(config: Config) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megavlm.config.messages import shown
+from megavlm.config.registry import registered
 from megavlm.config.resolve import has_validation, is_set, resolve
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.errors import UserError
@@ -167,12 +168,12 @@ def profile_sees_iterations(config: Config) -> str | None:
 
 def callbacks_are_classes(config: Config) -> str | None:
     logging = config.logging
-    for name in logging.callback:
+    for name in (each for each in logging.callback if each not in registered("callbacks")):
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
             return f"--callback {shown(name)} is not MODULE:CLASS: write it as in my_package.my_module:MyCallback"
     for name in (*logging.callback, *logging.tracker):
         if (*logging.callback, *logging.tracker).count(name) > 1:
-            flag = "--callback" if ":" in name else "--tracker"
+            flag = "--tracker" if name in logging.tracker else "--callback"
             return f"{flag} names {shown(name)} twice: leave one of them out"
     if logging.tracker and not logging.tracker_project:
         return "--tracker-project is empty: name the project, or leave it out"

@@ -22,6 +22,7 @@ from megavlm.config.numerics_schema import NumericsConfig
 from megavlm.config.objective_schema import ObjectiveConfig
 from megavlm.config.optimizer_schema import OptimizerConfig
 from megavlm.config.option import DATA, FILES, MODEL, TRAINING, option
+from megavlm.config.registry import SourceSections
 
 __all__ = [
     "CheckpointConfig",
@@ -90,6 +91,7 @@ class DataConfig:
         "else synthetic.",
         flag="--data",
         common=DATA,
+        point="sources",
     )
     datasets: tuple[DatasetConfig, ...] = option(
         (),
@@ -191,6 +193,7 @@ class DataConfig:
         (), "Synthetic: indices (from 0) of samples in each global batch that have no images; default: no index."
     )
     answer_share: float = option(0.5, "Synthetic: fraction of a sample's text tokens that have a loss.")
+    sources: SourceSections = field(default_factory=SourceSections)
 
 
 @dataclass(frozen=True)
@@ -252,6 +255,11 @@ class RunConfig:
         False,
         "Print the plan and memory estimate and exit.",
         common=FILES,
+    )
+    extension: tuple[str, ...] = option(
+        (),
+        "Packages that add connectors, data sources, callbacks or families, with their options: MODULE or the name of "
+        "an entry point of each; may be repeated; default: none.",
     )
     world_size: int | None = option(
         None,

@@ -13,10 +13,11 @@ from importlib import import_module
 from typing import Any
 
 from megavlm.config.messages import did_you_mean, plain
+from megavlm.config.registry import Entry, registered
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.processors.processor import Processor
-from megavlm.data.processors.reader import ProcessorReader, VideoReader, class_of, video_class_of
+from megavlm.data.processors.reader import VideoReader, class_of, video_class_of
 from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import SHARED, NamedTemplate
@@ -33,9 +34,6 @@ def _declared() -> tuple[Family, ...]:
 
 
 FAMILIES: tuple[Family, ...] = _declared()
-PROCESSOR_READERS: Mapping[str, ProcessorReader] = {
-    name: reader for family in FAMILIES for reader in family.image_processors for name in reader.classes
-}
 VIDEO_READERS: Mapping[str, VideoReader] = {
     name: family.videos
     for family in FAMILIES
@@ -56,11 +54,16 @@ IMAGE_TEXTS: tuple[str, ...] = tuple(dict.fromkeys(("<image>", *(family.image_te
 _NO_VISION = VisionConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, image_size=8)
 
 
+def families() -> tuple[Family, ...]:
+    """Return the families of this package, and those of extensions."""
+    return (*FAMILIES, *(entry.load() for entry in registered("families").values() if isinstance(entry, Entry)))
+
+
 def kind_of(config: Mapping[str, Any]) -> Any:
     """Return `model_type` of a config.json, with that of its vision tower where a family is for this tower alone."""
     tower = config.get("vision_config")
     kind = f"{config.get('model_type')}/{tower.get('model_type') if isinstance(tower, Mapping) else None}"
-    known = any(kind in family.model_types for family in FAMILIES)
+    known = any(kind in family.model_types for family in families())
     return kind if known else config.get("model_type")
 
 
@@ -68,10 +71,10 @@ def family_of(settings: Settings) -> Family:
     """Return the family that a config.json belongs to. Raises UserError, naming the known ones, if there is none."""
     settings.need("model_type")
     kind = kind_of(settings.values)
-    for family in FAMILIES:
+    for family in families():
         if kind in family.model_types:
             return family
-    known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
+    known = ", ".join(kind for family in families() for kind in family.model_types)
     raise UserError(f"{settings.where}: model_type {kind!r:.80} is not supported; supported are {known}")
 
 
@@ -91,12 +94,12 @@ def processor_from(
     one line, for what is not supported.
     """
     name, options = class_of(preprocessor_config)
-    if name not in PROCESSOR_READERS:
+    readers = {name: reader for family in families() for reader in family.image_processors for name in reader.classes}
+    if name not in readers:
         raise UserError(
-            f"image processor {name!r:.80} of preprocessor_config.json is unknown: supported are "
-            + ", ".join(PROCESSOR_READERS)
+            f"image processor {name!r:.80} of preprocessor_config.json is unknown: supported are " + ", ".join(readers)
         )
-    processor = PROCESSOR_READERS[name].read(options, model, fast=fast)
+    processor = readers[name].read(options, model, fast=fast)
     return replace(processor, video=_video_processor(options if video is None else video, model, model_type))
 
 
@@ -110,7 +113,7 @@ def _video_processor(options: Any, model: ModelConfig, model_type: str | None) -
 
 def chat_template_of(model_type: str | None) -> NamedTemplate | None:
     """Return the chat template of models of this type, for folders that come without one."""
-    return next((family.chat_template for family in FAMILIES if model_type in family.model_types), None)
+    return next((family.chat_template for family in families() if model_type in family.model_types), None)
 
 
 def published_model(name: str) -> ModelConfig:

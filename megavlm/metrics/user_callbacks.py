@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
-from megavlm.config.messages import did_you_mean, plain
+from megavlm.config.messages import described, did_you_mean, plain
+from megavlm.config.registry import Entry, registered
 from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback
 
@@ -26,7 +24,8 @@ def load(names: Sequence[str]) -> list[Callback]:
 
 
 def _load(name: str) -> Callback:
-    module_name, _, attribute = name.partition(":")
+    entry = registered("callbacks").get(name)
+    module_name, _, attribute = (entry.code if isinstance(entry, Entry) else name).partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -50,12 +49,3 @@ def _load(name: str) -> Callback:
             f"--callback {plain(name)} makes a {type(made).__name__}: derive it from megavlm.metrics.callback.Callback"
         )
     return made
-
-
-def described(error: BaseException) -> str:
-    """Return an exception and the line of the user's file that raised it, as one line."""
-    own = Path(__file__).parents[1]  # of this library: a user looks for a line of theirs
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    frames = [frame for frame in frames if own not in Path(frame.filename).parents]
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return re.sub(r"\s+", " ", f"{type(error).__name__}{where}: {error}").strip()

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from megavlm.arch.connector import connector_of
 from megavlm.arch.kinds import for_every_kind, layer_kind
 from megavlm.arch.layers import (
     DEEPSTACK,
@@ -72,6 +74,10 @@ class LayerBuilder:
         return specs.language_config(self.config, tp=self.groups.dims.tp)
 
     @cached_property
+    def connector(self) -> TransformerConfig:
+        return specs.projector_config(self.config, tp=self.groups.dims.tp)
+
+    @cached_property
     def vision_layers(self) -> TransformerConfig:
         return replace(self.vision, **accumulation_fields(self.config, "vision"))
 
@@ -107,18 +113,12 @@ def _build_vision_norm(builder: LayerBuilder, name: str) -> nn.Module:
 
 
 def _build_projector(builder: LayerBuilder, name: str) -> nn.Module:
-    projector = builder.config.model.projector
-    return _projector(builder, norm_epsilon=projector.norm_epsilon if projector.input_norm else None)
+    module: nn.Module = connector_of(builder.config.model.projector).build(builder)
+    return module
 
 
 def _build_deepstack_merger(builder: LayerBuilder, name: str) -> nn.Module:
-    return _projector(builder, norm_epsilon=builder.config.model.vision.norm_epsilon)
-
-
-def _projector(builder: LayerBuilder, *, norm_epsilon: float | None) -> nn.Module:
-    layer_config = specs.projector_config(builder.config, tp=builder.groups.dims.tp)
-    collection = builder.groups.collection
-    return Projector(builder.config.model, layer_config=layer_config, collection=collection, norm_epsilon=norm_epsilon)
+    return Projector(builder, norm_epsilon=builder.config.model.vision.norm_epsilon)
 
 
 def _build_embedding(builder: LayerBuilder, name: str) -> nn.Module:
@@ -176,8 +176,18 @@ def _run_norm(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchCon
 
 
 def _run_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
-    sharded = sequence_parallel(context.config)
-    return chunk.parts[name](hidden, context.layout, tile_groups=context.tile_groups, sequence_parallel=sharded)
+    part, sharded = chunk.parts[name], sequence_parallel(context.config)
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = part(x, context.layout, tile_groups=context.tile_groups, sequence_parallel=sharded)
+        return out
+
+    recomputes = layer_kind(name).is_recomputed(context.config.model)
+    if recomputes and chunk.full_recompute and chunk.training and torch.is_grad_enabled():
+        # Not megatron-core's, which needs an input with a gradient: the tower may be frozen.
+        found: Tensor = checkpoint(run, hidden, use_reentrant=False)
+        return found
+    return run(hidden)
 
 
 def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:

@@ -3,48 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megavlm.arch.anyres import TileGroup
-from megavlm.arch.image_tokens import tokens_per_grid
+from megavlm.arch.image_tokens import Grid, tokens_per_grid
 from megavlm.config.derived import block_channels, projector_inputs
-from megavlm.config.schema import ModelConfig
 from megavlm.config.tensor_split import share_of
+from megavlm.model.connector import ConnectorModule
 from megavlm.model.norm import Norm
-from megavlm.model.vision import VisionLayout
 from megavlm.model.vision_ops import average_pool, channels_first_blocks, pixel_shuffle, unpad_and_concat
+
+if TYPE_CHECKING:
+    from megavlm.model.layer_kinds import LayerBuilder
 
 MERGES = {"concatenate": pixel_shuffle, "average": average_pool, "convolution": channels_first_blocks}
 
 
-class Projector(MegatronModule):
+def build(builder: LayerBuilder) -> Projector:
+    """Return the projector of a configuration."""
+    projector = builder.config.model.projector
+    return Projector(builder, norm_epsilon=projector.norm_epsilon if projector.input_norm else None)
+
+
+class Projector(ConnectorModule):
     """[V(/TP), 1, Hv] → [F, 1, Hl], whole on every tensor-parallel rank.
 
     The MLP is tensor-parallel without sequence parallelism: pixel shuffle needs neighbouring patches together, and
     the features are merged into whole text embeddings before those are scattered.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        *,
-        layer_config: TransformerConfig,
-        collection: ProcessGroupCollection,
-        norm_epsilon: float | None,
-    ) -> None:
+    def __init__(self, builder: LayerBuilder, *, norm_epsilon: float | None) -> None:
         """`norm_epsilon` is that of a norm of patches or merged features; None: there is no such norm."""
-        assert not layer_config.sequence_parallel
-        super().__init__(config=layer_config)
+        super().__init__(builder)
+        model, layer_config = self.model, self.config
         self.projector = model.projector
-        self.tp_group = collection.tp
         self.merge = MERGES[model.projector.merge]
         inputs = projector_inputs(model)
         outputs = model.language.hidden_size
@@ -64,7 +61,7 @@ class Projector(MegatronModule):
         bias = model.projector.bias
         tiled = self.projector.anyres_max_tiles is not None
         self.image_newline = nn.Parameter(torch.empty(outputs, dtype=dtype)) if tiled else None
-        common = {"config": layer_config, "init_method": layer_config.init_method, "tp_group": collection.tp}
+        common = {"config": layer_config, "init_method": layer_config.init_method, "tp_group": self.tp_group}
         self.linear_in = self.linear_gate = self.linear_fc2 = None
         if model.projector.kind == "gated":
             self.linear_in = ColumnParallelLinear(inputs, gathered, bias=bias, gather_output=True, **common)
@@ -79,25 +76,16 @@ class Projector(MegatronModule):
                 hidden, outputs, bias=bias, input_is_parallel=True, skip_bias_add=False, is_expert=False, **common
             )
 
-    def forward(
-        self, hidden: Tensor, layout: VisionLayout, *, tile_groups: Sequence[TileGroup], sequence_parallel: bool
-    ) -> Tensor:
-        """`tile_groups` say which tiles are one image, in models of tiled images."""
-        if sequence_parallel:
-            # What follows is computed alike on every rank: its gradient is whole, so backward takes a slice.
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        patches = hidden[:, 0].index_select(0, layout.patch_index(hidden.device))
+    def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:
         first = self.projector.norm_before_merge
-        merged = self.merge(self.norm(patches) if first else patches, layout.grids, self.projector.pixel_shuffle)
+        merged = self.merge(self.norm(patches) if first else patches, grids, self.projector.pixel_shuffle)
         merged = self.convolution(merged)
         out = self._projected((merged if first else self.norm(merged))[:, None])
         newline, most = self.image_newline, self.projector.anyres_max_tiles
         if newline is None or most is None:
             return out
         # As the rest of this, alike on every tensor-parallel rank: the newline's gradient needs no reduction.
-        counts = [tokens_per_grid(grid, self.projector) for grid in layout.grids]
+        counts = [tokens_per_grid(grid, self.projector) for grid in grids]
         return unpad_and_concat(out[:, 0], tile_groups, counts, newline=newline, max_tiles=most)[:, None]
 
     def _projected(self, features: Tensor) -> Tensor:

@@ -14,14 +14,11 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megavlm.arch.layers import DEEPSTACK, LANGUAGE_LAYER, PROJECTOR, VISION_LAYER, kind_of
+from megavlm.arch.encoder_ends import Projector
+from megavlm.arch.kinds import KINDS
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of
 from megavlm.config.schema import ModelConfig
 from megavlm.config.tensor_split import Part, language_split, mlp_share, share_runs
-
-_PROJECTOR_LEAVES = {
-    **{f"linear_{name}.{leaf}": 0 for name in ("in", "gate", "fc1") for leaf in ("weight", "bias")},
-    "linear_fc2.weight": 1,
-}
 
 
 def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | None:
@@ -30,8 +27,10 @@ def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | 
     """
     kind = kind_of(key)
     leaf = key.removeprefix(kind).lstrip("0123456789.")
-    if kind in (PROJECTOR, DEEPSTACK):
-        return _part_of_projector(leaf, model, tp, rank)
+    layer = KINDS[kind]
+    if isinstance(layer, Projector):
+        split = layer.connector(model).splits(model).get(leaf)
+        return None if split is None else split.part(tp, rank)
     if kind not in (VISION_LAYER, LANGUAGE_LAYER):
         return None
     block, _, leaf = leaf.partition(".")
@@ -71,13 +70,6 @@ def _part_of_mlp(leaf: str, model: ModelConfig, language: bool, tp: int, rank: i
     if leaf == "linear_fc2.weight" or (leaf.startswith("linear_fc2.lora.") and leaf.endswith(".A")):
         return Part(1, width, runs())
     return None
-
-
-def _part_of_projector(leaf: str, model: ModelConfig, tp: int, rank: int) -> Part | None:
-    axis = _PROJECTOR_LEAVES.get(leaf)
-    whole = leaf.startswith("linear_in") or (leaf.startswith("linear_fc1") and model.projector.kind == "linear")
-    width = model.language.hidden_size if whole else model.projector.hidden_size
-    return None if axis is None or width % tp == 0 else Part(axis, width, share_runs(width, tp, rank))
 
 
 def laid_out(entry: ShardedTensor | ShardedTensorFactory, part: Part) -> ShardedTensorFactory:

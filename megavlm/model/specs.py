@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from megavlm.arch.connector import connector_of
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
 from megavlm.config.schema import Config
@@ -130,14 +131,14 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
 
 
 def projector_config(config: Config, *, tp: int) -> TransformerConfig:
-    """For the projector's linear layers: tensor-parallel, and whole along the sequence.
+    """For the linear layers of connectors: tensor-parallel, and whole along the sequence.
 
     It has no heads, but megatron-core wants a number that TP divides; the language model's may have another TP.
     """
     layer_config = common_config(
         config,
         tp=tp,
-        padded=any(width % tp for width in (config.model.projector.hidden_size, config.model.language.hidden_size)),
+        padded=connector_of(config.model.projector).is_padded(config.model, tp),
         num_layers=1,
         hidden_size=config.model.language.hidden_size,
         num_attention_heads=tp,

@@ -47,7 +47,8 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     again = sent.gathers if trained and scenario.sequence_parallel and name != OUTPUT else ()
     exchange = gathers((*sent.gathers, *sent.reductions, *sent.exchanges), group)
     across = context_seconds(name, scenario, hardware)
-    exchanges = kind_in(scenario.model, name).expert_exchange(scenario)
+    kind = kind_in(scenario.model, name)
+    exchanges = kind.expert_exchange(scenario)
     exchange += across + sum(exchange_seconds(each, hardware) for each in exchanges)
     issue, issue_back = launch_seconds(name, scenario, passes, host)
     calls = len(sent.gathers) + len(sent.reductions) + len(sent.exchanges) + 2 * (across > 0) + len(exchanges)
@@ -61,7 +62,7 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     # the output layer keeps its whole input.
     backward = sum(pair[1] for pair in terms.values()) + exchange + gathers(again, group)
     issue_back += (calls + len(again)) * host.operation[1] * scenario.on_gpu
-    if recompute == "full" and reached and is_transformer(name):
+    if recompute == "full" and kind.is_recomputed(scenario.model) and (reached or not is_transformer(name)):
         backward, issue_back = backward + forward, issue_back + issue
     if recompute == "selective" and "attention" in terms:
         backward += terms["attention"][0] + across
@@ -98,7 +99,7 @@ def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, flo
         else 2 * touched_bytes(name, scenario)
     )
     experts = layer_cost(name, scenario.model, scenario.work).expert_flops / scenario.dims.tp
-    return products + experts, attention, traffic, kind_in(scenario.model, name).cpu_calls
+    return products + experts, attention, traffic, kind_in(scenario.model, name).calls(scenario.model)
 
 
 def transfer_seconds(size: float, scenario: Scenario, hardware: Hardware) -> float:

@@ -259,7 +259,7 @@ def launches(name: str, scenario: Scenario, passes: MemoryPasses) -> Pair:
         again = passes.launches_again_piece * (computes_logits_again(scenario) and scenario.trains(name))
         ahead, back = passes.launches_output
         return ahead + passes.launches_loss_piece[0] * pieces, back + (passes.launches_loss_piece[1] + again) * pieces
-    return KINDS[kind].launches if KINDS[kind].is_present(scenario.model) else (0.0, 0.0)
+    return KINDS[kind].kernels(scenario.model) if KINDS[kind].is_present(scenario.model) else (0.0, 0.0)
 
 
 def _activation(passes: MemoryPasses, kind: str) -> Pair:

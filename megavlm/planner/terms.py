@@ -42,7 +42,7 @@ def layer_terms(name: str, scenario: Scenario, hardware: Hardware, passes: Memor
     else:
         touched = touched_bytes(name, scenario)
         moves = {"other": (2 * touched, 4 * touched)}  # written once, read once; backward the same of two gradients
-        calls = kind_in(scenario.model, name).cpu_calls
+        calls = kind_in(scenario.model, name).calls(scenario.model)
         terms["calls"] = (calls * hardware.forward.overhead, calls * hardware.backward.overhead)
     terms |= {term: (pair[0] / rates[0], pair[1] / rates[1]) for term, pair in moves.items()}
     return terms if _has_backward(name, scenario) else {term: (pair[0], 0.0) for term, pair in terms.items()}

@@ -52,6 +52,7 @@ from megavlm.train.initial_state import choose_checkpoints, initial_weights, res
 from megavlm.train.outputs import callbacks_of, note_start, outputs
 from megavlm.train.run_data import prepare
 from megavlm.train.run_dir import check_shared, make_run_dir, write_run_files, write_sidecars
+from megavlm.train.same_extensions import check_same_extensions
 from megavlm.train.source import build_source
 from megavlm.train.uploads import Uploads
 from megavlm.train.watch import Watch
@@ -135,6 +136,7 @@ def _locked(config: Config, backend: Backend, saver: Saver | None, watch: Watch,
 def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None, watch: Watch, began: float) -> Run:
     timeout = config.parallel.distributed_timeout_minutes
     rank, run_dir = dist.get_rank(), Path(config.run.run_dir)
+    check_same_extensions(config.run.extension)
     watch.starting("callbacks")
     users: list[Callback] = []
     on_rank_0(lambda: users.extend(callbacks_of(config)))

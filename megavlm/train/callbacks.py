@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megavlm.config.messages import described
 from megavlm.errors import Stopped, UserError
 from megavlm.metrics.callback import Callback, Samples, Saved, Start, State, StepEnd, Stop, Validation
-from megavlm.metrics.user_callbacks import described
 from megavlm.resilience.phases import Phases
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megavlm.arch.objectives import objective_of
+from megavlm.config.messages import described
+from megavlm.config.registry import Entry, registered
 from megavlm.config.resolve import data_kind, is_set, resolve
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
+from megavlm.data.source import ComputedSource
 from megavlm.data.streaming import files_source
 from megavlm.data.synthetic import SyntheticSource
-from megavlm.data.synthetic_pairs import SyntheticPairs
 from megavlm.demo.digits import VOCABULARY as DIGITS
 from megavlm.demo.digits import DigitsSource
+from megavlm.errors import UserError
 
 
 def build_source(
     config: Config, *, run_dir: Path, rank: int = 0, barrier: Callable[[], None] = lambda: None
-) -> SyntheticSource | SyntheticPairs | DigitsSource | FilesSource:
+) -> ComputedSource | FilesSource:
     """Return the source that `--data` names.
 
     Rank 0 writes the tokenizer of the demo to `run_dir`; the other ranks call `barrier` to wait for it.
@@ -28,11 +30,25 @@ def build_source(
         return DigitsSource.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
     if data_kind(config) == "files":
         return files_source(config)
-    return _synthetic(config)
+    return SyntheticSource(config) if data_kind(config) == "synthetic" else _of_extension(config)
 
 
-def _synthetic(config: Config) -> SyntheticSource | SyntheticPairs:
-    return SyntheticPairs(config) if objective_of(config.model).embeds else SyntheticSource(config)
+def _of_extension(config: Config) -> ComputedSource:
+    """Return the source that an extension adds. Raises UserError if its code fails."""
+    kind = data_kind(config)
+    entry = registered("sources")[kind]
+    assert isinstance(entry, Entry), kind
+    try:
+        source = entry.load()(config)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"--data {kind} cannot be made: {described(error)}") from error
+    if not isinstance(source, ComputedSource):
+        raise UserError(
+            f"--data {kind} makes a {type(source).__name__}: derive it from megavlm.data.source.ComputedSource"
+        )
+    return source
 
 
 def vocab_size_of(config: Config) -> int:
@@ -46,4 +62,6 @@ def vocab_size_of(config: Config) -> int:
         return _synthetic(config).vocab_size
     if is_set(config.model.language, "vocab_size"):
         return config.model.language.vocab_size
+    if kind in registered("sources"):
+        return _of_extension(resolve(config)).vocab_size
     return DIGITS if kind == "digits" else FilesSource(config).vocab_size

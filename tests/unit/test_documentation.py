@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from megavlm.config import cli
+from megavlm.config.extensions import load_extensions
 from megavlm.launch import __main__ as launch
+from tests.support import extensions
 
 ROOT = Path(__file__).parents[2]
 # `docs/lab-notes.md` is a diary: it tells of files and flags of its day.
@@ -58,7 +60,10 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 @cache
 def programs() -> dict[str, set[str]]:
     """Return the flags of each program, by its path."""
+    extensions.install()  # docs/extensions.md shows those of examples/
+    load_extensions(extensions.PACKAGES)
     run = flags_of(cli._parser(all_options=True))
+    extensions.forget()
     found = {"pretrain_vlm.py": run, "megavlm train": run}
     for name, script in TOOLS.items():
         own = flags_of(importlib.import_module(f"megavlm.cli.{name}")._parser())

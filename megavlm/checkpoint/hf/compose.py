@@ -12,7 +12,7 @@ from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.safetensors_writer import StreamedFile
 from megavlm.checkpoint.hf.sidecar import FILES, NAME, TENSORS, UNUSED, copy_kept
 from megavlm.config.schema import ModelConfig
-from megavlm.families import FAMILIES
+from megavlm.families import families
 from megavlm.families.shared.family import Composition
 
 _TOWER_PARTS = ("embeddings.", "encoder.", "post_layernorm.", "head.")
@@ -29,7 +29,7 @@ def composed_config(
     composition = Composition(
         vision.family.name, vision.folder.settings, language.folder.settings, model, image_token=image_token
     )
-    configs = (family.compose(composition) for family in FAMILIES if family.compose is not None)
+    configs = (family.compose(composition) for family in families() if family.compose is not None)
     return next((config for config in configs if config is not None), None)
 
 

@@ -10,7 +10,9 @@ import hashlib
 import os
 from typing import Any
 
+from megavlm.config.load import as_data
 from megavlm.config.messages import plain, shown
+from megavlm.config.registry import registered
 from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.records.opening import files_of, is_stream, name_of
@@ -46,6 +48,9 @@ def data_identity(config: Config) -> dict[str, Any]:
             f"--{name.replace('_', '-')}": list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
         }
+    elif (entry := registered("sources").get(kind)) is not None and entry.options is not None:
+        options = as_data(getattr(data.sources, kind))
+        identity |= {f"--{kind}-{name}".replace("_", "-"): value for name, value in options.items()}
     return identity
 
 

@@ -18,6 +18,7 @@ from megavlm.config.cli import RUN_FLAGS, parse
 from megavlm.config.fields import options, value_at
 from megavlm.config.load import from_dict
 from megavlm.config.option import COMMON_GROUPS
+from megavlm.config.registry import Sections, registered
 from megavlm.config.rules import check
 from megavlm.config.schema import Config, TrainConfig
 from megavlm.errors import UserError
@@ -29,7 +30,10 @@ def leaves(section: Any, prefix: str = "") -> list[str]:
     found = []
     for field in fields(section):
         value = getattr(section, field.name)
-        if is_dataclass(value):
+        if isinstance(value, Sections):
+            for name, each in registered(value.point).items():
+                found += [] if each.options is None else leaves(each.options(), f"{prefix}{field.name}.{name}.")
+        elif is_dataclass(value):
             found += leaves(value, f"{prefix}{field.name}.")
         else:
             found.append(prefix + field.name)

@@ -45,7 +45,9 @@ def values_of(kind: Kind) -> st.SearchStrategy[Any]:
 @st.composite
 def overrides(draw: st.DrawFn) -> dict[Option, Any]:
     """A few options with any value that their type allows."""
-    chosen = draw(st.lists(st.sampled_from(options()), unique_by=lambda option: option.key, max_size=12))
+    # A name of an extension would be imported.
+    known = [option for option in options() if option.key != "run.extension"]
+    chosen = draw(st.lists(st.sampled_from(known), unique_by=lambda option: option.key, max_size=12))
     return {option: draw(values_of(option.kind), label=option.key) for option in chosen}
 
 
@@ -132,7 +134,9 @@ def is_one_line(text: str) -> bool:
     return text.isprintable() and len(text.splitlines()) == 1
 
 
-FLAGS = st.sampled_from([flag for option in options() for flag in (*option.flags, *option.negations)])
+FLAGS = st.sampled_from(
+    [flag for option in options() if option.key != "run.extension" for flag in (*option.flags, *option.negations)]
+)
 
 
 @settings(deadline=None)

@@ -1,0 +1,21 @@
+"""The package's own connectors: each module here declares one or a few, and a new one is a module here and its torch
+half in `megavlm/model/connectors`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+
+from megavlm.arch.connector import Connector
+from megavlm.config.registry import Extension
+
+
+def _declared() -> tuple[Connector, ...]:
+    """Return the connectors of all modules of this package, in the modules' order."""
+    modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    found = (value for module in modules for value in vars(module).values() if isinstance(value, Connector))
+    return tuple({id(connector): connector for connector in found}.values())
+
+
+EXTENSION = Extension(connectors=_declared())

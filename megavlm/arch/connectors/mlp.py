@@ -1,0 +1,118 @@
+"""The projectors of most models: one linear layer, an MLP, or a gated MLP, over merged patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from megavlm.arch.connector import Connector, Split
+from megavlm.arch.image_tokens import Grid
+from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.workload import Workload
+from megavlm.config.derived import block_channels, projector_inputs
+from megavlm.config.schema import ModelConfig, ProjectorConfig
+from megavlm.config.tensor_split import share_of
+from megavlm.errors import UserError
+
+
+class Mlp(Connector):
+    """Merged patches and a linear layer or an MLP, whole sequences on each rank outside their own products."""
+
+    module = "megavlm.model.projector:build"
+    reads = tuple(field.name for field in fields(ProjectorConfig) if field.name not in ("kind", "connectors"))
+    keeps_grid = True
+    launches = (15, 14)
+    cpu_calls = 6
+
+    def __init__(self, name: str, *, normed: bool = False) -> None:
+        """`normed`: features are normalised, whatever the configuration says."""
+        self.name, self.normed = name, normed  # type: ignore[misc]
+
+    def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
+        """Return rows × columns ÷ N²: pixel shuffle merges N×N neighbours into one.
+
+        Raises UserError when N does not divide both sides of the grid.
+        """
+        rows, columns = grid
+        side = projector.pixel_shuffle
+        if rows % side or columns % side:
+            raise UserError(
+                f"a grid of {rows}×{columns} patches cannot be merged {side}×{side}: change the image "
+                f"size, --vision-patch-size or --projector-pixel-shuffle {side}"
+            )
+        return (rows // side) * (columns // side)
+
+    def smallest_grid(self, projector: ProjectorConfig) -> Grid:
+        return projector.pixel_shuffle, projector.pixel_shuffle
+
+    def has_norm(self, model: ModelConfig) -> bool:
+        """Return whether patches or merged features are normalised."""
+        return self.normed or model.projector.input_norm
+
+    def convolution(self, model: ModelConfig) -> int:
+        """Return the weights that merge the patches of a block, whole on every tensor-parallel rank."""
+        learned = model.projector.merge == "convolution"
+        return block_channels(model) * projector_inputs(model) if learned else 0
+
+    def matrices(self, model: ModelConfig, tp: int = 1) -> int:
+        """Return the weights of one of `tp` ranks in the layers that they divide."""
+        inputs, outputs = projector_inputs(model), model.language.hidden_size
+        hidden, own_outputs = share_of(model.projector.hidden_size, tp), share_of(outputs, tp)
+        return {
+            "linear": inputs * own_outputs,
+            "mlp": inputs * hidden + hidden * outputs,
+            "gated": inputs * own_outputs + 3 * outputs * hidden,
+        }[model.projector.kind]
+
+    def biases(self, model: ModelConfig, tp: int) -> int:
+        """Return the biases of the same layers on one of `tp` ranks: those of the last layer of an MLP are whole."""
+        outputs, hidden = model.language.hidden_size, share_of(model.projector.hidden_size, tp)
+        own_outputs = share_of(outputs, tp)
+        return {
+            "linear": own_outputs,
+            "mlp": hidden + outputs,
+            "gated": own_outputs + 2 * hidden + outputs,
+        }[model.projector.kind]
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        projector, outputs = model.projector, model.language.hidden_size
+        inputs, per_norm = projector_inputs(model), 2 if projector.normalization == "LayerNorm" else 1
+        normed = model.vision.hidden_size if projector.norm_before_merge else inputs
+        norms = per_norm * (normed * self.has_norm(model) + outputs * (projector.kind == "gated"))
+        newline = outputs * (projector.anyres_max_tiles is not None)
+        merging = self.convolution(model) + inputs * (projector.merge == "convolution" and projector.merge_bias)
+        divided = self.matrices(model, tp) + self.biases(model, tp) * projector.bias
+        return norms + newline + merging + divided
+
+    def cost(self, model: ModelConfig, work: Workload) -> LayerCost:
+        params = self.matrices(model) + self.convolution(model)
+        return LayerCost(params, 2.0 * params * work.features)
+
+    def saved_bytes(self, scenario: Scenario, *, trained: bool) -> float:
+        model, e = scenario.model, scenario.bytes_each
+        features, projector = scenario.work.features, scenario.model.projector
+        merged = features * projector_inputs(model) * e
+        patches = features * block_channels(model) * e
+        convolved = patches * (projector.merge == "convolution")
+        normed = (patches if projector.norm_before_merge else merged) * self.has_norm(model)
+        widths = features * share_of(projector.hidden_size, scenario.dims.tp) * e
+        inner = {"linear": 0.0, "mlp": 2 * widths, "gated": 4 * widths}[projector.kind]
+        if projector.kind == "gated":  # what norm, GELU and the gated MLP read
+            inner += features * model.language.hidden_size * e * (2 + trained)
+        return (merged + convolved) * trained + normed + inner + scenario.work.patches * 8
+
+    def communication(self, scenario: Scenario) -> Communication:
+        patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
+        more = (features,) * (scenario.model.projector.kind == "gated")
+        return Communication((patches,) * scenario.sequence_parallel + more, (features, features, *more))
+
+    def splits(self, model: ModelConfig) -> Mapping[str, Split]:
+        outputs, hidden = model.language.hidden_size, model.projector.hidden_size
+        rows = {"linear_in": outputs, "linear_gate": hidden}
+        rows["linear_fc1"] = outputs if model.projector.kind == "linear" else hidden
+        of_rows = {f"{name}.{leaf}": Split(0, size) for name, size in rows.items() for leaf in ("weight", "bias")}
+        return of_rows | {"linear_fc2.weight": Split(1, hidden)}
+
+
+LINEAR, MLP, GATED = Mlp("linear"), Mlp("mlp"), Mlp("gated")

@@ -1,0 +1,151 @@
+"""Load the extensions that a user names with `--extension my_package`: their own code, with their rights.
+
+Code comes from the command line and from a file of options that it names, never from a checkpoint: this says which
+extensions it was made with, and the user names them again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from megavlm.config.fields import options, value_at
+from megavlm.config.messages import described, did_you_mean, plain
+from megavlm.config.registry import POINTS, Extension, registry
+from megavlm.config.schema import Config
+from megavlm.errors import UserError
+
+FLAG = "--extension"
+_GROUP = "megavlm.extensions"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def words_after(flag: str, argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the words that follow a flag on a command line, wherever it occurs. Other flags may not be known yet."""
+    return tuple(
+        word for word, said in zip(argv, _belonging(flag, argv), strict=True) if said and word != flag
+    ) + tuple(word.partition("=")[2] for word in argv if word.startswith(f"{flag}="))
+
+
+def _belonging(flag: str, argv: Sequence[str]) -> Iterator[bool]:
+    """Yield of each word whether it is the flag, or follows it."""
+    inside = False
+    for word in argv:
+        inside = word == flag or (inside and not word.startswith("-"))
+        yield inside
+
+
+def without_extensions(argv: Sequence[str]) -> list[str]:
+    """Load the extensions that a command line names, and return its other words: for programs with flags of their own.
+
+    Raises UserError.
+    """
+    load_extensions(words_after(FLAG, argv))
+    kept = (word for word, said in zip(argv, _belonging(FLAG, argv), strict=True) if not said)
+    return [word for word in kept if not word.startswith(f"{FLAG}=")]
+
+
+def load_extensions(names: Iterable[str]) -> None:
+    """Import extensions and register what they add; one that is there stays as it is.
+
+    Modules are found where Python finds them, and then in the working directory. Raises UserError, in one line, for an
+    extension that cannot be imported or whose names are taken.
+    """
+    for name in names:
+        if name not in registry():
+            if os.getcwd() not in sys.path:
+                sys.path.append(os.getcwd())
+            _register(name, _imported(name))
+
+
+def extensions_of(config: Config) -> tuple[str, ...]:
+    """Return the user's extensions that own a name in a configuration: without them, it means nothing."""
+    owners = [
+        registry().owner_of(option.point, name)
+        for option in options()
+        if option.point is not None
+        for value in (value_at(config, option.path),)
+        for name in (value if option.kind.many else (value,))
+    ]
+    return tuple(dict.fromkeys(owner for owner in owners if owner is not None))
+
+
+def missing_extensions(made_with: object) -> str | None:
+    """Return what to add to the command line for something that was made with these extensions; None if all are there.
+
+    `made_with` comes from a file.
+    """
+    names = [str(each) for each in made_with] if isinstance(made_with, list) else []
+    lacking = [plain(name) for name in names if name not in registry()]
+    return f"{FLAG} {' '.join(lacking)}" if lacking else None
+
+
+def _imported(name: str) -> Extension:
+    """Return the `EXTENSION` (or what is said after a colon) of a module, or of the one that an entry point names."""
+    found = _entry_points()
+    module_name, _, attribute = found.get(name, name).partition(":")
+    attribute = attribute or "EXTENSION"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            hint = did_you_mean(name, found) or ": install it, or add its folder to PYTHONPATH"
+            raise UserError(f"{FLAG} {plain(name)}: Python finds no module {plain(error.name)}{hint}") from error
+        raise UserError(f"{FLAG} {plain(name)} cannot be imported: {described(error)}") from error
+    except Exception as error:
+        raise UserError(f"{FLAG} {plain(name)} cannot be imported: {described(error)}") from error
+    if not isinstance(extension := getattr(module, attribute, None), Extension):
+        raise UserError(
+            f"{FLAG} {plain(name)}: {plain(module_name)} has no {plain(attribute)} of type "
+            f"megavlm.extension.Extension: declare {plain(attribute)} = Extension(…) in it"
+        )
+    return extension
+
+
+def _entry_points() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=_GROUP)}
+
+
+def fingerprint(name: str) -> str:
+    """Return a hash of the source of an extension that is loaded: another version of it has another one."""
+    module = sys.modules[_entry_points().get(name, name).partition(":")[0]]
+    file = Path(str(module.__file__))
+    files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+    digest = hashlib.sha256()
+    for each in files:
+        digest.update(f"{each.relative_to(file.parent)} {each.stat().st_size} ".encode() + each.read_bytes())
+    return digest.hexdigest()
+
+
+def _register(name: str, extension: Extension) -> None:
+    """Add what an extension declares. Raises UserError if a name or a flag of it is taken."""
+    for point in POINTS:
+        choices = (word for each in options() if each.point == point for word in each.kind.choices)
+        taken = {*registry().at(point), *choices}
+        for each in getattr(extension, point):
+            if not _NAME.fullmatch(each.name) or hasattr(dict, each.name):
+                raise UserError(
+                    f"{FLAG} {plain(name)}: {plain(each.name)} cannot be among its {point}: call it by another word "
+                    "of small letters, digits and _"
+                )
+            if each.name in taken:
+                owner = registry().owner_of(point, each.name)
+                whose = "megavlm" if owner is None else f"{FLAG} {plain(owner)}"
+                raise UserError(f"{FLAG} {plain(name)}: {whose} has {each.name} among its {point} already: rename one")
+            taken.add(each.name)
+    registry().add(name, extension)
+    try:
+        flags = Counter(flag for option in options() for flag in (*option.flags, *option.negations))
+        problem = next((f"another option is {flag} already: rename it" for flag, n in flags.items() if n > 1), None)
+    except Exception as error:  # a section that is no dataclass of options, of whatever kind
+        problem = f"its options cannot be read: {described(error)}"
+    if problem is not None:
+        registry().remove(name)
+        raise UserError(f"{FLAG} {plain(name)}: {problem}")

@@ -1,0 +1,37 @@
+"""What an extension is made of: import it from here ([docs](../docs/extensions.md))."""
+
+from __future__ import annotations
+
+from megavlm.arch.connector import Connector, Split
+from megavlm.arch.image_tokens import Grid
+from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.workload import Workload
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Valid, option
+from megavlm.config.registry import Entry, Extension
+from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
+from megavlm.errors import UserError
+
+__all__ = [
+    "AT_LEAST_0",
+    "AT_LEAST_1",
+    "FRACTION",
+    "POSITIVE",
+    "Communication",
+    "Config",
+    "Connector",
+    "Entry",
+    "Extension",
+    "Grid",
+    "LayerCost",
+    "ModelConfig",
+    "ProjectorConfig",
+    "Scenario",
+    "Split",
+    "Stream",
+    "UserError",
+    "Valid",
+    "Workload",
+    "option",
+    "stream_bytes",
+]
