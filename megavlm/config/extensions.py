@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megavlm.config.fields import options, value_at
 from megavlm.config.messages import described, did_you_mean, plain
-from megavlm.config.registry import POINTS, Extension, registry
+from megavlm.config.registry import OPEN_POINTS, POINTS, Extension, registry
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 
@@ -128,7 +128,7 @@ def _register(name: str, extension: Extension) -> None:
     """Add what an extension declares. Raises UserError if a name or a flag of it is taken."""
     for point in POINTS:
         choices = (word for each in options() if each.point == point for word in each.kind.choices)
-        taken = {*registry().at(point), *choices}
+        taken = {*registry().at(point), *choices, *OPEN_POINTS.get(point, ())}
         for each in getattr(extension, point):
             if not _NAME.fullmatch(each.name) or hasattr(dict, each.name):
                 raise UserError(

@@ -58,19 +58,22 @@ class Extension:
 
     Args:
         connectors: kinds of projector (`megavlm.extension.Connector`), for --projector-kind.
+        inputs: what a model sees of an image file (`megavlm.data.processors.vision_inputs.VisionInput`), for
+            --vision-input. Its function is sent to processes that decode images, so it has a name in a module.
         sources: sources of samples, for --data.
         callbacks: classes of callbacks, for --callback.
         families: architectures of Hugging Face Transformers (`megavlm.families.shared.family.Family`).
     """
 
     connectors: tuple[Named, ...] = ()
+    inputs: tuple[Entry, ...] = ()
     sources: tuple[Entry, ...] = ()
     callbacks: tuple[Entry, ...] = ()
     families: tuple[Entry, ...] = ()
 
 
 POINTS = tuple(field.name for field in fields(Extension))
-OPEN_POINTS = ("callbacks",)  # what the option says there need not be registered
+OPEN_POINTS = {"callbacks": (), "inputs": ("rgb", "array")}  # where options say other things too, such as these
 
 
 State = tuple[tuple[str, Extension], ...]

@@ -131,7 +131,8 @@ class DataConfig:
     vision_input: str | None = option(
         None,
         "Files: what the vision encoder sees of an image: rgb, or array, all channels of .npy, .npz, "
-        "TIFF and other files; default: what the model was trained on, else rgb.",
+        "TIFF and other files, or a name of an --extension; default: what the model was trained on, else rgb.",
+        point="inputs",
     )
     channel_statistics: str | None = option(
         None,
@@ -258,7 +259,7 @@ class RunConfig:
     )
     extension: tuple[str, ...] = option(
         (),
-        "Packages that add connectors, data sources, callbacks or families, with their options: MODULE or the name of "
+        "Packages that add connectors, vision inputs, data sources, callbacks or families: MODULE or the name of "
         "an entry point of each; may be repeated; default: none.",
     )
     world_size: int | None = option(

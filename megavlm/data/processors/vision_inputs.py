@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.config.messages import did_you_mean, plain
+from megavlm.config.registry import Entry, registered
 from megavlm.errors import UserError
 from megavlm.json_files import Expected, check, listed, number, read_json
 
@@ -55,10 +56,14 @@ def vision_input_of(name: str, channels: int) -> VisionInput:
     """Return the vision input of this name, for a model of so many channels. Raises UserError, with a suggestion, if
     there is none.
     """
-    if name not in VISION_INPUTS:
-        hint = did_you_mean(name, VISION_INPUTS) or f": choose one of {', '.join(VISION_INPUTS)}"
+    known = (*VISION_INPUTS, *registered("inputs"))
+    if name not in known:
+        hint = did_you_mean(name, known) or f": choose one of {', '.join(known)}"
         raise UserError(f"--vision-input {plain(name)} is not known{hint}")
-    found = VISION_INPUTS[name]
+    entry = registered("inputs").get(name)
+    found = entry.load() if isinstance(entry, Entry) else VISION_INPUTS[name]
+    if not isinstance(found, VisionInput):
+        raise UserError(f"--vision-input {name} is a {type(found).__name__}: make it a VisionInput")
     return replace(found, array_channels=channels) if found == ARRAY else found
 
 

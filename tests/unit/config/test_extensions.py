@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
@@ -28,6 +29,7 @@ from megavlm.config.option import AT_LEAST_1, option
 from megavlm.config.registry import Entry, Extension, registry
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
+from megavlm.data.processors.vision_inputs import VisionInput, vision_input_of
 from megavlm.errors import UserError
 from tests.support.extensions import EXAMPLES, PACKAGES, forget, install
 
@@ -163,6 +165,23 @@ def test_names_that_are_taken_are_refused_in_one_line(
         load_extensions(["mine"])
     assert line in str(refused.value)
     assert options() == known, "what is refused leaves nothing behind"
+
+
+MIRRORED = VisionInput("mirrored", make=np.fliplr)
+
+
+def test_an_input_of_the_tower_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def declared(name: str) -> Extension:
+        return Extension(inputs=(Entry(name, f"{__name__}:MIRRORED"),))
+
+    monkeypatch.setattr("megavlm.config.extensions._imported", declared)
+    config = parse(["--extension", "mirrored", "--vision-input", "mirrored"])
+    assert vision_input_of("mirrored", 3) is MIRRORED
+    assert extensions_of(config) == ("mirrored",)
+    with pytest.raises(UserError, match="--vision-input miror is not known: did you mean mirrored"):
+        vision_input_of("miror", 3)
+    with pytest.raises(UserError, match="--extension rgb: megavlm has rgb among its inputs already"):
+        load_extensions(["rgb"])
 
 
 def test_code_that_fails_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
