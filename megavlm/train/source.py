@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megavlm.arch.objectives import objective_of
 from megavlm.config.messages import described
 from megavlm.config.registry import Entry, registered
 from megavlm.config.resolve import data_kind, is_set, resolve
@@ -13,6 +14,7 @@ from megavlm.data.files import FilesSource
 from megavlm.data.source import ComputedSource
 from megavlm.data.streaming import files_source
 from megavlm.data.synthetic import SyntheticSource
+from megavlm.data.synthetic_pairs import SyntheticPairs
 from megavlm.demo.digits import VOCABULARY as DIGITS
 from megavlm.demo.digits import DigitsSource
 from megavlm.errors import UserError
@@ -30,7 +32,11 @@ def build_source(
         return DigitsSource.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
     if data_kind(config) == "files":
         return files_source(config)
-    return SyntheticSource(config) if data_kind(config) == "synthetic" else _of_extension(config)
+    return _synthetic(config) if data_kind(config) == "synthetic" else _of_extension(config)
+
+
+def _synthetic(config: Config) -> SyntheticSource | SyntheticPairs:
+    return SyntheticPairs(config) if objective_of(config.model).embeds else SyntheticSource(config)
 
 
 def _of_extension(config: Config) -> ComputedSource:
