@@ -112,6 +112,12 @@ class LayerKind(ABC):
         `trained`: its own weights are trained. `core_attention`: attention's products are computed again instead.
         """
 
+    def waiting_bytes(self, scenario: Scenario) -> float:
+        """Return the bytes that a micro-batch keeps from a backward pass to its weight gradients, where those wait: the
+        inputs of linear layers and the gradients of their outputs. 0: the layer's do not wait.
+        """
+        return 0.0
+
     @abstractmethod
     def communication(self, scenario: Scenario) -> Communication:
         """Return what a forward pass exchanges under tensor parallelism (TP > 1)."""

@@ -138,6 +138,18 @@ def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") ->
     return kind.saved_bytes(scenario, trained=trained, core_attention=recompute == "selective")
 
 
+def leaves_weight_gradient(name: str, scenario: Scenario) -> bool:
+    """Return whether a layer's backward pass has a half for its weights that may wait (`model/weight_gradients.py`)."""
+    reached = scenario.gradient_reaches[scenario.names.index(name)]
+    return scenario.trains(name) and reached and (is_transformer(name) or name == OUTPUT)
+
+
+def waiting_bytes(name: str, scenario: Scenario) -> float:
+    """Return the bytes that one micro-batch keeps for a layer's weight gradients once its backward pass is over."""
+    waits = leaves_weight_gradient(name, scenario)
+    return kind_in(scenario.model, name).waiting_bytes(scenario) if waits else 0.0
+
+
 def hidden_bytes(name: str, scenario: Scenario) -> float:
     """Return the bytes of the tensor that enters a layer, on one tensor-parallel rank."""
     reads = layer_kind(name).reads

@@ -83,6 +83,10 @@ class Output(LayerKind):
         # The logits' gradient; or the label, and the loss, largest logit and sum, of each position.
         return saved + (count * (3 * FP32 + 8) if computes_logits_again(scenario) else logits_bytes(scenario))
 
+    def waiting_bytes(self, scenario: Scenario) -> float:
+        hidden = scenario.work.trained_tokens * scenario.model.language.hidden_size * scenario.bytes_each
+        return hidden + (0.0 if computes_logits_again(scenario) else logits_bytes(scenario))
+
     def communication(self, scenario: Scenario) -> Communication:
         if objective_of(scenario.model).embeds:  # pooled states alone
             return Communication()

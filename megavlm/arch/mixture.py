@@ -98,6 +98,12 @@ class _MixtureSizes(LanguageLayerSizes):
         choice = experts.num_experts * (1 + FP32 * (1 + losses)) + experts.router_topk * (8 + FP32)
         return rest + rows + self.tokens / scenario.sequence_shards * choice
 
+    def waiting(self) -> float:
+        routed = self.routed
+        assert routed is not None
+        inputs, outputs = routed.hidden + routed.ffn, self.inner * routed.ffn + routed.hidden
+        return super().waiting() + routed.rows * (inputs + outputs) * self.scenario.bytes_each
+
 
 def _expert_weights(model: ModelConfig) -> int:
     """Return the weights of one expert: gate, up and down."""

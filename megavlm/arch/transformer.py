@@ -47,6 +47,9 @@ class TransformerKind(LayerKind):
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         return self.sizes(scenario).saved(trained=trained, core_attention=core_attention)
 
+    def waiting_bytes(self, scenario: Scenario) -> float:
+        return self.sizes(scenario).waiting()
+
     def communication(self, scenario: Scenario) -> Communication:
         """Return a gather before and a reduction after each of the two blocks; without sequence parallelism the two
         all-reduces move as much as these four.
@@ -209,6 +212,15 @@ class LayerSizes:
         if self.qk_norm and not scenario.on_gpu:
             attention += queries_and_keys * FP32 * (1 if e == FP32 else 2)
         return norms + linear_inputs + attention + T * self.inner * self.ffn * e + 2 * t * self.hidden * e * self.scaled
+
+    def waiting(self) -> float:
+        """Return what the products of weights read: four inputs, and the gradients of four outputs; those of attention
+        and of the MLP are of whole rows under sequence parallelism, too.
+        """
+        T, t = self.tokens, self.tokens / self.scenario.sequence_shards
+        inputs = 2 * t * self.hidden + T * (self.heads * self.width + self.ffn)
+        outputs = T * ((self.heads + 2 * self.groups) * self.width + self.inner * self.ffn + 2 * self.hidden)
+        return (inputs + outputs) * self.scenario.bytes_each
 
 
 class LanguageLayerSizes(LayerSizes):

@@ -29,6 +29,7 @@ from megavlm.planner.search import SearchResult, search, timeline_of
 from megavlm.planner.search_report import report
 
 VOCABULARY = 256  # of a run on synthetic samples that does not set it
+SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")
 LEAST_BATCH = 128  # sequences: the batch of published fine-tunes, as LLaVA's
 
 
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--placement", choices=("stages", "colocated"), help="Search only this placement.")
     parser.add_argument("--vision-tp", type=int, metavar="N", help="Colocated encoder: ranks that split it.")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="Search only this order of a pipeline's passes.")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="Search only this recomputation.")
     parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
     parser.add_argument(
@@ -183,6 +185,8 @@ def configuration(options: argparse.Namespace) -> Config:
     config = with_values(config, {path: value for path, value in given.items() if value is not None})
     if options.freeze is not None:
         config = replace(config, model=replace(config.model, freeze=tuple(options.freeze)))
+    if options.schedule is not None:
+        config = replace(config, parallel=replace(config.parallel, schedule=options.schedule))
     if options.vision_tp is not None:
         if options.vision_tp < 1:
             raise UserError(f"--vision-tp {options.vision_tp} must be at least 1")

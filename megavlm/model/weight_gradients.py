@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 Compute = Callable[[], Tensor]  # the gradient of a weight
 Product = Callable[[Tensor, Tensor], Tensor]  # of x and a weight
@@ -151,16 +152,16 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, later: LaterGradient, product: Product) -> Tensor:
         ctx.x, ctx.weight = x.detach().requires_grad_(), later.weight.detach().requires_grad_()
         with torch.enable_grad():
-            ctx.output = product(ctx.x, ctx.weight)
-        ctx.later = later
-        return ctx.output.detach()
+            output = product(ctx.x, ctx.weight)
+        ctx.later, ctx.edge = later, get_gradient_edge(output)  # which, unlike the output, keeps no memory
+        return output.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        output, weight = ctx.output, ctx.weight
-        (of_x,) = torch.autograd.grad(output, ctx.x, gradient, retain_graph=True)
-        ctx.later.leave(lambda: torch.autograd.grad(output, weight, gradient)[0])
+        edge, weight = ctx.edge, ctx.weight
+        (of_x,) = torch.autograd.grad((edge,), ctx.x, gradient, retain_graph=True)
+        ctx.later.leave(lambda: torch.autograd.grad((edge,), weight, gradient)[0])
         return of_x, None, None
 
 

@@ -67,6 +67,11 @@ class Dims:
         return self.schedule or default
 
     @property
+    def walks(self) -> bool:
+        """Return whether our own runtime walks the schedule (`pipeline/walker.py`); else megatron-core runs it."""
+        return self.order not in ("1f1b", "interleaved")
+
+    @property
     def row_split(self) -> RowSplit:
         return RowSplit(heads=self.cp // self.cp_groups, groups=self.cp_groups)
 

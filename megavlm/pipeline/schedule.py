@@ -142,7 +142,7 @@ class Schedule:
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
         self.no_sync = NoSync(self.chunks)
         self._walk = None
-        if dims.order not in ("1f1b", "interleaved"):  # megatron-core's own
+        if dims.walks:
             self._walk = PassWalker(self.chunks, config=config, groups=groups, device=backend.device)
         self._communicator = BatchShapedP2P(groups, config, sends_copies=backend.is_cpu) if dims.pp > 1 else None
 

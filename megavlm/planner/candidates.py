@@ -9,7 +9,7 @@ from typing import Literal
 
 from megavlm.arch.scenario import Offloaded, Recompute, Sharding
 from megavlm.config.schema import Config
-from megavlm.parallel.dims import Dims, with_dims
+from megavlm.parallel.dims import Dims, ScheduleName, with_dims
 
 _STAGES: tuple[Sharding, ...] = ("none", "optimizer", "optimizer_gradients", "full")  # of ZeRO
 
@@ -23,6 +23,7 @@ class Space:
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     vpp: tuple[int, ...] = (1, 2, 4)
+    schedule: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1")  # GPipe takes as long, and more memory
     micro_batch: tuple[int, ...] = (1, 2, 4, 8)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     placement: tuple[Literal["stages", "colocated"], ...] = ("stages", "colocated")
@@ -47,8 +48,9 @@ class Candidate:
     def label(self) -> str:
         degrees = " ".join(f"{name}{degree}" for name, degree in self.dims.degrees.items())
         placement = self.placement if self.vision_tp == 1 else f"{self.placement} (vision TP{self.vision_tp})"
+        order = f" {self.dims.schedule}" if self.dims.schedule else ""
         return (
-            f"{degrees} mbs {self.micro_batch} recompute {self.recompute} "
+            f"{degrees}{order} mbs {self.micro_batch} recompute {self.recompute} "
             f"{placement} ZeRO-{_STAGES.index(self.sharding)}"
             + (f" offload {'+'.join(self.offload)}" if self.offload else "")
         )
@@ -104,9 +106,21 @@ def candidates(
 def _degrees(world: int, space: Space, *, length: int, experts: int) -> Iterator[Dims]:
     for tp, cp, pp in product(space.tp, space.cp, space.pp):
         if world % (tp * cp * pp) == 0 and (cp == 1 or length >= cp * LEAST_PART):
-            for vpp in space.vpp if pp > 1 else (1,):
+            for vpp, schedule in _orders(pp, space):
                 for ep, etp in _of_experts(world // pp, tp, space, experts):
-                    yield Dims(tp, pp, vpp, world // (tp * cp * pp), cp, ep=ep, etp=etp)
+                    yield Dims(tp, pp, vpp, world // (tp * cp * pp), cp, ep=ep, etp=etp, schedule=schedule)
+
+
+def _orders(pp: int, space: Space) -> Iterator[tuple[int, ScheduleName | None]]:
+    """Yield VPP and schedule (None: the default) of a pipeline; a single stage is one of 1F1B."""
+    if pp == 1:
+        yield from [(1, None)] * ("1f1b" in space.schedule)
+        return
+    for vpp in space.vpp:
+        if vpp > 1 and "interleaved" in space.schedule:
+            yield vpp, None
+        elif vpp == 1:
+            yield from ((1, None if name == "1f1b" else name) for name in space.schedule if name != "interleaved")
 
 
 def _of_experts(stage: int, tp: int, space: Space, experts: int) -> Iterator[tuple[int, int | None]]:

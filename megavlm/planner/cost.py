@@ -13,7 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megavlm.arch.kind import FP32, Stream, stream_bytes
-from megavlm.arch.kinds import communication, is_transformer, kind_in, layer_cost, layout_parameters, saved_bytes
+from megavlm.arch.kinds import (
+    communication,
+    is_transformer,
+    kind_in,
+    layer_cost,
+    layout_parameters,
+    leaves_weight_gradient,
+    saved_bytes,
+)
 from megavlm.arch.layers import OUTPUT, carried_before
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.planner.collectives import all_reduce, all_to_all, gathers, group_of
@@ -21,9 +29,10 @@ from megavlm.planner.experts import exchange_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import HOST_PIECE, is_offloaded
 from megavlm.planner.passes import Pair, Update, memory_traffic, program_of, touched_bytes
-from megavlm.planner.terms import host_of, launch_seconds, layer_terms, rank_flops
+from megavlm.planner.terms import HostTime, host_of, launch_seconds, layer_terms, rank_flops
 
 _ATTENTION_LAUNCHES = 3  # cuDNN's kernel and its two helpers
+_LINEARS, _WEIGHT_LAUNCHES = 4, 2  # linear layers of a transformer layer; of each a product and its addition to a sum
 _CPU_UPDATE = Update(over_tokens=0, clip=0, adam=32, copy=0)
 
 
@@ -34,6 +43,7 @@ class Seconds:
     forward: float
     backward: float
     launch: Pair = (0.0, 0.0)  # of the host, beside the device's: forward, backward
+    weight: Pair = (0.0, 0.0)  # of the backward pass: what may wait, the device's and the host's
 
 
 def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute = "none") -> Seconds:
@@ -68,14 +78,25 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
         backward += terms["attention"][0] + across
         issue_back += _ATTENTION_LAUNCHES * host.operation[0] * scenario.on_gpu
     launch = (issue, issue_back)
+    weight = _weight_seconds(name, scenario, terms, host) if leaves_weight_gradient(name, scenario) else (0.0, 0.0)
+    weight = (weight[0] + gathers(again, group), weight[1]) if weight[0] else weight
     if not is_offloaded(name, scenario):
-        return Seconds(forward, backward, launch)
+        return Seconds(forward, backward, launch, weight)
     copy = hardware.own_host.link.seconds(saved_bytes(name, scenario, recompute))
     if not scenario.on_gpu:  # one processor copies and computes
-        return Seconds(forward, backward + 2 * copy, launch)
+        return Seconds(forward, backward + 2 * copy, launch, weight)
     # Beside the next layer's forward pass, and the backward pass of the layer after it. Only backward passes depend on
     # what is recomputed, so what a copy out takes beyond a forward pass is counted there as well.
-    return Seconds(forward, max(backward, copy) + max(0.0, copy - forward), launch)
+    return Seconds(forward, max(backward, copy) + max(0.0, copy - forward), launch, weight)
+
+
+def _weight_seconds(name: str, scenario: Scenario, terms: dict[str, Pair], host: HostTime) -> Pair:
+    """Return the seconds of a layer's weight gradients without collectives, of the device and of the host: half of its
+    backward products, as those of its input take as long, and sums. The output layer's input has its gradient already.
+    """
+    products = sum(terms[term][1] for term in ("products", "experts") if term in terms)
+    device = products * (1.0 if name == OUTPUT else 0.5) + terms.get("weight gradients", (0.0, 0.0))[1]
+    return device, _WEIGHT_LAUNCHES * (1 if name == OUTPUT else _LINEARS) * host.operation[1] * scenario.on_gpu
 
 
 def context_seconds(name: str, scenario: Scenario, hardware: Hardware) -> float:

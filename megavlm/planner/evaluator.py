@@ -13,6 +13,7 @@ from megavlm.arch.scenario import BYTES, Scenario, Sharding, expert_imbalance, s
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
+from megavlm.config.schedule_rules import split_backward_has_torch_layers
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims, dims_of
 from megavlm.planner.candidates import Candidate, Space, with_offload
@@ -146,11 +147,14 @@ class LayoutEvaluator:
         is least where all are equal, at B: load_r = B/m·(1 − 1/m)^r, which add up to the work W of a micro-batch. So
         B = W / (1 − (1 − 1/m)^p). With more chunks only the ranks' own work is certain.
         """
-        profiles = self.profiles(candidate)
+        profiles, splits = self.profiles(candidate), scenario_shape(self.profiles(candidate).scenario).splits_backward
         m, pp = profiles.scenario.micro_batches, candidate.dims.pp
         work = profiles.least_work(candidate.recompute, pp=pp)
         share = 1 - (1 - 1 / m) ** pp if candidate.dims.vpp == 1 else pp / m
         pipeline = work * max(1.0, 1 / share)
+        if splits:  # weight gradients need not be between the passes that others wait for
+            path = profiles.least_work(candidate.recompute, pp=pp, splits=True)
+            pipeline = max(path, path / share, work * m / pp)
         return pipeline + self.non_pipeline_time(candidate, pipeline=pipeline)
 
     def non_pipeline_time(self, candidate: Candidate, *, pipeline: float) -> float:
@@ -212,7 +216,7 @@ class LayoutEvaluator:
         """Return what a candidate's colocated encoder takes, however the language model is cut and shares experts."""
         if candidate.placement == "stages":
             return None
-        dims = replace(candidate.dims, vpp=1, ep=1, etp=None)
+        dims = replace(candidate.dims, vpp=1, ep=1, etp=None, schedule=None)
         return self._encoders(replace(candidate, recompute="none", dims=dims))
 
     def _count_parameters(self, tp: int, ep: int, etp: int | None, first: int) -> tuple[tuple[float, float], ...]:
@@ -235,8 +239,8 @@ class LayoutEvaluator:
 
     def _make_profiles(self, candidate: Candidate) -> LayerProfiles:
         dims = candidate.dims
-        if dims.vpp > 1:  # a layer takes the same in however many chunks the model is cut
-            profiles = self._profiles(replace(candidate, dims=replace(dims, vpp=1)))
+        if dims.vpp > 1 or dims.schedule is not None:  # a layer takes the same in any chunks and any order
+            profiles = self._profiles(replace(candidate, dims=replace(dims, vpp=1, schedule=None)))
             return replace(profiles, scenario=replace(profiles.scenario, dims=dims))
         scenario = self.scenario(candidate)
         # Layers take as long wherever their state is; where gradients are sharded, products cannot add to their sums.
@@ -259,9 +263,15 @@ class LayoutEvaluator:
 
     def _breaks_rule(self, candidate: Candidate) -> str | None:
         layout = candidate.applied(self.config)
-        broken = (rule(layout) for rule in LAYOUT_RULES)
+        broken = (*(rule(layout) for rule in LAYOUT_RULES), self._lacks_split(layout))
         of_world = (rule(layout, candidate.dims.world) for rule in WORLD_RULES)
         return next((text for text in (*broken, *of_world) if text), None)
+
+    def _lacks_split(self, layout: Config) -> str | None:
+        """Return why a GPU's layers, which are Transformer Engine's by default, cannot run a schedule."""
+        explicit = replace(layout, execution=replace(layout.execution, transformer_impl="te"))
+        torch = not self.hardware.on_gpu or layout.execution.transformer_impl == "torch"
+        return None if torch else split_backward_has_torch_layers(explicit)
 
 
 def _expert_bytes(config: Config) -> float:

@@ -117,7 +117,8 @@ def png(
 def _bars(timeline: Timeline, part_of_chunk: Callable[[int], str]) -> list[_Bar]:
     assert timeline.events, "the events of this timeline were not kept"
     scale = _WIDTH / timeline.seconds
-    return [_bar(event, scale, part=part_of_chunk(event.step.chunk)) for event in timeline.events]
+    taking_time = (event for event in timeline.events if event.end > event.start)
+    return [_bar(event, scale, part=part_of_chunk(event.step.chunk)) for event in taking_time]
 
 
 def _bar(event: Event, scale: float, *, part: str) -> _Bar:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.arch.kinds import hidden_bytes
+from megavlm.arch.kinds import hidden_bytes, waiting_bytes
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.workload import attends_in_windows
@@ -34,6 +34,11 @@ class RecomputeProfile:
     launch: Array | float = (
         0.0  # [layers + 1] seconds of the host for a backward pass; 0: a CPU, which launches nothing
     )
+    # Of the backward pass: what weight gradients take that may wait, [layers + 1] seconds of the device and of the
+    # host, and the bytes that one micro-batch keeps for them.
+    weight: Array | float = 0.0
+    weight_launch: Array | float = 0.0
+    waiting: Array | float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,21 +57,37 @@ class LayerProfiles:
     def count(self) -> int:
         return len(self.forward) - 1
 
-    def sides(self, mode: Recompute) -> tuple[Array, Array, Array, Array]:
-        """Prefix sums of seconds: the device's forward and backward, then the host's."""
-        values, none = self.modes[mode], np.zeros(len(self.forward))
-        return self.forward, values.backward, none + self.launch, none + values.launch
+    def sides(self, mode: Recompute, *, splits: bool = False) -> tuple[Array, Array, Array, Array]:
+        """Prefix sums of seconds: the device's forward and backward, then the host's; backward without weight gradients
+        that wait if it `splits`.
+        """
+        values = self.modes[mode]
+        backward = values.backward - splits * self.prefix(values.weight)
+        issue_back = self.prefix(values.launch) - splits * self.prefix(values.weight_launch)
+        return self.forward, backward, self.prefix(self.launch), issue_back
 
-    def least_work(self, mode: Recompute, *, pp: int) -> float:
-        """Seconds that a micro-batch's passes take at least, added up over `pp` pipeline ranks."""
-        forward, backward, issue, issue_back = (float(side[-1]) for side in self.sides(mode))
+    def prefix(self, values: Array | float) -> Array:
+        """Return prefix sums of all layers, also where they are 0 everywhere."""
+        return values + np.zeros(len(self.forward))
+
+    def waits(self, mode: Recompute) -> Array:
+        """[i, j]: seconds of the weight gradients of layers i … j−1 in a pass of their own."""
+        device, host = (self.prefix(each) for each in (self.modes[mode].weight, self.modes[mode].weight_launch))
+        found: Array = np.maximum(spans(device), spans(host))
+        return found
+
+    def least_work(self, mode: Recompute, *, pp: int, splits: bool = False) -> float:
+        """Seconds that a micro-batch's passes take at least, added up over `pp` pipeline ranks; without those of weight
+        gradients that wait if backward passes are split.
+        """
+        forward, backward, issue, issue_back = (float(side[-1]) for side in self.sides(mode, splits=splits))
         if pp == 1:
             return max(forward + backward, issue + issue_back)
         return max(forward, issue) + max(backward, issue_back)
 
-    def chunk_seconds(self, mode: Recompute, *, pp: int) -> Array:
+    def chunk_seconds(self, mode: Recompute, *, pp: int, splits: bool = False) -> Array:
         """[i, j]: seconds of both passes of a chunk of layers i … j−1; of a single stage, of all but the first."""
-        forward, backward, issue, issue_back = self.sides(mode)
+        forward, backward, issue, issue_back = self.sides(mode, splits=splits)
         if pp == 1:
             return np.maximum(spans(forward + backward), spans(issue + issue_back))
         return relays(issue, forward) + relays(backward, issue_back)
@@ -74,15 +95,19 @@ class LayerProfiles:
     def durations(
         self, chunks: Sequence[tuple[int, int, Recompute]], transfer: Sequence[float], *, shape: PipelineShape
     ) -> Durations:
-        """Seconds of each pass of each chunk.
+        """Seconds of each pass of each chunk. Where gradients of weights have passes of their own, those of the first
+        chunk are empty.
 
         Where stages exchange something the host waits for it, and begins each pass with the device. On a single stage
         it does so once a step; later passes find it ahead, unless launching takes longer than computing on the whole.
         """
         ahead: list[list[float]] = []
         back: list[list[float]] = []
-        for a, b, mode in chunks:
-            forward, backward, issue, issue_back = (side[a : b + 1] for side in self.sides(mode))
+        weight: list[list[float]] = []
+        for index, (a, b, mode) in enumerate(chunks):
+            splits = shape.splits_backward and index > 0
+            forward, backward, issue, issue_back = (side[a : b + 1] for side in self.sides(mode, splits=splits))
+            weight.append([float(self.waits(mode)[a, b]) if splits else 0.0] * shape.micro_batches)
             first, last = relay(issue, forward), relay(backward, issue_back)
             more = [(first, last)] * (shape.micro_batches - 1)
             if shape.pp == 1:
@@ -92,7 +117,7 @@ class LayerProfiles:
                 more = [(device, max(device_back, host - device))] * (shape.micro_batches - 1)
             ahead.append([first, *(each[0] for each in more)])
             back.append([last, *(each[1] for each in more)])
-        return Durations(ahead, back, transfer=transfer)
+        return Durations(ahead, back, weight=weight, transfer=transfer)
 
 
 def relay(ahead: Array, behind: Array) -> float:
@@ -174,6 +199,9 @@ def _mode(mode: Recompute, scenario: Scenario, hardware: Hardware, each: Each) -
         saved=_prefix(each(partial(kept_bytes, scenario=scenario, recompute=mode))),
         transient=np.array(each(partial(transient_bytes, scenario=scenario, recompute=mode))),
         launch=_prefix([s.launch[1] for s in seconds]) if scenario.on_gpu else 0.0,
+        weight=_prefix([s.weight[0] for s in seconds]),
+        weight_launch=_prefix([s.weight[1] for s in seconds]),
+        waiting=_prefix(each(partial(waiting_bytes, scenario=scenario))),
     )
 
 

@@ -21,13 +21,14 @@ from megavlm.arch.kinds import (
     local_parameters,
     rank_parameters,
     saved_bytes,
+    waiting_bytes,
 )
 from megavlm.arch.language_ends import computes_logits_again, logits_bytes, vocabulary_shard
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
 from megavlm.arch.masks import mask_bytes
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
-from megavlm.planner.schedules import peak_in_flight, scenario_shape
+from megavlm.planner.schedules import held_at_peaks, scenario_shape
 
 HOST_PIECE = 2**24  # numbers that `optim/host_adamw.py` moves together
 LOSS_WORK = 2**25  # bytes of fp32 logits that `model/cross_entropy.py` makes at a time: about a GPU's second cache
@@ -228,11 +229,7 @@ def rank_memory(
     """
     spans = [scenario.names[a:b] for a, b in pairwise(bounds)]
     total, transient = Memory(), 0.0
-    for chunk, count in zip(
-        scenario.dims.chunks_of(rank),
-        peak_in_flight(scenario_shape(scenario))[rank],
-        strict=True,
-    ):
+    for chunk, held in zip(scenario.dims.chunks_of(rank), held_at_peaks(scenario_shape(scenario))[rank], strict=True):
         names = [name for name in spans[chunk] if scenario.names.index(name) >= skip]
         alone = EMBEDDING not in spans[chunk]
         for name in names:
@@ -240,7 +237,10 @@ def rank_memory(
         mode = recompute[chunk]
         saved = sum(kept_bytes(name, scenario, mode) for name in names)
         saved += mask_bytes(scenario) * any(kind_of(name) == LANGUAGE_LAYER for name in names)
-        total += Memory(activations=count * saved)
+        if scenario.dims.walks and not scenario.on_gpu:
+            total += Memory(data=_sent_bytes(scenario, bounds, chunk, whole=max(whole for whole, _ in held)))
+        waiting = sum(waiting_bytes(name, scenario) for name in names)
+        total += Memory(activations=max(whole * saved + halves * waiting for whole, halves in held))
         last = rank == scenario.dims.pp - 1
         transient = max(transient, *(transient_bytes(name, scenario, mode, last_stage=last) for name in names), 0.0)
     # Activations are gone by then. gloo's reduce-scatter sums a copy of the gradients, NCCL's needs none.
@@ -249,6 +249,17 @@ def rank_memory(
     with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in scenario.dims.chunks_of(rank))
     data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=with_patches)
     return total + Memory(transient=transient, data=data)
+
+
+def _sent_bytes(scenario: Scenario, bounds: Sequence[int], chunk: int, *, whole: int) -> float:
+    """Return the bytes that a chunk has sent and gloo does not say have arrived: hidden states of the micro-batches
+    whose gradients have not come back, and all gradients of the step (`pipeline/transfers.py`).
+    """
+    entering, leaving = (
+        hidden_bytes(scenario.names[cut], scenario) if 0 < cut < len(scenario.names) else 0.0
+        for cut in (bounds[chunk], bounds[chunk + 1])
+    )
+    return whole * leaving + scenario.micro_batches * entering
 
 
 def table(memories: Sequence[Memory]) -> str:

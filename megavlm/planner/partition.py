@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megavlm.arch.scenario import Recompute
 from megavlm.planner.layer_profiles import Array, LayerProfiles, spans
-from megavlm.planner.schedules import PipelineShape, peak_in_flight
+from megavlm.planner.schedules import Held, PipelineShape, held_at_peaks
 from megavlm.planner.timeline import Timeline, simulate
 
 
@@ -49,11 +50,18 @@ def simulate_partition(
     return simulate(shape, durations, keep_events=keep_events)
 
 
-def chunk_bytes(profiles: LayerProfiles, held: int, a: int, b: int, mode: Recompute) -> tuple[float, float]:
+def chunk_bytes(profiles: LayerProfiles, held: Held, a: int, b: int, mode: Recompute) -> tuple[float, float]:
     """Return the bytes of layers a … b−1: those summed over a rank's chunks, and transient ones (largest counts)."""
     by_mode = profiles.modes[mode]
     saved = float(by_mode.saved[b] - by_mode.saved[a])
-    return float(profiles.model_state[b] - profiles.model_state[a]) + held * saved, float(by_mode.transient[a:b].max())
+    waiting = profiles.prefix(by_mode.waiting)
+    kept = float(_kept(held, saved, waiting[b] - waiting[a]))
+    return float(profiles.model_state[b] - profiles.model_state[a]) + kept, float(by_mode.transient[a:b].max())
+
+
+def _kept(held: Held, saved: Any, waiting: Any) -> Any:
+    """Return the most bytes that a chunk's micro-batches keep, of what one keeps before and after its backward pass."""
+    return reduce(np.maximum, [whole * saved + halves * waiting for whole, halves in held])
 
 
 @dataclass(frozen=True)
@@ -120,13 +128,33 @@ class _Search:
         """Search, and return a lower bound that holds for every partition."""
         if self.shape.chunks > self.profiles.count:
             return float("inf")
-        self._held = peak_in_flight(self.shape)
-        self._took = np.stack([self.profiles.chunk_seconds(mode, pp=self.shape.pp) for mode in self.profiles.modes])
+        self._held = held_at_peaks(self.shape)
+        self._passed, self._worked = self._seconds()
         self._rest = self._bounds_of_rests()
         bound = float(self._rest[self.shape.chunks][0])
         if bound < self.limit:
             self.exhausted = self._extend(0, 0, self._start(), (), ())
         return bound if self.best is not None or not self.exhausted else max(bound, self.limit)
+
+    def _seconds(self) -> tuple[list[Array], list[Array]]:
+        """[chunks][modes, i, j]: seconds that a micro-batch takes to pass a chunk of layers i … j−1, forward and
+        backward, and that the chunk's rank works on one before the last one's gradient leaves it, in the mean.
+
+        They differ by weight gradients that have passes of their own: of m micro-batches those of m − 1 − r come before
+        the last backward pass of rank r (`schedules.py`).
+        """
+        profiles, (pp, m) = self.profiles, (self.shape.pp, self.shape.micro_batches)
+        places = np.arange(profiles.count + 1)
+        rising = places[None, :] > places[:, None]
+        whole = np.stack([np.where(rising, profiles.chunk_seconds(mode, pp=pp), np.inf) for mode in profiles.modes])
+        passed, worked = [whole] * self.shape.chunks, [whole] * self.shape.chunks
+        if self.shape.splits_backward:
+            halves = [profiles.chunk_seconds(mode, pp=pp, splits=True) for mode in profiles.modes]
+            path = np.stack([np.where(rising, each, np.inf) for each in halves])
+            weight = np.stack([profiles.waits(mode) for mode in profiles.modes])
+            for rank in range(1, pp):
+                passed[rank], worked[rank] = path, path + max(0, m - 1 - rank) / m * weight
+        return passed, worked
 
     def _bounds_of_rests(self) -> list[Array]:
         """[chunks + 1][layers + 1]: the least bound of layers j … in k chunks, counted from when j is reached.
@@ -136,34 +164,37 @@ class _Search:
         """
         profiles, m, n = self.profiles, self.shape.micro_batches, self.profiles.count
         places = np.arange(n + 1)
-        rising = places[None, :] > places[:, None]
         model_state = spans(profiles.model_state)
         modes = [
-            (np.where(rising, took, np.inf), model_state + _largest(values.transient), spans(values.saved))
-            for took, values in zip(self._took, profiles.modes.values(), strict=True)
+            (model_state + _largest(each.transient), spans(each.saved), spans(profiles.prefix(each.waiting)))
+            for each in profiles.modes.values()
         ]
         rest = [np.where(places == n, 0.0, np.inf)]
         for k in range(1, self.shape.chunks + 1):
             index = self.shape.chunks - k
             held = self._held[index % self.shape.pp][index // self.shape.pp]
-            fitting = [np.where(fixed + held * saved <= self.cap, took, np.inf) for took, fixed, saved in modes]
-            chunk = fitting[0] if len(fitting) == 1 else np.minimum.reduce(fitting)
-            rest.append(np.maximum(m * chunk, chunk + (2 * profiles.transfer + rest[-1])).min(axis=1))
+            beyond = 2 * profiles.transfer + rest[-1]
+            fitting = [
+                np.where(fixed + _kept(held, saved, waiting) <= self.cap, took, np.inf)
+                for (fixed, saved, waiting), took in zip(
+                    modes, np.maximum(m * self._worked[index], self._passed[index] + beyond), strict=True
+                )
+            ]
+            rest.append((fitting[0] if len(fitting) == 1 else np.minimum.reduce(fitting)).min(axis=1))
         return rest
 
-    def _choices(self, index: int, start: int, reach: float) -> Iterator[tuple[float, int, Recompute, float]]:
-        """Yield (bound, end, mode, seconds) for each choice of chunk `index`, smallest bound first."""
+    def _choices(self, index: int, start: int, reach: float) -> Iterator[tuple[float, int, int]]:
+        """Yield (bound, end, number of the mode) for each choice of chunk `index`, smallest bound first."""
         left, profiles = self.shape.chunks - index - 1, self.profiles
         ends = np.arange(start + 1, profiles.count - left + 1) if left else np.array([profiles.count])
         beyond = 2 * profiles.transfer[ends] + self._rest[left][ends]
-        names = list(profiles.modes)
-        took = self._took[:, start, ends]
-        bounds = reach + np.maximum(took + beyond[None, :], self.shape.micro_batches * took)
+        passed, worked = self._passed[index][:, start, ends], self._worked[index][:, start, ends]
+        bounds = reach + np.maximum(passed + beyond[None, :], self.shape.micro_batches * worked)
         for flat in np.argsort(bounds, axis=None, kind="stable"):
             mode, place = divmod(int(flat), len(ends))
             if bounds[mode, place] == np.inf:
                 return
-            yield float(bounds[mode, place]), int(ends[place]), names[mode], float(took[mode, place])
+            yield float(bounds[mode, place]), int(ends[place]), mode
 
     @property
     def _target(self) -> float:
@@ -176,32 +207,32 @@ class _Search:
             self.simulations -= 1
             self._simulate(cuts[:-1], modes)
             return True
-        for own, end, mode, seconds in self._choices(index, start, walk.reach):
+        names = list(self.profiles.modes)
+        for own, end, mode in self._choices(index, start, walk.reach):
             self._nodes += 1
             if max(own, walk.bound) >= self._target:
                 return True  # sorted: what follows is no better
             if (self.best is not None and self.simulations <= 0) or self._nodes > self.nodes:
                 return False
-            after = self._placed(walk, index, start, end, mode, seconds, own)
-            if after is not None and not self._extend(index + 1, end, after, (*cuts, end), (*modes, mode)):
+            after = self._placed(walk, index, start, end, mode, own)
+            if after is not None and not self._extend(index + 1, end, after, (*cuts, end), (*modes, names[mode])):
                 return False
         return True
 
-    def _placed(
-        self, walk: _Walk, index: int, start: int, end: int, mode: Recompute, seconds: float, own: float
-    ) -> _Walk | None:
+    def _placed(self, walk: _Walk, index: int, start: int, end: int, mode: int, own: float) -> _Walk | None:
         """Return the walk with chunk `index`, whose bound is `own`; None if it does not fit or cannot be faster."""
         rank, round_ = index % self.shape.pp, index // self.shape.pp
-        kept, peak = chunk_bytes(self.profiles, self._held[rank][round_], start, end, mode)
+        name = list(self.profiles.modes)[mode]
+        kept, peak = chunk_bytes(self.profiles, self._held[rank][round_], start, end, name)
         used = (walk.used[rank][0] + kept, max(walk.used[rank][1], peak))
-        load = walk.loads[rank] + seconds
+        load = walk.loads[rank] + float(self._worked[index][mode, start, end])
         # `reach` of a rank's first chunk is what its load comes on top of.
         fill = walk.reach if round_ == 0 else 0.0
         bound = max(walk.bound, own, fill + self.shape.micro_batches * load)
         if sum(used) > self.cap or bound >= self._target:
             return None
         return _Walk(
-            walk.reach + seconds + 2 * float(self.profiles.transfer[end]),
+            walk.reach + float(self._passed[index][mode, start, end]) + 2 * float(self.profiles.transfer[end]),
             bound,
             (*walk.loads[:rank], load, *walk.loads[rank + 1 :]),
             (*walk.used[:rank], used, *walk.used[rank + 1 :]),
@@ -246,8 +277,7 @@ class _Search:
         names, walk = list(self.profiles.modes), self._start()
         bounds = (0, *cuts, self.profiles.count)
         for index, (start, end, mode) in enumerate(zip(bounds, bounds[1:], modes, strict=False)):
-            seconds = float(self._took[names.index(mode), start, end])
-            after = self._placed(walk, index, start, end, mode, seconds, 0.0)
+            after = self._placed(walk, index, start, end, names.index(mode), 0.0)
             if after is None:
                 return False
             walk = after

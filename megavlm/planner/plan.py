@@ -160,7 +160,8 @@ def table(plan: Plan, config: Config) -> str:
     ]
     degrees = {name: f"{name} {degree}" for name, degree in plan.dims.degrees.items()}
     experts = "".join(f", {degrees.pop(name)}" for name in ("EP", "ETP") if name in degrees)  # of the same processes
-    return "\n".join([f"plan: {' × '.join(degrees.values())} = {plan.dims.world} processes{experts}", *lines])
+    order = f", schedule {plan.dims.schedule}" if plan.dims.schedule else ""
+    return "\n".join([f"plan: {' × '.join(degrees.values())} = {plan.dims.world} processes{experts}{order}", *lines])
 
 
 def _summary(chunk: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ Sources: GPipe (Huang et al. 2019); 1F1B (Narayanan et al. 2019, PipeDream-Flush
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -106,21 +107,49 @@ _ROUNDS = 4  # of PP micro-batches, after which forwards and backwards take turn
 
 @lru_cache(maxsize=1024)
 def peak_in_flight(shape: PipelineShape) -> tuple[tuple[int, ...], ...]:
-    """Of each rank: the largest number of micro-batches whose activations each of its chunks holds at once.
+    """Of each rank: the largest number of micro-batches with a backward pass to come that each of its chunks holds.
 
     Where a rank has several chunks, the counts are those at the moment when their sum is largest.
     """
     enough = _ROUNDS * shape.pp
     if shape.schedule in ("1f1b", "interleaved") and shape.micro_batches > enough:
         return peak_in_flight(replace(shape, micro_batches=enough))
-    release = WEIGHT if shape.splits_backward else BACKWARD
     peaks = []
     for rank, order in enumerate(rank_schedules(shape)):
         held = dict.fromkeys(range(rank, shape.chunks, shape.pp), 0)
         peak, at_peak = -1, tuple(held.values())
         for step in order:
-            held[step.chunk] += (step.kind == FORWARD) - (step.kind == release)
+            held[step.chunk] += (step.kind == FORWARD) - (step.kind == BACKWARD)
             if sum(held.values()) > peak:
                 peak, at_peak = sum(held.values()), tuple(held.values())
         peaks.append(at_peak)
     return tuple(peaks)
+
+
+Held = tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=1024)
+def held_at_peaks(shape: PipelineShape) -> tuple[tuple[Held, ...], ...]:
+    """Of each chunk of each rank: how many micro-batches with a backward pass to come, and how many with weight
+    gradients alone to come, it holds at once; of all such pairs those that no other exceeds in both.
+
+    Which takes the most memory depends on what a micro-batch keeps for either.
+    """
+    if not shape.splits_backward:
+        return tuple(tuple(((count, 0),) for count in rank) for rank in peak_in_flight(shape))
+    return tuple((_peaks(order, splits=rank > 0),) for rank, order in enumerate(rank_schedules(shape)))
+
+
+def _peaks(order: Sequence[Pass], *, splits: bool) -> Held:
+    """`splits`: whether gradients of weights wait; the first chunk's do not."""
+    whole = halves = 0
+    found = set()
+    for step in order:
+        whole += step.kind == FORWARD
+        found.add((whole, halves))
+        whole -= step.kind == BACKWARD
+        halves += splits * ((step.kind == BACKWARD) - (step.kind == WEIGHT))
+        found.add((whole, halves))
+    exceeded = {(a, b) for a, b in found for c, d in found if (a, b) != (c, d) and a <= c and b <= d}
+    return tuple(sorted(found - exceeded))

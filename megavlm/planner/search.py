@@ -52,6 +52,10 @@ def search(
     `imbalance`: rows of the busiest rank that shares experts ÷ the mean; default: `expert_imbalance`.
     """
     space = space or Space()
+    if config.parallel.schedule is not None:
+        space = replace(space, schedule=(config.parallel.schedule,))
+    elif hardware.on_gpu and config.execution.transformer_impl != "torch":  # a rule: ZB-H1 splits torch's layers alone
+        space = replace(space, schedule=tuple(name for name in space.schedule if name != "zb-h1"))
     judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype), imbalance=imbalance)
     rejected: list[Rejected] = []
     queue: list[tuple[float, int, Candidate, str | None]] = []  # least seconds, number, candidate, what it lacks

@@ -134,7 +134,12 @@ def train_recording_passes(argv: Sequence[str], run_dir: str) -> None:
     Path(run_dir, f"ran-{dist.get_rank()}.json").write_text(json.dumps({"ran": ran, "left": left}))
 
 
-ORDERS = [("gpipe", 2, 1), ("zb-h1", 2, 1), ("1f1b", 2, 1), ("interleaved", 2, 2)]
+ORDERS = [
+    ("gpipe", 2, 1),
+    ("zb-h1", 2, 1),
+    ("interleaved", 2, 2),
+    pytest.param("1f1b", 2, 1, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("schedule", "pp", "vpp"), ORDERS)

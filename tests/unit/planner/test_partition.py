@@ -13,7 +13,7 @@ from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims
 from megavlm.planner.layer_profiles import LayerProfiles, RecomputeProfile
 from megavlm.planner.partition import NoPartition, Partition, best_partition, chunk_bytes, simulate_partition
-from megavlm.planner.schedules import PipelineShape, peak_in_flight
+from megavlm.planner.schedules import PipelineShape, held_at_peaks
 
 
 def drawn(seed: int, layers: int) -> LayerProfiles:
@@ -26,6 +26,10 @@ def drawn(seed: int, layers: int) -> LayerProfiles:
     forward = random.uniform(0.2, 2.0, layers)
     backward = forward * random.choice([0, 1, 2], layers)
     saved = random.uniform(1, 4, layers)
+    halves = {
+        "weight": prefix(np.where(backward == 2 * forward, forward, 0)),
+        "waiting": prefix(np.where(backward == 2 * forward, random.uniform(1, 4, layers), 0)),
+    }
     return LayerProfiles(
         scenario=scenario_of(resolve(Config()), Dims(1, 1, 1, 1), on_gpu=True),
         first=0,
@@ -33,8 +37,8 @@ def drawn(seed: int, layers: int) -> LayerProfiles:
         model_state=prefix(random.uniform(1, 3, layers)),
         transfer=np.concatenate([[0.0], random.uniform(0, 0.3, layers - 1), [0.0]]),
         modes={
-            "none": RecomputeProfile(prefix(backward), prefix(saved), np.zeros(layers)),
-            "full": RecomputeProfile(prefix(backward + forward * (backward > 0)), prefix(saved / 4), saved),
+            "none": RecomputeProfile(prefix(backward), prefix(saved), np.zeros(layers), **halves),
+            "full": RecomputeProfile(prefix(backward + forward * (backward > 0)), prefix(saved / 4), saved, **halves),
         },
     )
 
@@ -43,7 +47,7 @@ def fits(
     profiles: LayerProfiles, shape: PipelineShape, cuts: tuple[int, ...], modes: tuple[Recompute, ...], cap: float
 ) -> bool:
     """Whether every rank stays below `cap` bytes."""
-    held, bounds = peak_in_flight(shape), (0, *cuts, profiles.count)
+    held, bounds = held_at_peaks(shape), (0, *cuts, profiles.count)
     for rank in range(shape.pp):
         parts = [
             chunk_bytes(profiles, held[rank][c // shape.pp], bounds[c], bounds[c + 1], modes[c])
@@ -73,6 +77,10 @@ def brute_force(profiles: LayerProfiles, shape: PipelineShape, cap: float) -> fl
         (7, PipelineShape("1f1b", 3, 1, 5)),
         (6, PipelineShape("1f1b", 4, 1, 4)),
         (6, PipelineShape("interleaved", 2, 2, 4)),
+        (7, PipelineShape("zb-h1", 2, 1, 3)),
+        (7, PipelineShape("zb-h1", 3, 1, 5)),
+        (6, PipelineShape("zb-h1", 4, 1, 2)),
+        (7, PipelineShape("gpipe", 3, 1, 4)),
     ],
 )
 @pytest.mark.parametrize("share", [None, 0.6, 0.4])
@@ -101,7 +109,9 @@ def test_an_early_end_still_gives_a_valid_bound(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("shape", [PipelineShape("1f1b", 5, 1, 6), PipelineShape("interleaved", 3, 2, 6)])
+@pytest.mark.parametrize(
+    "shape", [PipelineShape("1f1b", 5, 1, 6), PipelineShape("interleaved", 3, 2, 6), PipelineShape("zb-h1", 5, 1, 7)]
+)
 def test_what_a_short_search_finds_is_a_local_optimum(seed: int, shape: PipelineShape) -> None:
     profiles = drawn(seed, 24)
     cap = 0.5 * float(profiles.model_state[-1] + shape.pp * profiles.modes["none"].saved[-1])

@@ -53,6 +53,29 @@ def test_the_best_layout_is_a_configuration_that_can_run() -> None:
     assert "best: " in report(outcome)
 
 
+def test_schedules_are_candidates_of_a_search() -> None:
+    """On torch's layers, which ZB-H1 splits. Its bounds hold; where it is asked for, nothing else is tried."""
+    torch = replace(SMALL, execution=replace(SMALL.execution, transformer_impl="torch"))
+    space = Space(tp=(1,), vpp=(1, 2), placement=("stages",), recompute=("none", "full"), cp=(1,))
+    judge, orders = LayoutEvaluator(torch, PROFILES["h100"]), set()
+    for each in candidates(4, space, length=4096):
+        if judge.infeasible_reason(each) is None and isinstance(
+            found := judge.estimate(each, with_memory=True), Estimate
+        ):
+            orders.add(each.dims.order)
+            assert judge.bound(each) <= found.step.seconds * (1 + 1e-9)
+            assert found.step.peak <= PROFILES["h100"].memory
+    assert orders == {"1f1b", "interleaved", "zb-h1"}
+    asked = replace(torch, parallel=replace(torch.parallel, schedule="zb-h1"))
+    best = search(asked, 4, PROFILES["h100"], space=space, top=1).best[0].candidate
+    assert best.dims.order == "zb-h1"
+    assert " zb-h1 " in best.label
+    assert best.applied(torch).parallel.schedule == "zb-h1"
+    te = search(replace(SMALL, parallel=asked.parallel), 4, PROFILES["h100"], space=space, top=1)
+    assert not te.best
+    assert any("Transformer Engine" in each.reason for each in te.rejected)
+
+
 def test_memory_decides_and_says_so() -> None:
     roomy = search(SMALL, 2, PROFILES["a100"], top=1).best[0]
     small = replace(PROFILES["a100"], memory=roomy.step.peak * 0.5)
