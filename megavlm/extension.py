@@ -10,6 +10,7 @@ from megavlm.arch.workload import Workload
 from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Valid, option
 from megavlm.config.registry import Entry, Extension
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
+from megavlm.data.processors.vision_inputs import Channels, VisionInput
 from megavlm.errors import UserError
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "AT_LEAST_1",
     "FRACTION",
     "POSITIVE",
+    "Channels",
     "Communication",
     "Config",
     "Connector",
@@ -31,6 +33,7 @@ __all__ = [
     "Stream",
     "UserError",
     "Valid",
+    "VisionInput",
     "Workload",
     "option",
     "stream_bytes",

@@ -28,7 +28,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.resilience", "megavlm.storage"),
     ("megavlm.config", "megavlm.recipes"),  # `config.cli` lists the recipes, and these are configurations
     ("megavlm.parallel.dims", "megavlm.parallel.nodes", "megavlm.parallel.world"),
-    ("megavlm.arch", "megavlm.extension"),
+    ("megavlm.arch",),
     ("megavlm.planner",),
     ("megavlm.backend",),
     ("megavlm.parallel",),
@@ -41,6 +41,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "megavlm.data.kv_cache",
         "megavlm.data.members",
         "megavlm.data.processors",
+        "megavlm.extension",
     ),
     ("megavlm.families",),
     ("megavlm.data",),

@@ -49,22 +49,22 @@ class VisionInput:
 
 
 RGB, ARRAY = VisionInput("rgb"), VisionInput("array")
-VISION_INPUTS: dict[str, VisionInput] = {each.name: each for each in (RGB, ARRAY)}
 
 
 def vision_input_of(name: str, channels: int) -> VisionInput:
     """Return the vision input of this name, for a model of so many channels. Raises UserError, with a suggestion, if
     there is none.
     """
-    known = (*VISION_INPUTS, *registered("inputs"))
-    if name not in known:
-        hint = did_you_mean(name, known) or f": choose one of {', '.join(known)}"
+    own, added = {RGB.name: RGB, ARRAY.name: replace(ARRAY, array_channels=channels)}, registered("inputs")
+    if name in own:
+        return own[name]
+    if not isinstance(entry := added.get(name), Entry):
+        hint = did_you_mean(name, (*own, *added)) or f": choose one of {', '.join((*own, *added))}"
         raise UserError(f"--vision-input {plain(name)} is not known{hint}")
-    entry = registered("inputs").get(name)
-    found = entry.load() if isinstance(entry, Entry) else VISION_INPUTS[name]
+    found = entry.load()
     if not isinstance(found, VisionInput):
         raise UserError(f"--vision-input {name} is a {type(found).__name__}: make it a VisionInput")
-    return replace(found, array_channels=channels) if found == ARRAY else found
+    return found
 
 
 def measured(images: Iterable[NDArray[Any]]) -> Channels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from megavlm.cli import channels
+from megavlm.config.registry import Entry, Extension, registry
 from megavlm.config.schema import Config, DataConfig, ModelConfig, VisionConfig
 from megavlm.data.preprocessors import processor_for
-from megavlm.data.processors import vision_inputs
 from megavlm.data.processors.vision_inputs import Channels, VisionInput, measured, read_channels, write_channels
 from megavlm.errors import UserError
 
+SUM: VisionInput | None = None  # set by `made`
 RNG = np.random.default_rng(0)
 
 
@@ -80,19 +82,19 @@ def test_arrays_are_resized_and_padded_as_numbers(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def made() -> Iterator[VisionInput]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A vision input that somebody brings: red, green, blue, and their sum."""
-    added = VisionInput("sum", make=with_sum, channels=Channels((0.0,) * 4, (1.0,) * 4))
-    vision_inputs.VISION_INPUTS["sum"] = added
-    yield added
-    del vision_inputs.VISION_INPUTS["sum"]
+    monkeypatch.setattr(sys.modules[__name__], "SUM", VisionInput("sum", with_sum, Channels((0.0,) * 4, (1.0,) * 4)))
+    registry().add("mine", Extension(inputs=(Entry("sum", f"{__name__}:SUM"),)))
+    yield
+    registry().remove("mine")
 
 
 def with_sum(tile: NDArray[np.uint8]) -> NDArray[np.float32]:
     return np.concatenate([tile, tile.sum(-1, keepdims=True)], axis=-1).astype(np.float32)
 
 
-def test_channels_are_made_of_resized_tiles(made: VisionInput) -> None:
+def test_channels_are_made_of_resized_tiles(made: None) -> None:
     processor = processor_for(config(4, vision_input="sum"))
     photo = RNG.integers(0, 256, (40, 30, 3)).astype(np.uint8)
     (view,) = processor.views(photo)
@@ -116,7 +118,7 @@ def test_what_does_not_fit_is_refused(count: int, data: dict[str, str], words: s
         processor_for(config(count, **data))
 
 
-def test_statistics_of_other_channels_are_refused(tmp_path: Path, made: VisionInput) -> None:
+def test_statistics_of_other_channels_are_refused(tmp_path: Path, made: None) -> None:
     file = tmp_path / "channels.json"
     write_channels(file, "array", Channels((0.0, 0.0), (1.0, 1.0)))
     with pytest.raises(UserError, match=r"is of 2 channels and the model has 5: set --vision-in-channels 2"):

@@ -1,0 +1,104 @@
+"""The example `examples/arr_coc`: photos as thirteen channels, and tokens where they are relevant, at any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from megavlm.backend import activate
+from tests.support import extensions
+from tests.support.data_files import write_tokenizer
+from tests.support.pool import Pools
+from tests.support.processors import picture
+from tests.support.training import SMALL, assert_same_curve, metrics, without_wall_time
+
+activate()  # before the module below imports megatron-core
+
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
+
+# Images of 4 × 4 patches: four regions of one to four tokens, nine together.
+FLAGS = (
+    "--extension arr_coc --vision-input texture --vision-in-channels 13 --projector-kind arr_coc --arr-coc-budget 9 "
+    "--arr-coc-fewest 1 --arr-coc-most 4 --arr-coc-regions 2 --arr-coc-scorer-size 12 --arr-coc-queries 3 "
+    "--arr-coc-hidden-size 24 --seq-length 64 --packing-window 8 --num-workers 0 --vision-image-size 32 --lr 1e-3"
+).split()
+LAYOUTS = {
+    "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2"),
+    "tp2": (2, "--tp 2"),
+    "pp2": (2, "--pp 2"),
+    "tp2-pp2": (4, "--tp 2 --pp 2"),
+    "dp2": (2, ""),
+    "tp2-colocated": (2, "--tp 2 --placement colocated --vision-tp 2"),
+    "zero3": (2, "--data-parallel-sharding full"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("arr_coc")
+    lines = []
+    for number in range(16):
+        Image.fromarray(picture(40, 30, seed=number)).save(root / f"{number}.png")
+        turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": f"A {number} and two."}]
+        lines.append(json.dumps({"image": f"{number}.png", "conversations": turns}))
+    (root / "train.jsonl").write_text("\n".join(lines))
+    tokenizer = write_tokenizer(root)
+    return ["--datasets", str(root / "train.jsonl"), "--tokenizer", str(tokenizer)]
+
+
+def argv_of(data: Sequence[str]) -> list[str]:
+    kept = SMALL[: SMALL.index("--images-per-sample")]
+    return [*kept, *FLAGS, *data, "--projector-pixel-shuffle", "1"]
+
+
+@pytest.fixture(scope="module")
+def whole(pools: Pools, data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole")
+    assert pools(1).run(extensions.train_with_examples, argv_of(data), str(run_dir)) == [None]
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name == "tp2-pp2-vpp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def test_every_layout_gives_the_numbers_of_one_process(
+    pools: Pools, data: list[str], whole: Path, tmp_path: Path, layout: str
+) -> None:
+    world, flags = LAYOUTS[layout]
+    argv = [*argv_of(data), *flags.split(), "--no-save"]
+    assert set(pools(world).run(extensions.train_with_examples, argv, str(tmp_path))) == {None}
+    assert_same_curve(metrics(tmp_path), metrics(whole))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_bit_for_bit_and_on_another_layout(
+    pools: Pools, data: list[str], whole: Path, tmp_path: Path
+) -> None:
+    for world, flags in ((1, []), (2, ["--tp", "2"])):
+        folder, argv = str(tmp_path / str(world)), argv_of(data)
+        assert pools(1).run(extensions.train_with_examples, [*argv, "--train-iters", "2"], folder) == [None]
+        assert set(pools(world).run(extensions.train_with_examples, [*argv, *flags], folder)) == {None}
+        assert_same_curve(metrics(tmp_path / str(world)), metrics(whole))
+    assert without_wall_time(metrics(tmp_path / "1")) == without_wall_time(metrics(whole))
+
+
+def test_scorers_are_trained(pools: Pools, data: list[str], tmp_path: Path) -> None:
+    """Without weight decay, weights change where gradients reach them."""
+    argv = [*argv_of(data), *"--weight-decay 0 --train-iters 2 --save-interval 1".split()]
+    assert pools(1).run(extensions.train_with_examples, argv, str(tmp_path)) == [None]
+    first, second = (CheckpointReader(tmp_path / f"checkpoints/iter_{step:07}") for step in (1, 2))
+    for name in ("information", "information_out", "salience", "salience_out", "queries"):
+        key = f"projector.{name}.weight"
+        rows = first.stored[key].shape[0]
+        assert not torch.equal(first.read(key, 0, rows), second.read(key, 0, rows)), name
+
+
+def test_a_budget_that_regions_cannot_share_is_refused(pools: Pools, data: list[str], tmp_path: Path) -> None:
+    argv = [*argv_of(data), "--arr-coc-budget", "17"]
+    (line,) = pools(1).run(extensions.train_with_examples, argv, str(tmp_path))
+    assert "--arr-coc-budget 17 cannot be shared by 4 regions of 1 to 4 tokens: set it between 4 and 16" in line
