@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
+from megavlm.arch.matrices import HiddenWeight
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
 from megavlm.config.registry import from_code, registered
@@ -85,6 +86,12 @@ class Connector(ABC):
     @abstractmethod
     def cost(self, model: ModelConfig, work: Workload) -> LayerCost:
         """Return the parameters of its matrices and the FLOPs of a forward pass, of all ranks together."""
+
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        """Return the weights that are matrices between hidden states, by their names in the module: Muon's. All others
+        are AdamW's.
+        """
+        return {}
 
     def products(self, *, trained: bool, reached: bool) -> tuple[int, int]:
         """Return how often each pass takes the forward FLOPs (`LayerKind.products`)."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megavlm.arch.connector import Connector, connector_of
 from megavlm.arch.connectors.mlp import Mlp
 from megavlm.arch.kind import Communication, LayerCost, LayerKind, Stream, norm_bytes
+from megavlm.arch.matrices import HiddenWeight
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.transformer import norm_parameters
 from megavlm.arch.workload import Workload
@@ -81,6 +84,9 @@ class Projector(LayerKind):
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         return self.connector(model).parameters(model, tp)
+
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        return self.connector(model).hidden_weights(model)
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         return self.connector(model).cost(model, work)

@@ -7,10 +7,12 @@ e bytes of a number.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+from megavlm.arch.matrices import HiddenWeight
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
 from megavlm.config.schema import ModelConfig
@@ -77,6 +79,10 @@ class LayerKind(ABC):
     def expert_parameters(self, model: ModelConfig, ranks: int) -> int:
         """Return the parameters of routed experts that one of `ranks` (EP × ETP) ranks holds, beside `parameters`."""
         return 0
+
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        """Return the weights that are matrices between hidden states, by their names within the layer."""
+        return {}
 
     @abstractmethod
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:

@@ -25,8 +25,10 @@ from megavlm.arch.layers import (
     VISION_LAYER,
     VISION_NORM,
     kind_of,
+    name_and_path,
     number_of,
 )
+from megavlm.arch.matrices import HiddenWeight
 from megavlm.arch.mixture import MixtureLayer
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.transformer import LanguageLayer, LayerSizes, TransformerKind, VisionLayer
@@ -116,6 +118,20 @@ def _own_parameters(name: str, model: ModelConfig, tp: int) -> int:
 @lru_cache(maxsize=65536)
 def _expert_parameters(name: str, model: ModelConfig, ranks: int) -> int:
     return kind_in(model, name).expert_parameters(model, ranks)
+
+
+def hidden_weight_of(key: str, model: ModelConfig) -> HiddenWeight | None:
+    """Return what is known of a parameter that is matrices between hidden states, by its global name; None for another.
+
+    Adapters are none: their scale is that of AdamW's recipes.
+    """
+    name, path = name_and_path(key)
+    return _hidden_weights(name, model).get(path)
+
+
+@lru_cache(maxsize=65536)
+def _hidden_weights(name: str, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+    return kind_in(model, name).hidden_weights(model)
 
 
 def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:

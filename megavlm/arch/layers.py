@@ -60,6 +60,13 @@ def number_of(key: str) -> int:
     return split_name(key)[1]
 
 
+def name_and_path(key: str) -> tuple[str, str]:
+    """Return the name of the layer that a parameter belongs to, and the parameter's name within it."""
+    found = _NAME.match(key)
+    assert found is not None, f"{key} belongs to no layer"
+    return found[0], key[found.end() :].lstrip(".")
+
+
 def part_of(key: str) -> str:
     """Return the part of the model that a layer or parameter belongs to: "vision", "projector" or "language"."""
     return PART_OF_KIND[kind_of(key)]

@@ -7,11 +7,13 @@ it sends to the ranks of their experts and receives back (all-to-all), so that n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megavlm.arch.kind import FP32, Communication, Exchange, LayerCost
+from megavlm.arch.matrices import HiddenWeight, hidden_weight
 from megavlm.arch.scenario import Scenario
-from megavlm.arch.transformer import LanguageLayer, LanguageLayerSizes, LayerSizes, RoutedRows
+from megavlm.arch.transformer import LanguageLayer, LanguageLayerSizes, LayerSizes, RoutedRows, mlp_weights
 from megavlm.arch.workload import Workload
 from megavlm.config.schema import ModelConfig
 from megavlm.config.tensor_split import share_of
@@ -24,6 +26,16 @@ class MixtureLayer(LanguageLayer):
         """Return those of the shared expert, and of router and gate, which are whole on every rank."""
         whole = model.experts.num_experts + model.experts.shared_gate
         return super().mlp_parameters(model, ffn) + whole * model.language.hidden_size
+
+    def mlp_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        """Return the router's matrix, those of each expert, and the shared expert's; its gate is a vector."""
+        experts, hidden = model.experts, model.language.hidden_size
+        count, shared = experts.num_experts, experts.shared_ffn_hidden_size
+        return {
+            "mlp.router.weight": hidden_weight(hidden, count),
+            **mlp_weights("mlp.experts.experts", hidden, experts.ffn_hidden_size, gates=2, experts=count),
+            **(mlp_weights("mlp.shared_experts", hidden, shared, gates=2) if shared else {}),
+        }
 
     def mlp_width(self, model: ModelConfig) -> int:
         return model.experts.shared_ffn_hidden_size or 0

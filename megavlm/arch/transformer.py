@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 
 from megavlm.arch.kind import FP32, Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
+from megavlm.arch.matrices import HiddenWeight, hidden_weight
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload, attends_in_windows
 from megavlm.config.derived import attends_in_window, masks_attention
@@ -75,6 +77,16 @@ class VisionLayer(TransformerKind):
         norms = {"none": 0, "head": 2 * width, "full": 2 * heads * width}[vision.qk_norm] + 2 * norm_parameters(vision)
         return weights + biases + norms + 2 * hidden * vision.layer_scale
 
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        vision = model.vision
+        hidden, heads = vision.hidden_size, vision.num_attention_heads
+        gates = 2 if vision.activation == "swiglu" else 1
+        return {
+            "self_attention.linear_qkv.weight": hidden_weight(hidden, *(hidden // heads,) * 3, periods=heads),
+            "self_attention.linear_proj.weight": hidden_weight(hidden, hidden),
+            **mlp_weights("mlp", hidden, vision.ffn_hidden_size, gates=gates),
+        }
+
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         vision = model.vision
         gates = 3 if vision.activation == "swiglu" else 2
@@ -106,6 +118,20 @@ class LanguageLayer(TransformerKind):
         weights = _attention_rows(language, tp) * hidden + self.mlp_parameters(model, ffn)
         norms = 2 * split.width * language.qk_norm + (4 if language.post_norms else 2) * hidden
         return weights + split.local_rows * language.add_qkv_bias + norms
+
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        language = model.language
+        hidden, width, groups = language.hidden_size, language.kv_channels, language.num_query_groups
+        queries = language.num_attention_heads // groups * width
+        return {
+            "self_attention.linear_qkv.weight": hidden_weight(hidden, queries, width, width, periods=groups),
+            "self_attention.linear_proj.weight": hidden_weight(groups * queries, hidden),
+            **self.mlp_weights(model),
+        }
+
+    def mlp_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        """Return those of `hidden_weights` that are not attention's."""
+        return mlp_weights("mlp", model.language.hidden_size, model.language.ffn_hidden_size, gates=2)
 
     def mlp_parameters(self, model: ModelConfig, ffn: int) -> int:
         """Return the parameters of an MLP of this width, without routed experts."""
@@ -150,6 +176,14 @@ class LanguageLayer(TransformerKind):
             (split.groups, each * keys * split.groups),
             (split.heads, each * sizes.heads),
         )
+
+
+def mlp_weights(prefix: str, hidden: int, ffn: int, *, gates: int, experts: int = 0) -> dict[str, HiddenWeight]:
+    """Return the weights of an MLP, or of many; `gates` is 2 if gate and up are one weight."""
+    return {
+        f"{prefix}.linear_fc1.weight": hidden_weight(hidden, *(ffn,) * gates, experts=experts),
+        f"{prefix}.linear_fc2.weight": hidden_weight(ffn, hidden, experts=experts),
+    }
 
 
 def norm_parameters(vision: VisionConfig) -> int:

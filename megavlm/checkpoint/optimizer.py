@@ -15,10 +15,10 @@ import torch.distributed as dist
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from megavlm.optim.held_layouts import held_layouts
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
-from megavlm.optim.shards import ParamShard, shard_layout
-
-_KINDS = ("param", "exp_avg", "exp_avg_sq")  # master weights and moments, as checkpoints name them
+from megavlm.optim.shards import ParamShard
+from megavlm.parallel.dtensor import local_part
 
 
 def param_shards(optimizer: Any, entries: Mapping[str, Any]) -> list[ParamShard]:
@@ -29,16 +29,12 @@ def param_shards(optimizer: Any, entries: Mapping[str, Any]) -> list[ParamShard]
     parts = _parts(optimizer)
     _begin_state(parts)
     of = {id(entry.data): entry for entry in entries.values()}
-    shards: list[ParamShard] = []
-    for part in parts:
-        if isinstance(part, ShardedOptimizer):
-            shards += part.param_shards()
-        elif isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
-            for param in part.model_param_gbuf_map:
-                run, replica = part._get_model_param_range_map(param)["param"], part.distributed_optimizer_instance_id
-                layout = shard_layout(of[id(param)], run.start, run.end, replica=replica)
-                shards.append(ParamShard(param, layout, part._get_main_param_and_optimizer_states(param)))
-    return shards
+    return [
+        ParamShard(param, layout, {"param": local_part(weights), **part.optimizer.state[weights]})
+        for part in parts
+        if isinstance(part, (DistributedOptimizer, ShardedOptimizer))
+        for param, weights, layout in held_layouts(part, of)
+    ]
 
 
 def sharded_optimizer_state(
@@ -60,8 +56,8 @@ def sharded_optimizer_state(
     tensors = [
         tensor
         for each in shards
-        for kind in _KINDS
-        for tensor in each.layout.parts(each.state[kind], prefix=f"optimizer.state.{kind}.")
+        for kind, held in each.state.items()  # master weights and moments
+        for tensor in each.layout.parts(held, prefix=f"optimizer.state.{kind}.")
     ]
     return {"optimizer": {"param_groups": _groups(parts)}, "param_state": dict(enumerate(tensors))}
 

@@ -26,7 +26,7 @@ FORMAT = 1
 _LARGEST = 2**26  # bytes of a description
 _EXPECTED = {
     **dict.fromkeys(("model", "plan", "lora", "data"), OBJECT),
-    "data_parallel_sharding": TEXT,
+    **dict.fromkeys(("data_parallel_sharding", "optimizer"), TEXT),
     "iteration": whole(0, 2**62),
 }
 
@@ -55,6 +55,7 @@ def describe(
         "extensions": list(extensions_of(config)),
         "fp8": history_of(config),
         "data_parallel_sharding": config.parallel.data_parallel_sharding,
+        "optimizer": config.optimizer.kind,
         "data": dict(data),
         "keep_best": [config.checkpoint.keep_best, config.checkpoint.keep_best_mode],
         "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
@@ -132,6 +133,11 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
         raise UserError(
             f"checkpoint {folder} was made with --placement {placement} --data-parallel-sharding none: give the same "
             "--placement to resume it"
+        )
+    if (before := summary.get("optimizer", "adamw")) != config.optimizer.kind:
+        raise UserError(
+            f"checkpoint {folder} was made with --optimizer {shown(before)}, whose state {config.optimizer.kind} does "
+            "not have: give the same option, or export the weights and begin with them (--init-from)"
         )
     saved = {**_jsonable(asdict(LoraConfig())), **summary.get("lora", {})}
     for name, value in _jsonable(asdict(config.lora)).items():

@@ -277,6 +277,26 @@ EFFECTS = (
         "without a loss scale, which only fp16 has",
         "add --precision fp16",
     ),
+    Effect(
+        "optimizer",
+        ("adam_beta1", "adam_beta2", "adam_eps"),
+        lambda config: config.optimizer.kind != "lion",
+        "with --optimizer lion",
+        "use --optimizer adamw, or muon",
+    ),
+    *(
+        Effect(
+            "optimizer",
+            names,
+            lambda config, kind=kind: config.optimizer.kind == kind,  # type: ignore[misc]
+            f"without --optimizer {kind}",
+            "add it",
+        )
+        for kind, names in (
+            ("muon", ("muon_momentum", "muon_num_ns_steps", "muon_precision")),
+            ("lion", ("lion_beta1", "lion_beta2")),
+        )
+    ),
     *(
         Effect("optimizer", (f"{module}_lr",), _trains(module), f"with --freeze {module}", f"do not freeze {module}")
         for module in ("vision", "projector", "language")

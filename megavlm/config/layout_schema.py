@@ -158,8 +158,7 @@ class ExecutionConfig:
     )
     offload: tuple[str, ...] = option(
         (),
-        "To host memory: optimizer (Adam's moments; updated there), activations; to a disk: optimizer=nvme:DIR. "
-        "Default: neither.",
+        "Keep in host memory: optimizer state, activations; on disk: optimizer=nvme:DIR; default: neither.",
         common=PRECISION,
     )
     gradient_accumulation_fusion: bool = option(

@@ -10,8 +10,14 @@ from megavlm.config.option import TRAINING, option
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Learning rates and their schedule, AdamW, clipping, and the loss scale of fp16."""
+    """Learning rates and their schedule, the update rule, clipping, and the loss scale of fp16."""
 
+    kind: Literal["adamw", "muon", "lion"] = option(
+        "adamw",
+        "Update rule.",
+        flag="--optimizer",
+        common=TRAINING,
+    )
     lr: float = option(
         None,
         "Peak learning rate; default: 1e-3, from given weights 1e-5.",
@@ -47,6 +53,15 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.")
     adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.")
     adam_eps: float = option(1e-8, "Epsilon of AdamW.")
+    muon_momentum: float = option(0.95, "Muon: decay rate of the momentum.")
+    muon_num_ns_steps: int = option(5, "Muon: number of Newton-Schulz steps that make an update orthogonal.")
+    muon_precision: Literal["fp32", "bf16"] = option(
+        None,
+        "Muon: type in which ranks compute Newton-Schulz steps and send each other what these need; default: fp32 with "
+        "--precision fp32, else bf16.",
+    )
+    lion_beta1: float = option(0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.")
+    lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.")
     clip_grad: float = option(
         1.0, "Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."
     )

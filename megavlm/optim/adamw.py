@@ -11,7 +11,7 @@ counts on from the same t.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class AdamW(torch.optim.Optimizer):
     Of a parameter that is sharded (a DTensor) each rank updates its part.
     """
 
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")  # what is kept of each parameter
     divisor: Tensor | None = None  # [] float32: what the next step divides gradients by, in place, as it reads them
 
     def __init__(
@@ -40,6 +41,7 @@ class AdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
+        self.matrices: set[Tensor] = set()  # parameters that `optim/muon.py` updates, of which one momentum is kept
 
     @classmethod
     def in_place_of(cls, optimizer: torch.optim.Optimizer) -> Self:
@@ -61,6 +63,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None and local_part(p).numel()]
+            params = [p for p in params if p not in self.matrices]
             if params:
                 self._update(group, params)
         return None
@@ -69,7 +72,7 @@ class AdamW(torch.optim.Optimizer):
         """Give every parameter its moments, as the first step would."""
         for group in self.param_groups:
             for p in group["params"]:
-                self._moments(p)
+                self.state_of(p)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -81,21 +84,26 @@ class AdamW(torch.optim.Optimizer):
                 group["step"] = int(group["step"])
         for index, p in enumerate(params):
             if index in state_dict["state"]:
-                for name, moment in self._moments(p).items():
+                for name, moment in self.state_of(p).items():
                     moment.copy_(state_dict["state"][index][name])
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        moments = [self._moments(p) for p in params]
+        moments = [self.state_of(p) for p in params]
         values, gradients = [local_part(p) for p in params], [local_part(p.grad) for p in params]
-        self._fused(group, values, gradients, moments, self.divisor)
+        self._apply(group, values, gradients, moments, self.divisor)
 
-    def _moments(self, p: Tensor) -> dict[str, Tensor]:
+    def state_of(self, p: Tensor) -> dict[str, Tensor]:
+        """Return what is kept of a parameter, which begins with zeros."""
         state: dict[str, Tensor] = self.state[p]
         if not state:
-            state.update(exp_avg=torch.zeros_like(local_part(p)), exp_avg_sq=torch.zeros_like(local_part(p)))
+            names = ("momentum",) if p in self.matrices else self.moments
+            state.update({name: self._zeros_like(local_part(p)) for name in names})
         return state
 
-    def _fused(
+    def _zeros_like(self, values: Tensor) -> Tensor:
+        return torch.zeros_like(values)
+
+    def _apply(
         self,
         group: dict[str, Any],
         values: Sequence[Tensor],

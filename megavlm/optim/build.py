@@ -14,6 +14,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megavlm.arch.kinds import hidden_weight_of
 from megavlm.arch.layers import part_of
 from megavlm.config.derived import moments_folder, offloaded, shards_gradients
 from megavlm.config.schema import Config
@@ -23,8 +24,11 @@ from megavlm.optim.adamw import AdamW
 from megavlm.optim.chained import MeanGradientOptimizer
 from megavlm.optim.disk_adamw import DiskAdamW
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.host_adamw import HostAdamW
+from megavlm.optim.held_layouts import entries_of, held_layouts
+from megavlm.optim.host_adamw import HostAdamW, HostLion
+from megavlm.optim.lion import Lion
 from megavlm.optim.model_weights import round_in_one_launch
+from megavlm.optim.muon import MatrixShard, Muon, MuonOptions
 from megavlm.optim.param_gather import wait_before_reading
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.parallel.groups import Groups
@@ -71,7 +75,7 @@ def with_whole_gradients(config: Config) -> Config:
 
 
 def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> MeanGradientOptimizer:
-    """Return AdamW over this rank's (shard of the) parameters, grouped by module and by weight decay."""
+    """Return the optimizer over this rank's (shard of the) parameters, grouped by module and by weight decay."""
     options = config.optimizer
     dtype = DTYPES[config.precision.dtype]
     megatron_config = MegatronOptimizerConfig(
@@ -108,23 +112,48 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
         if not part.is_stub_optimizer:
             _choose_update(part, config)
             round_in_one_launch(part)
-    return MeanGradientOptimizer(parts, clip=options.clip_grad)
+    return MeanGradientOptimizer(parts, clip=options.clip_grad, muon=_muon(parts, chunks, config, groups))
 
 
 def _choose_update(part: Any, config: Config) -> None:
-    """Make one of megatron-core's optimizers, before it has state, update with our AdamW: on the device or the host,
+    """Make one of megatron-core's optimizers, before it has state, update with ours: on the device or the host, AdamW
     there also with moments on disk.
 
-    Ours divides gradients as it reads them, which Transformer Engine's does not, and resumes a sharded run, which
+    Ours divide gradients as they read them, which Transformer Engine's does not, and resume a sharded run, which
     torch's does not.
     """
-    if (folder := moments_folder(config)) is not None:
+    on_host, options = "optimizer" in offloaded(config), config.optimizer
+    if options.kind == "lion":
+        part.optimizer = (HostLion if on_host else Lion).in_place_of(part.optimizer)
+        for group in part.optimizer.param_groups:
+            group["betas"] = (options.lion_beta1, options.lion_beta2)
+    elif (folder := moments_folder(config)) is not None:
         inner = DiskAdamW.in_place_of(part.optimizer)
         inner.reserve(folder)
         part.optimizer = inner
     else:
-        part.optimizer = (HostAdamW if "optimizer" in offloaded(config) else AdamW).in_place_of(part.optimizer)
+        part.optimizer = (HostAdamW if on_host else AdamW).in_place_of(part.optimizer)
     part.init_state_fn = lambda inner, config=None: inner.begin()
+
+
+def _muon(parts: Sequence[Any], chunks: Sequence[Any], config: Config, groups: Groups) -> tuple[Muon, ...]:
+    """Return what updates the matrices of these optimizers; with another optimizer nothing."""
+    if config.optimizer.kind != "muon":
+        return ()
+    entries = entries_of(chunks)
+    shards = [
+        MatrixShard(part.optimizer, weights, layout)
+        for part in parts
+        for _, weights, layout in held_layouts(part, entries)
+        if hidden_weight_of(layout.key, config.model) is not None
+    ]
+    options = MuonOptions(
+        momentum=config.optimizer.muon_momentum,
+        steps=config.optimizer.muon_num_ns_steps,
+        dtype=DTYPES[config.optimizer.muon_precision],
+    )
+    device = next(chunks[0].parameters()).device
+    return (Muon(shards, config.model, options, groups.collection.tp_dp_cp, device),)
 
 
 def loss_scale(optimizer: Any) -> float | None:
@@ -136,7 +165,8 @@ def loss_scale(optimizer: Any) -> float | None:
 def chain_optimizers(first: MeanGradientOptimizer, *others: MeanGradientOptimizer) -> MeanGradientOptimizer:
     """Return one optimizer that steps all of them together."""
     parts = [part for optimizer in (first, *others) for part in optimizer.chained_optimizers]
-    return MeanGradientOptimizer(parts, clip=first.clip)
+    muon = tuple(each for optimizer in (first, *others) for each in optimizer.muon)
+    return MeanGradientOptimizer(parts, clip=first.clip, muon=muon)
 
 
 def _overrides(config: Config) -> dict[ParamKey, Any]:

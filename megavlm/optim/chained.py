@@ -23,14 +23,19 @@ import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from torch import Tensor
 
+from megavlm.optim.muon import Muon
+
 
 class MeanGradientOptimizer(ChainedOptimizer):
     """Optimizers that step together on the mean gradient over tokens, clipped by the norm over all their parameters."""
 
-    def __init__(self, parts: Sequence[Any], *, clip: float) -> None:
-        """`clip` is the largest norm of the mean gradient; 0 does not clip. The parts update with `optim.adamw`."""
+    def __init__(self, parts: Sequence[Any], *, clip: float, muon: Sequence[Muon] = ()) -> None:
+        """`clip` is the largest norm of the mean gradient; 0 does not clip. The parts update with `optim.adamw`, after
+        `muon` has updated their matrices.
+        """
         super().__init__(list(parts))
         self.clip = clip or math.inf
+        self.muon = tuple(muon)
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor | None:
@@ -53,6 +58,8 @@ class MeanGradientOptimizer(ChainedOptimizer):
         for part in self.chained_optimizers:
             if not part.is_stub_optimizer:
                 part.optimizer.divisor = divisor
+        for matrices in self.muon:
+            matrices.update(divisor)
         self.step_with_ready_grads()
 
     def step(self) -> tuple[bool, float | None, int | None]:

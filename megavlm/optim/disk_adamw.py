@@ -43,7 +43,7 @@ class DiskAdamW(HostAdamW):
             self._places[p] = place
             place += len(_KINDS) * local_part(p).numel()
 
-    def _moments(self, p: Tensor) -> dict[str, Tensor]:
+    def state_of(self, p: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[p]
         if not state:
             assert self._scratch is not None

@@ -16,25 +16,22 @@ from torch import Tensor
 
 from megavlm.backend.host_copies import empty_on_host
 from megavlm.optim.adamw import AdamW
+from megavlm.optim.lion import Lion
 from megavlm.parallel.dtensor import local_part
 from megavlm.planner.memory import HOST_PIECE
 
 
-class HostAdamW(AdamW):
-    """AdamW whose state is always in host memory. Steps give the same numbers as `AdamW` on a CPU."""
+class OnHost(AdamW):
+    """An optimizer whose state is always in host memory. Steps give the same numbers as on a CPU."""
 
     piece = HOST_PIECE  # numbers that travel together: two pieces in pinned memory take 256 MiB
 
-    def _moments(self, p: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[p]
-        if not state:
-            size = local_part(p).shape
-            state.update({name: torch.zeros(size, dtype=p.dtype) for name in ("exp_avg", "exp_avg_sq")})
-        return state
+    def _zeros_like(self, values: Tensor) -> Tensor:
+        return torch.zeros(values.shape, dtype=values.dtype)
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         parts = [
-            part for p in params for part in _parts(local_part(p), local_part(p.grad), self._moments(p), self.piece)
+            part for p in params for part in _parts(local_part(p), local_part(p.grad), self.state_of(p), self.piece)
         ]
         pieces = [Piece(each) for each in _together(parts, self.piece)]
         divisor = None if self.divisor is None else _to_host(self.divisor)  # arrives before the first piece
@@ -44,13 +41,21 @@ class HostAdamW(AdamW):
             if after is not None:
                 after.send()
             piece.arrive()
-            self._fused(group, piece.values, piece.gradients, moments, divisor)
+            self._apply(group, piece.values, piece.gradients, moments, divisor)
             piece.send_back()
 
     def _with_moments(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[dict[str, Tensor]]]]:
         """Yield each piece with the moments of its parts, which the caller updates in place."""
         for piece in pieces:
             yield piece, [part.moments for part in piece.parts]
+
+
+class HostAdamW(OnHost):
+    """AdamW with its moments on the host."""
+
+
+class HostLion(OnHost, Lion):
+    """Lion with its moment on the host."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.optimizer import FP32Optimizer, _get_param_groups
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megavlm.optim.adamw import AdamW
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.shards import ParamShard
 from megavlm.parallel.dtensor import local_part
 from megavlm.parallel.groups import Groups
 
@@ -41,12 +40,3 @@ class ShardedOptimizer(FP32Optimizer):
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         return [local_part(gradient) for gradient in super().get_main_grads_for_grad_norm()]
-
-    def param_shards(self) -> Iterator[ParamShard]:
-        """Return this rank's rows of master weights and moments, for each trained parameter of the chunks."""
-        for chunk in self.chunks:
-            chunk.reshard()
-            for name, param in chunk.trained.items():
-                yield ParamShard(
-                    param, chunk.layouts[name], {"param": local_part(param), **self.optimizer.state[param]}
-                )

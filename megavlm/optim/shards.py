@@ -72,6 +72,20 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A box of a global tensor, and where a rank has its elements: in what it holds, from number `first` on."""
+
+    part: ShardedTensor  # without data
+    box: Box
+    first: int
+    stride: tuple[int, ...]
+
+    def view(self, held: Tensor) -> Tensor:
+        """Return the box as a view of all elements that the rank holds of the parameter, which lie without gaps."""
+        return held.as_strided(self.box.size, self.stride, held.storage_offset() + self.first)
+
+
+@dataclass(frozen=True)
 class ShardLayout:
     """The slices of a parameter of `shape`, and the range `start` … `end − 1` of its elements that this rank holds."""
 
@@ -81,31 +95,44 @@ class ShardLayout:
     end: int
     replica: int  # this rank's index among those that hold the same elements; index 0 saves them
 
+    @property
+    def key(self) -> str:
+        """Return the global name of the tensor that the slices are parts of."""
+        return self.slices[0].part.key
+
+    def places(self) -> Iterator[Place]:
+        """Yield the boxes of global tensors that this rank holds."""
+        at = 0
+        for box in boxes(self.shape, self.start, self.end):
+            stride = tuple(prod(box.size[axis + 1 :]) for axis in range(len(box.size)))
+            for each in self.slices:
+                common = each.within(box)
+                if common is not None:
+                    inside = (
+                        step * (place - origin)
+                        for step, place, origin in zip(stride, common.offset, box.offset, strict=True)
+                    )
+                    offset = tuple(map(_moved, common.offset, each.first, each.part.global_offset))
+                    yield Place(each.part, Box(offset, common.size), at + sum(inside), stride)
+            at += prod(box.size)
+
     def parts(self, held: Tensor, *, prefix: str = "") -> Iterator[ShardedTensor]:
         """Yield what this rank holds as parts of global tensors; their data are views of `held`.
 
         `prefix` is put before the tensors' names.
         """
-        numbers, at = held.detach().view(-1), 0
-        for box in boxes(self.shape, self.start, self.end):
-            values = numbers[at : at + prod(box.size)].view(box.size)
-            at += values.numel()
-            for each in self.slices:
-                common, part = each.within(box), each.part
-                if common is None:
-                    continue
-                index = tuple(map(_span, common.offset, common.size, box.offset))
-                data = values[index]
-                yield replace(
-                    part,
-                    key=prefix + part.key,
-                    data=data,
-                    dtype=data.dtype,
-                    local_shape=common.size,
-                    global_offset=tuple(map(_moved, common.offset, each.first, part.global_offset)),
-                    axis_fragmentations=None,  # not a grid: boxes differ in size
-                    replica_id=(*part.replica_id[:2], self.replica),
-                )
+        for place in self.places():
+            part, data = place.part, place.view(held.detach())
+            yield replace(
+                part,
+                key=prefix + part.key,
+                data=data,
+                dtype=data.dtype,
+                local_shape=place.box.size,
+                global_offset=place.box.offset,
+                axis_fragmentations=None,  # not a grid: boxes differ in size
+                replica_id=(*part.replica_id[:2], self.replica),
+            )
 
 
 @dataclass(frozen=True)
@@ -141,10 +168,6 @@ def _slices(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Slice]:
         numbered.append(replace(entry, data=numbers.expand(shape)).build())
     for parts in zip(*numbered, strict=True):
         yield Slice(tuple(int(part.data[(0,) * len(shape)]) for part in parts), parts[0].without_data())
-
-
-def _span(start: int, count: int, origin: int) -> slice:
-    return slice(start - origin, start - origin + count)
 
 
 def _moved(place: int, origin: int, target: int) -> int:

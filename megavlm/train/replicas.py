@@ -28,7 +28,12 @@ from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.held_state import held_state
 from megavlm.parallel.dtensor import local_part
 
-_WORDS = {"param": "fp32 weights", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
+_WORDS = {
+    "param": "fp32 weights",
+    "exp_avg": "first moment",
+    "exp_avg_sq": "second moment",
+    "momentum": "momentum",
+}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

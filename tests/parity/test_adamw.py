@@ -91,9 +91,9 @@ def test_in_place_of_torchs_it_counts_steps_in_the_group() -> None:
 def test_a_piece_is_sent_before_the_one_before_it_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     for name in ("send", "arrive", "send_back"):
-        plain = getattr(host_adamw._Piece, name)
+        plain = getattr(host_adamw.Piece, name)
         monkeypatch.setattr(
-            host_adamw._Piece, name, lambda self, name=name, plain=plain: (events.append(name), plain(self))[1]
+            host_adamw.Piece, name, lambda self, name=name, plain=plain: (events.append(name), plain(self))[1]
         )
     params = [torch.nn.Parameter(torch.ones(size)) for size in (3, 100, 40, 30)]
     for param in params:

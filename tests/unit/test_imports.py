@@ -72,6 +72,8 @@ DEVICE_FREE = (
     "megavlm.model.rotary",
     "megavlm.model.vision_ops",
     "megavlm.optim.shards",
+    "megavlm.optim.matrix_plan",
+    "megavlm.optim.newton_schulz",
     "megavlm.data.image_assignment",
     "megavlm.pipeline.feature_exchange",
 )

@@ -8,6 +8,7 @@ from dataclasses import fields
 from megavlm.arch.connector import Connector, Split
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
+from megavlm.arch.matrices import HiddenWeight, hidden_weight
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
 from megavlm.config.derived import block_channels, projector_inputs
@@ -106,6 +107,21 @@ class Mlp(Connector):
         patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
         more = (features,) * (scenario.model.projector.kind == "gated")
         return Communication((patches,) * scenario.sequence_parallel + more, (features, features, *more))
+
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        inputs, outputs, hidden = projector_inputs(model), model.language.hidden_size, model.projector.hidden_size
+        layers = {
+            "linear": {"linear_fc1": (outputs, inputs)},
+            "mlp": {"linear_fc1": (hidden, inputs), "linear_fc2": (outputs, hidden)},
+            "gated": {
+                "linear_in": (outputs, inputs),
+                **dict.fromkeys(("linear_gate", "linear_fc1"), (hidden, outputs)),
+                "linear_fc2": (outputs, hidden),
+            },
+        }[model.projector.kind]
+        if model.projector.merge == "convolution":
+            layers["convolution"] = (inputs, block_channels(model))
+        return {f"{name}.weight": hidden_weight(columns, rows) for name, (rows, columns) in layers.items()}
 
     def splits(self, model: ModelConfig) -> Mapping[str, Split]:
         outputs, hidden = model.language.hidden_size, model.projector.hidden_size

@@ -21,6 +21,8 @@ from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
 from tests.support.extensions import install
 
+MUON, LION = "--optimizer muon", "--optimizer lion"
+
 
 class Mistake(NamedTuple):
     argv: str
@@ -658,6 +660,16 @@ RUN = (
     Mistake("--callback a:B a:B", "--callback names 'a:B' twice", "leave one of them out", "--callback a:B"),
     Mistake("--tracker wandb wandb", "--tracker names 'wandb' twice", "leave one of them out", "--tracker wandb"),
     Mistake("--tracker wandb --tracker-project=", "--tracker-project", "name the project", "--tracker-project mine"),
+    Mistake(
+        "--optimizer muon --lora-rank 4 --freeze vision projector",
+        "--optimizer muon",
+        "use --optimizer adamw",
+        "--optimizer adamw",
+    ),
+    Mistake(f"{LION} --offload optimizer=nvme:/d", "which --optimizer lion does not", "use --offload opt", "--offload"),
+    Mistake("--muon-momentum 0.9", "--muon-momentum has no effect without --optimizer muon", "add it", MUON),
+    Mistake("--lion-beta2 0.98", "--lion-beta2 has no effect without", "add it", "--optimizer lion"),
+    Mistake(f"{LION} --adam-beta2 0.9", "--adam-beta2 has no effect with --optimizer lion", "adamw, or muon", MUON),
     Mistake("--tracker-run-name x", "--tracker-run-name has no effect", "add --tracker", "--tracker mlflow"),
     Mistake("--data files", "--data files", "name your data sets", "--data synthetic"),
     Mistake("--datasets a.json --data digits", "--datasets", "leave one of them out", "--data files"),

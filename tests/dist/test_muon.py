@@ -1,0 +1,199 @@
+"""Muon and Lion: the updates of their papers, at every layout, and going on as if nothing had happened.
+
+Newton-Schulz steps of equal matrices are equal bits, whoever holds which piece. But gradients of layouts differ by the
+order of fp32 sums, 1e-7 of them, and the steps make small singular values hundreds of times larger: where a matrix has
+them (a tower's values and output layer: attention that is nearly even averages them), 1e-7 becomes 1e-3 of that
+direction. In float64 the same runs agree to 1e-12, so that is what most layouts are compared in; megatron-core's and
+torch's sharded optimizers know fp32 alone, and are compared with a smaller learning rate, whose updates they see all
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.flags import DROPOUT, FOUR, HALF, MODELS, TWO
+from tests.support.float64 import train_in_float64
+from tests.support.muon_reference import farthest_from_reference
+from tests.support.pool import Pools
+from tests.support.training import (
+    LONG,
+    SMALL,
+    TEXT_TO_LEARN,
+    assert_resumed,
+    assert_same_curve,
+    assert_within_a_hundredth,
+    metrics,
+    train,
+)
+
+MUON, LION = "--optimizer muon", "--optimizer lion --lr 1e-4"
+SLOWER = "--optimizer muon --lr 1e-4"
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-dense-layers 0 --moe-shared-expert-intermediate-size 32"
+# Heads and widths that two ranks do not divide; a vision head is padding.
+UNEVEN = "--language-num-attention-heads 3 --language-num-query-groups 3 --language-ffn-hidden-size 50"
+KNOWN = {**MODELS, "experts": EXPERTS, "uneven": UNEVEN, "lora": "--lora-rank 4 --freeze language"}
+
+Curve = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    """Return the curve of a run on one process, computed once."""
+    curves: dict[Any, list[dict[str, Any]]] = {}
+
+    def curve(run: Callable[..., None], argv: Sequence[str]) -> list[dict[str, Any]]:
+        if (run, *argv) not in curves:
+            folder = str(tmp_path_factory.mktemp("one"))
+            pools(1).run(run, argv, folder)
+            curves[run, *argv] = metrics(folder)
+        return curves[run, *argv]
+
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ("rich", MUON),
+        ("experts", MUON),
+        *(pytest.param(model, MUON, marks=pytest.mark.slow) for model in ("glm4v", "gemma3", "qwen3-vl", "lora")),
+        ("plain", LION),
+    ],
+)
+def test_two_steps_are_those_of_the_papers(pools: Pools, tmp_path: Path, model: str, flags: str):
+    argv = [*SMALL, "--no-save", *KNOWN[model].split(), *flags.split()]
+    (found,) = pools(1).run(farthest_from_reference, argv, str(tmp_path), 2)
+    assert len(found) > 10
+    name, off = max(found.items(), key=lambda item: item[1])
+    assert off < 1e-9, f"{name} is off by {off:.1e} of the way that it went"
+
+
+# In float64, without sharding: TP, PP, VPP, CP, EP, replicas, encoders colocated and split, padded and shared heads.
+FAST = [
+    (4, "gemma3", "--tp 2 --pp 2"),
+    (4, "uneven", "--tp 2"),
+    (2, "padded-heads", "--tp 2 --placement colocated"),
+    (4, "experts", "--pp 2 --vpp 2 --ep 2"),
+    (2, "plain", "--cp 2 --micro-batch-size 2"),
+]
+LAYOUTS = [
+    (2, "--tp 2 --micro-batch-size 2"),
+    (4, "--tp 4"),
+    (4, "--pp 4"),
+    (4, "--tp 2 --pp 2 --vpp 2"),
+    (4, "--tp 2 --cp 2"),
+    (4, "--pp 2 --vpp 2 --placement colocated"),
+    (4, "--tp 2 --pp 2 --placement colocated --vision-tp 2"),
+]
+SLOW = [
+    *FAST,
+    *((world, model, flags) for world, flags in LAYOUTS for model in KNOWN),
+    (4, "experts", "--tp 2 --ep 2 --etp 2"),
+    (4, "experts", "--ep 4"),
+    (2, "experts", "--tp 2 --etp 1"),
+]
+
+
+def check_layout(pools: Pools, one: Curve, folder: Path, world: int, model: str, flags: str, steps: Sequence[str]):
+    argv = [*SMALL, "--no-save", "--data-parallel-sharding", "none", *KNOWN[model].split(), *MUON.split(), *steps]
+    pools(world).run(train_in_float64, [*argv, *flags.split()], str(folder))
+    assert_same_curve(metrics(folder), one(train_in_float64, argv), tolerance=1e-11)
+
+
+@pytest.mark.parametrize(("world", "model", "flags"), FAST)
+def test_layouts_give_the_numbers_of_one_process(pools, one, tmp_path, world, model, flags):
+    check_layout(pools, one, tmp_path, world, model, flags, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "model", "flags"), SLOW)
+def test_every_layout_gives_the_numbers_of_one_process(pools, one, tmp_path, world, model, flags):
+    check_layout(pools, one, tmp_path, world, model, flags, LONG)
+
+
+ZERO_2, ZERO_3 = "--data-parallel-sharding optimizer_gradients", "--data-parallel-sharding full"
+SHARDED = [
+    (4, "rich", SLOWER, "--tp 2"),
+    (2, "rich", SLOWER, f"{ZERO_3} --placement colocated"),
+    (4, "rich", LION, f"--pp 2 --vpp 2 {ZERO_2}"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (2, "rich", SLOWER, "--offload optimizer"),
+            (2, "rich", LION, "--offload optimizer"),
+            (4, "rich", SLOWER, f"--tp 2 {ZERO_3}"),
+            (4, "rich", SLOWER, f"--pp 2 --vpp 2 {ZERO_2}"),
+            (4, "rich", SLOWER, "--hybrid-shard-size 2"),
+            (4, "rich", SLOWER, f"{ZERO_3} --hybrid-shard-size 2"),
+            (4, "experts", SLOWER, "--ep 2"),
+            (8, "rich", SLOWER, "--tp 2 --pp 2"),
+            (4, "padded-heads", SLOWER, f"--tp 2 {ZERO_2}"),
+            (4, "frozen-vision-projector", SLOWER, f"--pp 2 {ZERO_3}"),
+            *((4, model, LION, flags) for model in ("rich", "gemma3") for _, flags in LAYOUTS),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("world", "model", "optimizer", "flags"), SHARDED)
+def test_sharding_gives_the_numbers_of_one_process(pools, one, tmp_path, world, model, optimizer, flags):
+    argv = [*SMALL, "--no-save", *KNOWN[model].split(), *optimizer.split()]
+    pools(world).run(train, [*argv, *flags.split()], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), one(train, argv))
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (4, f"{MUON} --tp 2 --micro-batch-size 2"),
+        pytest.param(4, f"{MUON} --tp 2 --micro-batch-size 2 --muon-precision bf16", marks=pytest.mark.slow),
+        pytest.param(2, f"{MUON} {ZERO_3}", marks=pytest.mark.slow),
+        pytest.param(2, f"{MUON} --data-parallel-sharding none", marks=pytest.mark.slow),
+        pytest.param(2, f"{MUON} --precision bf16 --placement colocated", marks=pytest.mark.slow),
+        pytest.param(2, LION, marks=pytest.mark.slow),
+        pytest.param(2, f"{LION} --data-parallel-sharding none --precision bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, flags: str):
+    argv = [*SMALL, *DROPOUT, *flags.split()]
+    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
+    pools(world).run(train, [*argv, *TWO], str(tmp_path / "halves"))
+    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
+    assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after"),
+    [
+        (SLOWER, (4, "--tp 2 --pp 2"), (2, ZERO_3)),
+        pytest.param(SLOWER, (2, ZERO_2), (4, "--pp 2 --vpp 2"), marks=pytest.mark.slow),
+        pytest.param(SLOWER, (2, "--tp 2"), (2, "--pp 2 --placement colocated"), marks=pytest.mark.slow),
+        pytest.param(LION, (2, "--tp 2"), (4, f"--pp 2 {ZERO_2}"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_resumes_on_another_layout(
+    pools: Pools, one: Curve, tmp_path: Path, optimizer: str, before: tuple[int, str], after: tuple[int, str]
+):
+    argv = [*SMALL, *KNOWN["padded-heads"].split(), *optimizer.split()]
+    for (world, flags), length in ((before, HALF), (after, [])):
+        pools(world).run(train, [*argv, *length, *flags.split()], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), one(train, [*argv, "--no-save"]))
+
+
+def test_another_optimizer_is_refused_on_resume(pools: Pools, tmp_path: Path):
+    pools(1).run(train, [*SMALL, *MUON.split(), *HALF], str(tmp_path))
+    with pytest.raises(AssertionError, match="was made with --optimizer 'muon', whose state adamw does not have: give"):
+        pools(1).run(train, SMALL, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_steps_in_bf16_learn_as_those_in_fp32(pools: Pools, tmp_path: Path):
+    for kind in ("fp32", "bf16"):
+        argv = [*TEXT_TO_LEARN, *MUON.split(), "--muon-precision", kind]
+        pools(2).run(train, argv, str(tmp_path / kind))
+    assert_within_a_hundredth(*(metrics(tmp_path / kind) for kind in ("bf16", "fp32")))
