@@ -1,7 +1,8 @@
 """All tests in pieces, each a pytest of its own, with a record that says what ran, how long, and how it ended.
 
 `make test-all` runs it. A piece that crashes or hangs costs the others nothing, and a run that was interrupted goes on
-where it stopped: pieces that have ended are in RECORD/pieces.jsonl and are not run again. Other flags go to pytest.
+where it stopped, also on another machine to which its record was copied: pieces that have ended are in
+RECORD/pieces.jsonl, with their commit, and are not run again. Other flags go to pytest.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Piece:
     status: int  # pytest's; negative where a signal ended it
     seconds: float
     ended: str  # date and time
+    commit: str  # what ran
 
 
 def pieces(root: Path = ROOT) -> list[str]:
@@ -59,7 +61,7 @@ def run(name: str, record: Path, arguments: Sequence[str], root: Path) -> Piece:
             check=False,
         )
     ended = datetime.now(UTC).isoformat(timespec="seconds")
-    return Piece(name, done.returncode, round(time.monotonic() - began, 1), ended)
+    return Piece(name, done.returncode, round(time.monotonic() - began, 1), ended, commit_of(root))
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -85,7 +87,8 @@ def summary(record: Path) -> str:
             f"{', '.join(f'{count} {name}' for name, count in totals.items())}; "
             f"{_minutes(sum(piece['seconds'] for piece in ended))} minutes by the clock, "
             f"{_minutes(sum(file['processor_seconds'] for file in files))} of processor time; "
-            f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, commit {_commit()}.",
+            f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
+            f"commit {', '.join(dict.fromkeys(piece['commit'] for piece in ended))}.",
             *(["", "Failed:", "", *failed] if failed else []),
             "",
             "| file | passed | failed | skipped | minutes | processor minutes |",
@@ -100,9 +103,10 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.1f}"
 
 
-def _commit() -> str:
+def commit_of(root: Path) -> str:
+    """Return the commit that is checked out, with -dirty where files differ from it; "unknown" outside of git."""
     asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
     )
     return asked.stdout.strip() or "unknown"
 
@@ -145,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, help="folder of the record (default: runs/test-all-COMMIT)")
     parser.add_argument("--only", nargs="+", help="run these pieces only (default: all)")
     options, arguments = parser.parse_known_args(argv)
-    record = (options.to or ROOT / f"runs/test-all-{_commit()}").resolve()
+    record = (options.to or ROOT / f"runs/test-all-{commit_of(ROOT)}").resolve()
     passed = run_all(options.only or pieces(), record, arguments)
     print(f"{'All passed' if passed else 'NOT all passed'}: {record}/summary.md")
     return 0 if passed else 1

@@ -40,6 +40,7 @@ def test_a_record_says_what_ran_and_how_it_ended(root: Path, capsys: pytest.Capt
     assert "3 passed, 2 failed, 1 skipped" in summary
     assert "`tests/unit/test_a.py::test_breaks`" in summary
     assert "- tests/dist/test_c.py ended early: status -9" in summary
+    assert ", commit unknown." in summary, "the folder is in no repository"
 
     (root / "tests/dist/test_c.py").write_text(TESTS["dist/test_d.py"])
     ended = (record / "pieces.jsonl").read_text().splitlines(keepends=True)
