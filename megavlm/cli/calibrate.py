@@ -1,8 +1,9 @@
 """Measure this machine for the planner: `torchrun --nproc-per-node 2 tools/calibrate.py --out mine.json`.
 
 Start as many processes as a training run will have. Each times the layers of small models of several widths and
-lengths, the optimizer and an all-gather; the rates of `megavlm/planner/cost.py` are fitted to these times. Use the
-result with `python tools/plan.py … --profile mine.json` or `pretrain_vlm.py --plan auto --hardware mine.json`.
+lengths, the optimizer, an all-gather and, on a GPU, grouped products of experts; the rates of `megavlm/planner/cost.py`
+are fitted to these times. Use the result with `python tools/plan.py … --profile mine.json` or
+`pretrain_vlm.py --plan auto --hardware mine.json`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megavlm.config.schema import (
 )
 from megavlm.errors import UserError
 from megavlm.parallel.world import world_of
-from megavlm.planner.fit import TimedLayer, fit, predicted
+from megavlm.planner.fit import TimedLayer, fit, predicted, row_tile
 from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device, to_json
 
 # (width, head count, tokens of text, image side in patches, vocabulary): small, long and wide
@@ -117,7 +118,8 @@ def calibrate(options: argparse.Namespace) -> None:
     backend = backends.activate()
     import torch.distributed as dist
 
-    from megavlm.train.calibration import measure_link, timed_layers
+    from megavlm.model.specs import DTYPES
+    from megavlm.train.calibration import measure_link, timed_layers, timed_products
 
     rounds: list[tuple[list[TimedLayer], list[TimedLayer]]] = []
     rates: list[float] = []
@@ -132,6 +134,10 @@ def calibrate(options: argparse.Namespace) -> None:
                 forward, backward, rates = [*forward, *ahead], [*backward, *back], [*rates, rate]
             rounds.append((forward, backward))
     forward, backward = (medians([each[side] for each in rounds]) for side in (0, 1))
+    tile = None
+    if not backend.is_cpu:  # a CPU computes no tiles; what it takes for each expert is counted in calls
+        repeats = options.rounds * options.repeats
+        tile = row_tile(timed_products(backend, DTYPES[options.precision], repeats=repeats))
     between = measure_link(backend)
     if dist.get_rank() == 0:
         base = PROFILES["cpu"] if backend.is_cpu else _similar(backend.name)
@@ -145,6 +151,7 @@ def calibrate(options: argparse.Namespace) -> None:
             memory_bandwidth=statistics.median(rates),
             near=between or base.near,
             devices_per_node=max(base.devices_per_node, world),
+            row_tile=tile,
         )
         options.out.write_text(json.dumps(to_json(hardware), indent=2) + "\n", encoding="utf-8")
         print(_summary(hardware, forward, backward))
@@ -186,4 +193,6 @@ def _summary(hardware: Hardware, forward: Sequence[TimedLayer], backward: Sequen
         f"optimizer {hardware.memory_bandwidth / 1e9:.2f} GB/s; between processes {hardware.near.bandwidth / 1e9:.2f} "
         f"GB/s, {hardware.near.latency * 1e6:.0f} µs; {hardware.memory / 2**30:.1f} GiB for tensors"
     )
+    if hardware.on_gpu:
+        lines.append(f"grouped products compute {hardware.rows_together:.0f} rows together")
     return "\n".join(lines)

@@ -35,7 +35,12 @@ LENGTH = 256
 # (frames, frames per second) of clips of which frames are taken; nothing is decoded.
 LENGTHS = ((33, 12.0), (7, 10.0), (90, 29.97), (1000, 30.0), (2400, 23.976), (9001, 59.94), (7200, 23.976))
 PAIRED = ("qwen", "glm")  # two frames to a patch
-UNBOUND = ("onevision", "internvl", "glm4v")  # of which Transformers takes as many frames as the rate asks for
+UNBOUND = (
+    "onevision",
+    "internvl",
+    "glm4v",
+    "glm4v-moe",
+)  # of which Transformers takes as many frames as the rate asks for
 MESSAGES: list[Any] = [
     {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What happens?"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "A cat is blue."}]},
@@ -84,6 +89,8 @@ WAYS = {
         ((4, 4),) * 5,
     ),
 }
+WAYS["glm4v-moe"] = WAYS["glm4v"]  # mixtures of experts see as the models without do
+WAYS["qwen3-vl-moe"] = WAYS["qwen3-vl"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,9 @@ def seen(single: Single, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         (folder / "video_preprocessor_config.json").write_text(json.dumps(way.options))
         made[name] = (folder, theirs)
     film, rate = str(root / "it.mp4"), {"fps": 4.0}
-    inputs = references([Task(name, str(made[name][0]), MESSAGES, film, rate, LENGTHS) for name in WAYS], root)
+    inputs = references(
+        [Task(name.removesuffix("-moe"), str(made[name][0]), MESSAGES, film, rate, LENGTHS) for name in WAYS], root
+    )
     return {name: look(*made[name], given, single) for name, given in zip(WAYS, inputs, strict=True)}
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megavlm.planner.fit import TimedLayer, fit, predicted
+from megavlm.planner.fit import TimedLayer, TimedProduct, fit, predicted, row_tile, uneven_rows
 from megavlm.planner.hardware import Rates
 
 
@@ -36,3 +36,16 @@ def test_attention_is_never_faster_than_products() -> None:
     """Times in which attention seems to cost nothing, as noise makes it: it is products at least."""
     found = fit(drawn(Rates(6e10, 1e18, 4e9, 1e-4), noise=0.05))
     assert found.attention == found.matmul < 1e11
+
+
+@pytest.mark.parametrize("tile", [1, 64, 128, 256])
+def test_the_tile_of_grouped_products_is_found(tile: int) -> None:
+    """From times of whole tiles of uneven experts, beside a constant that a call takes."""
+    samples = []
+    for rows in (16384, 32768):
+        for experts in (8, 32, 64):
+            held = uneven_rows(rows, experts)
+            assert sum(held) == rows
+            computed = sum(-(-each // tile) * tile for each in held)
+            samples.append(TimedProduct(rows, experts, 2e-5 + 1e-8 * computed))
+    assert row_tile(samples) == pytest.approx(tile, rel=0.05)
