@@ -60,7 +60,7 @@ def prepare(options: argparse.Namespace) -> None:
         )
     if options.out.exists() and not options.out.is_dir():
         raise UserError(f"{options.out} is a file: name a folder to write the tars to")
-    records = open_records(source)
+    records = open_records(source, pairs=False)
     count = len(records)
     order = np.arange(count) if options.shuffle is None else np.random.default_rng(options.shuffle).permutation(count)
     recipe = {

@@ -70,9 +70,10 @@ class DatasetConfig:
     path: str = option(
         "", "File of records, or for webdataset the folder of tars or its meta-dataset file; or its URL."
     )
-    kind: Literal["auto", "llava", "messages", "text", "webdataset"] = option(
+    kind: Literal["auto", "llava", "messages", "text", "pairs", "webdataset"] = option(
         "auto",
-        "Format: LLaVA JSON or JSONL, messages JSONL or parquet, plain text, or WebDataset tars; auto detects it.",
+        "Format: LLaVA JSON or JSONL, messages JSONL or parquet, plain text, pairs of a query and documents, or tars "
+        "of WebDataset; auto detects it.",
     )
     weight: float = option(1.0, "Sampling weight relative to the other data sets.")
     image_root: str | None = option(

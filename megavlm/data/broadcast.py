@@ -148,7 +148,8 @@ def copy_to(memory: Tensor, tensors: list[Tensor]) -> None:
     start = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        memory[start : start + size].copy_(tensor.contiguous().flatten().view(torch.uint8))
+        if size:  # an empty tensor may have strides that no view as bytes accepts
+            memory[start : start + size].copy_(tensor.contiguous().flatten().view(torch.uint8))
         start += aligned(size)
 
 

@@ -195,7 +195,7 @@ def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
     return {
         "members": torch.tensor(members, dtype=torch.int64).view(-1, 4),
         "pool": torch.as_tensor(pool, dtype=torch.int64),
-        "pool_weights": torch.from_numpy(np.repeat(1 / counts, counts).astype(np.float32)),
+        "pool_weights": torch.tensor(np.repeat(1 / counts, counts), dtype=torch.float32),
     }
 
 

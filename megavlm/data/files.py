@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from megavlm.arch.anyres import TileGroup
+from megavlm.arch.objectives import objective_of
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.chat import ChatFormat, Piece, split
 from megavlm.data.costs import CostModel
 from megavlm.data.order import Order
+from megavlm.data.pairs import encode_pairs
 from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
 from megavlm.data.processors import Layout, Processor
 from megavlm.data.processors.layout import Film
@@ -56,6 +58,7 @@ class FilesSource:
         """
         self.processor: Processor = processor_for(config)
         self.tokenizer = tokenizer_for(config, image_text=self.processor.image_token)
+        self._embeds = objective_of(config.model).embeds
         self._config = config = resolve(config, vocab_size=self.tokenizer.vocab_size)
         self.chat = ChatFormat.of(
             self.tokenizer,
@@ -89,7 +92,7 @@ class FilesSource:
     def records(self) -> Mapping[int, Records]:
         """Return the map-style data sets by index. Raises UserError for one that cannot be opened."""
         sources = enumerate(self._config.data.datasets)
-        return {number: open_records(source) for number, source in sources if not is_stream(source)}
+        return {number: open_records(each, pairs=self._embeds) for number, each in sources if not is_stream(each)}
 
     @property
     def _validation(self) -> tuple[DatasetConfig, ...]:
@@ -105,7 +108,7 @@ class FilesSource:
             return [
                 open_tars(source, cache=cache)
                 if is_stream(source)
-                else (self.records[number] if split else open_records(source))
+                else (self.records[number] if split else open_records(source, pairs=self._embeds))
                 for number, source in enumerate(self._validation)
             ]
         except UserError as error:
@@ -162,18 +165,34 @@ class FilesSource:
             conversation, source = self.conversation(sample_id)
             images = conversation.images
             layouts = self._visuals.layouts(images)
+            if self._embeds:
+                return self._encoded_pairs(sample_id, conversation, layouts, source=source)
             encoded = self.chat.encode(conversation, [layout.prompt for layout in layouts])
             fitted = split(encoded, self._config.train.seq_length)
         except BadSample as error:
             return EncodedRecord((), (self.skipped(sample_id, error),))
-        lost: tuple[Skipped, ...] = ()
-        if fitted.dropped:
-            dropped = BadSample(
-                Reason.TOO_LONG, f"{fitted.dropped} of its turns do not fit into --seq-length and are left out"
-            )
-            lost = (replace(self.skipped(sample_id, dropped), partly=True),)
         samples = tuple(self._encoded(piece, layouts, source=source) for piece in fitted.pieces)
-        return EncodedRecord(samples, lost)
+        return EncodedRecord(samples, self._lost(sample_id, fitted.dropped, "turns"))
+
+    def _encoded_pairs(
+        self, sample_id: SampleId, record: Conversation, layouts: Sequence[Layout], *, source: int
+    ) -> EncodedRecord:
+        """Return the texts of a record of pairs as one sample. Raises BadSample."""
+        if not record.identities:
+            raise BadSample(Reason.NOT_A_RECORD, "it has no query and positives, which --objective compares")
+        options, length = self._config.model.objective, self._config.train.seq_length
+        found = encode_pairs(record, [each.prompt for each in layouts], self.chat, options, seq_length=length)
+        whole = self._encoded(found.piece, layouts, source=source)
+        texts = [self._costs.cost(length=member.length, grids=(), images=0).language for member in found.members]
+        sample = replace(whole, members=found.members, cost=replace(whole.cost, language=sum(texts)))
+        return EncodedRecord((sample,), self._lost(sample_id, found.dropped, "negatives"))
+
+    def _lost(self, sample_id: SampleId, dropped: int, what: str) -> tuple[Skipped, ...]:
+        """Return the report of so many parts of a record that are too long, if there are any."""
+        if not dropped:
+            return ()
+        error = BadSample(Reason.TOO_LONG, f"{dropped} of its {what} do not fit into --seq-length and are left out")
+        return (replace(self.skipped(sample_id, error), partly=True),)
 
     def load(self, segment: Segment) -> Sample:
         """Return the sample of an encoded segment with the patches of its images. Raises BadSample."""
@@ -186,6 +205,7 @@ class FilesSource:
             images=tuple(self._visuals.load(images, image) for image in encoded.images),
             tile_groups=encoded.tile_groups,
             source=encoded.source,
+            members=encoded.members,
         )
 
     def prompt(self, conversation: Conversation) -> Sample:

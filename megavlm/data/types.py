@@ -80,7 +80,7 @@ class Skipped:
 
 # --- Records
 
-Role = Literal["system", "user", "assistant", "text"]
+Role = Literal["system", "user", "assistant", "text", "query", "positive", "negative"]
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of one record."""
+    """The turns of one record; those of a record of pairs are its texts, and `identities` says what each is."""
 
     turns: tuple[Turn, ...]
+    identities: tuple[int, ...] = ()
 
     @property
     def images(self) -> tuple[Visual, ...]:

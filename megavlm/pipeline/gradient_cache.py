@@ -89,14 +89,22 @@ class GradientCache:
             set_random_states(after)
         return None if loss is None else self.totals(loss, num_sources)
 
-    def loss(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> Loss | None:
+    def loss(
+        self,
+        batches: Sequence[MicroBatch],
+        outputs: Sequence[Tensor],
+        *,
+        see: Callable[[Representations], None] = lambda found: None,
+    ) -> Loss | None:
         """Return the loss over the global batch, given what the last stage made of this rank's micro-batches; None on
-        ranks of other stages.
+        ranks of other stages. `see` is called with what the loss is formed of.
         """
         if not outputs:
             return None
         found = self.representations(batches, outputs)
-        return WHOLE_BATCH[self.model.objective.kind](found, self.model.objective, self.groups.dp)
+        see(found)
+        with torch.enable_grad():
+            return WHOLE_BATCH[self.model.objective.kind](found, self.model.objective, self.groups.dp)
 
     def representations(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> Representations:
         """Return the texts of micro-batches together, given the last stage's outputs [R·H + scalars]."""

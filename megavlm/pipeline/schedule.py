@@ -27,6 +27,7 @@ from megavlm.data.batch import MicroBatch
 from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.router import routers_of
 from megavlm.model.specs import common_config
+from megavlm.objective.cached import Representations
 from megavlm.objective.next_token import sum_loss
 from megavlm.parallel.dims import Dims, RowSplit
 from megavlm.parallel.groups import Groups
@@ -197,11 +198,20 @@ class Schedule:
         return sums.flatten()
 
     @torch.no_grad()
-    def losses(self, batches: Sequence[MicroBatch], *, num_sources: int) -> Tensor:
-        """Run the forward passes of micro-batches; return what `train` returns, of `num_sources` data sets."""
+    def losses(
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        num_sources: int,
+        see: Callable[[Representations], None] = lambda found: None,
+    ) -> Tensor:
+        """Run the forward passes of micro-batches; return what `train` returns, of `num_sources` data sets.
+
+        `see` is called with the embedded texts on the last stage, if the objective embeds.
+        """
         self.config.timers = None
         if self.cache is not None:
-            loss = self.cache.loss(batches, self.outputs(batches))
+            loss = self.cache.loss(batches, self.outputs(batches), see=see)
             return self.no_totals(num_sources) if loss is None else self.cache.totals(loss, num_sources)
         batches = self._prepared(batches)
         sums = self._pass(batches, partial(_forward_loss, num_sources=num_sources), forward_only=True)

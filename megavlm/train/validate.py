@@ -20,6 +20,7 @@ from megavlm.resilience.phases import OTHER, VALIDATION
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.build import Run
 from megavlm.train.evaluate import Examiner, accuracies
+from megavlm.train.held_out_texts import HeldOutTexts
 
 
 class Validation:
@@ -48,10 +49,13 @@ class Validation:
         """
         run, began = self._run, time.perf_counter()
         with run.engine.evaluation():
-            totals = self._totals(iteration)
+            held_out = HeldOutTexts(run.engine.groups) if run.engine.schedule.cache is not None else None
+            totals = self._totals(iteration, held_out)
             if totals is None:
                 return {}
-            found = fields(totals.tolist(), run.source.validation_names)
+            found = fields(totals.tolist(), run.source.validation_names, of_tokens=held_out is None)
+            if held_out is not None:
+                found |= held_out.scores(run.backend.device)
             if isinstance(run.source, Examiner):
                 found |= accuracies(run, run.source)
         run.engine.schedule.phases.enter(OTHER)
@@ -63,8 +67,12 @@ class Validation:
         run.callbacks.on_validation(callback.Validation(iteration, scores))
         return {**found, "eval_time_s": seconds, "eval_time_fraction": share}
 
-    def _totals(self, iteration: int) -> Tensor | None:
-        """Return the sums of `Schedule.losses` over all batches and ranks; None if a rank was asked to stop."""
+    def _totals(self, iteration: int, held_out: HeldOutTexts | None) -> Tensor | None:
+        """Return the sums of `Schedule.losses` over all batches and ranks; None if a rank was asked to stop.
+
+        `held_out` collects the texts that are embedded.
+        """
+        see = (lambda found: None) if held_out is None else held_out.add
         engine, loader, names = self._run.engine, self._run.validation_loader, self._run.source.validation_names
         assert loader is not None, "the caller looks"
         num_sources = len(names) if len(names) > 1 else 0
@@ -79,7 +87,7 @@ class Validation:
             engine.schedule.phases.enter(VALIDATION, f"batch {number}")
             if not self._measured:
                 self._run.skipped.write(iteration, data.skipped)
-            sums += engine.schedule.losses(data.batches, num_sources=num_sources)
+            sums += engine.schedule.losses(data.batches, num_sources=num_sources, see=see)
             last = data.last
         if not engine.groups.is_first_tp:
             sums.zero_()  # each tensor-parallel rank has the same
@@ -117,17 +125,19 @@ class Validation:
             self._say(f"validation takes {share:.1%} of the time: {cheaper(self._interval, share)}")
 
 
-def fields(sums: list[float], names: tuple[str, ...]) -> dict[str, Value]:
+def fields(sums: list[float], names: tuple[str, ...], *, of_tokens: bool = True) -> dict[str, Value]:
     """Return loss and perplexity in all, and of each data set if there are several, from the sums over all samples.
 
     `sums` are those of losses and of trained tokens, in all, then the former of each data set, then the latter. A data
-    set without trained tokens has no loss.
+    set without trained tokens has no loss. Losses that are not `of_tokens` have no perplexity.
     """
     found = _loss("validation", *sums[:2]) | {"validation/trained_tokens": round(sums[1])}
+    if not of_tokens:
+        found = {"validation/loss": found["validation/loss"], "validation/pairs": round(sums[1])} if sums[1] else {}
     apart = zip(sums[2 : 2 + len(names)], sums[2 + len(names) :], strict=False)
     for name, (loss, tokens) in zip(names, apart, strict=False):
         found |= _loss(f"validation/{name}", loss, tokens)
-    return found
+    return found if of_tokens else {name: value for name, value in found.items() if not name.endswith("/perplexity")}
 
 
 def _loss(name: str, loss: float, tokens: float) -> dict[str, Value]:

@@ -63,6 +63,43 @@ def write_llava(folder: Path, *, samples: int, seed: int = 0, most_words: int = 
     return path
 
 
+def write_pairs(folder: Path, *, records: int, seed: int = 2, name: str = "pairs.jsonl") -> Path:
+    """Records of pairs: texts, an image, several images or both; some documents are the same."""
+    rng = np.random.default_rng(seed)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+
+    def text() -> str:
+        return " ".join(rng.choice(WORDS, int(rng.integers(1, 7))))
+
+    def image() -> str:
+        height, width = rng.integers(8, 40, 2).tolist()
+        place = f"{seed}-{len(list((folder / 'images').iterdir()))}.png"
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / "images" / place)
+        return place
+
+    def content(kind: int) -> Any:
+        if kind == 0:
+            return text()
+        if kind == 1:
+            return {"image": image()}
+        if kind == 2:
+            return {"text": f"<image> {text()} <image>", "images": [image(), image()]}
+        return [{"type": "text", "text": text()}, {"type": "image", "image": image()}]
+
+    lines = []
+    for number in range(records):
+        record = {"query": content(int(rng.integers(0, 4))), "positives": [content(int(rng.integers(0, 4)))]}
+        if number % 3 == 0:
+            record["positives"].append(text())
+            record["negatives"] = [content(0), content(1)]
+        if number % 4 < 2:
+            record["id"] = number // 8
+        lines.append(json.dumps(record))
+    path = folder / name
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def write_text(folder: Path, *, lines: int, seed: int = 1) -> Path:
     rng = np.random.default_rng(seed)
     path = folder / "book.txt"

@@ -13,10 +13,11 @@ from megavlm.data.records import arrow
 from megavlm.data.records.arrays import NotAnArray, array_spans
 from megavlm.data.records.arrow import ArrowFile
 from megavlm.data.records.container import Container, FileRecords, Joined, Records
+from megavlm.data.records.pairs import record_of
 from megavlm.data.records.parquet import ParquetFile
 from megavlm.data.records.pictures import FindFile, file_below, stored_below
 from megavlm.data.records.spans import BOM, SpanFile, line_spans
-from megavlm.data.records.turns import FIELD, Shape, conversation_of, shape_of
+from megavlm.data.records.turns import FIELD, Shape, shape_of
 from megavlm.data.records.videos import FindVideo, stored_video, video_below
 from megavlm.data.types import BadSample
 from megavlm.errors import UserError
@@ -26,6 +27,11 @@ from megavlm.storage.urls import complaint, is_url, without_secrets
 
 _TABLES: dict[str, Callable[[Path], Container]] = {".parquet": ParquetFile, ".arrow": ArrowFile}
 _FILES = (".json", ".jsonl", ".ndjson", ".txt", *_TABLES)  # suffixes of the files that are read in a folder
+_UNREAD_PAIRS = "pairs, which are no conversations: add --objective contrastive, or name another data set"
+_NO_PAIRS = (
+    'conversations, but --objective compares pairs: write {"query": …, "positives": […]} (docs/embeddings.md), or use '
+    "--objective next-token"
+)
 _LOOKED_AT = 100  # most records that are read to find a good one
 _UNREADABLE = {
     b"\xff\xfe": "UTF-16",
@@ -51,10 +57,11 @@ def is_stream(source: DatasetConfig) -> bool:
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in (".nv-meta", "*.tar"))
 
 
-def open_records(source: DatasetConfig) -> Records:
+def open_records(source: DatasetConfig, *, pairs: bool | None = None) -> Records:
     """Return the records of a data set that is not a stream, in file order (the files of a folder are sorted by name).
 
-    Raises UserError if the data set as a whole cannot be used. For a single bad record, `read` raises BadSample.
+    `pairs`: whether they have to be of pairs; None: they may. Raises UserError if the data set as a whole cannot be
+    used. For a single bad record, `read` raises BadSample.
     """
     assert not is_stream(source)
     path = _local(source)
@@ -63,7 +70,10 @@ def open_records(source: DatasetConfig) -> Records:
     if not len(container):
         raise _wrong(source, "has no records: name a file that has some")
     find, find_video = _finders(source, path)
-    convert = partial(conversation_of, shape=_shape(source, container), find=find, find_video=find_video)
+    shape = _shape(source, container)
+    if pairs is not None and (shape == "pairs") != pairs:
+        raise _wrong(source, f"has records of {_UNREAD_PAIRS if shape == 'pairs' else _NO_PAIRS}")
+    convert = partial(record_of, shape=shape, find=find, find_video=find_video)
     return FileRecords(name_of(source), container, convert)
 
 

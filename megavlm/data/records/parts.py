@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megavlm.config.messages import shown
-from megavlm.data.records.turns import conversation_of, shape_of
+from megavlm.data.records.pairs import record_of
+from megavlm.data.records.turns import shape_of
 from megavlm.data.records.videos import natural
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, VideoRef
 from megavlm.storage.file_range import FileRange
@@ -56,14 +57,14 @@ def conversation_of_parts(parts: Mapping[str, Part]) -> Conversation:
             raise BadSample(Reason.NOT_AN_IMAGE, f"{shown(name)} is a video")
         return ImageRef(content)
 
-    if not any(record.get(field) for field in ("image", "images")):
-        record = {**record, "images": [parts[name] for name in names]}
-    if not any(record.get(field) for field in ("video", "videos")):
-        record = {**record, "videos": clips}
     shape = shape_of(record)
+    if shape != "pairs" and not any(record.get(field) for field in ("image", "images")):
+        record = {**record, "images": [parts[name] for name in names]}
+    if shape != "pairs" and not any(record.get(field) for field in ("video", "videos")):
+        record = {**record, "videos": clips}
     if shape is None:
         raise BadSample(Reason.NOT_A_RECORD, f"none of its files {_listed(parts)} holds a conversation or a text")
-    return conversation_of(
+    return record_of(
         record,
         shape,
         find=image_of_part,
@@ -95,7 +96,7 @@ def _record(parts: Mapping[str, Part]) -> dict[str, Any]:
             raise BadSample(Reason.NOT_A_RECORD, f"its json file is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise BadSample(Reason.NOT_A_RECORD, f"its json file holds {shown(record)}, which is not an object")
-    if shape_of(record) in ("llava", "messages"):
+    if shape_of(record) in ("llava", "messages", "pairs"):
         return record
     for name in _CAPTIONS:
         if name in parts:

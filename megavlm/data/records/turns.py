@@ -19,11 +19,20 @@ from megavlm.data.records.pictures import PLACES, FindFile, image_of
 from megavlm.data.records.videos import VIDEO_PLACES, FindVideo, no_videos, video_of
 from megavlm.data.types import BadSample, Conversation, Reason, Role, Turn, Visual
 
-Shape = Literal["llava", "messages", "text"]
+Shape = Literal["llava", "messages", "text", "pairs"]
 TAG, VIDEO_TAG = "<image>", "<video>"
 _KINDS = {TAG: "images", VIDEO_TAG: "videos"}
-FIELD: dict[Shape, str] = {"llava": "conversations", "messages": "messages", "text": "text"}
-COLUMNS = (*FIELD.values(), "system", "image", "images", "video", "videos")  # all fields of a record that are read
+FIELD: dict[Shape, str] = {"llava": "conversations", "messages": "messages", "text": "text", "pairs": "query"}
+_OF_PAIRS = ("positive", "positives", "negative", "negatives", "id", "ids")
+COLUMNS = (
+    *FIELD.values(),
+    *_OF_PAIRS,
+    "system",
+    "image",
+    "images",
+    "video",
+    "videos",
+)  # all fields of a record that are read
 
 _ROLES: dict[str, Role] = {
     "human": "user",
@@ -77,6 +86,15 @@ def conversation_of(record: Any, shape: Shape, find: FindFile, find_video: FindV
         return _conversation(record, shape, find, find_video)
     except RecursionError as error:
         raise BadSample(Reason.NOT_A_RECORD, "it is nested too deeply") from error
+
+
+def text_turn(record: Mapping[str, Any], find: FindFile, find_video: FindVideo = no_videos) -> Turn:
+    """Return the one turn of a record of plain text with its images, which may have no text. Raises BadSample."""
+    named = _listed(record, "videos", "video")
+    reader = _Reader(find, find_video, has_videos=bool(named))
+    turns: Turns = [("text", _parts(record.get("text"), reader))]
+    images = [image_of(image, find) for image in _listed(record, "images", "image")]
+    return _placed(turns, images, [video_of(video, find_video, record.get("fps")) for video in named]).turns[0]
 
 
 def _conversation(record: Any, shape: Shape, find: FindFile, find_video: FindVideo) -> Conversation:
