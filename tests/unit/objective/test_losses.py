@@ -10,18 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.backend import activate
-
-activate()
-
-from megavlm.config.schema import ObjectiveConfig  # noqa: E402
-from megavlm.objective import cached  # noqa: E402
-from megavlm.objective.cached import Representations  # noqa: E402
-from megavlm.objective.contrastive import info_nce  # noqa: E402
-from megavlm.objective.sigmoid import sigmoid_loss  # noqa: E402
-from megavlm.objective.texts import Texts  # noqa: E402
-from tests.support import plain_losses  # noqa: E402
-from tests.support.plain_losses import Text, answers, pairs_of  # noqa: E402
+from megavlm.config.schema import ObjectiveConfig
+from megavlm.objective import cached
+from megavlm.objective.cached import Representations
+from megavlm.objective.contrastive import info_nce
+from megavlm.objective.sigmoid import sigmoid_loss
+from megavlm.objective.texts import Texts
+from tests.support import plain_losses
+from tests.support.plain_losses import Text, answers, pairs_of
 
 ROLES = ("query", "positive", "negative")
 

@@ -8,12 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.backend import activate
-
-activate()
-
-from megavlm.objective.retrieval import retrieval_sums  # noqa: E402
-from tests.support.plain_losses import Text, answers  # noqa: E402
+from megavlm.objective.retrieval import retrieval_sums
+from tests.support.plain_losses import Text, answers
 
 ROLES = ("query", "positive", "negative")
 
