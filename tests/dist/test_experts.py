@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -148,6 +149,38 @@ def test_steps_move_the_bias(pools, one, tmp_path):
     still, moved = metrics(tmp_path), one("sigmoid")
     assert still[0]["expert_load_max"] == moved[0]["expert_load_max"]
     assert still[-1]["expert_load_max"] != moved[-1]["expert_load_max"]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (4, "--tp 2 --ep 2 --etp 2"),
+        pytest.param(2, "--ep 2", marks=pytest.mark.slow),
+        pytest.param(4, "--ep 4 --moe-token-dispatcher-type allgather", marks=pytest.mark.slow),
+        pytest.param(4, "--pp 2 --ep 2 --recompute-granularity full", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_whose_experts_have_no_tokens(pools, tmp_path, world, layout):
+    """All tokens take the first two experts of four: another rank has none, forward nor backward."""
+    argv = [*SMALL, "--no-save", *SOFTMAX.split(), "--moe-router-force-load-balancing"]
+    pools(1).run(train_first_experts, argv, str(tmp_path / "one"))
+    pools(world).run(train_first_experts, [*argv, *layout.split()], str(tmp_path / "more"))
+    assert set(metrics(tmp_path / "one")[0]["expert_load_max"].values()) == {2.0}
+    assert_same_curve(metrics(tmp_path / "more"), metrics(tmp_path / "one"))
+    assert_same_balance(metrics(tmp_path / "more"), metrics(tmp_path / "one"))
+
+
+def train_first_experts(argv: Sequence[str], run_dir: str) -> None:
+    """A run whose tokens take the first experts in place of all in turn."""
+    from megavlm.model import router
+
+    def first(logits: Any, topk: int) -> Any:
+        chosen = logits.new_zeros(logits.shape)
+        chosen[..., :topk] = 1e3
+        return chosen
+
+    with patch.object(router, "_in_turn", first):
+        train(argv, run_dir)
 
 
 @pytest.mark.slow

@@ -18,8 +18,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megavlm.model.activation import ACTIVATIONS, ActivationModule  # noqa: E402
 from megavlm.model.experts import GroupedExperts, Products, Rows  # noqa: E402
 from megavlm.model.fp8_experts import emulated  # noqa: E402
+from megavlm.model.weights import initialize  # noqa: E402
 from megavlm.optim.shards import shard_layout  # noqa: E402
 from megavlm.precision.scaling import current_operands, rounded  # noqa: E402
+from tests.support.flags import resolved  # noqa: E402
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 16
 
@@ -108,6 +110,28 @@ def test_ranks_hold_parts_of_the_tensors_of_all_experts(ep, etp):
             if isinstance(entry, ShardedTensorFactory):
                 assert entry.merge_fn([part.data for part in entry.build()]).equal(entry.data)
     assert all(bool((times == 1).all()) for times in seen.values())
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])
+def test_each_expert_is_drawn_by_itself(ep, etp):
+    """Experts begin with different weights, and a rank draws its own as one process does."""
+
+    def drawn(experts: GroupedExperts) -> list[torch.Tensor]:
+        chunk: Any = SimpleNamespace(
+            sharded_state_dict=lambda: experts.sharded_state_dict("language.layers.0.mlp.experts.")
+        )
+        initialize(chunk, resolved(["--num-experts", str(EXPERTS)]), vocab_size=1)
+        return [experts.linear_fc1.weight.detach(), experts.linear_fc2.weight.detach()]
+
+    whole = drawn(experts_of())
+    assert all(not one[first].equal(one[other]) for one in whole for first in range(EXPERTS) for other in range(first))
+    for place in range(ep * etp):
+        groups = {"ep": group(ep, place // etp), "expt_tp": group(etp, place % etp)}
+        fc1, fc2 = drawn(experts_of(local=EXPERTS // ep, **groups))
+        own = slice(place // etp * EXPERTS // ep, (place // etp + 1) * EXPERTS // ep)
+        gate_and_up = [half.chunk(etp, dim=1)[place % etp] for half in whole[0][own].chunk(2, dim=1)]
+        assert fc1.equal(torch.cat(gate_and_up, dim=1))
+        assert fc2.equal(whole[1][own].chunk(etp, dim=2)[place % etp])
 
 
 def test_gate_rows_come_before_up_rows():
