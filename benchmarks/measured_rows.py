@@ -265,7 +265,12 @@ ROWS = (
         for what, key in (("memory", "bytes"), ("processor time", "seconds"))
     ),
     *(
-        Row(f"2 of 8 experts, 4,096 tokens, {what}", "experts", "python benchmarks/experts.py", experts(*case))
+        Row(
+            f"2 of 8 experts, evenly loaded, 4,096 tokens, {what}",
+            "experts",
+            "python benchmarks/experts.py",
+            experts(*case),
+        )
         for what, case in (
             (
                 "one process: processor time of a step, over that of a dense model of the same active FLOPs",

@@ -67,6 +67,16 @@ def test_each_token_takes_its_best_experts(options, expected):
         assert own[~of_token].abs().sum() == 0
 
 
+def test_scores_are_computed_in_fp32_whatever_weights_and_tokens_are_in():
+    """In bf16, steps of 2⁻⁸ between logits would make a token's scores wrong in the third digit."""
+    router, hidden = router_of().to(torch.bfloat16), (4 * hidden_states()).to(torch.bfloat16)
+    weights, chosen = router(hidden)
+    assert weights.dtype == torch.float32
+    logits = hidden.detach().flatten(0, 1).double() @ router.weight.detach().double().T
+    expected = logits.where(chosen, -torch.inf).softmax(-1)
+    torch.testing.assert_close(weights, expected.float(), rtol=1e-5, atol=1e-6)
+
+
 def test_the_bias_chooses_and_does_not_weigh():
     router = router_of(router_score_function="sigmoid", router_enable_expert_bias=True)
     router.expert_bias[3] = 10.0
