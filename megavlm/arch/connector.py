@@ -22,6 +22,8 @@ from megavlm.config.registry import from_code, registered
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 from megavlm.config.tensor_split import Part, share_of, share_runs
 
+HfNames = Mapping[str, str]  # names in Hugging Face folders, by those in the module
+
 
 @dataclass(frozen=True)
 class Split:
@@ -117,9 +119,30 @@ class Connector(ABC):
         """Return whether some rank holds rows that the model does not have."""
         return any(split.size // split.blocks // split.unit % tp for split in self.splits(model).values())
 
+    def kernels(self, model: ModelConfig) -> tuple[float, float]:
+        """Return the kernels of a pass, forward and backward."""
+        return self.launches
+
+    def calls(self, model: ModelConfig) -> float:
+        """Return the overhead of a pass on a CPU, in units of a lone norm's."""
+        return self.cpu_calls
+
     def build(self, builder: Any) -> Any:
         """Return the module (`megavlm.model.connector`) for a `LayerBuilder`."""
         return from_code(self.module)(builder)
+
+    hf_types: ClassVar[tuple[str, ...]] = ()  # values of `model_type` in config.json of folders with its weights
+
+    def from_hf(self, settings: Any) -> Mapping[str, Any]:
+        """Return the options that a config.json of `hf_types` decides (`families.shared.settings.Settings`).
+
+        Raises UserError for a setting that is not supported.
+        """
+        return {}
+
+    def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
+        """Return the sets of names under which such folders have the weights. Weights that a folder lacks are drawn."""
+        return ()
 
 
 @lru_cache(maxsize=64)

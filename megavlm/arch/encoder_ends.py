@@ -74,10 +74,10 @@ class Projector(LayerKind):
         return connector_of(model.projector)
 
     def kernels(self, model: ModelConfig) -> tuple[float, float]:
-        return self.connector(model).launches
+        return self.connector(model).kernels(model)
 
     def calls(self, model: ModelConfig) -> float:
-        return self.connector(model).cpu_calls
+        return self.connector(model).calls(model)
 
     def is_recomputed(self, model: ModelConfig) -> bool:
         return self.connector(model).recomputes

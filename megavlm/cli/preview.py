@@ -47,7 +47,7 @@ def _config(argv: Sequence[str]) -> Config:
     """Return the configuration of the run, checked for one process, since a preview does not depend on the layout."""
     config = parse(argv)
     options = config.checkpoint
-    if options.init_from or options.vision_from or options.language_from:
+    if options.init_from or options.vision_from or options.language_from or options.projector_from:
         from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 
         config = with_pretrained_model(config)

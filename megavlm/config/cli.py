@@ -262,6 +262,6 @@ def _unexpected(rest: Sequence[str]) -> str:
         return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
     word = flags[0].partition("=")[0]
     known = [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations))]
-    return (
-        f"unknown option {plain(word)}{renamed(word) or did_you_mean(word, known) or ': --help-all lists all options'}"
-    )
+    aside = [flag for option in options() if option.registers for flag in option.flags]
+    hint = renamed(word) or did_you_mean(word, known, aside=aside)
+    return f"unknown option {plain(word)}{hint or ': --help-all lists all options'}"

@@ -73,7 +73,7 @@ def minutes_to_meet(config: Config) -> float:
     By then each node has copied a model that a URL names, which takes minutes where it has no copy yet.
     """
     timeout, checkpoint = config.parallel.distributed_timeout_minutes, config.checkpoint
-    models = (checkpoint.init_from, checkpoint.vision_from, checkpoint.language_from)
+    models = (checkpoint.init_from, checkpoint.vision_from, checkpoint.language_from, checkpoint.projector_from)
     return max(timeout, _COPY_MINUTES) if any(model is not None and is_url(model) for model in models) else timeout
 
 

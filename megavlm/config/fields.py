@@ -111,6 +111,18 @@ def _kinds(record: Any) -> dict[str, Kind]:
     return {field.name: _kind(hints[field.name]) for field in fields(record)}
 
 
+def record_of(record: Any, values: Mapping[str, object], *, name: str) -> Any:
+    """Return a dataclass of options with these values. Raises UserError, which names `name`, for a value of another
+    type or out of its range.
+    """
+    found = _record(record, values, name=name)
+    for field in fields(record):
+        valid, value = field.metadata["valid"], getattr(found, field.name)
+        if valid is not None and value is not None and not valid.holds(value):
+            raise UserError(f"{name} {field.name} {value} must be {valid.words}")
+    return found
+
+
 def _record(record: Any, values: Mapping[Any, object], *, name: str) -> Any:
     """Return a dataclass instance for a mapping. Raises UserError for an unknown key or a wrong value."""
     kinds = _kinds(record)
@@ -156,7 +168,7 @@ class Option:
     common: str | None  # its group in `--help`; None: only `--help-all` lists it
     valid: Valid | None  # the range of a number; None: `ranges.py` has it, or it has none
     point: str | None  # where the names are registered that it may say
-    prefixed: bool  # whether its flag begins with the name of its section
+    registers: bool  # whether it belongs to something that is registered under a name
 
     @property
     def key(self) -> str:
@@ -172,7 +184,7 @@ class Option:
         """Name on the command line: `--vision-num-layers`, `--train-iters`."""
         if self.own_flag is not None:
             return self.own_flag
-        prefix = [self.path[-2]] if self.prefixed else []
+        prefix = [self.path[-2]] if self.registers or self.path[-2] in PREFIXED_SECTIONS else []
         return "--" + "-".join([*prefix, self.path[-1]]).replace("_", "-")
 
     @property
@@ -213,9 +225,8 @@ def _options(section: Any, path: tuple[str, ...], *, registers: bool = False) ->
             kind = replace(kind, choices=(*kind.choices, *registered(point)))
         if field.default is None:  # also where `resolve` fills it in, so that the type does not say it
             kind = replace(kind, optional=True)
-        prefixed = registers or path[-1] in PREFIXED_SECTIONS
         # The metadata's keys are help, aliases, own_flag, common, valid and point.
-        yield Option((*path, field.name), kind, field.default, prefixed=prefixed, **field.metadata)
+        yield Option((*path, field.name), kind, field.default, registers=registers, **field.metadata)
     for name, below in nested:
         if below is not None:
             yield from _options(below, (*path, *name.split(".")), registers=registers or "." in name)

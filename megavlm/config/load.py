@@ -121,6 +121,7 @@ def _suggestion(name: str, *, prefix: str, table: Mapping[str, Option], sections
     """Return a hint for an unknown key: the same name elsewhere, an alias (`tp`), or a similar name."""
     leaves = {key: key.rpartition(".")[2] for key in table}
     same = [key for key, leaf in leaves.items() if leaf == name.replace("-", "_")]
+    same = [key for key in same if not table[key].registers] or same
     aliased = [key for key, option in table.items() if f"--{name.replace('_', '-')}" in option.flags]
     siblings = [key.removeprefix(prefix) for key in (*table, *sorted(sections)) if key.startswith(prefix)]
     siblings = [key for key in siblings if "." not in key]

@@ -6,7 +6,7 @@ import difflib
 import re
 import reprlib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 # Larger divisors are not listed: no layer is split over more processes.
@@ -59,13 +59,16 @@ def renamed(word: str) -> str:
     return f": here it is {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
 
 
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """Return `": did you mean X?"` for the candidates most similar to a word, or an empty string."""
-    near = nearest_names(word, candidates)
+def did_you_mean(word: str, candidates: Iterable[str], *, aside: Collection[str] = ()) -> str:
+    """Return `": did you mean X?"` for the candidates most similar to a word, or an empty string.
+
+    Those `aside` are meant only where no other is as similar.
+    """
+    near = nearest_names(word, candidates, aside=aside)
     return f": did you mean {' or '.join(near[:3])}?" if near else ""
 
 
-def nearest_names(word: str, candidates: Iterable[str]) -> list[str]:
+def nearest_names(word: str, candidates: Iterable[str], *, aside: Collection[str] = ()) -> list[str]:
     """Return the candidates similar to a word, best first; empty if none is similar."""
     names = {name: name.lstrip("-").replace("_", "-") for name in sorted(set(candidates))}
     bare = word.lstrip("-").replace("_", "-")
@@ -76,6 +79,7 @@ def nearest_names(word: str, candidates: Iterable[str]) -> list[str]:
     near = [name for name, known in names.items() if known == bare]
     near = near or [name for name, known in names.items() if known.endswith(f"-{bare}")]
     near = near or [name for name, known in names.items() if known.startswith(f"{bare}-")]
+    near = [name for name in near if name not in aside] or near
     return sorted(near, key=lambda name: (name.count("-"), len(name))) or difflib.get_close_matches(word, names, n=1)
 
 

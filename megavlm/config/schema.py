@@ -242,6 +242,9 @@ class CheckpointConfig:
         common=MODEL,
     )
     language_from: str | None = option(None, "Folder or URL of the language model; default: none.", common=MODEL)
+    projector_from: str | None = option(
+        None, "Folder or URL of a connector, such as BLIP-2's Q-Former, for --vision-from and so on; default: none."
+    )
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ def starts_from_weights(config: Config) -> bool:
 
 def new_projector(config: Config) -> bool:
     """Return whether the run makes the projector between parts of other models."""
-    return config.checkpoint.vision_from is not None or config.checkpoint.language_from is not None
+    checkpoint = config.checkpoint
+    return bool(checkpoint.vision_from or checkpoint.language_from) and checkpoint.projector_from is None
 
 
 def learning_rate(config: Config) -> tuple[float, str]:

@@ -21,6 +21,7 @@ from megavlm.data.processors.reader import VideoReader, class_of, video_class_of
 from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import SHARED, NamedTemplate
+from megavlm.families.shared.connectors import connector_families
 from megavlm.families.shared.family import ALL_PARTS, Family
 from megavlm.families.shared.settings import Settings
 
@@ -55,8 +56,9 @@ _NO_VISION = VisionConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_at
 
 
 def families() -> tuple[Family, ...]:
-    """Return the families of this package, and those of extensions."""
-    return (*FAMILIES, *(entry.load() for entry in registered("families").values() if isinstance(entry, Entry)))
+    """Return the families of this package, those of extensions, and the folders of connectors."""
+    added = (entry.load() for entry in registered("families").values() if isinstance(entry, Entry))
+    return (*FAMILIES, *added, *connector_families())
 
 
 def kind_of(config: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ def configured(argv: Sequence[str], *, world: int) -> Config:
 def with_model(config: Config) -> Config:
     """Return the configuration with the model of its Hugging Face folders, if it names any."""
     options = config.checkpoint
-    if options.init_from is None and options.vision_from is None and options.language_from is None:
+    if not any((options.init_from, options.vision_from, options.language_from, options.projector_from)):
         return config
     from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 

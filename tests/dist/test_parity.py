@@ -83,6 +83,7 @@ FAST = [
     ("dp2", "one-image-rank", "colocated"),
     ("tp2-pp2", "llava-onevision", "colocated-passes"),
     ("pp2-vpp2", "glm4v", "vision-tp2"),
+    ("tp2-pp2", "qformer", ""),
     ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
     ("tp2", "frozen-language", "vision-tp2-whole"),
 ]

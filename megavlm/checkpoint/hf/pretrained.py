@@ -15,12 +15,13 @@ from torch import Tensor
 from megavlm.arch.anyres import Tiling
 from megavlm.arch.layers import EMBEDDING, PATCH_EMBED, part_of
 from megavlm.checkpoint.hf.files import HfFolder
-from megavlm.checkpoint.hf.sizes import check_size
+from megavlm.checkpoint.hf.sizes import check_connector, check_size
 from megavlm.config.fields import options
 from megavlm.config.lora import is_adapter
-from megavlm.config.schema import Config, ExpertsConfig, ModelConfig, VisionConfig
+from megavlm.config.schema import Config, ExpertsConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import family_of
+from megavlm.families.shared.connectors import decided_of, with_connector
 from megavlm.families.shared.family import ALL_PARTS, Family
 from megavlm.families.shared.table import (
     RowPair,
@@ -80,14 +81,19 @@ class Pretrained:
         if feature_layer is not None:
             model = replace(model, vision=replace(model.vision, feature_layer=feature_layer))
         shapes = {name: info.shape for name, info in folder.tensors.items()}
-        check_size(model, parts, shapes.values(), where=f"complete the files of {path}, or correct its config.json")
+        where = f"complete the files of {path}, or correct its config.json"
+        if family.partial:
+            check_connector(decided_of(folder.settings), shapes.values(), where=where)
+        else:
+            check_size(model, parts, shapes.values(), where=where)
         tables = [family.table(model, prefixes) for prefixes in family.name_prefixes]
         best = max(range(len(tables)), key=lambda number: matches(tables[number], shapes))
         return cls(folder, family, model, parts, best, tables[best])
 
     def provides(self, key: str) -> bool:
         """Return whether the weight with this global name is taken from this folder."""
-        return part_of(key) in self.parts and not is_adapter(key)
+        there = key in self.table or not self.family.partial
+        return part_of(key) in self.parts and not is_adapter(key) and there
 
     @property
     def unused(self) -> list[str]:
@@ -193,8 +199,10 @@ def pretrained_of(config: Config) -> list[Pretrained]:
     """Return the folders that --init-from, --vision-from and --language-from name, with the parts taken from each."""
     options, vision = config.checkpoint, config.model.vision
     if options.init_from is not None:
-        if options.vision_from is not None or options.language_from is not None:
-            raise UserError("--init-from brings a whole VLM: leave out --vision-from and --language-from")
+        if any((options.vision_from, options.language_from, options.projector_from)):
+            raise UserError(
+                "--init-from brings a whole VLM: leave out --vision-from, --language-from and --projector-from"
+            )
         whole = Pretrained.of(local_path(options.init_from, "--init-from"), *ALL_PARTS)
         return [replace(whole, new_channels=vision.new_channels)]
     pretrained_list = []
@@ -206,6 +214,8 @@ def pretrained_of(config: Config) -> list[Pretrained]:
     if options.language_from is not None:
         folder = local_path(options.language_from, "--language-from")
         pretrained_list.append(Pretrained.of(folder, "language"))
+    if options.projector_from is not None:
+        pretrained_list.append(Pretrained.of(local_path(options.projector_from, "--projector-from"), "projector"))
     return pretrained_list
 
 
@@ -216,6 +226,9 @@ def with_pretrained_model(config: Config) -> Config:
     """
     model = config.model
     for pretrained in pretrained_of(config):
+        if pretrained.family.partial:
+            model = replace(model, projector=_connector(model.projector, pretrained))
+            continue
         for part in pretrained.parts:
             found = getattr(pretrained.model, part)
             if part == "vision":
@@ -242,6 +255,26 @@ def _with_channels(found: VisionConfig, given: VisionConfig) -> VisionConfig:
     if given.in_channels <= found.in_channels:
         return found
     return replace(found, in_channels=given.in_channels, new_channels=given.new_channels)
+
+
+def _connector(given: ProjectorConfig, pretrained: Pretrained) -> ProjectorConfig:
+    """Return the projector with the connector of a folder, which decides its sizes."""
+    found = with_connector(given, pretrained.folder.settings)
+    if given.kind not in (ProjectorConfig().kind, found.kind):
+        raise UserError(
+            f"--projector-kind {given.kind} contradicts {pretrained.folder.path}, which has {found.kind}: leave it out"
+        )
+    name = found.kind
+    own, decided = getattr(given.connectors, name), getattr(found.connectors, name)
+    for option in options():
+        if option.section == f"model.projector.connectors.{name}":
+            wanted, value = (getattr(each, option.path[-1]) for each in (own, decided))
+            if wanted not in (value, option.default):
+                raise UserError(
+                    f"{option.flag} {wanted} contradicts {pretrained.folder.path}, which has {value}: leave it out, "
+                    "the folder decides"
+                )
+    return found
 
 
 def _experts(given: ExpertsConfig, pretrained: Pretrained) -> ExpertsConfig:

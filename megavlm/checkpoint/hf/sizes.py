@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names, part_of
@@ -28,3 +29,14 @@ def check_size(model: ModelConfig, parts: Collection[str], shapes: Collection[Sh
     there = sum(map(math.prod, shapes))
     if described > _SLACK * there:
         raise UserError(f"a model of {described:,} parameters is described, and there are {there:,}: {where}")
+
+
+def check_connector(decided: Mapping[str, Any], shapes: Collection[Shape], *, where: str) -> None:
+    """Raise UserError if a connector's config.json names a size that none of its folder's tensors has room for.
+
+    What else a connector's size depends on, the width of the tower and of the language model, is not in its folder.
+    """
+    largest = max([len(shapes), *(size for shape in shapes for size in shape)], default=0)
+    for name, value in decided.items():
+        if isinstance(value, int) and value > largest:
+            raise UserError(f"{name} {value} is described, and no tensor is larger than {largest}: {where}")

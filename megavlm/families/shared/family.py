@@ -59,6 +59,7 @@ class Family:
         chat_template: the template of folders that come without one.
         published: configurations to plan for by name: what config.json of a released model says beyond the defaults.
         not_in_peft: linear layers whose adapters PEFT would take for adapters of experts: no file can hold them.
+        partial: weights of a part that a folder lacks are drawn at random (a connector without its learned queries).
         compose: config.json of a model of this family that consists of a vision tower and a language model; None where
             the family computes something else.
     """
@@ -79,6 +80,7 @@ class Family:
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     not_in_peft: tuple[str, ...] = ()
     compose: Callable[[Composition], dict[str, Any] | None] | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from megavlm.config.layout_rules import WORLD_RULES
 from megavlm.config.rules import RULES, check
 from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
-from tests.support.extensions import install
 
 MUON, LION = "--optimizer muon", "--optimizer lion"
 
@@ -124,14 +123,18 @@ RANGES = (
     Mistake("--seed -1", "--seed -1", "between 0 and 2**32", "--seed 0"),
 )
 
-install()
-POOLED = "--extension pooled_attention --projector-kind pooled"
 MODEL = (
     Mistake(
-        f"{POOLED} --language-mrope-section 6 5 5",
-        "--projector-kind pooled",
+        "--projector-kind qformer --language-mrope-section 6 5 5",
+        "--projector-kind qformer",
         "leave one out",
         "--projector-kind mlp",
+    ),
+    Mistake(
+        "--projector-kind qformer --qformer-num-attention-heads 5",
+        "--qformer-num-attention-heads 5",
+        "use 256, 192",
+        "--qformer-num-attention-heads 192",
     ),
     Mistake("--vision-hidden-size 130", "--vision-num-attention-heads 4", "use 128 or 132", "--vision-hidden-size 132"),
     Mistake(

@@ -1,0 +1,165 @@
+"""BLIP-2's Q-Former (Li et al. 2023): learned queries attend to one another and to the patches of their image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megavlm.arch.connector import Connector, HfNames, Split
+from megavlm.arch.image_tokens import Grid
+from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
+from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.workload import Workload
+from megavlm.config.messages import divisors
+from megavlm.config.option import AT_LEAST_1, POSITIVE, option
+from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
+
+
+@dataclass(frozen=True)
+class QFormerConfig:
+    num_queries: int = option(32, "Learned queries: image tokens of each image.", valid=AT_LEAST_1)
+    num_layers: int = option(12, "Layers of the Q-Former.", valid=AT_LEAST_1)
+    hidden_size: int = option(768, "Hidden size of the Q-Former.", valid=AT_LEAST_1)
+    ffn_hidden_size: int = option(3072, "Inner width of the MLPs of the Q-Former.", valid=AT_LEAST_1)
+    num_attention_heads: int = option(
+        12, "Attention heads of the Q-Former; zero heads pad it to a multiple of TP.", valid=AT_LEAST_1
+    )
+    cross_attention_frequency: int = option(
+        2, "Every so many layers, from the first on, attend to the patches.", valid=AT_LEAST_1
+    )
+    norm_epsilon: float = option(1e-12, "Epsilon of the norm layers of the Q-Former.", valid=POSITIVE)
+
+
+class QFormer(Connector):
+    """Layers of BERT: attention among the queries, every second time over the patches, an MLP, each with a norm after
+    the residual; then a linear layer to the language model's width, whole on every rank.
+    """
+
+    name = "qformer"
+    options = QFormerConfig
+    module = "megavlm.model.connectors.qformer:QFormer"
+    recomputes = True
+
+    def problems(self, config: Config) -> Iterator[str]:
+        own: QFormerConfig = self.own(config.model)
+        if own.hidden_size % own.num_attention_heads:
+            yield (
+                f"--qformer-num-attention-heads {own.num_attention_heads} must divide --qformer-hidden-size "
+                f"{own.hidden_size}: use {divisors(own.hidden_size)}"
+            )
+
+    def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
+        queries: int = projector.connectors.qformer.num_queries
+        return queries
+
+    def crossing(self, model: ModelConfig) -> range:
+        """Return the layers that attend to patches."""
+        return range(0, self.own(model).num_layers, self.own(model).cross_attention_frequency)
+
+    def attention(self, model: ModelConfig, *, cross: bool) -> AttentionBlock:
+        own = self.own(model)
+        context = model.vision.hidden_size if cross else own.hidden_size
+        heads = own.num_attention_heads
+        return AttentionBlock(own.hidden_size, context, heads, heads, own.hidden_size // heads, bias=True)
+
+    def mlp(self, model: ModelConfig) -> MlpBlock:
+        own = self.own(model)
+        return MlpBlock(own.hidden_size, own.ffn_hidden_size, own.hidden_size, gated=False, bias=True)
+
+    def splits(self, model: ModelConfig) -> Mapping[str, Split]:
+        found: dict[str, Split] = {}
+        for layer in range(self.own(model).num_layers):
+            found |= self.attention(model, cross=False).splits(f"layers.{layer}.self_attention")
+            found |= self.mlp(model).splits(f"layers.{layer}.mlp")
+        for layer in self.crossing(model):
+            found |= self.attention(model, cross=True).splits(f"layers.{layer}.cross_attention")
+        return found
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        own, crossing = self.own(model), len(self.crossing(model))
+        norms = 2 * own.hidden_size * (1 + 2 * own.num_layers + crossing)
+        blocks = own.num_layers * (self.attention(model, cross=False).parameters(tp) + self.mlp(model).parameters(tp))
+        blocks += crossing * self.attention(model, cross=True).parameters(tp)
+        projection = (own.hidden_size + 1) * model.language.hidden_size
+        return int(own.num_queries * own.hidden_size + norms + blocks + projection)
+
+    def cost(self, model: ModelConfig, work: Workload) -> LayerCost:
+        own, queries, crossing = self.own(model), work.features, len(self.crossing(model))
+        to_self = self.attention(model, cross=False).flops(queries, queries, queries * own.num_queries)
+        to_patches = self.attention(model, cross=True).flops(queries, work.patches, work.patches * own.num_queries)
+        attention = own.num_layers * to_self[1] + crossing * to_patches[1]
+        products = own.num_layers * (to_self[0] + self.mlp(model).flops(queries)) + crossing * to_patches[0]
+        products += 2.0 * queries * own.hidden_size * model.language.hidden_size
+        return LayerCost(self.parameters(model, 1), products + attention, attention)
+
+    def products(self, *, trained: bool, reached: bool) -> tuple[int, int]:
+        return 1, 1 + trained  # gradients pass the layers to the queries, whether or not they go on to the patches
+
+    def saved_bytes(self, scenario: Scenario, *, trained: bool) -> float:
+        model, work, e = scenario.model, scenario.work, scenario.bytes_each
+        own, queries, crossing = self.own(model), work.features, len(self.crossing(model))
+        norm = norm_saved(scenario, queries, own.hidden_size, "LayerNorm", trained=trained)
+        mlp = self.mlp(model).saved_bytes(scenario, queries, trained=trained)
+        to_self = self.attention(model, cross=False).saved_bytes(scenario, queries, queries)
+        to_patches = self.attention(model, cross=True).saved_bytes(scenario, queries, work.patches)
+        # Frozen queries have attended to one another before anything depends on the patches.
+        total = (own.num_layers - (not trained)) * (to_self + norm)
+        total += own.num_layers * (mlp + norm) + crossing * (to_patches + norm)
+        total += queries * own.hidden_size * e * trained  # the normalised queries of each image
+        return total + work.patches * (model.vision.hidden_size * e * trained + 8)
+
+    def communication(self, scenario: Scenario) -> Communication:
+        own, e = self.own(scenario.model), scenario.bytes_each
+        blocks = 2 * own.num_layers + len(self.crossing(scenario.model))
+        patches = stream_bytes(Stream.PATCHES, scenario)
+        # Forward, the outputs of each block are added up in two halves, backward the gradients of its inputs; and once,
+        # those of the patches.
+        halves = (scenario.work.features * own.hidden_size * e,) * (2 * blocks)
+        return Communication((patches,) * scenario.sequence_parallel, (*halves, patches))
+
+    def kernels(self, model: ModelConfig) -> tuple[float, float]:
+        blocks = 2 * self.own(model).num_layers + len(self.crossing(model))
+        return 10 + 12.0 * blocks, 14 + 20.0 * blocks  # an estimate
+
+    def calls(self, model: ModelConfig) -> float:
+        return 6 + 7.0 * (2 * self.own(model).num_layers + len(self.crossing(model)))
+
+    hf_types = ("blip_2_qformer", "blip-2")
+
+    def from_hf(self, settings: Any) -> dict[str, Any]:
+        whole = settings.values.get("model_type") == "blip-2"
+        inner = settings.section("qformer_config") if whole else settings
+        inner.require("hidden_act", "gelu", why="the Q-Former here has GELU")
+        inner.require("use_qformer_text_input", False, why="queries alone attend here, not words")
+        found = {
+            "num_layers": inner.get("num_hidden_layers", 12),
+            "hidden_size": inner.get("hidden_size", 768),
+            "ffn_hidden_size": inner.get("intermediate_size", 3072),
+            "num_attention_heads": inner.get("num_attention_heads", 12),
+            "cross_attention_frequency": inner.get("cross_attention_frequency", 2),
+            "norm_epsilon": inner.get("layer_norm_eps", 1e-12),
+        }
+        return found | ({"num_queries": settings.get("num_query_tokens", 32)} if whole else {})
+
+    def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
+        names: dict[str, str] = {"norm": "layernorm"}
+        for layer in range(self.own(model).num_layers):
+            ours, theirs = f"layers.{layer}", f"encoder.layer.{layer}"
+            pairs = {"self": "attention"} | ({"cross": "crossattention"} if layer in self.crossing(model) else {})
+            for kind, place in pairs.items():
+                for leaf in ("query", "key", "value"):
+                    names[f"{ours}.{kind}_attention.{leaf}"] = f"{theirs}.{place}.attention.{leaf}"
+                names[f"{ours}.{kind}_attention.output"] = f"{theirs}.{place}.output.dense"
+                names[f"{ours}.{kind}_norm"] = f"{theirs}.{place}.output.LayerNorm"
+            names[f"{ours}.mlp.fc1"] = f"{theirs}.intermediate_query.dense"
+            names[f"{ours}.mlp.fc2"] = f"{theirs}.output_query.dense"
+            names[f"{ours}.mlp_norm"] = f"{theirs}.output_query.LayerNorm"
+        bare = {f"{key}.{leaf}": f"{name}.{leaf}" for key, name in names.items() for leaf in ("weight", "bias")}
+        whole = {key: f"qformer.{name}" for key, name in bare.items()} | {"queries": "query_tokens"}
+        whole |= {f"projection.{leaf}": f"language_projection.{leaf}" for leaf in ("weight", "bias")}
+        return bare, whole, {key: f"model.{name}" for key, name in whole.items()}
+
+
+QFORMER = QFormer()

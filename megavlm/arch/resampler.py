@@ -1,0 +1,101 @@
+"""The blocks of which resamplers consist: attention of queries over patches or over one another, and MLPs.
+
+`megavlm/model/resampler.py` is the half with torch. Attention heads and MLPs are divided among tensor-parallel ranks;
+all else is whole on each. Legend: Q queries of all images, K positions they attend to, A channels of a rank's heads,
+e bytes of a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megavlm.arch.connector import Split
+from megavlm.arch.kind import FP32, norm_bytes
+from megavlm.arch.scenario import Scenario
+from megavlm.config.tensor_split import share_of
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """`heads` query heads in `groups` key/value heads: queries are `width` wide, what they attend to is `context`."""
+
+    width: int
+    context: int
+    heads: int
+    groups: int
+    head_width: int
+    bias: bool
+
+    def splits(self, name: str) -> dict[str, Split]:
+        """Return how ranks divide the weights: in key/value heads, each with its query heads."""
+        per_group = self.heads // self.groups * self.head_width
+        rows = {"query": (self.groups * per_group, per_group), "key": (self.groups * self.head_width, self.head_width)}
+        rows["value"] = rows["key"]
+        of_rows = {f"{name}.{leaf}.weight": Split(0, size, unit) for leaf, (size, unit) in rows.items()}
+        of_rows |= {f"{name}.{leaf}.bias": Split(0, size, unit) for leaf, (size, unit) in rows.items() if self.bias}
+        return of_rows | {f"{name}.output.weight": Split(1, self.groups * per_group, per_group)}
+
+    def local(self, tp: int) -> tuple[int, int]:
+        """Return the channels of a rank's queries, and of its keys."""
+        groups = share_of(self.groups, tp)
+        return groups * (self.heads // self.groups) * self.head_width, groups * self.head_width
+
+    def parameters(self, tp: int) -> int:
+        queries, keys = self.local(tp)
+        return (
+            (self.width + self.bias) * queries
+            + 2 * (self.context + self.bias) * keys
+            + self.width * (queries + self.bias)
+        )
+
+    def flops(self, queries: float, projected: float, pairs: float) -> tuple[float, float]:
+        """Return the FLOPs of the products, and of attention: `projected` positions become keys and values, and there
+        are `pairs` of a query and a key.
+        """
+        wide, narrow = self.local(1)
+        products = 2.0 * (2 * self.width * wide * queries + 2 * self.context * narrow * projected)
+        return products, 4.0 * wide * pairs
+
+    def saved_bytes(self, scenario: Scenario, queries: float, keys: float) -> float:
+        """Return what attention keeps: its queries, keys and values, its output, and a number for each head's query."""
+        wide, narrow = self.local(scenario.dims.tp)
+        return (2 * wide * queries + 2 * narrow * keys) * scenario.bytes_each + wide / self.head_width * queries * FP32
+
+
+@dataclass(frozen=True)
+class MlpBlock:
+    """linear, activation, linear; gated: two linear layers in place of the first, the activation of one times the
+    other.
+    """
+
+    width: int
+    inner: int
+    outputs: int
+    gated: bool
+    bias: bool
+
+    @property
+    def first(self) -> tuple[str, ...]:
+        return ("gate", "up") if self.gated else ("fc1",)
+
+    def splits(self, name: str) -> dict[str, Split]:
+        leaves = ("weight", "bias") if self.bias else ("weight",)
+        rows = {f"{name}.{layer}.{leaf}": Split(0, self.inner) for layer in self.first for leaf in leaves}
+        return rows | {f"{name}.fc2.weight": Split(1, self.inner)}
+
+    def parameters(self, tp: int) -> int:
+        inner = share_of(self.inner, tp)
+        return (self.width + self.bias) * inner * len(self.first) + self.outputs * (inner + self.bias)
+
+    def flops(self, tokens: float) -> float:
+        return 2.0 * tokens * self.inner * (self.width * len(self.first) + self.outputs)
+
+    def saved_bytes(self, scenario: Scenario, tokens: float, *, trained: bool) -> float:
+        """Return what the activation reads, with a gate its output and the other factor too, and what fc2 reads."""
+        tensors = (3 if self.gated else 1) + trained
+        return tensors * tokens * share_of(self.inner, scenario.dims.tp) * scenario.bytes_each
+
+
+def norm_saved(scenario: Scenario, tokens: float, width: int, kind: str, *, trained: bool) -> float:
+    """Return what a norm keeps, and its output, which the linear layers after it read, where these are trained."""
+    return norm_bytes(scenario, tokens, width, kind) + tokens * width * scenario.bytes_each * trained

@@ -1,0 +1,104 @@
+"""Connectors and those of Transformers: the same features and gradients from the weights of the same folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from megavlm.arch.layers import PROJECTOR
+from megavlm.checkpoint.hf.load import load_weights
+from megavlm.checkpoint.hf.pretrained import pretrained_of, with_pretrained_model
+from megavlm.config.cli import parse
+from megavlm.config.resolve import resolve
+from megavlm.errors import UserError
+from megavlm.model.vision import VisionLayout
+from tests.support.harness import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Single, assert_same, randomize
+
+GRIDS = ((2, 3), (4, 4), (4, 4), (1, 5))
+WIDTH, OUTPUTS = 20, 24
+SIZES = (
+    f"--vision-hidden-size {WIDTH} --vision-num-attention-heads 2 --vision-patch-size 4 --vision-image-size 16 "
+    f"--language-hidden-size {OUTPUTS} --language-num-attention-heads 2 --language-vocab-size 97"
+).split()
+
+QFORMER: dict[str, Any] = {
+    "hidden_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 26,
+    "encoder_hidden_size": WIDTH,
+    "layer_norm_eps": 1e-5,
+}
+
+
+def bare_qformer() -> transformers.PreTrainedModel:
+    return transformers.Blip2QFormerModel(transformers.Blip2QFormerConfig(**QFORMER))
+
+
+def whole_blip2() -> transformers.PreTrainedModel:
+    vision = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"model_type": "opt", "hidden_size": OUTPUTS, "ffn_dim": 24, "num_hidden_layers": 1, "vocab_size": 50}
+    text |= {"num_attention_heads": 2, "word_embed_proj_dim": OUTPUTS, "max_position_embeddings": 32}
+    config = transformers.Blip2Config(
+        vision_config={**vision, "image_size": 8, "patch_size": 4},
+        qformer_config=QFORMER,
+        text_config=text,
+        num_query_tokens=5,
+        image_text_hidden_size=8,
+    )
+    return transformers.Blip2ForConditionalGeneration(config)
+
+
+def of_qformer(theirs: Any, ours: dict[str, Tensor], patches: Tensor) -> Tensor:
+    """Their features of one image, with our queries and projection."""
+    inner = getattr(theirs, "qformer", None) or getattr(getattr(theirs, "model", None), "qformer", theirs)
+    out = inner(query_embeds=ours["queries"][None], encoder_hidden_states=patches[None]).last_hidden_state
+    return torch.nn.functional.linear(out[0], ours["projection.weight"], ours["projection.bias"])
+
+
+Features = Callable[[Any, dict[str, Tensor], Tensor], Tensor]
+CASES: dict[str, tuple[Callable[[], Any], str, Features]] = {
+    "qformer": (bare_qformer, "--qformer-num-queries 5", of_qformer),
+    "blip-2": (whole_blip2, "", of_qformer),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_features_and_gradients_are_those_of_transformers(single: Single, name: str, tmp_path: Path) -> None:
+    build, flags, features = CASES[name]
+    theirs = randomize(build(), seed=1)
+    theirs.save_pretrained(tmp_path)
+    config = resolve(with_pretrained_model(parse([*SIZES, *flags.split(), "--projector-from", str(tmp_path)])))
+    chunk = single.chunk(config, (PROJECTOR,), vocab_size=97)
+    load_weights([chunk], pretrained_of(config), config, vocab_size=97)
+    part: Any = chunk.parts[PROJECTOR]
+    count = sum(rows * columns for rows, columns in GRIDS)
+    patches = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    layout = VisionLayout.of(GRIDS, class_token=False, multiple=1, blank=(1, 1))
+    mine = part(patches[:, None], layout, tile_groups=(), sequence_parallel=False)[:, 0]
+    ours = dict(part.named_parameters())
+    lengths = [rows * columns for rows, columns in GRIDS]
+    wanted = torch.cat([features(theirs, ours, each) for each in patches.split(lengths)])
+    assert_same(mine, wanted, tolerance=OUTPUT_TOLERANCE, what="features")
+    toward = torch.randn(mine.shape, generator=torch.Generator().manual_seed(3))
+    gradients = [torch.autograd.grad((each * toward).sum(), patches)[0] for each in (mine, wanted)]
+    assert_same(gradients[0], gradients[1], tolerance=GRADIENT_TOLERANCE, what="gradient of the patches")
+
+
+def test_a_folder_decides_and_contradictions_are_one_line(tmp_path: Path) -> None:
+    bare_qformer().save_pretrained(tmp_path)
+    argv = [*SIZES, "--projector-from", str(tmp_path)]
+    found = with_pretrained_model(parse([*argv, "--qformer-num-queries", "7"])).model.projector
+    assert (found.kind, found.connectors.qformer.num_queries, found.connectors.qformer.num_layers) == ("qformer", 7, 3)
+    with pytest.raises(UserError, match=r"--qformer-num-layers 4 contradicts .*, which has 3: leave it out"):
+        with_pretrained_model(parse([*argv, "--qformer-num-layers", "4"]))
+    with pytest.raises(UserError, match=r"--projector-kind gated contradicts .*, which has qformer"):
+        with_pretrained_model(parse([*argv, "--projector-kind", "gated"]))
+    with pytest.raises(UserError, match=r"--init-from brings a whole VLM: leave out .* --projector-from"):
+        with_pretrained_model(parse([*argv, "--init-from", str(tmp_path)]))
