@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from megavlm.optim.adamw import AVERAGE
 from megavlm.optim.held_layouts import held_layouts
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.optim.shards import ParamShard
@@ -60,6 +62,17 @@ def sharded_optimizer_state(
         for tensor in each.layout.parts(held, prefix=f"optimizer.state.{kind}.")
     ]
     return {"optimizer": {"param_groups": _groups(parts)}, "param_state": dict(enumerate(tensors))}
+
+
+def without_averages(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sharded state dict of an optimizer without averaged weights, which a checkpoint may lack."""
+    found: dict[Any, Any] = {}
+    for name, held in state.items():
+        if isinstance(held, ShardedTensor) and held.key.startswith(f"optimizer.state.{AVERAGE}."):
+            continue
+        if name != AVERAGE:
+            found[name] = without_averages(held) if isinstance(held, dict) else held
+    return found
 
 
 def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:

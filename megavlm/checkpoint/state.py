@@ -23,6 +23,7 @@ from megavlm.checkpoint.optimizer import (
     loss_scale_state,
     param_shards,
     sharded_optimizer_state,
+    without_averages,
 )
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.summary import check_model, describe, read_summary
@@ -31,6 +32,7 @@ from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config
 from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
+from megavlm.optim.averages import average
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.groups import Groups
 from megavlm.parallel.random_states import random_states, set_random_states
@@ -102,6 +104,9 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     state = _sharded_state(trained, loading=True)
     if not same_layout:
         del state["random"]
+    begins_averages = config.optimizer.ema_decay > 0 and not summary.get("averages", False)
+    if begins_averages:
+        state["optimizer"] = without_averages(state["optimizer"])
     history = history_of(config)
     resumes_history = history is not None and summary.get("fp8") == history
     if resumes_history:
@@ -114,6 +119,8 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
         if resumes_history:
             restore(chunk, loaded["fp8"])
     load_optimizer_state(trained.optimizer, loaded["optimizer"])
+    if begins_averages:
+        average(trained.optimizer, decay=0.0)
     load_loss_scale(trained.optimizer, loaded.get("loss_scale"))
     position = Position(**loaded["position"])
     if same_layout:

@@ -56,6 +56,7 @@ def describe(
         "fp8": history_of(config),
         "data_parallel_sharding": config.parallel.data_parallel_sharding,
         "optimizer": config.optimizer.kind,
+        "averages": config.optimizer.ema_decay > 0,
         "data": dict(data),
         "keep_best": [config.checkpoint.keep_best, config.checkpoint.keep_best_mode],
         "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},

@@ -47,10 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     out = commands.add_parser("export", help="Convert a run or checkpoint to a Hugging Face folder.")
     out.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
     out.add_argument("out", metavar="HF_OUT_DIR", type=Path)
+    out.add_argument("--ema", action="store_true", help="Export the averaged weights of a run with --ema-decay.")
     out.set_defaults(run=export, merge=False)
     merge = commands.add_parser("merge-lora", help="Export a run with its LoRA adapters merged.")
     merge.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
     merge.add_argument("out", metavar="HF_OUT_DIR", type=Path)
+    merge.add_argument("--ema", action="store_true", help="Export averages of weights and adapters (--ema-decay).")
     merge.set_defaults(run=export, merge=True)
     adapters = commands.add_parser("export-lora", help="Export the LoRA adapters of a run as a PEFT folder.")
     adapters.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
@@ -115,7 +117,8 @@ def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
     checkpoint, sidecar, saved = exportable(options.source)
     if options.merge and not saved.lora.rank:
         raise UserError(f"{options.source} has no adapters to merge: use export")
-    write(checkpoint, sidecar, saved.model, options.out, merged=saved.lora if options.merge else None)
+    merged = saved.lora if options.merge else None
+    write(checkpoint, sidecar, saved.model, options.out, merged=merged, averaged=options.ema)
     print(options.out)
     return 0
 

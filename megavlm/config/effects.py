@@ -278,6 +278,13 @@ EFFECTS = (
         "add --precision fp16",
     ),
     Effect(
+        "evaluation",
+        ("eval_ema",),
+        lambda config: config.optimizer.ema_decay > 0,
+        "without averaged weights",
+        "add --ema-decay 0.999",
+    ),
+    Effect(
         "optimizer",
         ("adam_beta1", "adam_beta2", "adam_eps"),
         lambda config: config.optimizer.kind != "lion",

@@ -20,6 +20,9 @@ class EvaluationConfig:
         None, "Most global batches of validation data that are measured, a fair sample of them; default: all."
     )
     eval_samples: int = option(96, "Digits: number of held-out questions of each kind.")
+    eval_ema: bool = option(
+        False, "Validate, and answer held-out prompts, with the averaged weights; off: with those of the last step."
+    )
     sample_interval: int = option(
         0,
         "Steps between the model's answers to some validation samples, shown beside the right answers on "

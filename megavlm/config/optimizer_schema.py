@@ -62,6 +62,11 @@ class OptimizerConfig:
     )
     lion_beta1: float = option(0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.")
     lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.")
+    ema_decay: float = option(
+        0.0,
+        "Decay rate of an exponential moving average of the fp32 weights, which checkpoints keep and `convert export "
+        "--ema` exports; 0: no average.",
+    )
     clip_grad: float = option(
         1.0, "Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."
     )

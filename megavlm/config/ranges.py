@@ -182,6 +182,7 @@ RANGES = (
             "optimizer.adam_beta1",
             "optimizer.adam_beta2",
             "optimizer.muon_momentum",
+            "optimizer.ema_decay",
             "optimizer.lion_beta1",
             "optimizer.lion_beta2",
         ),

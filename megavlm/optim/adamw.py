@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megavlm.parallel.dtensor import local_part
 
+AVERAGE = "ema"  # name of averages in the state, and in checkpoints
+
 
 class AdamW(torch.optim.Optimizer):
     """Decoupled weight decay; `adam_w_mode=False` adds λθ to the gradient instead (Adam with L2).
@@ -42,6 +44,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
         self.matrices: set[Tensor] = set()  # parameters that `optim/muon.py` updates, of which one momentum is kept
+        self.averages = False  # whether `optim/averages.py` keeps an average of each parameter
 
     @classmethod
     def in_place_of(cls, optimizer: torch.optim.Optimizer) -> Self:
@@ -69,7 +72,7 @@ class AdamW(torch.optim.Optimizer):
         return None
 
     def begin(self) -> None:
-        """Give every parameter its moments, as the first step would."""
+        """Give every parameter its state, as the first step would."""
         for group in self.param_groups:
             for p in group["params"]:
                 self.state_of(p)
@@ -84,8 +87,10 @@ class AdamW(torch.optim.Optimizer):
                 group["step"] = int(group["step"])
         for index, p in enumerate(params):
             if index in state_dict["state"]:
-                for name, moment in self.state_of(p).items():
-                    moment.copy_(state_dict["state"][index][name])
+                saved_state = state_dict["state"][index]
+                for name, kept in self.state_of(p).items():
+                    if name in saved_state:  # a checkpoint may have no averages
+                        kept.copy_(saved_state[name])
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         moments = [self.state_of(p) for p in params]
@@ -93,12 +98,18 @@ class AdamW(torch.optim.Optimizer):
         self._apply(group, values, gradients, moments, self.divisor)
 
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
-        """Return what is kept of a parameter, which begins with zeros."""
+        """Return what is kept of a parameter: moments, which begin with zeros, and maybe an average."""
         state: dict[str, Tensor] = self.state[p]
         if not state:
             names = ("momentum",) if p in self.matrices else self.moments
             state.update({name: self._zeros_like(local_part(p)) for name in names})
+            self._begin_average(p, state)
         return state
+
+    def _begin_average(self, p: Tensor, state: dict[str, Tensor]) -> None:
+        """Let the average of a parameter, where one is kept, begin with the parameter itself."""
+        if self.averages:
+            state[AVERAGE] = self._zeros_like(local_part(p)).copy_(local_part(p.detach()))
 
     def _zeros_like(self, values: Tensor) -> Tensor:
         return torch.zeros_like(values)

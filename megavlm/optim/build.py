@@ -112,7 +112,8 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
         if not part.is_stub_optimizer:
             _choose_update(part, config)
             round_in_one_launch(part)
-    return MeanGradientOptimizer(parts, clip=options.clip_grad, muon=_muon(parts, chunks, config, groups))
+    muon = _muon(parts, chunks, config, groups)
+    return MeanGradientOptimizer(parts, clip=options.clip_grad, muon=muon, ema_decay=options.ema_decay)
 
 
 def _choose_update(part: Any, config: Config) -> None:
@@ -133,6 +134,7 @@ def _choose_update(part: Any, config: Config) -> None:
         part.optimizer = inner
     else:
         part.optimizer = (HostAdamW if on_host else AdamW).in_place_of(part.optimizer)
+    part.optimizer.averages = options.ema_decay > 0
     part.init_state_fn = lambda inner, config=None: inner.begin()
 
 
@@ -166,7 +168,7 @@ def chain_optimizers(first: MeanGradientOptimizer, *others: MeanGradientOptimize
     """Return one optimizer that steps all of them together."""
     parts = [part for optimizer in (first, *others) for part in optimizer.chained_optimizers]
     muon = tuple(each for optimizer in (first, *others) for each in optimizer.muon)
-    return MeanGradientOptimizer(parts, clip=first.clip, muon=muon)
+    return MeanGradientOptimizer(parts, clip=first.clip, muon=muon, ema_decay=first.ema_decay)
 
 
 def _overrides(config: Config) -> dict[ParamKey, Any]:

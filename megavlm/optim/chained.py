@@ -23,19 +23,20 @@ import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from torch import Tensor
 
+from megavlm.optim.averages import average
 from megavlm.optim.muon import Muon
 
 
 class MeanGradientOptimizer(ChainedOptimizer):
     """Optimizers that step together on the mean gradient over tokens, clipped by the norm over all their parameters."""
 
-    def __init__(self, parts: Sequence[Any], *, clip: float, muon: Sequence[Muon] = ()) -> None:
+    def __init__(self, parts: Sequence[Any], *, clip: float, muon: Sequence[Muon] = (), ema_decay: float = 0.0) -> None:
         """`clip` is the largest norm of the mean gradient; 0 does not clip. The parts update with `optim.adamw`, after
-        `muon` has updated their matrices.
+        `muon` has updated their matrices; then weights enter their averages, if `ema_decay` is not 0.
         """
         super().__init__(list(parts))
         self.clip = clip or math.inf
-        self.muon = tuple(muon)
+        self.muon, self.ema_decay = tuple(muon), ema_decay
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor | None:
@@ -61,6 +62,8 @@ class MeanGradientOptimizer(ChainedOptimizer):
         for matrices in self.muon:
             matrices.update(divisor)
         self.step_with_ready_grads()
+        if self.ema_decay:
+            average(self, self.ema_decay)
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """Refuse: a step is `squared_norm`, then `update` with what the host has learned."""

@@ -51,6 +51,7 @@ class DiskAdamW(HostAdamW):
             for index, kind in enumerate(_KINDS):
                 start = place + index * part.numel()
                 state[kind] = self._scratch.numbers[start : start + part.numel()].view(part.shape)
+            self._begin_average(p, state)
         return state
 
     def _with_moments(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[dict[str, Tensor]]]]:

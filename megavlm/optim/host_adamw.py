@@ -31,7 +31,7 @@ class OnHost(AdamW):
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         parts = [
-            part for p in params for part in _parts(local_part(p), local_part(p.grad), self.state_of(p), self.piece)
+            part for p in params for part in _parts(local_part(p), local_part(p.grad), self._moments(p), self.piece)
         ]
         pieces = [Piece(each) for each in _together(parts, self.piece)]
         divisor = None if self.divisor is None else _to_host(self.divisor)  # arrives before the first piece
@@ -43,6 +43,10 @@ class OnHost(AdamW):
             piece.arrive()
             self._apply(group, piece.values, piece.gradients, moments, divisor)
             piece.send_back()
+
+    def _moments(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state_of(p)
+        return {name: state[name] for name in self.moments}
 
     def _with_moments(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[dict[str, Tensor]]]]:
         """Yield each piece with the moments of its parts, which the caller updates in place."""

@@ -96,6 +96,7 @@ def build_engine(
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         groups=groups,
+        evaluates_averages=config.evaluation.eval_ema,
         sequence_multiple=sequence_multiple("language", config, tp=groups.dims.tp),
     )
 

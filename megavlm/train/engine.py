@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint.state import Trained
 from megavlm.data.batch import MicroBatch
+from megavlm.optim.averages import averaged
 from megavlm.optim.build import loss_scale
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.param_gather import gather_parameters
@@ -39,6 +40,7 @@ class Engine:
     scheduler: Any
     groups: Groups
     sequence_multiple: int = 1  # sequence lengths must be multiples of this
+    evaluates_averages: bool = False  # an evaluation is of averaged weights (`--eval-ema`)
 
     def train_step(
         self,
@@ -131,7 +133,8 @@ class Engine:
         for chunk in self.model_chunks:
             chunk.eval()
         try:
-            yield
+            with averaged(self.optimizer, self.model_chunks) if self.evaluates_averages else nullcontext():
+                yield
         finally:
             for chunk in self.model_chunks:
                 chunk.train()

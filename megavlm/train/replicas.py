@@ -33,6 +33,7 @@ _WORDS = {
     "exp_avg": "first moment",
     "exp_avg_sq": "second moment",
     "momentum": "momentum",
+    "ema": "averaged weights",
 }
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

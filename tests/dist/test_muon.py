@@ -59,7 +59,7 @@ def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Curve:
 @pytest.mark.parametrize(
     ("model", "flags"),
     [
-        ("rich", MUON),
+        ("rich", f"{MUON} --ema-decay 0.9"),
         ("experts", MUON),
         *(pytest.param(model, MUON, marks=pytest.mark.slow) for model in ("glm4v", "gemma3", "qwen3-vl", "lora")),
         ("plain", LION),

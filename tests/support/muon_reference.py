@@ -48,13 +48,16 @@ class Reference:
     config: Any
     momenta: dict[str, Tensor] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)
+    averages: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
 
     def step(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], rate: float) -> None:
         self.steps += 1
         for name, weight in weights.items():
             decay = 0.0 if weight.dim() == 1 or name.endswith("bias") else self.config.optimizer.weight_decay
+            average, kept = self.averages.setdefault(name, weight.clone()), self.config.optimizer.ema_decay
             weight -= rate * (decay * weight + self.direction(name, weight, gradients[name]))
+            average.copy_(kept * average + (1 - kept) * weight)
 
     def direction(self, name: str, weight: Tensor, g: Tensor) -> Tensor:
         options, zeros = self.config.optimizer, torch.zeros_like(g)
@@ -76,7 +79,7 @@ class Reference:
 
 def farthest_from_reference(argv: Sequence[str], run_dir: str, steps: int) -> dict[str, float]:
     """Train in float64 on this process; return how far each weight is from the reference's, at most, in units of the
-    distance that it went.
+    distance that it went; and so its average.
     """
     from megavlm import backend
     from megavlm.config.cli import parse
@@ -109,5 +112,8 @@ def farthest_from_reference(argv: Sequence[str], run_dir: str, steps: int) -> di
         for name, param in ours.items():
             way = (theirs[name] - begun[name]).abs().max().clamp_min(1e-12)
             found[name] = float((param - theirs[name]).abs().max() / way)
+            if run.config.optimizer.ema_decay:
+                average = run.engine.optimizer.chained_optimizers[0].optimizer.state[param]["ema"]
+                found[f"average of {name}"] = float((average - reference.averages[name]).abs().max() / way)
         close(run)
     return found

@@ -25,6 +25,8 @@ from megavlm.checkpoint.verified import Damaged, VerifiedItems
 from megavlm.errors import UserError
 from megavlm.families.shared.table import Shape
 
+_AVERAGES = "optimizer.state.ema."
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -96,6 +98,26 @@ class CheckpointReader:
                 columns = (slice(at, at + size) for at, size in zip(record.first[1:], record.sizes[1:], strict=True))
                 out[(slice(low - start, high - start), *columns)] = block
         return out
+
+
+class AveragesReader(CheckpointReader):
+    """Reads averages (`--ema-decay`) in the place of trained weights, in the type of these."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Read the checkpoint's metadata. Raises UserError also if it has no averages."""
+        super().__init__(checkpoint)
+        if not any(key.startswith(_AVERAGES) for key in self.stored):
+            raise UserError(f"{checkpoint} has no averaged weights: leave --ema out, or train with --ema-decay 0.999")
+
+    def verify(self, keys: Iterable[str]) -> None:
+        super().verify(map(self._average, keys))
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        return super().read(self._average(key), start, stop).to(self.stored[key].dtype)
+
+    def _average(self, key: str) -> str:
+        average = _AVERAGES + key
+        return average if average in self.stored else key  # frozen weights are their own average
 
 
 def _verify(items: VerifiedItems, record: _Record) -> None:

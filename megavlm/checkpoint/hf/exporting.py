@@ -18,7 +18,7 @@ from torch import Tensor
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import folded, read_adapters
-from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader, Stored
+from megavlm.checkpoint.hf.checkpoint_reader import AveragesReader, CheckpointReader, Stored
 from megavlm.checkpoint.hf.files import INDEX, HfFolder
 from megavlm.checkpoint.hf.pretrained import copies, refuse
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
@@ -41,13 +41,20 @@ Declared = dict[str, tuple[str, tuple[int, ...]]]  # Hugging Face name → (type
 
 
 def export(
-    checkpoint: Path, sidecar: Sidecar, model: ModelConfig, out: Path, *, merged: LoraConfig | None = None
+    checkpoint: Path,
+    sidecar: Sidecar,
+    model: ModelConfig,
+    out: Path,
+    *,
+    merged: LoraConfig | None = None,
+    averaged: bool = False,
 ) -> None:
     """Write the folder `out`, complete or not at all; with `merged`, fold adapters into the weights that they adapt.
+    With `averaged`, trained weights are their averages (`--ema-decay`).
 
     Raises UserError if the checkpoint lacks tensors, or has adapters and `merged` is None, or if `out` exists.
     """
-    records = CheckpointReader(checkpoint)
+    records = AveragesReader(checkpoint) if averaged else CheckpointReader(checkpoint)
     family = family_at(sidecar)
     if sidecar.variant >= len(family.name_prefixes):
         raise UserError(f"{sidecar.path / TENSORS} has no known spelling ({sidecar.variant}): the folder is damaged")

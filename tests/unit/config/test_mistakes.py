@@ -670,6 +670,9 @@ RUN = (
         "--optimizer adamw",
     ),
     Mistake(f"{LION} --offload optimizer=nvme:/d", "which --optimizer lion does not", "use --offload opt", "--offload"),
+    Mistake(
+        "--eval-ema --data digits", "--eval-ema has no effect without averaged", "add --ema-decay", "--no-eval-ema"
+    ),
     Mistake("--muon-momentum 0.9", "--muon-momentum has no effect without --optimizer muon", "add it", MUON),
     Mistake("--lion-beta2 0.98", "--lion-beta2 has no effect without", "add it", "--optimizer lion"),
     Mistake(f"{LION} --adam-beta2 0.9", "--adam-beta2 has no effect with --optimizer lion", "adamw, or muon", MUON),

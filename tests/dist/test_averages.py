@@ -1,0 +1,174 @@
+"""Averages of weights are those of what each step left, at every layout, on resume, in evaluations, and exported."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megavlm.backend import activate
+
+activate()  # before the modules below import megatron-core
+
+from megavlm.checkpoint import folders  # noqa: E402
+from megavlm.checkpoint.hf.checkpoint_reader import AveragesReader, CheckpointReader  # noqa: E402
+from megavlm.cli import convert  # noqa: E402
+from tests.support import hf  # noqa: E402
+from tests.support.flags import HALF  # noqa: E402
+from tests.support.hf_families import FAMILIES, square  # noqa: E402
+from tests.support.pool import Pools  # noqa: E402
+from tests.support.training import SMALL, train, train_composed  # noqa: E402
+
+RUN = [*SMALL, *"--save-interval 1 --keep-checkpoints 0 --ema-decay 0.9 --language-tie-embeddings".split()]
+FULL = "--data-parallel-sharding full"
+LAYOUTS = [
+    (4, "--tp 2 --optimizer muon"),
+    (2, f"{FULL} --precision bf16 --offload optimizer"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (4, "--pp 2 --vpp 2 --precision bf16"),
+            (2, "--placement colocated --optimizer lion --lr 1e-4 --offload optimizer"),
+            (2, "--data-parallel-sharding none --precision bf16 --tp 2"),
+            (4, "--data-parallel-sharding optimizer_gradients --hybrid-shard-size 2"),
+            (2, "--freeze vision --lora-rank 4"),
+        )
+    ),
+]
+
+
+def tensors(checkpoint: Path, prefix: str) -> dict[str, Tensor]:
+    """The checkpoint's tensors whose names begin with `prefix`, by the rest of their names."""
+    reader = CheckpointReader(checkpoint)
+    found = [key for key in reader.stored if key.startswith(prefix)]
+    return {key.removeprefix(prefix): reader.read(key, 0, reader.stored[key].shape[0]) for key in found}
+
+
+def weights(checkpoint: Path) -> dict[str, Tensor]:
+    """The fp32 weights of trained parameters."""
+    every = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # sharded, and whole in bf16
+    masters = {key: value for prefix in every for key, value in tensors(checkpoint, prefix).items()}
+    return masters or {key: value for key, value in tensors(checkpoint, "").items() if "optimizer." not in key}
+
+
+@pytest.mark.parametrize(("world", "flags"), LAYOUTS)
+def test_averages_are_those_of_the_weights_of_each_step(pools: Pools, tmp_path: Path, world: int, flags: str):
+    pools(world).run(train, [*RUN, *flags.split()], str(tmp_path))
+    steps = [folder for _, folder in sorted(folders.complete(tmp_path / "checkpoints"))]
+    assert len(steps) == 4
+    average = tensors(steps[0], "optimizer.state.ema.")
+    assert any("linear_fc1" in key or "lora" in key for key in average)
+    for folder in steps[1:]:
+        left = weights(folder)
+        assert average.keys() <= left.keys()
+        average = {key: 0.9 * kept + 0.1 * left[key] for key, kept in average.items()}
+        for key, kept in tensors(folder, "optimizer.state.ema.").items():
+            torch.testing.assert_close(kept, average[key], rtol=1e-6, atol=1e-7, msg=lambda text, key=key: key + text)
+            assert not torch.equal(kept, left[key])
+
+
+def test_averages_go_on_at_another_layout(pools: Pools, tmp_path: Path):
+    argv = [*SMALL, "--ema-decay", "0.9"]
+    pools(1).run(train, argv, str(tmp_path / "whole"))
+    pools(2).run(train, [*argv, "--tp", "2", *HALF], str(tmp_path / "halves"))
+    pools(2).run(train, [*argv, *FULL.split()], str(tmp_path / "halves"))
+    ours, theirs = (
+        tensors(folders.newest(tmp_path / name / "checkpoints"), "optimizer.state.ema.")  # type: ignore[arg-type]
+        for name in ("halves", "whole")
+    )
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", pytest.param("none", marks=pytest.mark.slow)])
+def test_averages_may_begin_at_a_checkpoint_without(pools: Pools, tmp_path: Path, sharding: str):
+    argv = [*SMALL, "--data-parallel-sharding", sharding, "--save-interval", "1", "--keep-checkpoints", "0"]
+    pools(1).run(train, [*argv, *HALF], str(tmp_path))
+    pools(1).run(train, [*argv, "--ema-decay", "0.5", "--train-iters", "3"], str(tmp_path))
+    _, before, after = (folder for _, folder in sorted(folders.complete(tmp_path / "checkpoints")))
+    begun, left = weights(before), weights(after)
+    for key, kept in tensors(after, "optimizer.state.ema.").items():
+        torch.testing.assert_close(kept, (begun[key] + left[key]) / 2, rtol=0, atol=1e-6)
+
+
+def losses_of_averages(argv: Sequence[str], run_dir: str) -> list[float]:
+    """The loss of averages after two steps, that of weights, and the loss of a third step."""
+    import torch.distributed as dist
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.config.rules import check
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
+
+    config = parse([*argv, "--run-dir", run_dir])
+    check(config, world=dist.get_world_size())
+    destroy_groups()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        run = build(config, backend.activate())
+    batches = [run.data_loader.next_step().batches for _ in range(3)]
+    for batch in batches[:2]:
+        run.engine.train_step(batch)
+    found = []
+    for averages in (True, False):
+        object.__setattr__(run.engine, "evaluates_averages", averages)
+        with run.engine.evaluation():
+            sums = run.engine.schedule.losses(batches[2], num_sources=0)
+        if not run.engine.groups.is_first_tp:
+            sums.zero_()
+        dist.all_reduce(sums)
+        found.append(float(sums[0] / sums[1]))
+    found.append(run.engine.train_step(batches[2]).loss)
+    close(run)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (2, FULL.replace("full", "optimizer_gradients")),
+        (4, "--tp 2 --overlap-grad-reduce --overlap-param-gather"),
+        pytest.param(2, "--pp 2 --vpp 2", marks=pytest.mark.slow),
+        pytest.param(2, "--placement colocated", marks=pytest.mark.slow),
+        pytest.param(2, "--data-parallel-sharding none", marks=pytest.mark.slow),
+    ],
+)
+def test_evaluations_may_use_averages_and_leave_no_trace(pools: Pools, tmp_path: Path, world: int, flags: str):
+    argv = [*SMALL, *"--no-save --ema-decay 0.8 --lr 1e-2 --lr-warmup-iters 0".split()]
+    ours = pools(world).run(losses_of_averages, [*argv, *flags.split()], str(tmp_path / "many"))
+    (theirs,) = pools(1).run(losses_of_averages, argv, str(tmp_path / "one"))
+    assert abs(theirs[0] - theirs[1]) > 1e-3  # averages are other weights
+    assert theirs[2] == pytest.approx(theirs[1], rel=1e-6)  # after the evaluation, weights are back
+    for each in ours:
+        assert each == pytest.approx(theirs, rel=1e-5)
+
+
+def test_averages_are_exported_apart(pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = hf.save(FAMILIES["llava"][0](), tmp_path / "hf")
+    argv = "--seq-length 48 --gbs 2 --lr 1e-2 --train-iters 2 --no-tensorboard --freeze vision --ema-decay 0.5".split()
+    argv += ["--init-from", str(folder), "--image-sizes", square("llava")]
+    pools(2).run(train_composed, [*argv, "--tp", "2"], str(tmp_path / "run"))
+    checkpoint = folders.newest(tmp_path / "run/checkpoints")
+    assert checkpoint is not None
+    averages, plain = AveragesReader(checkpoint), CheckpointReader(checkpoint)
+    for key, moved in (("output.linear.weight", True), ("patch_embed.proj.weight", False)):
+        rows = plain.stored[key].shape[0]
+        ours, theirs = averages.read(key, 0, rows), plain.read(key, 0, rows)
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs) is not moved
+    for flags in ([], ["--ema"]):
+        assert convert.main(["export", *flags, str(tmp_path / "run"), str(tmp_path / f"out{len(flags)}")]) == 0
+    sizes = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("out0", "out1")]
+    assert len(sizes[0]) == len(sizes[1])
+    assert sizes[0] != sizes[1]
+    argv[argv.index("--ema-decay") + 1] = "0"
+    pools(1).run(train_composed, argv, str(tmp_path / "without"))
+    assert convert.main(["export", "--ema", str(tmp_path / "without"), str(tmp_path / "out2")]) == 2
+    assert "has no averaged weights: leave --ema out" in capsys.readouterr().err
