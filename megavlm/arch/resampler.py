@@ -97,5 +97,10 @@ class MlpBlock:
 
 
 def norm_saved(scenario: Scenario, tokens: float, width: int, kind: str, *, trained: bool) -> float:
-    """Return what a norm keeps, and its output, which the linear layers after it read, where these are trained."""
-    return norm_bytes(scenario, tokens, width, kind) + tokens * width * scenario.bytes_each * trained
+    """Return what a norm keeps, and its output, which the linear layers after it read, where these are trained.
+
+    An RMS norm on a CPU keeps x̂ for its weight alone.
+    """
+    kept = norm_bytes(scenario, tokens, width, kind) + tokens * width * scenario.bytes_each * trained
+    spared = kind == "RMSNorm" and not scenario.on_gpu and not trained
+    return kept - tokens * width * FP32 * spared

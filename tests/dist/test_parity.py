@@ -84,6 +84,7 @@ FAST = [
     ("tp2-pp2", "llava-onevision", "colocated-passes"),
     ("pp2-vpp2", "glm4v", "vision-tp2"),
     ("tp2-pp2", "qformer", ""),
+    ("tp2", "perceiver", "vision-tp2-whole"),
     ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
     ("tp2", "frozen-language", "vision-tp2-whole"),
 ]

@@ -34,6 +34,7 @@ CONNECTORS = {
     "gated": "--projector-kind gated",
     "pooled": " ".join(POOLED),
     "qformer": MODELS["qformer"],
+    "perceiver": MODELS["perceiver"],
 }
 
 

@@ -62,9 +62,54 @@ def of_qformer(theirs: Any, ours: dict[str, Tensor], patches: Tensor) -> Tensor:
     return torch.nn.functional.linear(out[0], ours["projection.weight"], ours["projection.bias"])
 
 
+PERCEIVER: dict[str, Any] = {
+    "hidden_size": OUTPUTS,
+    "resampler_n_latents": 5,
+    "resampler_depth": 2,
+    "resampler_n_heads": 6,
+    "resampler_head_dim": 4,
+    "num_key_value_heads": 3,
+}
+
+
+def bare_perceiver() -> transformers.PreTrainedModel:
+    from transformers.models.idefics2.modeling_idefics2 import Idefics2PerceiverConfig, Idefics2PerceiverResampler
+
+    return Idefics2PerceiverResampler(Idefics2PerceiverConfig(**PERCEIVER))
+
+
+def whole_idefics2() -> transformers.PreTrainedModel:
+    vision = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"model_type": "mistral", "hidden_size": OUTPUTS, "intermediate_size": 31, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50, "pad_token_id": 0}
+    config = transformers.Idefics2Config(
+        vision_config={**vision, "image_size": 8, "patch_size": 4},
+        perceiver_config=PERCEIVER,
+        text_config=text,
+        image_token_id=7,
+    )
+    return transformers.Idefics2ForConditionalGeneration(config)
+
+
+def of_perceiver(theirs: Any, ours: dict[str, Tensor], patches: Tensor) -> Tensor:
+    """Their features of one image, with our projection."""
+    gate, up, down = (ours[f"projection.{name}.weight"] for name in ("gate", "up", "fc2"))
+    linear = torch.nn.functional.linear
+    projected = linear(torch.nn.functional.silu(linear(patches, gate)) * linear(patches, up), down)
+    mask = torch.ones(1, len(patches), dtype=torch.long)
+    return theirs(context=projected[None], attention_mask=mask)[0]
+
+
+def of_idefics2(theirs: Any, ours: dict[str, Tensor], patches: Tensor) -> Tensor:
+    mask = torch.ones(1, len(patches), dtype=torch.long)
+    return theirs.model.connector(patches[None], mask)[0]
+
+
 Features = Callable[[Any, dict[str, Tensor], Tensor], Tensor]
 CASES: dict[str, tuple[Callable[[], Any], str, Features]] = {
     "qformer": (bare_qformer, "--qformer-num-queries 5", of_qformer),
+    "perceiver": (bare_perceiver, "", of_perceiver),
+    "idefics2": (whole_idefics2, "", of_idefics2),
     "blip-2": (whole_blip2, "", of_qformer),
 }
 

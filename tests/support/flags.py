@@ -62,10 +62,14 @@ MODELS = {
     "--projector-merge-bias --projector-input-norm --projector-norm-before-merge --no-projector-bias "
     "--language-mrope-section 1 1 1 --language-rotary-percent 0.5 --language-rotary-interleaved "
     "--language-post-norms --language-add-qkv-bias",
-    # Three heads of four channels, which TP 2 pads; cross-attention in the first and the third layer.
+    # Seven heads of four channels, which TP pads; cross-attention in the first and the third layer.
     "qformer": "--projector-kind qformer --projector-pixel-shuffle 1 --qformer-num-queries 5 --qformer-num-layers 3 "
-    "--qformer-hidden-size 12 --qformer-num-attention-heads 3 --qformer-ffn-hidden-size 26 "
+    "--qformer-hidden-size 28 --qformer-num-attention-heads 7 --qformer-ffn-hidden-size 26 "
     "--qformer-norm-epsilon 1e-5",
+    # Fourteen query heads in seven groups, and MLPs of 37 and 21 channels, which TP pads.
+    "perceiver": "--projector-kind perceiver --projector-pixel-shuffle 1 --perceiver-num-latents 5 "
+    "--perceiver-num-layers 2 --perceiver-num-attention-heads 14 --perceiver-num-query-groups 7 "
+    "--perceiver-kv-channels 4 --perceiver-ffn-hidden-size 37 --perceiver-projection-ffn-hidden-size 21",
     "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
 }
 

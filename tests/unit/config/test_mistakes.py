@@ -131,6 +131,12 @@ MODEL = (
         "--projector-kind mlp",
     ),
     Mistake(
+        "--projector-kind perceiver --perceiver-num-query-groups 3",
+        "--perceiver-num-query-groups 3",
+        "use 16, 8, 4",
+        "--perceiver-num-query-groups 4",
+    ),
+    Mistake(
         "--projector-kind qformer --qformer-num-attention-heads 5",
         "--qformer-num-attention-heads 5",
         "use 256, 192",

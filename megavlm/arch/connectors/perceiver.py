@@ -1,0 +1,175 @@
+"""Idefics2's connector (Laurençon et al. 2024): an MLP to the language model's width, then a Perceiver resampler
+(Jaegle et al. 2021), whose learned latents attend to the projected patches of their image and to one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megavlm.arch.connector import Connector, HfNames, Split
+from megavlm.arch.image_tokens import Grid
+from megavlm.arch.kind import FP32, Communication, LayerCost, Stream, stream_bytes
+from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.workload import Workload
+from megavlm.config.messages import divisors
+from megavlm.config.option import AT_LEAST_1, POSITIVE, option
+from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
+
+
+@dataclass(frozen=True)
+class PerceiverConfig:
+    num_latents: int = option(64, "Learned latents: image tokens of each image.", valid=AT_LEAST_1)
+    num_layers: int = option(3, "Layers of the Perceiver resampler.", valid=AT_LEAST_1)
+    num_attention_heads: int = option(16, "Query heads of the Perceiver resampler.", valid=AT_LEAST_1)
+    num_query_groups: int = option(
+        4, "Key/value heads of the Perceiver resampler; zero heads pad it to a multiple of TP.", valid=AT_LEAST_1
+    )
+    kv_channels: int = option(96, "Width of an attention head of the Perceiver resampler.", valid=AT_LEAST_1)
+    ffn_hidden_size: int = option(
+        None, "Inner width of the MLPs of the Perceiver resampler; default: 4 × language hidden size.", valid=AT_LEAST_1
+    )
+    projection_ffn_hidden_size: int = option(
+        None,
+        "Inner width of the MLP before the resampler, to the language model's width; default: its MLPs' width.",
+        valid=AT_LEAST_1,
+    )
+    norm_epsilon: float = option(1e-6, "Epsilon of the norm layers of the Perceiver resampler.", valid=POSITIVE)
+
+
+class Perceiver(Connector):
+    """Layers of RMS norms, attention of latents over [patches; latents], and a gated MLP, as wide as the language
+    model.
+    """
+
+    name = "perceiver"
+    options = PerceiverConfig
+    module = "megavlm.model.connectors.perceiver:Perceiver"
+    recomputes = True
+
+    def resolved(self, model: ModelConfig) -> PerceiverConfig:
+        own: PerceiverConfig = self.own(model)
+        language = model.language
+        defaults = {
+            "ffn_hidden_size": 4 * language.hidden_size,
+            "projection_ffn_hidden_size": language.ffn_hidden_size,
+        }
+        return replace(own, **{name: value for name, value in defaults.items() if getattr(own, name) is None})
+
+    def problems(self, config: Config) -> Iterator[str]:
+        own: PerceiverConfig = self.own(config.model)
+        if own.num_attention_heads % own.num_query_groups:
+            yield (
+                f"--perceiver-num-query-groups {own.num_query_groups} must divide --perceiver-num-attention-heads "
+                f"{own.num_attention_heads}: use {divisors(own.num_attention_heads)}"
+            )
+
+    def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
+        latents: int = projector.connectors.perceiver.num_latents
+        return latents
+
+    def attention(self, model: ModelConfig) -> AttentionBlock:
+        own, width = self.own(model), model.language.hidden_size
+        return AttentionBlock(width, width, own.num_attention_heads, own.num_query_groups, own.kv_channels, bias=False)
+
+    def mlp(self, model: ModelConfig) -> MlpBlock:
+        width = model.language.hidden_size
+        return MlpBlock(width, self.own(model).ffn_hidden_size, width, gated=True, bias=False)
+
+    def projection(self, model: ModelConfig) -> MlpBlock:
+        """Return the MLP between patches and resampler."""
+        inner = self.own(model).projection_ffn_hidden_size
+        return MlpBlock(model.vision.hidden_size, inner, model.language.hidden_size, gated=True, bias=False)
+
+    def splits(self, model: ModelConfig) -> Mapping[str, Split]:
+        found = self.projection(model).splits("projection")
+        for layer in range(self.own(model).num_layers):
+            found |= self.attention(model).splits(f"layers.{layer}.attention")
+            found |= self.mlp(model).splits(f"layers.{layer}.mlp")
+        return found
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        own, width = self.own(model), model.language.hidden_size
+        layer = self.attention(model).parameters(tp) + self.mlp(model).parameters(tp) + 3 * width
+        return int(self.projection(model).parameters(tp) + own.num_layers * layer + (own.num_latents + 1) * width)
+
+    def cost(self, model: ModelConfig, work: Workload) -> LayerCost:
+        own, latents = self.own(model), work.features
+        seen = work.patches + latents
+        products, attention = self.attention(model).flops(latents, seen, seen * own.num_latents)
+        layer = products + self.mlp(model).flops(latents)
+        flops = own.num_layers * (layer + attention) + self.projection(model).flops(work.patches)
+        return LayerCost(self.parameters(model, 1), flops, own.num_layers * attention)
+
+    def products(self, *, trained: bool, reached: bool) -> tuple[int, int]:
+        return 1, 1 + trained  # gradients pass the layers to the latents, whether or not they go on to the patches
+
+    def saved_bytes(self, scenario: Scenario, *, trained: bool) -> float:
+        model, work, e = scenario.model, scenario.work, scenario.bytes_each
+        own, latents, patches, width = self.own(model), work.features, work.patches, model.language.hidden_size
+        norm = norm_saved(scenario, latents, width, "RMSNorm", trained=trained)
+        context = norm_saved(scenario, patches, width, "RMSNorm", trained=trained)
+        layer = self.attention(model).saved_bytes(scenario, latents, patches + latents)
+        layer += self.mlp(model).saved_bytes(scenario, latents, trained=trained) + 2 * norm + context
+        total = own.num_layers * layer + norm - latents * width * e * trained  # nothing reads the last norm's output
+        if scenario.on_gpu or e == FP32:  # the norms of all layers keep the same projected patches
+            total -= (own.num_layers - 1) * patches * width * e
+        if not trained:  # frozen latents are normalised before anything depends on the patches
+            total -= norm
+        total += self.projection(model).saved_bytes(scenario, patches, trained=trained)
+        return total + patches * (model.vision.hidden_size * e * trained + 8)
+
+    def communication(self, scenario: Scenario) -> Communication:
+        own, work, e = self.own(scenario.model), scenario.work, scenario.bytes_each
+        width = scenario.model.language.hidden_size * e
+        patches = stream_bytes(Stream.PATCHES, scenario)
+        # Forward, outputs are added up in two halves, backward the gradients of inputs; those of projected patches are
+        # backward alone.
+        layer = (work.features * width,) * 4 + (work.patches * width,)
+        reductions = (work.patches * width, patches, *(layer * own.num_layers))
+        return Communication((patches,) * scenario.sequence_parallel, reductions)
+
+    def kernels(self, model: ModelConfig) -> tuple[float, float]:
+        return 20 + 32.0 * self.own(model).num_layers, 24 + 52.0 * self.own(model).num_layers  # an estimate
+
+    def calls(self, model: ModelConfig) -> float:
+        return 10 + 18.0 * self.own(model).num_layers
+
+    hf_types = ("idefics2_perceiver", "idefics2")
+
+    def from_hf(self, settings: Any) -> dict[str, Any]:
+        whole = settings.values.get("model_type") == "idefics2"
+        inner = settings.section("perceiver_config") if whole else settings
+        inner.require("hidden_act", "silu", why="the resampler here has gated MLPs with SiLU")
+        found = {
+            "num_latents": inner.get("resampler_n_latents", 64),
+            "num_layers": inner.get("resampler_depth", 3),
+            "num_attention_heads": inner.get("resampler_n_heads", 16),
+            "num_query_groups": inner.get("num_key_value_heads", 4),
+            "kv_channels": inner.get("resampler_head_dim", 96),
+            "norm_epsilon": inner.get("rms_norm_eps", 1e-6),
+        }
+        if not whole:
+            return found | {"ffn_hidden_size": 4 * inner.get("hidden_size", 4096)}
+        text = settings.section("text_config")
+        text.require("hidden_act", "silu", why="the projection here is a gated MLP with SiLU")
+        width, inner_width = text.get("hidden_size", 4096), text.get("intermediate_size", 14336)
+        return found | {"ffn_hidden_size": 4 * width, "projection_ffn_hidden_size": inner_width}
+
+    def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
+        of_mlp = {"gate": "gate_proj", "up": "up_proj", "fc2": "down_proj"}
+        names = {"latents": "latents", "norm.weight": "norm.weight"}
+        for number in range(self.own(model).num_layers):
+            layer = {"latents_norm": "input_latents_norm", "context_norm": "input_context_norm"}
+            layer |= {"mlp_norm": "post_attention_layernorm"} | {f"mlp.{a}": f"mlp.{b}" for a, b in of_mlp.items()}
+            layer |= {f"attention.{leaf}": f"self_attn.{leaf[0]}_proj" for leaf in ("query", "key", "value", "output")}
+            names |= {f"layers.{number}.{a}.weight": f"layers.{number}.{b}.weight" for a, b in layer.items()}
+        projection = {f"projection.{a}.weight": f"modality_projection.{b}.weight" for a, b in of_mlp.items()}
+        whole = {key: f"perceiver_resampler.{name}" for key, name in names.items()} | projection
+        places = ("model.connector.", "connector.")
+        return names, *({key: f"{place}{name}" for key, name in whole.items()} for place in places)
+
+
+PERCEIVER = Perceiver()

@@ -1,0 +1,55 @@
+"""Resamplers as every other layer: recomputed, frozen, cached, resumed at another layout; their memory as predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.flags import FOUR, MODELS, TWO
+from tests.support.pool import Pools
+from tests.support.training import SMALL, assert_same_curve, metrics, train
+
+RESAMPLERS = ("qformer", "perceiver")
+# Processes, what changes the numbers, and what must not change them.
+CASES = {
+    "recomputed": (2, "", "--tp 2 --recompute-granularity full"),
+    "recomputed-behind-a-frozen-tower": (2, "--freeze vision", "--pp 2 --recompute-granularity full"),
+    "frozen": (2, "--freeze projector", "--tp 2"),
+    "frozen-encoder": (2, "--freeze vision projector", "--tp 2 --placement colocated --encode-ahead"),
+    "cached": (2, "--freeze vision projector", "--pp 2 --placement colocated --vision-cache CACHE"),
+    "not-sharded": (2, "", "--tp 2 --no-sequence-parallel --data-parallel-sharding none"),
+    "zero3": (2, "", "--data-parallel-sharding full"),
+    "cp2": (2, "", "--cp 2"),
+}
+FAST = (("recomputed-behind-a-frozen-tower", "perceiver"),)
+
+
+def argv_of(model: str) -> list[str]:
+    return [*SMALL, *MODELS[model].split()]
+
+
+@pytest.mark.parametrize(
+    ("case", "model"),
+    [
+        (case, model) if (case, model) in FAST else pytest.param(case, model, marks=pytest.mark.slow)
+        for case in CASES
+        for model in RESAMPLERS
+    ],
+)
+def test_a_resampler_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, case: str, model: str) -> None:
+    world, changes, flags = CASES[case]
+    argv = [*argv_of(model), "--no-save", *changes.split()]
+    pools(1).run(train, argv, str(tmp_path / "one"))
+    more = flags.replace("CACHE", str(tmp_path / "cache")).split()
+    pools(world).run(train, [*argv, *more], str(tmp_path / "many"))
+    assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("model", ["qformer", pytest.param("perceiver", marks=pytest.mark.slow)])
+def test_a_resampler_goes_on_at_another_layout(pools: Pools, tmp_path: Path, model: str) -> None:
+    """Two ranks pad its heads and MLPs; checkpoints hold the model's alone."""
+    pools(1).run(train, [*argv_of(model), *FOUR, "--no-save"], str(tmp_path / "one"))
+    pools(2).run(train, [*argv_of(model), *FOUR, *TWO, "--lr-decay-iters", "20", "--tp", "2"], str(tmp_path / "many"))
+    pools(1).run(train, [*argv_of(model), *FOUR], str(tmp_path / "many"))
+    assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"))
