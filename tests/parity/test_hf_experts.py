@@ -46,6 +46,7 @@ def llava_of_experts() -> Any:
 
 MODELS: dict[str, tuple[Models, Any]] = {
     "qwen3-vl-moe": (qwen_vl.qwen3_moe, qwen_vl.IMAGES),
+    "qwen3-vl-moe-videos": (qwen_vl.qwen3_moe, qwen_vl.VIDEOS),
     "internvl": (intern, llava.IMAGES),
     "internvl-normalized": (lambda: intern(norm_topk_prob=True, decoder_sparse_step=2), llava.IMAGES),
     "llava": (llava_of_experts, llava.IMAGES),

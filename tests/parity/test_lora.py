@@ -16,7 +16,7 @@ from megavlm.backend import activate
 
 activate()  # before the modules below import megatron-core
 
-from megavlm.checkpoint.hf.adapters import PREFIX, export_adapters, grouped, table_in_memory  # noqa: E402
+from megavlm.checkpoint.hf.adapters import PREFIX, export_adapters, factors_of_experts, grouped, table_in_memory  # noqa: E402
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained  # noqa: E402
 from megavlm.config.lora import all_names  # noqa: E402
 from megavlm.config.schema import Config, LoraConfig  # noqa: E402
@@ -32,7 +32,8 @@ from tests.support.tiny_models import llava  # noqa: E402
 def lora_run(folder: Path, single: Single, dropout: float) -> tuple[Config, Engine]:
     """An engine whose adapters are no longer at their start, where B is zero and A has no gradient."""
     config = hf.config_for(folder)
-    lora = LoraConfig(rank=3, alpha=6.0, dropout=dropout, targets=("language", "vision"))
+    targets = ("language", "vision", *(["experts"] if config.model.experts.num_experts else []))
+    lora = LoraConfig(rank=3, alpha=6.0, dropout=dropout, targets=targets)
     config = replace(config, lora=lora, model=replace(config.model, freeze=("projector",)))
     engine = hf.engine_for(config, folder, single)
     generator = torch.Generator().manual_seed(0)
@@ -43,7 +44,12 @@ def lora_run(folder: Path, single: Single, dropout: float) -> tuple[Config, Engi
 
 
 def trained(engine: Engine) -> dict[str, Any]:
-    return {name: param for name, param in engine.chunks[0].module.named_parameters() if param.requires_grad}
+    """Trained parameters by the names that checkpoints give them."""
+    return {
+        name.replace(".mlp.experts.", ".mlp.experts.experts."): param
+        for name, param in engine.chunks[0].module.named_parameters()
+        if param.requires_grad
+    }
 
 
 def every_other_channel(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -88,7 +94,14 @@ def test_gradients_are_pefts(
 
     gradients = grouped({name: param.main_grad / tokens for name, param in trained(engine).items()}, config.model)
     expected = {name: param.grad for name, param in theirs.named_parameters() if param.requires_grad}
+    of_experts = factors_of_experts(gradients, table).values()
+    for name, ours in (each for factors in of_experts for each in factors.items()):
+        wanted = expected.pop(name.replace(".weight", ".default.weight"))
+        assert wanted.abs().max() > 1e-7, f"{name} has no gradient to compare"
+        hold(pretrained.family.name, "lora_gradients", difference(ours, wanted, name), f"gradient of {name}")
     for key, adapters in gradients.items():
+        if adapters.of_experts is not None:
+            continue
         for weight, pair in adapters.by_hf_name(table[key]).items():
             for letter, ours in zip("AB", pair, strict=True):
                 name = f"{PREFIX}{weight.removesuffix('.weight')}.lora_{letter}.default.weight"

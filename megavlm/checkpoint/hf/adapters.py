@@ -142,7 +142,7 @@ def export_adapters(
         raise UserError(f"{out} exists: choose another folder, or remove it")
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
-    parameters, routers = _of_experts(adapters, table), routers or {}
+    parameters, routers = factors_of_experts(adapters, table), routers or {}
     tensors |= {name: value for factors in parameters.values() for name, value in factors.items()}
     tensors |= {f"{PREFIX}{table[key].hf_names[0]}": value for key, value in routers.items()}
     for key, held in adapters.items():
@@ -179,7 +179,7 @@ def export_adapters(
     temporary.rename(out)
 
 
-def _of_experts(adapters: Mapping[str, Adapters], table: Table) -> dict[str, dict[str, Tensor]]:
+def factors_of_experts(adapters: Mapping[str, Adapters], table: Table) -> dict[str, dict[str, Tensor]]:
     """Return PEFT's factors of each parameter of experts, by its name.
 
     A is [E·r, K], experts outermost, and B [M, r·E], experts innermost. PEFT wraps a module once for each of its
