@@ -27,6 +27,7 @@ from megavlm.planner.machines import MACHINES
 from megavlm.planner.plan import make_plan
 from megavlm.planner.search import SearchResult, search, timeline_of
 from megavlm.planner.search_report import report
+from megavlm.planner.timeline import Timeline
 
 VOCABULARY = 256  # of a run on synthetic samples that does not set it
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")
@@ -61,6 +62,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TYPE",
         help="Plan for a cloud's machines instead of --gpu, with their network, and say what the run costs on them: "
         f"{', '.join(MACHINES)}.",
+    )
+    parser.add_argument(
+        "--stage-gpus",
+        nargs="+",
+        default=(),
+        metavar="GPU",
+        help="GPUs of several types, as many of each: that of the first pipeline stages, of the next as many, …",
     )
     parser.add_argument(
         "--seq-length",
@@ -112,7 +120,12 @@ def plan(options: argparse.Namespace) -> int:
         )
     machine = machine_of(options)
     name = options.gpu or "h100" if machine is None else machine.name
-    hardware = profile(name)
+    stages = [profile(each) for each in options.stage_gpus]
+    if stages and (machine is not None or options.gpu is not None):
+        raise UserError("--stage-gpus names the GPUs of all pipeline stages: leave --gpu and --machine out")
+    # What stages do together ends when the slowest has done it.
+    hardware = min(stages, key=lambda each: each.forward.matmul, default=None) or profile(name)
+    name = " and ".join(options.stage_gpus) or name
     space = Space()
     if options.placement is not None:
         space = replace(space, placement=(options.placement,))
@@ -121,11 +134,13 @@ def plan(options: argparse.Namespace) -> int:
     if options.no_offload:
         space = replace(space, offload=())
     imbalance = expert_imbalance_of(options, config)
-    outcome = search(config, options.gpus, hardware, space=space, top=options.top, imbalance=imbalance)
+    hardware = replace(hardware, memory=max([hardware.memory, *(each.memory for each in stages)]))
+    outcome = search(config, options.gpus, hardware, space=space, top=options.top, imbalance=imbalance, stages=stages)
     if outcome.best and options.out is not None:
         _write(options.out, "--out", to_yaml(to_train(outcome.config(given), options)))
     if outcome.best and options.gantt is not None:
-        draw(outcome, config, hardware_name=name, path=options.gantt)
+        timeline = timeline_of(outcome.best[0], config, hardware, imbalance=outcome.imbalance, stages=stages)
+        draw(outcome, config, timeline, hardware_name=name, path=options.gantt)
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(
         f"a step has {batch:,} sequences of {length:,} tokens, {batch * length:,} in all"
@@ -206,10 +221,9 @@ def _images(text: str, multiple: int) -> tuple[int, int]:
     return int(count), int(side) // multiple * multiple
 
 
-def draw(outcome: SearchResult, config: Config, *, hardware_name: str, path: Path) -> None:
+def draw(outcome: SearchResult, config: Config, timeline: Timeline, *, hardware_name: str, path: Path) -> None:
     """Draw the timeline of the best layout as HTML or PNG, according to the file's suffix."""
     candidate = outcome.best[0].candidate
-    timeline = timeline_of(outcome.best[0], config, profile(hardware_name), imbalance=outcome.imbalance)
     chunks = [
         {part_of(name) == "vision" for name in names}
         for names in make_plan(outcome.config(config), candidate.dims).chunks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -9,7 +10,7 @@ from megavlm.arch.flops import step_flops
 from megavlm.arch.kind import FP32
 from megavlm.arch.kinds import kind_in
 from megavlm.arch.layers import layer_names
-from megavlm.arch.scenario import BYTES, Scenario, Sharding, expert_imbalance, scenario_of
+from megavlm.arch.scenario import BYTES, Recompute, Scenario, Sharding, expert_imbalance, scenario_of
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
@@ -57,9 +58,14 @@ class Rejected:
 class LayoutEvaluator:
     """Evaluates layouts of one configuration on one device. What candidates share is computed once and cached."""
 
-    def __init__(self, config: Config, hardware: Hardware, *, imbalance: float | None = None) -> None:
-        """`imbalance` is that of experts; default: `expert_imbalance`."""
+    def __init__(
+        self, config: Config, hardware: Hardware, *, imbalance: float | None = None, stages: Sequence[Hardware] = ()
+    ) -> None:
+        """`imbalance` is that of experts; default: `expert_imbalance`. `stages`: devices of equal runs of pipeline
+        stages, the first stages' first, where not all are `hardware`; this is then what counts for all else.
+        """
         self.config, self.hardware = config, hardware
+        self.stages = tuple(LayoutEvaluator(config, each, imbalance=imbalance) for each in stages)
         self.imbalance = expert_imbalance(config) if imbalance is None else imbalance
         sample = typical_workload(config)
         batch = config.train.global_batch_size
@@ -79,7 +85,7 @@ class LayoutEvaluator:
         profiles, encoder = self.profiles(candidate), self.encoder(candidate)
         if candidate.dims.chunks > profiles.count:
             return f"--pp {candidate.dims.pp} × --vpp {candidate.dims.vpp} makes more chunks than the model has layers"
-        own, free_memory = float(profiles.model_state[-1]) / candidate.dims.pp, self.free_memory(candidate)
+        own, free_memory = float(profiles.model_state[-1]) / candidate.dims.pp, max(self.free_memories(candidate))
         if own + (encoder.memory.model_state if encoder else 0.0) > self.hardware.memory:
             return f"weights, gradients and optimizer alone do not fit {self.hardware.memory / GIB:.0f} GiB"
         # A rank that holds h micro-batches has room for (room − its standing bytes) / h of what one saves.
@@ -102,6 +108,11 @@ class LayoutEvaluator:
         scenario, encoder = self.profiles(candidate).scenario, self.encoder(candidate)
         data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=encoder is None)
         return self.hardware.memory - data - (encoder.memory.total if encoder else 0.0)
+
+    def free_memories(self, candidate: Candidate) -> list[float]:
+        """Return the same of each pipeline rank's device."""
+        own = [stage.free_memory(candidate) for stage in self.stages] or [self.free_memory(candidate)]
+        return [own[rank * len(own) // candidate.dims.pp] for rank in range(candidate.dims.pp)]
 
     def rule(self, candidate: Candidate) -> str | None:
         """Return what the configuration's rules say against a candidate, or None. Recomputation does not matter."""
@@ -149,11 +160,12 @@ class LayoutEvaluator:
         """
         profiles, splits = self.profiles(candidate), scenario_shape(self.profiles(candidate).scenario).splits_backward
         m, pp = profiles.scenario.micro_batches, candidate.dims.pp
-        work = profiles.least_work(candidate.recompute, pp=pp)
+        fastest = profiles.stages or (profiles,)  # no rank has a faster device than each of these
+        work = min(each.least_work(candidate.recompute, pp=pp) for each in fastest)
         share = 1 - (1 - 1 / m) ** pp if candidate.dims.vpp == 1 else pp / m
         pipeline = work * max(1.0, 1 / share)
         if splits:  # weight gradients need not be between the passes that others wait for
-            path = profiles.least_work(candidate.recompute, pp=pp, splits=True)
+            path = min(each.least_work(candidate.recompute, pp=pp, splits=True) for each in fastest)
             pipeline = max(path, path / share, work * m / pp)
         return pipeline + self.non_pipeline_time(candidate, pipeline=pipeline)
 
@@ -170,8 +182,8 @@ class LayoutEvaluator:
     ) -> Estimate | Rejected | None:
         """Return an estimate of the candidate at good cuts; None if a step takes longer than `limit` seconds."""
         profiles = self.profiles(candidate)
-        scenario, free_memory = profiles.scenario, self.free_memory(candidate)
-        own = replace(profiles, modes={candidate.recompute: profiles.modes[candidate.recompute]})
+        scenario, free_memory = profiles.scenario, self.free_memories(candidate)
+        own = _in_one_mode(profiles, candidate.recompute)
         nodes = 4 * scenario.dims.chunks + 50 if simulations == 1 else 5_000
         left = limit - self.non_pipeline_time(candidate, pipeline=limit)
         partition = best_partition(
@@ -198,8 +210,10 @@ class LayoutEvaluator:
             encoder=self.encoder(candidate),
             with_memory=with_memory,
         )
-        peak, world = self.hardware.peak, candidate.dims.world
-        mfu = None if peak is None else self.flops / step.seconds / world / peak
+        peaks = [stage.hardware.peak for stage in self.stages] or [self.hardware.peak]
+        known = [peak for peak in peaks if peak is not None]
+        devices = candidate.dims.world / len(peaks)  # of each kind
+        mfu = self.flops / step.seconds / devices / sum(known) if len(known) == len(peaks) else None
         return Estimate(candidate, partition, step, self.tokens / step.seconds, mfu)
 
     def refined(self, estimate: Estimate) -> Estimate:
@@ -210,7 +224,9 @@ class LayoutEvaluator:
 
     def profiles(self, candidate: Candidate) -> LayerProfiles:
         """Return times and bytes of the layers that a candidate's pipeline holds."""
-        return self._profiles(replace(candidate, recompute="none", vision_tp=1))
+        profiles, pp = self._profiles(replace(candidate, recompute="none", vision_tp=1)), candidate.dims.pp
+        own = tuple(stage.profiles(candidate) for stage in self.stages)
+        return replace(profiles, stages=tuple(own[rank * len(own) // pp] for rank in range(pp))) if own else profiles
 
     def encoder(self, candidate: Candidate) -> EncoderEstimate | None:
         """Return what a candidate's colocated encoder takes, however the language model is cut and shares experts."""
@@ -263,7 +279,7 @@ class LayoutEvaluator:
 
     def _breaks_rule(self, candidate: Candidate) -> str | None:
         layout = candidate.applied(self.config)
-        broken = (*(rule(layout) for rule in LAYOUT_RULES), self._lacks_split(layout))
+        broken = (*(rule(layout) for rule in LAYOUT_RULES), self._lacks_split(layout), self._mixes_stages(layout))
         of_world = (rule(layout, candidate.dims.world) for rule in WORLD_RULES)
         return next((text for text in (*broken, *of_world) if text), None)
 
@@ -272,6 +288,18 @@ class LayoutEvaluator:
         explicit = replace(layout, execution=replace(layout.execution, transformer_impl="te"))
         torch = not self.hardware.on_gpu or layout.execution.transformer_impl == "torch"
         return None if torch else split_backward_has_torch_layers(explicit)
+
+    def _mixes_stages(self, layout: Config) -> str | None:
+        """Return why pipeline stages would have devices of several kinds."""
+        pp, kinds = layout.parallel.pipeline_model_parallel_size, len(self.stages)
+        if not kinds or pp % kinds == 0:
+            return None
+        return f"--pp {pp} does not divide into {kinds} equal runs of stages, one for each of --stage-gpus"
+
+
+def _in_one_mode(profiles: LayerProfiles, mode: Recompute) -> LayerProfiles:
+    stages = tuple(_in_one_mode(each, mode) for each in profiles.stages)
+    return replace(profiles, modes={mode: profiles.modes[mode]}, stages=stages)
 
 
 def _expert_bytes(config: Config) -> float:

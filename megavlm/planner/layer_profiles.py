@@ -52,6 +52,7 @@ class LayerProfiles:
     transfer: Array  # [layers + 1] seconds of what enters each layer; 0 at both ends
     modes: dict[Recompute, RecomputeProfile]
     launch: Array | float = 0.0  # [layers + 1] prefix sums, seconds of the host for a forward pass; 0: a CPU
+    stages: tuple[LayerProfiles, ...] = ()  # the same layers on each pipeline rank's own device; (): all have this one
 
     @property
     def count(self) -> int:
@@ -65,6 +66,10 @@ class LayerProfiles:
         backward = values.backward - splits * self.prefix(values.weight)
         issue_back = self.prefix(values.launch) - splits * self.prefix(values.weight_launch)
         return self.forward, backward, self.prefix(self.launch), issue_back
+
+    def of_rank(self, rank: int) -> LayerProfiles:
+        """Return the layers on the device of a pipeline rank."""
+        return self.stages[rank] if self.stages else self
 
     def prefix(self, values: Array | float) -> Array:
         """Return prefix sums of all layers, also where they are 0 everywhere."""
@@ -106,8 +111,9 @@ class LayerProfiles:
         weight: list[list[float]] = []
         for index, (a, b, mode) in enumerate(chunks):
             splits = shape.splits_backward and index > 0
-            forward, backward, issue, issue_back = (side[a : b + 1] for side in self.sides(mode, splits=splits))
-            weight.append([float(self.waits(mode)[a, b]) if splits else 0.0] * shape.micro_batches)
+            own = self.of_rank(index % shape.pp)
+            forward, backward, issue, issue_back = (side[a : b + 1] for side in own.sides(mode, splits=splits))
+            weight.append([float(own.waits(mode)[a, b]) if splits else 0.0] * shape.micro_batches)
             first, last = relay(issue, forward), relay(backward, issue_back)
             more = [(first, last)] * (shape.micro_batches - 1)
             if shape.pp == 1:

@@ -9,7 +9,7 @@ descent moves single cuts and changes what single chunks recompute for as long a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple
@@ -75,13 +75,13 @@ def best_partition(
     profiles: LayerProfiles,
     shape: PipelineShape,
     *,
-    cap: float = float("inf"),
+    cap: float | Sequence[float] = float("inf"),
     limit: float = float("inf"),
     simulations: int = 200,
     nodes: int = 200_000,
     descent: bool = True,
 ) -> Partition | NoPartition:
-    """Return the fastest partition into `shape.chunks` chunks whose ranks stay below `cap` bytes.
+    """Return the fastest partition into `shape.chunks` chunks whose ranks stay below `cap` bytes, all or each its own.
 
     Partitions slower than `limit` seconds are of no interest. After `simulations` simulations or `nodes` partial
     partitions the search ends, `exact` is False, and the answer is the best found so far, or with `descent` a local
@@ -115,13 +115,14 @@ class _Search:
 
     profiles: LayerProfiles
     shape: PipelineShape
-    cap: float
+    cap: float | Sequence[float]
     limit: float
     simulations: int
     nodes: int
     best: tuple[float, float, tuple[int, ...], tuple[Recompute, ...]] | None = None
     exhausted: bool = False
     _nodes: int = 0
+    _known: dict[tuple[int, bool], tuple[Array, Array]] = field(default_factory=dict)
     _rest: list[Array] = field(default_factory=list)
 
     def run(self) -> float:
@@ -143,18 +144,28 @@ class _Search:
         They differ by weight gradients that have passes of their own: of m micro-batches those of m − 1 − r come before
         the last backward pass of rank r (`schedules.py`).
         """
-        profiles, (pp, m) = self.profiles, (self.shape.pp, self.shape.micro_batches)
-        places = np.arange(profiles.count + 1)
-        rising = places[None, :] > places[:, None]
-        whole = np.stack([np.where(rising, profiles.chunk_seconds(mode, pp=pp), np.inf) for mode in profiles.modes])
-        passed, worked = [whole] * self.shape.chunks, [whole] * self.shape.chunks
-        if self.shape.splits_backward:
-            halves = [profiles.chunk_seconds(mode, pp=pp, splits=True) for mode in profiles.modes]
-            path = np.stack([np.where(rising, each, np.inf) for each in halves])
-            weight = np.stack([profiles.waits(mode) for mode in profiles.modes])
-            for rank in range(1, pp):
-                passed[rank], worked[rank] = path, path + max(0, m - 1 - rank) / m * weight
+        passed, worked, m = [], [], self.shape.micro_batches
+        for chunk in range(self.shape.chunks):
+            rank = chunk % self.shape.pp
+            splits = self.shape.splits_backward and chunk > 0
+            path, weight = self._of_rank(rank, splits)
+            passed.append(path)
+            worked.append(path + max(0, m - 1 - rank) / m * weight if splits else path)
         return passed, worked
+
+    def _of_rank(self, rank: int, splits: bool) -> tuple[Array, Array]:
+        """[modes, i, j]: seconds of both passes of layers i … j−1 on a rank, without weight gradients that have passes
+        of their own if it `splits`, and seconds of those. Ranks with equal devices share the arrays.
+        """
+        profiles, pp = self.profiles.of_rank(rank), self.shape.pp
+        key = (id(profiles), splits)
+        if key not in self._known:
+            places = np.arange(profiles.count + 1)
+            rising = places[None, :] > places[:, None]
+            both = [profiles.chunk_seconds(mode, pp=pp, splits=splits) for mode in profiles.modes]
+            weights = [profiles.waits(mode) for mode in profiles.modes]
+            self._known[key] = np.stack([np.where(rising, each, np.inf) for each in both]), np.stack(weights)
+        return self._known[key]
 
     def _bounds_of_rests(self) -> list[Array]:
         """[chunks + 1][layers + 1]: the least bound of layers j … in k chunks, counted from when j is reached.
@@ -175,13 +186,16 @@ class _Search:
             held = self._held[index % self.shape.pp][index // self.shape.pp]
             beyond = 2 * profiles.transfer + rest[-1]
             fitting = [
-                np.where(fixed + _kept(held, saved, waiting) <= self.cap, took, np.inf)
+                np.where(fixed + _kept(held, saved, waiting) <= self._cap(index % self.shape.pp), took, np.inf)
                 for (fixed, saved, waiting), took in zip(
                     modes, np.maximum(m * self._worked[index], self._passed[index] + beyond), strict=True
                 )
             ]
             rest.append((fitting[0] if len(fitting) == 1 else np.minimum.reduce(fitting)).min(axis=1))
         return rest
+
+    def _cap(self, rank: int) -> float:
+        return self.cap if isinstance(self.cap, float) else self.cap[rank]
 
     def _choices(self, index: int, start: int, reach: float) -> Iterator[tuple[float, int, int]]:
         """Yield (bound, end, number of the mode) for each choice of chunk `index`, smallest bound first."""
@@ -229,7 +243,7 @@ class _Search:
         # `reach` of a rank's first chunk is what its load comes on top of.
         fill = walk.reach if round_ == 0 else 0.0
         bound = max(walk.bound, own, fill + self.shape.micro_batches * load)
-        if sum(used) > self.cap or bound >= self._target:
+        if sum(used) > self._cap(rank) or bound >= self._target:
             return None
         return _Walk(
             walk.reach + float(self._passed[index][mode, start, end]) + 2 * float(self.profiles.transfer[end]),

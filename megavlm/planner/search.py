@@ -8,6 +8,7 @@ the same layout.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megavlm.config.derived import offloaded as kinds_offloaded
@@ -46,17 +47,21 @@ def search(
     space: Space | None = None,
     top: int = 10,
     imbalance: float | None = None,
+    stages: Sequence[Hardware] = (),
 ) -> SearchResult:
     """Return the `top` fastest layouts of a configuration on `world` devices, and why others cannot run.
 
-    `imbalance`: rows of the busiest rank that shares experts ÷ the mean; default: `expert_imbalance`.
+    `imbalance`: rows of the busiest rank that shares experts ÷ the mean; default: `expert_imbalance`. `stages`: the
+    devices of equal runs of pipeline stages, where they differ; `hardware` then counts for what stages do together.
     """
     space = space or Space()
     if config.parallel.schedule is not None:
         space = replace(space, schedule=(config.parallel.schedule,))
     elif hardware.on_gpu and config.execution.transformer_impl != "torch":  # a rule: ZB-H1 splits torch's layers alone
         space = replace(space, schedule=tuple(name for name in space.schedule if name != "zb-h1"))
-    judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype), imbalance=imbalance)
+    precision = config.precision.dtype
+    own = [for_precision(each, precision) for each in stages]
+    judge = LayoutEvaluator(config, for_precision(hardware, precision), imbalance=imbalance, stages=own)
     rejected: list[Rejected] = []
     queue: list[tuple[float, int, Candidate, str | None]] = []  # least seconds, number, candidate, what it lacks
     tried = 0
@@ -111,9 +116,18 @@ def search(
     return SearchResult(tuple(best), tuple(rejected), simulated, tried, judge.hardware, judge.imbalance, offloaded)
 
 
-def timeline_of(estimate: Estimate, config: Config, hardware: Hardware, *, imbalance: float | None = None) -> Timeline:
+def timeline_of(
+    estimate: Estimate,
+    config: Config,
+    hardware: Hardware,
+    *,
+    imbalance: float | None = None,
+    stages: Sequence[Hardware] = (),
+) -> Timeline:
     """Return the estimate's pipeline played through once more, with every pass."""
-    judge = LayoutEvaluator(config, for_precision(hardware, config.precision.dtype), imbalance=imbalance)
+    precision = config.precision.dtype
+    own = [for_precision(each, precision) for each in stages]
+    judge = LayoutEvaluator(config, for_precision(hardware, precision), imbalance=imbalance, stages=own)
     profiles, partition = judge.profiles(estimate.candidate), estimate.partition
     return simulate_partition(
         profiles,

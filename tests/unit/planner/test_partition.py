@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from megavlm.arch.scenario import Recompute, scenario_of
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.parallel.dims import Dims
+from megavlm.parallel.dims import Dims, ScheduleName
 from megavlm.planner.layer_profiles import LayerProfiles, RecomputeProfile
 from megavlm.planner.partition import NoPartition, Partition, best_partition, chunk_bytes, simulate_partition
 from megavlm.planner.schedules import PipelineShape, held_at_peaks
@@ -96,6 +97,24 @@ def test_finds_what_brute_force_finds(seed: int, layers: int, shape: PipelineSha
     assert isinstance(found, Partition)
     assert found.exact
     assert found.seconds == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_stages_on_other_devices_get_other_layers(seed: int, schedule: ScheduleName) -> None:
+    """Ranks 1 and 2 are three times as fast, and rank 1 has hardly any memory."""
+    profiles, shape = drawn(seed, 7), PipelineShape(schedule, 3, 1, 5)
+    modes = {
+        name: replace(mode, backward=mode.backward / 3, weight=mode.weight / 3) for name, mode in profiles.modes.items()
+    }
+    fast = replace(profiles, forward=profiles.forward / 3, modes=modes)
+    mixed = replace(profiles, stages=(profiles, fast, fast))
+    assert brute_force(mixed, shape, float("inf")) < brute_force(profiles, shape, float("inf"))
+    found = best_partition(mixed, shape, simulations=10**6)
+    assert isinstance(found, Partition)
+    assert found.exact
+    assert found.seconds == pytest.approx(brute_force(mixed, shape, float("inf")), rel=1e-12)
+    assert best_partition(mixed, shape, cap=(1e6, 1e-6, 1e6)) == NoPartition(float("inf"))
 
 
 @pytest.mark.parametrize("seed", range(4))

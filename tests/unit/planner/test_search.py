@@ -76,6 +76,21 @@ def test_schedules_are_candidates_of_a_search() -> None:
     assert any("Transformer Engine" in each.reason for each in te.rejected)
 
 
+def test_stages_of_faster_gpus_get_more_layers() -> None:
+    space = Space(tp=(1,), pp=(1, 2), vpp=(1,), placement=("stages",), recompute=("none",), micro_batch=(1,), cp=(1,))
+    config = replace(SMALL, model=replace(published_model("qwen2_5_vl_7b"), freeze=("vision", "language")))
+    first = {}
+    for stages in ("a100", "h100"), ("h100", "a100"):
+        outcome = search(config, 4, PROFILES["a100"], space=space, top=1, stages=[PROFILES[each] for each in stages])
+        best = outcome.best[0]
+        assert best.candidate.dims.pp == 2
+        assert any("--stage-gpus" in each.reason for each in outcome.rejected), "one stage of two types"
+        (first[stages],) = best.partition.cuts
+        timeline = timeline_of(best, config, PROFILES["a100"], stages=[PROFILES[each] for each in stages])
+        assert timeline.seconds == pytest.approx(best.step.pipeline)
+    assert first["a100", "h100"] < first["h100", "a100"]
+
+
 def test_memory_decides_and_says_so() -> None:
     roomy = search(SMALL, 2, PROFILES["a100"], top=1).best[0]
     small = replace(PROFILES["a100"], memory=roomy.step.peak * 0.5)
