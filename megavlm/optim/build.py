@@ -43,7 +43,7 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=bool(parallel.overlap_grad_reduce),
         overlap_param_gather=bool(parallel.overlap_param_gather),
-        # Interleaved chunks are gathered when the schedule says so (`param_sync_func`), on all stages at once.
+        # Interleaved chunks are gathered when the schedule says so (`param_sync_func`).
         align_param_gather=bool(parallel.overlap_param_gather) and len(chunks) > 1,
         bucket_size=parallel.ddp_bucket_size,
         use_distributed_optimizer=parallel.data_parallel_sharding != "none",

@@ -69,7 +69,7 @@ class Dims:
     @property
     def walks(self) -> bool:
         """Return whether our own runtime walks the schedule (`pipeline/walker.py`); else megatron-core runs it."""
-        return self.order not in ("1f1b", "interleaved")
+        return self.order != "1f1b"
 
     @property
     def row_split(self) -> RowSplit:

@@ -1,5 +1,5 @@
-"""Run micro-batches through a pipeline: megatron-core's 1F1B, interleaved 1F1B and gradient accumulation, or our
-`walker.py` in any other order.
+"""Run micro-batches through a pipeline: by megatron-core's 1F1B and gradient accumulation, or by our `walker.py` in any
+other order.
 
 Every rank of a pipeline iterates over the same micro-batches, and each chunk reads what its layers need: patches in the
 first vision stage, tokens in the first language stage, labels in the last. Chunks send each other hidden states only.

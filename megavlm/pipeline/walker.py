@@ -1,4 +1,4 @@
-"""Runs a step's passes in any fixed order: the runtime of the schedules that megatron-core does not have."""
+"""Runs a step's passes in any fixed order: the runtime of all schedules but 1F1B, which is megatron-core's."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ class PassWalker:
             self._gradients,
         )
         with _timed(self._config, "forward-backward"):
+            for gather, chunk in zip(self._config.param_sync_func or (), self._chunks.values(), strict=False):
+                gather(chunk.parameters())
             for each in program:
                 if isinstance(each, Receive):
                     step.receive(each.made_by)

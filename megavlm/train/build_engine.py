@@ -177,6 +177,6 @@ def _connect(schedule: Schedule, config: Config, optimizer: MeanGradientOptimize
     )
     if config.parallel.overlap_grad_reduce:
         pipeline.no_sync_func = schedule.no_sync
-    # With one chunk, each bucket begins the next one's gather.
+    # With one chunk, each bucket begins the next one's gather; those of several chunks begin with the step.
     if config.parallel.overlap_param_gather and len(chunks) > 1:
         pipeline.param_sync_func = [chunk.start_param_sync for chunk in chunks]

@@ -16,6 +16,7 @@ RUNS = [
     "video.py --quick",
     "context.py --quick",
     "experts.py --quick",
+    "schedules.py --quick",
     "placement.py --dry --rounds 1 --steps 1 --only frozen",
     "placement.py --dry --rounds 1 --steps 1 --only 112",
 ]
