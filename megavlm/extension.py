@@ -8,7 +8,7 @@ from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
 from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Valid, option
-from megavlm.config.registry import Entry, Extension
+from megavlm.config.registry import Entry, Extension, ObjectiveEntry
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 from megavlm.data.processors.vision_inputs import Channels, VisionInput
 from megavlm.errors import UserError
@@ -27,6 +27,7 @@ __all__ = [
     "Grid",
     "LayerCost",
     "ModelConfig",
+    "ObjectiveEntry",
     "ProjectorConfig",
     "Scenario",
     "Split",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megavlm.config.registry import ObjectiveEntry, registered
 from megavlm.config.schema import ModelConfig
 
 
@@ -36,7 +37,14 @@ OBJECTIVES: Mapping[str, Objective] = {
 
 def objective_of(model: ModelConfig) -> Objective:
     """Return what a model is trained for."""
-    return OBJECTIVES[model.objective.kind]
+    kind = model.objective.kind
+    return OBJECTIVES[kind] if kind in OBJECTIVES else _of_extension(kind)
+
+
+def _of_extension(kind: str) -> Objective:
+    entry = registered("objectives")[kind]
+    assert isinstance(entry, ObjectiveEntry), kind
+    return Objective(embeds=True, learned=entry.learned, counted=entry.counted)
 
 
 def learned_scalars(model: ModelConfig) -> tuple[str, ...]:

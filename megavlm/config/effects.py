@@ -149,7 +149,7 @@ EFFECTS = (
     ),
     Effect(
         "model.objective",
-        tuple(field.name for field in fields(ObjectiveConfig) if field.name != "kind"),
+        tuple(field.name for field in fields(ObjectiveConfig) if field.name not in ("kind", "losses")),
         lambda config: config.model.objective.kind != "next-token",
         "without embeddings",
         "add --objective contrastive",

@@ -93,7 +93,12 @@ def from_dict(data: object) -> Config:
     """
     table = {option.key: option for option in options()}
     sections = {".".join(option.path[:depth]) for option in options() for depth in range(1, len(option.path))}
-    sections |= {"model.projector.connectors", "data.sources", "logging.callbacks"}  # also where nothing has options
+    sections |= {
+        "model.projector.connectors",
+        "model.objective.losses",
+        "data.sources",
+        "logging.callbacks",
+    }  # also where nothing has options
     return with_values(Config(), dict(_values(data, prefix="", table=table, sections=sections)))
 
 

@@ -5,10 +5,11 @@ Part of the schema (`schema.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megavlm.config.option import option
+from megavlm.config.registry import ObjectiveSections
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class ObjectiveConfig:
         "next-token",
         "Loss: next-token, or of query and document embeddings contrastive (InfoNCE) or sigmoid (SigLIP).",
         flag="--objective",
+        point="objectives",
     )
     pooling: Literal["last", "mean"] = option(
         "last", "Embedding of a text: the state of its last token, or the mean over its tokens.", flag="--pooling"
@@ -38,3 +40,4 @@ class ObjectiveConfig:
     )
     query_prefix: str = option("", "Embeddings: text (an instruction) before each query.")
     document_prefix: str = option("", "Embeddings: text before each document.")
+    losses: ObjectiveSections = field(default_factory=ObjectiveSections)

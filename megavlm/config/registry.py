@@ -46,6 +46,19 @@ class Entry:
         return from_code(self.code)
 
 
+@dataclass(frozen=True)
+class ObjectiveEntry(Entry):
+    """A loss of embeddings: the code is a function as `megavlm.objective.contrastive.info_nce`.
+
+    Args:
+        learned: parameters of the loss that --learn-temperature trains: ("log_scale",), or none.
+        counted: what a loss is the mean over, as metrics call it.
+    """
+
+    learned: tuple[str, ...] = ()
+    counted: str = "pairs"
+
+
 def from_code(code: str) -> Any:
     """Return what "package.module:name" stands for."""
     module, _, attribute = code.partition(":")
@@ -60,6 +73,7 @@ class Extension:
         connectors: kinds of projector (`megavlm.extension.Connector`), for --projector-kind.
         inputs: what a model sees of an image file (`megavlm.data.processors.vision_inputs.VisionInput`), for
             --vision-input. Its function is sent to processes that decode images, so it has a name in a module.
+        objectives: losses of embeddings over the global batch (`ObjectiveEntry`), for --objective.
         sources: sources of samples, for --data.
         callbacks: classes of callbacks, for --callback.
         families: architectures of Hugging Face Transformers (`megavlm.families.shared.family.Family`).
@@ -67,6 +81,7 @@ class Extension:
 
     connectors: tuple[Named, ...] = ()
     inputs: tuple[Entry, ...] = ()
+    objectives: tuple[ObjectiveEntry, ...] = ()
     sources: tuple[Entry, ...] = ()
     callbacks: tuple[Entry, ...] = ()
     families: tuple[Entry, ...] = ()
@@ -190,6 +205,12 @@ class ConnectorSections(Sections):
     """`model.projector.connectors`: the options of connectors."""
 
     point = "connectors"
+
+
+class ObjectiveSections(Sections):
+    """`model.objective.losses`: the options of losses."""
+
+    point = "objectives"
 
 
 class SourceSections(Sections):

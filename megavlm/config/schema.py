@@ -263,8 +263,8 @@ class RunConfig:
     )
     extension: tuple[str, ...] = option(
         (),
-        "Packages that add connectors, vision inputs, data sources, callbacks or families: MODULE or the name of "
-        "an entry point of each; may be repeated; default: none.",
+        "Packages that add connectors, objectives, vision inputs, data sources, callbacks or families: MODULE or "
+        "the name of an entry point of each; may be repeated; default: none.",
     )
     world_size: int | None = option(
         None,

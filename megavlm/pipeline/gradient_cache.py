@@ -25,7 +25,7 @@ from megavlm.config.schema import ModelConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.members import RECORD
 from megavlm.objective.cached import Loss, Representations
-from megavlm.objective.table import WHOLE_BATCH
+from megavlm.objective.table import whole_batch
 from megavlm.parallel.groups import Groups
 from megavlm.parallel.random_states import random_states, set_random_states
 from megavlm.pipeline.walker import ForwardStep
@@ -104,7 +104,7 @@ class GradientCache:
         found = self.representations(batches, outputs)
         see(found)
         with torch.enable_grad():
-            return WHOLE_BATCH[self.model.objective.kind](found, self.model.objective, self.groups.dp)
+            return whole_batch(self.model.objective.kind)(found, self.model.objective, self.groups.dp)
 
     def representations(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> Representations:
         """Return the texts of micro-batches together, given the last stage's outputs [R·H + scalars]."""

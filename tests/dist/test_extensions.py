@@ -50,6 +50,18 @@ def test_an_extension_gives_the_numbers_of_one_process(pools: Pools, tmp_path: P
     assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"))
 
 
+@pytest.mark.parametrize(
+    "flags", ["--tp 2 --pp 2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("--tp 2 --pp 2 --vpp 2", ""))]
+)
+def test_an_objective_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, flags: str) -> None:
+    argv = [*SMALL, *"--extension margin_loss --objective margin --margin-width 0.5".split()]
+    argv += "--seq-length 80 --global-batch-size 8 --no-save".split()
+    assert pools(1).run(train_with_examples, argv, str(tmp_path / "one")) == [None]
+    world = 4 if flags else 2
+    assert set(pools(world).run(train_with_examples, [*argv, *flags.split()], str(tmp_path / "many"))) == {None}
+    assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"))
+
+
 @pytest.mark.slow
 def test_the_examples_train_from_the_command_line(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), *(str(EXAMPLES / name) for name in PACKAGES)])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PACKAGES = ("arr_coc", "pooled_attention", "counting_dots")
+PACKAGES = ("arr_coc", "pooled_attention", "counting_dots", "margin_loss")
 POOLED = "--extension pooled_attention --projector-kind pooled --pooled-tokens 5 --pooled-width 21".split()
 
 
