@@ -33,7 +33,7 @@ from megavlm.optim.shards import Place, ShardLayout
 from megavlm.parallel.dtensor import local_part
 
 MATCHES_ADAMW = 0.2  # root mean square of AdamW's updates (Liu et al. 2025)
-_ROUND = 2**26  # elements of matrices that a rank has at a time
+_ROUND = 2**24  # elements of matrices that a rank has at a time
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,13 @@ class Muon:
         arrived = torch.empty(sum(sizes[1]), dtype=self.options.dtype, device=self.device)
         width = sent.element_size()  # as bytes, which every backend sends
         out, into = ([width * size for size in side] for side in sizes)
-        dist.all_to_all_single(arrived.view(torch.uint8), sent.view(torch.uint8), into, out, group=self.group)
+        dist.all_to_all_single(
+            arrived.view(torch.uint8),
+            sent.view(torch.uint8),
+            output_split_sizes=into,
+            input_split_sizes=out,
+            group=self.group,
+        )
         return arrived
 
 

@@ -17,6 +17,7 @@ RUNS = [
     "context.py --quick",
     "experts.py --quick",
     "schedules.py --quick",
+    "optimizers.py --quick",
     "placement.py --dry --rounds 1 --steps 1 --only frozen",
     "placement.py --dry --rounds 1 --steps 1 --only 112",
 ]
