@@ -56,6 +56,10 @@ class HiddenWeight:
     bands: tuple[Band, ...]
     experts: int = 0  # 0: no axis of experts
 
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns * (self.experts or 1)
+
     def shapes(self) -> Iterator[tuple[int, int]]:
         """Yield rows and columns of each matrix."""
         for _ in range(self.experts or 1):

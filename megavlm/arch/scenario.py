@@ -9,6 +9,7 @@ from typing import Literal
 from megavlm.arch.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
 from megavlm.arch.workload import Workload, of_context_part, times, typical_images, typical_workload
 from megavlm.config.derived import layer_precision, moments_folder, offloaded, overlapped, sequence_parallel
+from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.parallel.dims import Dims
 
@@ -48,6 +49,10 @@ class Scenario:
     loss_chunk: int = 2048  # positions whose logits are in memory at a time
     gathers_tokens: bool = False  # ranks that share experts gather all tokens; else each token travels (all-to-all)
     imbalance: float = 1.0  # rows of the busiest rank that shares experts, as a multiple of the mean
+    optimizer: str = "adamw"  # update rule
+    averages: bool = False  # weights are averaged
+    muon_steps: int = 5  # Newton-Schulz steps
+    muon_bytes: int = 4  # of a number in them
     experts_alone: bool = False  # the layout of routed experts (`expert_layout`)
 
     @property
@@ -151,6 +156,10 @@ def scenario_of(
         trained=trained_layers(config),
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),
         offload=offloaded(config),
+        optimizer=config.optimizer.kind,
+        averages=config.optimizer.ema_decay > 0,
+        muon_steps=config.optimizer.muon_num_ns_steps,
+        muon_bytes=4 if resolve(config).optimizer.muon_precision == "fp32" else 2,
         moments_on_disk=moments_folder(config) is not None,
         kept_in_fp8=frozenset(name for name in layer_names(config.model) if keeps_fp8(name, config)),
         on_gpu=on_gpu,

@@ -31,9 +31,9 @@ from megavlm.optim.matrix_plan import HeldBox, Matrix, Piece, Round, matrices_of
 from megavlm.optim.newton_schulz import orthogonalized
 from megavlm.optim.shards import Place, ShardLayout
 from megavlm.parallel.dtensor import local_part
+from megavlm.planner.orthogonal import ROUND
 
 MATCHES_ADAMW = 0.2  # root mean square of AdamW's updates (Liu et al. 2025)
-_ROUND = 2**24  # elements of matrices that a rank has at a time
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Muon:
         dist.all_gather_object(every, [each.box for each in self._held], group=group)
         weights = {box.key: hidden_weight_of(box.key, model) for boxes in every for box in boxes}
         self.matrices: list[Matrix] = matrices_of({key: held for key, held in weights.items() if held is not None})
-        self.rounds = plan_rounds(every, self.matrices, rank=group.rank(), most=_ROUND)
+        self.rounds = plan_rounds(every, self.matrices, rank=group.rank(), most=ROUND)
 
     @torch.no_grad()
     def update(self, divisor: Tensor) -> None:

@@ -61,10 +61,11 @@ def pinned_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -
 
 
 def of_update(own: float, scenario: Scenario) -> HostMemory:
-    """Of a rank that updates `own` numbers; moments of what is trained alone."""
+    """Of a rank that updates `own` numbers; moments of what is trained alone, two of each with Muon, at most."""
     if moments_here(scenario):
         return HostMemory()
-    moments, pieces = 2 * FP32 * own, 2 * FP32 * min(own, 2 * HOST_PIECE)
+    kept = (1 if scenario.optimizer == "lion" else 2) + scenario.averages
+    moments, pieces = kept * FP32 * own, 2 * FP32 * min(own, 2 * HOST_PIECE)
     if scenario.moments_on_disk:  # but for those of three pieces
         return HostMemory(pieces=pieces + 2 * FP32 * min(own, HOST_PIECE) * 3, disk=moments)
     return HostMemory(moments=moments, pieces=pieces)

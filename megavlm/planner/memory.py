@@ -28,6 +28,7 @@ from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, 
 from megavlm.arch.masks import mask_bytes
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
+from megavlm.planner.orthogonal import kept_numbers, orthogonalization_bytes
 from megavlm.planner.schedules import held_at_peaks, scenario_shape
 
 HOST_PIECE = 2**24  # numbers that `optim/host_adamw.py` moves together
@@ -71,9 +72,9 @@ def model_state_bytes(name: str, scenario: Scenario, *, copies_vocabulary: bool 
         total += Memory(weights=_fp8_copies(name, count, scenario))
         if scenario.shards_gradients:
             stays = scenario.sharding != "full" or not _is_unit(name, scenario)
-            total += _sharded(count, layout, trained=trained, stays=stays)
+            total += _sharded(name, count, layout, trained=trained, stays=stays)
         else:
-            total += _model_state(count, layout, trained=trained)
+            total += _model_state(name, count, layout, trained=trained)
     return total
 
 
@@ -86,27 +87,25 @@ def _fp8_copies(name: str, count: float, scenario: Scenario) -> float:
     return 2 * count * copied
 
 
-def _model_state(count: float, scenario: Scenario, *, trained: bool) -> Memory:
+def _model_state(name: str, count: float, scenario: Scenario, *, trained: bool) -> Memory:
     if not trained:
         return Memory(weights=count * scenario.bytes_each)
-    masters = FP32 if scenario.bytes_each != FP32 else 0
-    state = masters + 2 * FP32 * moments_here(scenario)
-    return Memory(
-        weights=count * scenario.bytes_each, gradients=count * FP32, optimizer=count * state / scenario.shards
-    )
+    masters = FP32 * count if scenario.bytes_each != FP32 else 0
+    state = masters + FP32 * kept_numbers(name, scenario, count) * moments_here(scenario)
+    return Memory(weights=count * scenario.bytes_each, gradients=count * FP32, optimizer=state / scenario.shards)
 
 
-def _sharded(count: float, scenario: Scenario, *, trained: bool, stays: bool) -> Memory:
+def _sharded(name: str, count: float, scenario: Scenario, *, trained: bool, stays: bool) -> Memory:
     """Return the same for ZeRO-2 and 3: gathered weights that stay between passes, and shards of the rest."""
     gathered = count * scenario.bytes_each * stays
     if not trained:
         return Memory(weights=gathered + count * scenario.bytes_each / scenario.shards)
-    state = FP32 + 2 * FP32 * moments_here(scenario)
-    return Memory(weights=gathered, gradients=count * FP32 / scenario.shards, optimizer=count * state / scenario.shards)
+    state = FP32 * (count + kept_numbers(name, scenario, count) * moments_here(scenario))
+    return Memory(weights=gathered, gradients=count * FP32 / scenario.shards, optimizer=state / scenario.shards)
 
 
 def moments_here(scenario: Scenario) -> bool:
-    """Return whether Adam's two moments are in device memory."""
+    """Return whether what an optimizer keeps beside weights is in device memory."""
     return "optimizer" not in scenario.offload
 
 
@@ -147,7 +146,8 @@ def replicated_encoder(scenario: Scenario, *, vision_tp: int = 1) -> Memory:
     """
     total, alone = Memory(), encoder_scenario(scenario, vision_tp)
     for name in scenario.names[: scenario.names.index(EMBEDDING)]:
-        total += _model_state(local_parameters(name, scenario.model, vision_tp), alone, trained=scenario.trains(name))
+        count = local_parameters(name, scenario.model, vision_tp)
+        total += _model_state(name, count, alone, trained=scenario.trains(name))
     return total
 
 
@@ -245,7 +245,11 @@ def rank_memory(
         transient = max(transient, *(transient_bytes(name, scenario, mode, last_stage=last) for name in names), 0.0)
     # Activations are gone by then. gloo's reduce-scatter sums a copy of the gradients, NCCL's needs none.
     copies = scenario.sharding == "optimizer" and scenario.dims.dp_cp > 1 and not scenario.on_gpu
-    transient = max(transient, total.gradients * copies - total.activations)
+    held_names = [
+        name for chunk in scenario.dims.chunks_of(rank) for name in spans[chunk][max(0, skip - bounds[chunk]) :]
+    ]
+    update = orthogonalization_bytes(held_names, scenario)
+    transient = max(transient, max(total.gradients * copies, update) - total.activations)
     with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in scenario.dims.chunks_of(rank))
     data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=with_patches)
     return total + Memory(transient=transient, data=data)

@@ -22,6 +22,7 @@ from megavlm.planner.hardware import Hardware
 from megavlm.planner.host_memory import HostMemory, host_memory, of_update, pinned_bytes
 from megavlm.planner.layer_profiles import LayerProfiles, measured_once
 from megavlm.planner.memory import Memory, batch_bytes, kept_bytes, rank_memory, replicated_encoder
+from megavlm.planner.orthogonal import orthogonalization_seconds
 from megavlm.planner.partition import simulate_partition
 from megavlm.planner.schedules import scenario_shape
 from megavlm.planner.timeline import Timeline
@@ -154,6 +155,7 @@ def step_of(
         count = trained_parameters(encoder.scenario, 0, profiles.first)
         gradients += gradient_seconds(count, encoder.scenario, hardware)
         optimizer += optimizer_seconds(count, encoder.scenario, hardware)
+        optimizer += orthogonalization_seconds(scenario.names[: profiles.first], encoder.scenario, hardware)
     return StepEstimate(
         pipeline=timeline.seconds,
         encoder=encoder.seconds if encoder is not None else 0.0,
@@ -214,4 +216,5 @@ def _ending(scenario: Scenario, bounds: Sequence[int], rank: int, hardware: Hard
         )
         gradients += gradient_seconds(trained, layout, hardware, held=held)
         optimizer += optimizer_seconds(trained, layout, hardware)
-    return gradients, optimizer
+    names = [name for chunk in chunks for name in scenario.names[slice(*spans[chunk])]]
+    return gradients, optimizer + orthogonalization_seconds(names, scenario, hardware)

@@ -91,6 +91,10 @@ CASES = {
     "dp2-zero2": (2, "--precision bf16 --data-parallel-sharding optimizer_gradients"),
     "dp2-zero2-fp32": (2, "--data-parallel-sharding optimizer_gradients"),
     "dp2-zero3": (2, "--precision bf16 --data-parallel-sharding full"),
+    "tp2-muon": (2, "--tp 2 --precision bf16 --optimizer muon --ema-decay 0.9"),
+    "ep2-muon": (2, f"--ep 2 {EXPERTS} {SHARED} --optimizer muon"),
+    "dp2-colocated-muon": (2, "--placement colocated --optimizer muon"),
+    "bf16-lion": (1, "--precision bf16 --optimizer lion --ema-decay 0.9"),
     "offload-optimizer": (1, "--precision bf16 --offload optimizer"),
     "offload-activations": (1, "--offload activations"),
     "offload-activations-full": (1, "--offload activations --recompute-granularity full --precision bf16"),
@@ -187,6 +191,7 @@ FAST = (
     "tp2-no-sp",
     "dp2-zero3-offload",
     "pp2-colocated",
+    "tp2-muon",
 )
 
 

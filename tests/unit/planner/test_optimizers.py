@@ -1,0 +1,66 @@
+"""Optimizers in the planner: bytes of their state, and what Muon's orthogonalisation adds to a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megavlm.arch.matrices import orthogonalization_flops
+from megavlm.arch.scenario import Scenario, scenario_of
+from megavlm.parallel.dims import Dims
+from megavlm.planner.hardware import PROFILES
+from megavlm.planner.memory import model_state_bytes, rank_memory
+from megavlm.planner.orthogonal import orthogonalization_bytes, orthogonalization_seconds
+from tests.support.small_run import SMALL
+
+H100 = PROFILES["h100"]
+LAYER = "language.layers.0"
+
+
+def case(kind: str, *, tp: int = 1, dp: int = 1, averages: float = 0.0) -> Scenario:
+    optimizer = replace(SMALL.optimizer, kind=kind, ema_decay=averages)  # type: ignore[arg-type]
+    precision = replace(SMALL.precision, dtype="bf16")
+    return scenario_of(replace(SMALL, optimizer=optimizer, precision=precision), Dims(tp, 1, 1, dp), on_gpu=True)
+
+
+def test_state_is_four_bytes_a_number() -> None:
+    found = {kind: model_state_bytes(LAYER, case(kind)) for kind in ("adamw", "muon", "lion")}
+    count = found["adamw"].weights / 2
+    language = SMALL.model.language
+    hidden, ffn = language.hidden_size, language.ffn_hidden_size
+    rows = (2 * language.num_attention_heads + 2 * (language.num_query_groups or language.num_attention_heads)) * (
+        language.kv_channels or hidden // language.num_attention_heads
+    )
+    assert found["adamw"].optimizer == 12 * count
+    assert found["lion"].optimizer == 8 * count
+    assert found["muon"].optimizer == 12 * count - 4 * hidden * (rows + 3 * ffn)
+    assert model_state_bytes(LAYER, case("lion", averages=0.9)).optimizer == 12 * count
+    halves = model_state_bytes(LAYER, case("muon", tp=2)).optimizer / found["muon"].optimizer
+    assert halves == pytest.approx(0.5, rel=0.01)  # but for norms
+
+
+def test_ranks_share_the_matrices_of_their_stage() -> None:
+    names = (LAYER,)
+    alone, shared = (orthogonalization_seconds(names, case("muon", dp=dp), H100) for dp in (1, 2))
+    shapes = [(64, 64)]  # the rate alone
+    assert orthogonalization_seconds(names, case("adamw"), H100) == 0
+    assert alone * H100.forward.matmul > orthogonalization_flops(*shapes[0], 5)
+    link = 2 * H100.near.latency
+    assert alone / 2 < shared - link < alone
+    assert orthogonalization_bytes(names, case("lion")) == 0
+    one, eight = (orthogonalization_bytes(names, case("muon", dp=dp)) for dp in (1, 8))
+    assert eight < one
+
+
+def test_memory_knows_what_an_update_needs() -> None:
+    """A micro-batch of a token leaves a peak of its own to the update."""
+    found = []
+    for kind in ("adamw", "muon"):
+        whole = case(kind, dp=2)
+        quiet = replace(whole, work=replace(whole.work, tokens=1, token_squares=1, trained_tokens=1, patches=1))
+        found.append(rank_memory(quiet, [0, len(quiet.names)], 0, recompute=["none"]))
+    adamw, muon = found
+    needed = orthogonalization_bytes(case("muon").names, case("muon", dp=2))
+    assert muon.transient == pytest.approx(needed - muon.activations)
+    assert adamw.transient < muon.transient
