@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megavlm.arch.connector import Split
 from megavlm.arch.kind import FP32, norm_bytes
+from megavlm.arch.matrices import HiddenWeight, hidden_weight
 from megavlm.arch.scenario import Scenario
 from megavlm.config.tensor_split import share_of
 
@@ -34,6 +35,12 @@ class AttentionBlock:
         of_rows = {f"{name}.{leaf}.weight": Split(0, size, unit) for leaf, (size, unit) in rows.items()}
         of_rows |= {f"{name}.{leaf}.bias": Split(0, size, unit) for leaf, (size, unit) in rows.items() if self.bias}
         return of_rows | {f"{name}.output.weight": Split(1, self.groups * per_group, per_group)}
+
+    def hidden_weights(self, name: str) -> dict[str, HiddenWeight]:
+        wide, narrow = self.local(1)
+        rows = {"query": (wide, self.width), **dict.fromkeys(("key", "value"), (narrow, self.context))}
+        rows["output"] = (self.width, wide)
+        return {f"{name}.{leaf}.weight": hidden_weight(columns, count) for leaf, (count, columns) in rows.items()}
 
     def local(self, tp: int) -> tuple[int, int]:
         """Return the channels of a rank's queries, and of its keys."""
@@ -82,6 +89,10 @@ class MlpBlock:
         leaves = ("weight", "bias") if self.bias else ("weight",)
         rows = {f"{name}.{layer}.{leaf}": Split(0, self.inner) for layer in self.first for leaf in leaves}
         return rows | {f"{name}.fc2.weight": Split(1, self.inner)}
+
+    def hidden_weights(self, name: str) -> dict[str, HiddenWeight]:
+        first = {f"{name}.{layer}.weight": hidden_weight(self.width, self.inner) for layer in self.first}
+        return first | {f"{name}.fc2.weight": hidden_weight(self.inner, self.outputs)}
 
     def parameters(self, tp: int) -> int:
         inner = share_of(self.inner, tp)

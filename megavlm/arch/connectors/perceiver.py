@@ -11,6 +11,7 @@ from typing import Any
 from megavlm.arch.connector import Connector, HfNames, Split
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import FP32, Communication, LayerCost, Stream, stream_bytes
+from megavlm.arch.matrices import HiddenWeight
 from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
@@ -88,6 +89,13 @@ class Perceiver(Connector):
         for layer in range(self.own(model).num_layers):
             found |= self.attention(model).splits(f"layers.{layer}.attention")
             found |= self.mlp(model).splits(f"layers.{layer}.mlp")
+        return found
+
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        found = self.projection(model).hidden_weights("projection")
+        for layer in range(self.own(model).num_layers):
+            found |= self.attention(model).hidden_weights(f"layers.{layer}.attention")
+            found |= self.mlp(model).hidden_weights(f"layers.{layer}.mlp")
         return found
 
     def parameters(self, model: ModelConfig, tp: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from megavlm.arch.connector import Connector, HfNames, Split
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
+from megavlm.arch.matrices import HiddenWeight, hidden_weight
 from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
@@ -75,6 +76,16 @@ class QFormer(Connector):
             found |= self.mlp(model).splits(f"layers.{layer}.mlp")
         for layer in self.crossing(model):
             found |= self.attention(model, cross=True).splits(f"layers.{layer}.cross_attention")
+        return found
+
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        own = self.own(model)
+        found = {"projection.weight": hidden_weight(own.hidden_size, model.language.hidden_size)}
+        for layer in range(own.num_layers):
+            found |= self.attention(model, cross=False).hidden_weights(f"layers.{layer}.self_attention")
+            found |= self.mlp(model).hidden_weights(f"layers.{layer}.mlp")
+        for layer in self.crossing(model):
+            found |= self.attention(model, cross=True).hidden_weights(f"layers.{layer}.cross_attention")
         return found
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
