@@ -16,6 +16,7 @@ from megavlm.parallel.dims import Dims
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["none", "optimizer", "optimizer_gradients", "full"]
 Offloaded = Literal["optimizer", "activations"]
+Code = Literal["none", "bf16", "int8", "fp8"]
 # Bytes of an activation or a weight; FP8 keeps both in bf16 outside its products.
 # Rows of the busiest rank that shares experts ÷ the mean, where nothing else is known: a router trained with a balance
 # loss is taken to reach it.
@@ -36,6 +37,9 @@ class Scenario:
     sharding: Sharding = "optimizer"  # among DP × CP ranks
     shard_size: int | None = None  # HSDP: ranks that share; default: all DP × CP ranks
     overlap_grad_reduce: bool = False
+    gradient_code: Code = "none"  # of gradients on the links
+    weight_code: Code = "none"
+    code_group: int = 1  # neighbouring ranks that sum exact gradients before codes are sent
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
     fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
@@ -91,6 +95,11 @@ class Scenario:
     def busiest(self) -> float:
         """Return the rows of the busiest rank's experts as a multiple of the mean: 1 where each rank has all."""
         return self.imbalance if self.dims.ep > 1 else 1.0
+
+    @property
+    def sends_codes(self) -> bool:
+        """Return whether gradients or weights travel as codes, which nothing overlaps with."""
+        return (self.gradient_code, self.weight_code) != ("none", "none")
 
     @property
     def shards_gradients(self) -> bool:
@@ -152,6 +161,9 @@ def scenario_of(
         sharding=config.parallel.data_parallel_sharding,
         shard_size=config.parallel.hybrid_shard_size,
         overlap_grad_reduce=bool(overlapped(config, dp=dims.dp_cp).parallel.overlap_grad_reduce),
+        gradient_code=config.parallel.compress_gradients,
+        weight_code=config.parallel.compress_weights,
+        code_group=config.parallel.compress_group_size or 1,
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
         trained=trained_layers(config),
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),

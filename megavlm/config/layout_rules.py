@@ -218,6 +218,14 @@ def world_divides(config: Config, world: int) -> str | None:
     return None
 
 
+def compressing_groups_divide(config: Config, world: int) -> str | None:
+    size = config.parallel.compress_group_size
+    ranks = _data_parallel_size(config, world) * config.parallel.context_parallel_size
+    if size is not None and (size < 1 or ranks % size):
+        return f"--compress-group-size {size} does not divide {ranks} data-parallel ranks: use {divisors(ranks)}"
+    return None
+
+
 def hybrid_shards_divide(config: Config, world: int) -> str | None:
     size = config.parallel.hybrid_shard_size
     ranks = _data_parallel_size(config, world) * config.parallel.context_parallel_size
@@ -286,6 +294,7 @@ WORLD_RULES: tuple[Callable[[Config, int], str | None], ...] = (
     world_divides,
     expert_ranks_divide,
     hybrid_shards_divide,
+    compressing_groups_divide,
     global_batch_divides,
     interleaving_has_microbatches,
     profiled_ranks_exist,

@@ -77,6 +77,20 @@ class ParallelConfig:
         "Number of parameters per gradient bucket, which is reduced in one collective; default: the larger of 40 "
         "million and 1 million × DP.",
     )
+    compress_gradients: Literal["none", "bf16", "int8", "fp8"] = option(
+        "none",
+        "Sum gradients as codes of two bytes (bf16) or one (int8, fp8, by blocks of 128), and add what a step's codes "
+        "lose to the next step's; with --hybrid-shard-size only between shard groups.",
+    )
+    compress_group_size: int | None = option(
+        None,
+        "--compress-gradients: number of neighbouring data-parallel ranks with fast links (of a node), which sum exact "
+        "gradients before codes are sent; must divide DP × CP. Default: every rank sends codes.",
+    )
+    compress_weights: Literal["none", "int8", "fp8"] = option(
+        "none",
+        "Gather updated weights as codes of one byte, by blocks of 128; master weights stay exact.",
+    )
     tp_comm_overlap: bool = option(
         False,
         "Overlap tensor-parallel communication of language layers with their matrix products; needs GPUs with "

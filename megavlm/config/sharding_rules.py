@@ -55,9 +55,41 @@ def hybrid_shards_something(config: Config) -> str | None:
     return None
 
 
+def links_carry_codes(config: Config) -> str | None:
+    """Codes of gradients and weights replace megatron-core's collectives, and need its buckets."""
+    parallel, precision = config.parallel, config.precision
+    sharding = parallel.data_parallel_sharding
+    gradients, weights = parallel.compress_gradients != "none", parallel.compress_weights != "none"
+    option = f"--compress-gradients {parallel.compress_gradients}"
+    if not gradients:
+        option = f"--compress-weights {parallel.compress_weights}"
+    if (gradients or weights) and shards_gradients(config):
+        return f"{option} does not support --data-parallel-sharding {sharding}: use --data-parallel-sharding optimizer"
+    if (gradients or weights) and precision.dtype == "fp16":
+        return f"{option} does not support the loss scaling of --precision fp16: use --precision bf16"
+    if (gradients or weights) and config.model.experts.num_experts:
+        return f"{option} does not support --num-experts: leave it out"
+    if (size := parallel.compress_group_size) is not None:
+        option = f"--compress-group-size {size}"
+        if not gradients:
+            return f"{option} has no effect without --compress-gradients: add it"
+        if sharding == "none" or parallel.hybrid_shard_size is not None:
+            what = "--hybrid-shard-size" if sharding != "none" else "--data-parallel-sharding none"
+            return f"{option} does not support {what}: leave one out"
+    option = f"--compress-weights {parallel.compress_weights}"
+    if weights and sharding == "none":
+        return f"{option} has no weights to gather with --data-parallel-sharding none: use optimizer, or leave it out"
+    if weights and precision.dtype == "fp32":
+        return f"{option} needs exact master weights beside the gathered ones: use --precision bf16"
+    if weights and precision.fp8_param_gather:
+        return f"{option} and --fp8-param-gather both say how weights are gathered: leave one out"
+    return None
+
+
 SHARDING_RULES: tuple[Callable[[Config], str | None], ...] = (
     param_gather_overlaps_what_exists,
     buckets_are_reduced_apart,
     loss_scale_has_an_optimizer,
     hybrid_shards_something,
+    links_carry_codes,
 )

@@ -31,6 +31,7 @@ from megavlm.optim.model_weights import round_in_one_launch
 from megavlm.optim.muon import MatrixShard, Muon, MuonOptions
 from megavlm.optim.param_gather import wait_before_reading
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
+from megavlm.optim.slow_links import compress_links
 from megavlm.parallel.groups import Groups
 
 
@@ -58,6 +59,8 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         )
         for index, chunk in enumerate(chunks)
     ]
+    for each in wrapped:
+        compress_links(each, config, groups)
     if parallel.overlap_param_gather:
         for each in wrapped:
             wait_before_reading(each)

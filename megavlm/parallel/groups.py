@@ -284,6 +284,28 @@ def _group_among(candidates: Sequence[Sequence[int]], *, timeout: timedelta) -> 
     return next(group for ranks, group in made if dist.get_rank() in ranks)
 
 
+@dataclass(frozen=True)
+class Levels:
+    """A group in two levels: the ranks of this rank's subgroup, and its counterparts in the other subgroups."""
+
+    inside: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+
+def levels_of(group: dist.ProcessGroup, size: int, *, timeout_minutes: float) -> Levels:
+    """Return the two levels of a group that is cut into subgroups of `size` neighbours.
+
+    Every rank of the world calls it, each with its own of groups that divide the world.
+    """
+    ranks: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(ranks, dist.get_process_group_ranks(group))
+    groups = sorted({tuple(each) for each in ranks})
+    timeout = timedelta(minutes=timeout_minutes)
+    inside = [each[start : start + size] for each in groups for start in range(0, len(each), size)]
+    across = [each[place::size] for each in groups for place in range(size)]
+    return Levels(_group_among(inside, timeout=timeout), _group_among(across, timeout=timeout))
+
+
 def destroy_groups() -> None:
     """Close the groups of a layout, so that the same processes can build another one; every rank calls it.
 

@@ -23,8 +23,8 @@ from megavlm.arch.kinds import (
     saved_bytes,
 )
 from megavlm.arch.layers import OUTPUT, carried_before
-from megavlm.arch.scenario import Recompute, Scenario
-from megavlm.planner.collectives import all_reduce, all_to_all, gathers, group_of
+from megavlm.arch.scenario import Code, Recompute, Scenario
+from megavlm.planner.collectives import Group, all_reduce, all_to_all, gathers, group_of
 from megavlm.planner.experts import exchange_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import HOST_PIECE, is_offloaded
@@ -33,6 +33,7 @@ from megavlm.planner.terms import HostTime, host_of, launch_seconds, layer_terms
 
 _ATTENTION_LAUNCHES = 3  # cuDNN's kernel and its two helpers
 _LINEARS, _WEIGHT_LAUNCHES = 4, 2  # linear layers of a transformer layer; of each a product and its addition to a sum
+_CODING = 100  # bytes of memory that coding, decoding and what is lost read and write for a number, counted by hand
 _CPU_UPDATE = Update(over_tokens=0, clip=0, adam=32, copy=0)
 
 
@@ -149,15 +150,41 @@ def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, 
     shards, tp = scenario.shards, scenario.dims.tp
     gradients, weights = trained * FP32, trained * scenario.bytes_each
     if scenario.sharding == "none":
-        return all_reduce(gradients, group_of(hardware, ranks, span=ranks * tp))
+        return _sum_between(trained, group_of(hardware, ranks, span=ranks * tp), scenario, hardware)
     group, seconds = group_of(hardware, shards, span=shards * tp), 0.0
     if shards < ranks:
-        seconds = all_reduce(gradients / shards, group_of(hardware, ranks // shards, span=ranks * tp))
+        seconds = _sum_between(
+            trained / shards, group_of(hardware, ranks // shards, span=ranks * tp), scenario, hardware
+        )
     if not scenario.shards_gradients:
-        return seconds + gathers((gradients, weights), group)
+        if scenario.gradient_code == "none" or shards < ranks:
+            seconds += gathers((gradients,), group)
+        else:
+            inside = min(shards, scenario.code_group)
+            seconds += gathers((gradients,), group_of(hardware, inside, span=inside * tp))
+            across = group_of(hardware, shards // inside, span=shards * tp)
+            seconds += all_to_all(trained / inside * coded_bytes(scenario.gradient_code), across)
+            seconds += trained * _CODING / hardware.memory_bandwidth
+        if scenario.weight_code == "none":
+            return seconds + gathers((weights,), group)
+        seconds += gathers((trained * coded_bytes(scenario.weight_code),), group)
+        return seconds + trained * _CODING / 2 / hardware.memory_bandwidth
     times = 2 * scenario.micro_batches if scenario.sharding == "full" else 1
     seconds += times * gathers((held * scenario.bytes_each,), group)
     return seconds + scenario.micro_batches * gathers((gradients,), group)
+
+
+def _sum_between(numbers: float, group: Group, scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds of an all-reduce of so many gradients, exact or coded (there and back)."""
+    if scenario.gradient_code == "none":
+        return all_reduce(numbers * FP32, group)
+    coded = numbers * coded_bytes(scenario.gradient_code)
+    return all_to_all(coded, group) + gathers((coded,), group) + numbers * _CODING / hardware.memory_bandwidth
+
+
+def coded_bytes(code: Code) -> float:
+    """Return the bytes of a number on a link (`optim/codes.py`): codes of a byte have one more for each 128."""
+    return {"none": FP32, "bf16": 2.0, "int8": 129 / 128, "fp8": 129 / 128}[code]
 
 
 def optimizer_seconds(trained: float, scenario: Scenario, hardware: Hardware) -> float:

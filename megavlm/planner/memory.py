@@ -92,7 +92,10 @@ def _model_state(name: str, count: float, scenario: Scenario, *, trained: bool) 
         return Memory(weights=count * scenario.bytes_each)
     masters = FP32 * count if scenario.bytes_each != FP32 else 0
     state = masters + FP32 * kept_numbers(name, scenario, count) * moments_here(scenario)
-    return Memory(weights=count * scenario.bytes_each, gradients=count * FP32, optimizer=state / scenario.shards)
+    gradients = count * FP32
+    if scenario.gradient_code != "none" and scenario.dims.dp_cp > 1:  # what codes have lost of what this rank sends
+        gradients += count * FP32 / (scenario.shards if scenario.shards < scenario.dims.dp_cp else scenario.code_group)
+    return Memory(weights=count * scenario.bytes_each, gradients=gradients, optimizer=state / scenario.shards)
 
 
 def _sharded(name: str, count: float, scenario: Scenario, *, trained: bool, stays: bool) -> Memory:

@@ -15,6 +15,7 @@ from megavlm.optim.averages import averaged
 from megavlm.optim.build import loss_scale
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.param_gather import gather_parameters
+from megavlm.optim.slow_links import forget_errors
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import Schedule
 from megavlm.resilience.cut_short import StepCutShort
@@ -65,6 +66,7 @@ class Engine:
             totals = self.schedule.train(batches)
         except StepCutShort:
             before.restore()
+            forget_errors(self.model_chunks)
             raise
         self.scheduler.step(increment=1)
         scale = loss_scale(self.optimizer)  # the step may change it
@@ -86,6 +88,7 @@ class Engine:
         self.schedule.phases.enter(OTHER)
         if refused is not None:
             before.restore()
+            forget_errors(self.model_chunks)
         return StepResult(
             loss=loss,
             trained_tokens=int(sums.tokens),

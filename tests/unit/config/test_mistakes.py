@@ -272,6 +272,35 @@ MODEL = (
     Mistake(
         "--language-bidirectional-images", "--language-bidirectional-images", "add --image-token", "--image-token 9"
     ),
+    Mistake(
+        "--compress-gradients int8 --data-parallel-sharding full",
+        "--compress-gradients int8",
+        "use --data-parallel-sharding optimizer",
+        "--data-parallel-sharding optimizer",
+    ),
+    Mistake(
+        "--compress-gradients fp8 --precision fp16", "--compress-gradients fp8", "--precision bf16", "--precision bf16"
+    ),
+    Mistake(
+        "--compress-weights int8 --precision bf16 --num-experts 4",
+        "--compress-weights int8 does not support --num-experts",
+        "leave it out",
+        "--compress-weights none",
+    ),
+    Mistake(
+        "--compress-weights int8 --precision bf16 --data-parallel-sharding none",
+        "--compress-weights int8 has no weights to gather",
+        "use optimizer",
+        "--data-parallel-sharding optimizer",
+    ),
+    Mistake("--compress-group-size 1", "--compress-group-size 1", "add it", "--compress-gradients int8"),
+    Mistake(
+        "--compress-gradients int8 --compress-group-size 1 --data-parallel-sharding none",
+        "--compress-group-size 1",
+        "leave one out",
+        "--data-parallel-sharding optimizer",
+    ),
+    Mistake("--compress-weights fp8", "--compress-weights fp8", "--precision bf16", "--precision bf16"),
     Mistake("--offload optimiser", "--offload optimiser", "choose optimizer, activations", "--offload optimizer"),
     Mistake("--offload activations=nvme:/x", "--offload activations=nvme:/x", "choose", "--offload optimizer=nvme:/x"),
     Mistake("--offload optimizer=/x", "--offload optimizer=/x", "optimizer=nvme:DIR", "--offload optimizer=nvme:/x"),
@@ -496,6 +525,13 @@ LAYOUT = (
         "leave it out",
         "--data-parallel-sharding optimizer",
         2,
+    ),
+    Mistake(
+        "--compress-gradients int8 --compress-group-size 3",
+        "--compress-group-size 3",
+        "use 4, 2 or 1",
+        "--compress-group-size 2",
+        4,
     ),
     Mistake("--hybrid-shard-size 3", "--hybrid-shard-size 3", "use 4, 2 or 1", "--hybrid-shard-size 2", 4),
     Mistake(

@@ -8,9 +8,10 @@ from typing import get_args
 import pytest
 
 from megavlm.arch.scenario import Scenario, Sharding, scenario_of
+from megavlm.optim.codes import Coded
 from megavlm.parallel.dims import Dims
 from megavlm.planner.candidates import Space
-from megavlm.planner.cost import gradient_seconds, optimizer_seconds
+from megavlm.planner.cost import coded_bytes, gradient_seconds, optimizer_seconds
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.memory import model_state_bytes, rank_memory
 from megavlm.planner.search import search
@@ -63,6 +64,26 @@ def test_replicas_add_an_all_reduce_of_their_rows() -> None:
     inside, across = case("optimizer", dp=16), case("optimizer", dp=16, size=8)
     one_node = gradient_seconds(count, case("optimizer", dp=8), hardware)
     assert one_node < gradient_seconds(count, across, hardware) < gradient_seconds(count, inside, hardware)
+
+
+def test_codes_pay_on_slow_links_and_take_memory() -> None:
+    base, count = PROFILES["h100"], 1e9
+    slow = replace(base, far=replace(base.far, bandwidth=1e9))
+    for exact in (case("optimizer", dp=16), case("optimizer", dp=16, size=8)):
+        coded = replace(exact, gradient_code="int8", overlap_grad_reduce=True, code_group=8)
+        ratio = gradient_seconds(count, exact, slow) / gradient_seconds(count, coded, slow)
+        assert 1.5 < ratio < 4, "4 bytes are one, and weights as they were"
+        both = replace(coded, weight_code="int8") if exact.shards == 16 else coded
+        assert both is coded or gradient_seconds(count, both, slow) < gradient_seconds(count, coded, slow)
+        more = model_state_bytes(LAYER, coded).total - model_state_bytes(LAYER, exact).total
+        numbers = model_state_bytes(LAYER, exact).gradients / 4
+        assert more == pytest.approx(4 * numbers / 8)
+        if exact.shards == 16:
+            one_level = replace(coded, code_group=1)
+            assert gradient_seconds(count, one_level, slow) > gradient_seconds(count, exact, slow), "8 of a node send"
+    assert gradient_seconds(count, coded, base) > 0.5 * gradient_seconds(count, exact, base), "a fast link gains little"
+    for code in ("bf16", "int8", "fp8"):
+        assert coded_bytes(code) == Coded(code).size(1 << 20) / (1 << 20)
 
 
 def test_the_search_shares_weights_where_state_does_not_fit() -> None:
