@@ -42,7 +42,9 @@ LORA = (
 ).split()
 OTHERS = [name for name in SINGLE if name != "llava"]
 TARGETS = {"glm4v-moe": "q_proj k_proj v_proj o_proj"}  # PEFT takes adapters of its MLPs for adapters of experts
-EXPERTS = "vision.layers.*.o_proj language.layers.*.q_proj experts --lora-train-router"
+ATTENTION = "vision.layers.*.o_proj language.layers.*.q_proj"
+EXPERTS = {"router": f"{ATTENTION} experts --lora-train-router", "second": "vision.layers.*.o_proj experts.down_proj"}
+EXPERT_LAYOUTS = {"ep2": "--ep 2", "tp2-ep2-etp2": "--tp 2 --ep 2 --etp 2"}
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +92,16 @@ def test_resume_on_another_layout(pools: Pools, one: Path, tmp_path: Path) -> No
     [
         ("llava", "language vision", "--tp 2 --pp 2"),
         ("llava", "q_proj language.layers.1.down_proj vision.layers.*.fc1", "--tp 2 --pp 2"),
-        ("internvl-moe", EXPERTS, "--tp 2 --ep 2 --pp 2"),
+        pytest.param("internvl-moe", EXPERTS["router"], "--tp 2 --ep 2 --pp 2", id="internvl-moe-router-tp2-ep2-pp2"),
         *(
             pytest.param(name, TARGETS.get(name, "language vision"), "--tp 2 --pp 2", marks=pytest.mark.slow)
             for name in OTHERS
         ),
         *(
-            pytest.param(name, targets, layout, marks=pytest.mark.slow)
+            pytest.param(name, targets, layout, marks=pytest.mark.slow, id=f"{name}-{what}-{where}")
             for name in MIXTURES
-            for targets in (EXPERTS, "vision.layers.*.o_proj experts.down_proj")
-            for layout in ("--ep 2", "--tp 2 --ep 2 --etp 2")
+            for what, targets in EXPERTS.items()
+            for where, layout in EXPERT_LAYOUTS.items()
         ),
     ],
 )
