@@ -29,7 +29,6 @@ _BUFFERS = 3  # being read, updated and written
 class DiskAdamW(HostAdamW):
     """HostAdamW with its state in a file. `state` has tensors that are that file, not memory of the process."""
 
-    folder: Path
     _scratch: Scratch | None = None
 
     def reserve(self, folder: Path) -> None:

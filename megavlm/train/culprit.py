@@ -23,6 +23,7 @@ from torch import Tensor
 from megavlm.data.batch import MicroBatch
 from megavlm.data.types import SampleId, StepData, StreamSample
 from megavlm.model.vlm import VLMChunk, bare_chunk
+from megavlm.optim.slow_links import forget_errors
 from megavlm.train.build import Run
 from megavlm.train.state_before import StateBeforeStep
 from megavlm.train.step_result import StepResult
@@ -147,6 +148,7 @@ def _computed_again(run: Run, batches: Sequence[MicroBatch], names: Sequence[str
         engine.schedule.train(batches)
     squared = engine.optimizer.squared_norm()
     before.restore()
+    forget_errors(engine.model_chunks)
     values = torch.stack([norm.to(engine.schedule.backend.device) for _, norm in seen]).tolist() if seen else []
     norms = sorted((place, value) for (place, _), value in zip(seen, values, strict=True))
     return norms, math.inf if squared is None else float(squared) ** 0.5

@@ -106,6 +106,7 @@ class Engine:
     def leave_out(self, counters: Callable[[], Sequence[float]]) -> StepResult:
         """Let an iteration pass without its batch; only the counters are summed."""
         self.scheduler.step(increment=1)
+        forget_errors(self.model_chunks)
         totals = self.schedule.no_totals()
         sums = sum_over_ranks(totals, None, counters(), counts=self.groups.is_first_tp)
         return StepResult(

@@ -32,6 +32,12 @@ CASES = [
     ),
     (2, "--precision fp16", Fault("output", (3,), rank=1, name="language.layers.2")),
     (2, "--precision bf16 --offload optimizer", Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf)),
+    pytest.param(
+        2,
+        "--compress-gradients int8 --compress-weights int8 --precision bf16",
+        Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf),
+        marks=pytest.mark.slow,
+    ),
     (2, f"--pp 2 --precision bf16 {DELAYED}", Fault("output", (3,), name="language.layers.1", value=inf)),
 ]
 
