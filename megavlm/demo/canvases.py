@@ -131,13 +131,20 @@ class Canvases:
 
     def dialogue(self, scene: Scene) -> tuple[str, str]:
         """Return the question about a scene and its answer."""
-        digits = [int(self._scans.labels[glyph.scan]) for glyph in scene.glyphs]
+        digits = self._digits(scene)
         answers = {
-            "which digits": " ".join(WORDS[digit] for digit in digits),
+            "which digits": self.digits_of(scene),
             "how many": WORDS[len(digits)],
             "largest": WORDS[max(digits)],
         }
         return PHRASINGS[scene.kind][scene.phrasing], answers[scene.kind]
+
+    def digits_of(self, scene: Scene) -> str:
+        """Return the digits of a scene in words, from left to right."""
+        return " ".join(WORDS[digit] for digit in self._digits(scene))
+
+    def _digits(self, scene: Scene) -> list[int]:
+        return [int(self._scans.labels[glyph.scan]) for glyph in scene.glyphs]
 
     def draw(self, scene: Scene) -> NDArray[np.uint8]:
         """Return the pixels [height, width] of a scene: bright ink on black."""

@@ -39,6 +39,13 @@ class Question:
     canvas: NDArray[np.uint8]  # [height, width, channels]
 
 
+def tokenizer_of(canvases: Canvases, *, run_dir: Path, rank: int, barrier: Callable[[], None]) -> Tokenizer:
+    """Return the run's tokenizer; if there is none yet, rank 0 trains it on the first captions."""
+    captions = (" ".join(canvases.dialogue(canvases.training_scene(index))) for index in range(_TOKENIZER_TEXTS))
+    path = run_dir / "tokenizer.model"
+    return ensure_tokenizer(captions, path, vocab_size=VOCABULARY, rank=rank, barrier=barrier)
+
+
 class DigitsSource(ComputedSource):
     """An endless stream of canvases, each with a question and its answer; held-out questions for evaluation.
 
@@ -80,12 +87,9 @@ class DigitsSource(ComputedSource):
 
     @classmethod
     def build(cls, config: Config, *, run_dir: Path, rank: int, barrier: Callable[[], None]) -> DigitsSource:
-        """Return the source with the run's tokenizer; if there is none yet, rank 0 trains it on the first captions."""
+        """Return the source with the run's tokenizer."""
         canvases = Canvases(seed=config.train.seed, width=config.model.vision.image_size)
-        captions = (" ".join(canvases.dialogue(canvases.training_scene(index))) for index in range(_TOKENIZER_TEXTS))
-        path = run_dir / "tokenizer.model"
-        tokenizer = ensure_tokenizer(captions, path, vocab_size=VOCABULARY, rank=rank, barrier=barrier)
-        return cls(config, canvases, tokenizer)
+        return cls(config, canvases, tokenizer_of(canvases, run_dir=run_dir, rank=rank, barrier=barrier))
 
     def sample(self, index: int) -> Sample:
         """Return training sample `index`."""

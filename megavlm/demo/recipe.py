@@ -13,6 +13,7 @@ from megavlm.config.schema import (
     LanguageConfig,
     LoggingConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     ParallelConfig,
     ProjectorConfig,
@@ -78,4 +79,17 @@ def demo_moe() -> Config:
         model=replace(dense.model, experts=experts),
         parallel=replace(dense.parallel, sequence_parallel=None),  # experts need it
         run=replace(dense.run, run_dir="runs/demo-moe"),
+    )
+
+
+def demo_embed() -> Config:
+    """Return the demo's model as one that embeds: it finds the canvas for a text, and the text for a canvas."""
+    answers = demo()
+    return replace(
+        answers,
+        model=replace(answers.model, objective=ObjectiveConfig(kind="contrastive", learn_temperature=True)),
+        train=TrainConfig(train_iters=300, micro_batch_size=64, global_batch_size=128, seq_length=28),
+        optimizer=replace(answers.optimizer, lr_warmup_iters=30, lr_wsd_decay_iters=120),
+        run=replace(answers.run, run_dir="runs/demo-embed"),
+        evaluation=EvaluationConfig(eval_interval=100, eval_samples=200),
     )

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from megavlm.arch.kinds import hidden_bytes
 from megavlm.arch.layers import EMBEDDING
+from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.planner.cost import (
     gradient_seconds,
@@ -157,7 +158,7 @@ def step_of(
         optimizer += optimizer_seconds(count, encoder.scenario, hardware)
         optimizer += orthogonalization_seconds(scenario.names[: profiles.first], encoder.scenario, hardware)
     return StepEstimate(
-        pipeline=timeline.seconds,
+        pipeline=timeline.seconds + cached_seconds(profiles, cuts),
         encoder=encoder.seconds if encoder is not None else 0.0,
         gradients=gradients,
         optimizer=optimizer,
@@ -166,6 +167,19 @@ def step_of(
         memory=tuple(memory),
         host=tuple(host),
     )
+
+
+def cached_seconds(profiles: LayerProfiles, cuts: tuple[int, ...]) -> float:
+    """Return the seconds of the forward passes that a gradient cache runs before a step's others; else 0.
+
+    One micro-batch passes all chunks, and each of the others follows at the pace of the busiest rank.
+    """
+    scenario = profiles.scenario
+    if not objective_of(scenario.model).embeds:
+        return 0.0
+    ends = profiles.forward[[0, *cuts, profiles.count]]
+    chunks, pp = [end - start for start, end in pairwise(ends.tolist())], scenario.dims.pp
+    return sum(chunks) + (scenario.micro_batches - 1) * max(sum(chunks[rank::pp]) for rank in range(pp))
 
 
 def exposed_seconds(gradients: float, scenario: Scenario, *, pipeline: float) -> float:

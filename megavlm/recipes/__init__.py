@@ -35,6 +35,7 @@ def _from_module(module: str, name: str) -> Callable[[], Config]:
 
 RECIPES: dict[str, Callable[[], Config]] = {
     "demo": _from_module("megavlm.demo.recipe", "demo"),
+    "demo-embed": _from_module("megavlm.demo.recipe", "demo_embed"),
     "demo-moe": _from_module("megavlm.demo.recipe", "demo_moe"),
 }
 

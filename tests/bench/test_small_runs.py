@@ -18,6 +18,7 @@ RUNS = [
     "experts.py --quick",
     "schedules.py --quick",
     "optimizers.py --quick",
+    "contrastive.py --quick",
     "placement.py --dry --rounds 1 --steps 1 --only frozen",
     "placement.py --dry --rounds 1 --steps 1 --only 112",
 ]
