@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megavlm.arch.layers import OUTPUT, kind_of
 from megavlm.config.registry import ObjectiveEntry, registered
 from megavlm.config.schema import ModelConfig
 
@@ -50,6 +51,11 @@ def _of_extension(kind: str) -> Objective:
 def learned_scalars(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of the parameters that the loss has of its own; none if it is fixed."""
     return objective_of(model).learned if model.objective.learn_temperature else ()
+
+
+def is_learned_scalar(key: str) -> bool:
+    """Return whether the parameter with this global name is a scalar of a loss, which no Hugging Face folder has."""
+    return kind_of(key) == OUTPUT and not key.startswith(f"{OUTPUT}.linear.")
 
 
 def ties_output(model: ModelConfig) -> bool:

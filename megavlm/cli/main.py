@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("megavlm.cli.convert", "Export to Hugging Face, import, merge adapters, compare logits."),
     "chat": ("megavlm.cli.chat", "Talk to a trained model in the terminal."),
     "evaluate": ("megavlm.cli.evaluate", "Score a trained model on questions about images."),
+    "embed": ("megavlm.cli.embed", "Write the vectors of texts and images."),
     "preview": ("megavlm.cli.preview", "Show the training data of a run as a page."),
     "channels": ("megavlm.cli.channels", "Measure the channels of images that are not RGB."),
     "prepare": ("megavlm.cli.prepare", "Write a data set as WebDataset tars."),

@@ -15,8 +15,9 @@ from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.chat import ChatFormat, Piece, split
 from megavlm.data.costs import CostModel
+from megavlm.data.members import QUERY, Member
 from megavlm.data.order import Order
-from megavlm.data.pairs import encode_pairs
+from megavlm.data.pairs import encode_pairs, text_tokens
 from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
 from megavlm.data.processors import Layout, Processor
 from megavlm.data.processors.layout import Film
@@ -34,6 +35,7 @@ from megavlm.data.types import (
     Segment,
     Skipped,
     StreamSample,
+    Turn,
     VideoRef,
 )
 from megavlm.data.visuals import Visuals, stored
@@ -221,6 +223,19 @@ class FilesSource:
             trained=np.zeros(len(tokens), dtype=np.bool_),
             images=tuple(self._visuals.load(images, stored(*each)) for each in enumerate(layouts)),
             tile_groups=self._tile_groups(layouts),
+        )
+
+    def embedded(self, text: Turn) -> Sample:
+        """Return a query or a document, as its role says, as the sample that a model embeds. Raises BadSample."""
+        layouts = self._visuals.layouts(text.images)
+        options, prompts = self._config.model.objective, [layout.prompt for layout in layouts]
+        tokens = text_tokens(text, prompts, self.chat, options)
+        return Sample(
+            tokens=tokens,
+            trained=np.zeros(len(tokens), dtype=np.bool_),
+            images=tuple(self._visuals.load(text.images, stored(*each)) for each in enumerate(layouts)),
+            tile_groups=self._tile_groups(layouts),
+            members=(Member(QUERY, 0, len(tokens), len(layouts)),),
         )
 
     def film_of(self, video: VideoRef) -> Film:

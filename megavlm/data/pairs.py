@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megavlm.config.schema import ObjectiveConfig
 from megavlm.data.chat import ChatFormat, Piece
@@ -42,8 +43,7 @@ def encode_pairs(
     room = seq_length
     for turn, identity in zip(record.turns, record.identities, strict=True):
         own = prompts[image : image + len(turn.images)]
-        prefix = options.query_prefix if turn.role == "query" else options.document_prefix
-        text = chat.encode(Conversation((Turn("text", (prefix, *turn.parts) if prefix else turn.parts),)), own)
+        text = text_tokens(turn, own, chat, options)
         if len(text) > room:
             if turn.role == "negative":
                 break
@@ -52,8 +52,18 @@ def encode_pairs(
             )
         room -= len(text)
         image += len(own)
-        tokens.append(text.tokens)
+        tokens.append(text)
         members.append(Member(_ROLES[turn.role], identity, len(text), len(own)))
     joined = np.concatenate(tokens)
     piece = Piece(joined, np.zeros(len(joined), dtype=np.bool_), range(image))
     return EncodedPairs(piece, tuple(members), len(record.turns) - len(members))
+
+
+def text_tokens(text: Turn, prompts: Sequence[Prompt], chat: ChatFormat, options: ObjectiveConfig) -> NDArray[np.int64]:
+    """Return the tokens [L] of a query or a document behind its instruction, the end token included.
+
+    Raises BadSample for a text that has none.
+    """
+    prefix = options.query_prefix if text.role == "query" else options.document_prefix
+    parts = (prefix, *text.parts) if prefix else text.parts
+    return chat.encode(Conversation((Turn("text", parts),)), prompts).tokens

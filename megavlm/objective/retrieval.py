@@ -14,6 +14,7 @@ from megavlm.objective.cached import blocks, normalized
 from megavlm.objective.texts import Texts
 
 DEPTHS = (1, 5, 10)
+SCORES = (*(f"recall_at_{k}" for k in DEPTHS), f"ndcg_at_{DEPTHS[-1]}", "mrr")
 
 
 def retrieval_sums(vectors: Tensor, members: Tensor, queries: Tensor) -> dict[str, float]:
@@ -24,7 +25,7 @@ def retrieval_sums(vectors: Tensor, members: Tensor, queries: Tensor) -> dict[st
     texts = Texts(members)
     rows = first_of_each(texts)
     documents = normalized(vectors[rows], vectors.shape[1])
-    sums = {name: 0.0 for name in _scores(torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1))}
+    sums = dict.fromkeys(SCORES, 0.0)
     for part in blocks(len(queries), len(rows)):
         asked = normalized(vectors[texts.queries[queries[part]]], vectors.shape[1])
         answers = texts.answers(queries=queries[part], documents=_places(texts, rows))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.data.members import RECORD
+from megavlm.data.members import PADDING, RECORD, SOURCE
 from megavlm.metrics.callback import Value
 from megavlm.objective.cached import Representations
 from megavlm.objective.gather import gathered
-from megavlm.objective.retrieval import retrieval_sums
+from megavlm.objective.retrieval import SCORES, retrieval_sums
 from megavlm.objective.texts import Texts
 from megavlm.parallel.groups import Groups
 
@@ -32,19 +34,29 @@ class HeldOutTexts:
         self._vectors.append(found.vectors)
         self._members.append(members)
 
-    def scores(self, device: torch.device) -> dict[str, Value]:
-        """Return the mean of each score over all queries of all ranks; every rank calls it, and gets the same."""
-        names = [*retrieval_sums(torch.empty(0, 1), torch.empty(0, 4, dtype=torch.int64), torch.empty(0).long())]
-        sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+    def scores(self, names: Sequence[str], device: torch.device) -> dict[str, Value]:
+        """Return the mean of each score over all queries of all ranks, and of each data set if there are several.
+
+        A query is compared with the documents of its own data set. Every rank calls it, and gets the same.
+        """
+        scores = SCORES
+        sums = torch.zeros(len(names), len(scores) + 1, dtype=torch.float64, device=device)
         at, groups = self._groups.coords, self._groups
         if self._vectors:
             vectors, members = gathered(torch.cat(self._vectors), torch.cat(self._members), groups.dp)
-            rows = Texts(members).queries
-            own = torch.nonzero(rows // max(len(members) // groups.dp.size(), 1) == groups.dp.rank()).flatten()
-            if groups.is_first_tp and at.cp == 0:  # others have the same
-                found = retrieval_sums(vectors, members, own)
-                sums += torch.tensor([found[name] for name in names], dtype=torch.float64, device=device)
+            each_rank = max(len(members) // groups.dp.size(), 1)
+            for number in range(len(names) if groups.is_first_tp and at.cp == 0 else 0):  # others have the same
+                here = members.masked_fill((members[:, SOURCE] != number)[:, None], PADDING)
+                own = torch.nonzero(Texts(here).queries // each_rank == groups.dp.rank()).flatten()
+                found = retrieval_sums(vectors, here, own)
+                sums[number] = torch.tensor([found[name] for name in (*scores, "queries")], device=device)
         dist.all_reduce(sums)
-        totals = dict(zip(names, sums.tolist(), strict=True))
-        queries = totals.pop("queries")
-        return {f"validation/{name}": total / max(queries, 1.0) for name, total in totals.items()}
+        told = _means("validation", scores, sums.sum(0))
+        for name, own_sums in zip(names, sums, strict=True):
+            told |= _means(f"validation/{name}", scores, own_sums) if len(names) > 1 else {}
+        return told
+
+
+def _means(name: str, scores: Sequence[str], sums: Tensor) -> dict[str, Value]:
+    *totals, queries = sums.tolist()
+    return {f"{name}/{score}": total / max(queries, 1.0) for score, total in zip(scores, totals, strict=True)}

@@ -15,6 +15,7 @@ from megavlm.data.source import ComputedSource
 from megavlm.data.streaming import files_source
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.synthetic_pairs import SyntheticPairs
+from megavlm.demo.digit_pairs import DigitPairs
 from megavlm.demo.digits import VOCABULARY as DIGITS
 from megavlm.demo.digits import DigitsSource
 from megavlm.errors import UserError
@@ -29,7 +30,8 @@ def build_source(
     """
     config = resolve(config)
     if data_kind(config) == "digits":
-        return DigitsSource.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
+        digits = DigitPairs if objective_of(config.model).embeds else DigitsSource
+        return digits.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
     if data_kind(config) == "files":
         return files_source(config)
     return _synthetic(config) if data_kind(config) == "synthetic" else _of_extension(config)

@@ -55,7 +55,7 @@ class Validation:
                 return {}
             found = fields(totals.tolist(), run.source.validation_names, of_tokens=held_out is None)
             if held_out is not None:
-                found |= held_out.scores(run.backend.device)
+                found |= held_out.scores(run.source.validation_names, run.backend.device)
             if isinstance(run.source, Examiner):
                 found |= accuracies(run, run.source)
         run.engine.schedule.phases.enter(OTHER)

@@ -30,6 +30,8 @@ ELSEWHERE = {
     "tools/gpu_check.sh": "it needs a GPU",
     "python -m pytest ": "the suite has them",
     "python benchmarks/": "hours",
+    "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from MODEL --objective ": "tests/dist/test_embed.py has pairs",
+    "python tools/embed.py ": "tests/dist/test_embed.py embeds records",
     "torchrun --nproc-per-node 4 pretrain_vlm.py --extension ": "tests/dist/test_extensions.py trains with extensions",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from Qwen3-VL-30B": "tests/dist/test_hf.py trains mixtures",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --config recipes/": "tests/bench/test_recipes.py has the real models",

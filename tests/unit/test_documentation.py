@@ -27,7 +27,10 @@ DOCUMENTS = [
 ]
 # Scripts in tools/ that are a command of `megavlm`, by its name.
 TOOLS = {
-    **{name: name for name in ("calibrate", "chat", "checkpoint", "convert", "doctor", "evaluate", "goodput", "plan")},
+    **{
+        name: name
+        for name in ("calibrate", "chat", "checkpoint", "convert", "doctor", "embed", "evaluate", "goodput", "plan")
+    },
     **{name: name for name in ("report", "sweep", "why")},
     "channels": "channels",
     "prepare": "prepare_data",

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megavlm.arch.objectives import objective_of
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import folded, read_adapters
 from megavlm.checkpoint.hf.checkpoint_reader import AveragesReader, CheckpointReader, Stored
+from megavlm.checkpoint.hf.embedding_files import write_embedding_files
 from megavlm.checkpoint.hf.files import INDEX, HfFolder
-from megavlm.checkpoint.hf.pretrained import copies, refuse
+from megavlm.checkpoint.hf.pretrained import copies, refuse, without_output
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
 from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
 from megavlm.checkpoint.hf.sidecar import TENSORS, Sidecar, copy_kept, read_sidecar
@@ -62,6 +64,8 @@ def export(
     where = f"{checkpoint} is damaged, or its megavlm.json is another checkpoint's"
     check_size(model, ALL_PARTS, [each.shape for each in stored.values()], where=where)
     table = family.table(model, family.name_prefixes[sidecar.variant])
+    if objective_of(model).embeds:  # the weight of the output layer is unused, and goes back as it came
+        table = without_output(table)
     adapters = read_adapters(records, model)
     if adapters and merged is None:
         raise UserError(f"{checkpoint} has adapters: use merge-lora for whole weights, or export-lora for the adapters")
@@ -111,6 +115,8 @@ def export(
         for name in unused.tensors:
             writer_of[name].write(name, unused.read(name, slice(None)))
     _write_rest(temporary, files, sidecar)
+    if objective_of(model).embeds:
+        write_embedding_files(temporary, model.objective)
     rename_flushed(temporary, out)
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megavlm.arch.anyres import Tiling
-from megavlm.arch.layers import EMBEDDING, PATCH_EMBED, part_of
+from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED, kind_of, part_of
+from megavlm.arch.objectives import is_learned_scalar, objective_of
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.sizes import check_connector, check_size
 from megavlm.config.fields import options
@@ -53,6 +54,7 @@ class Pretrained:
     variant: int  # index of the family's name_prefixes that the files use
     table: Table  # the names of all parts that the folder has
     new_channels: str = "zeros"  # --vision-new-channels
+    embeds: bool = False  # the run has no vocabulary to predict: the output layer's weight is kept aside, unused
 
     @property
     def tiling(self) -> Tiling | None:
@@ -92,7 +94,7 @@ class Pretrained:
 
     def provides(self, key: str) -> bool:
         """Return whether the weight with this global name is taken from this folder."""
-        there = key in self.table or not self.family.partial
+        there = (key in self.table or not self.family.partial) and not is_learned_scalar(key)
         return part_of(key) in self.parts and not is_adapter(key) and there
 
     @property
@@ -112,6 +114,8 @@ class Pretrained:
         wanted = {key: rule for key, rule in self.table.items() if self.provides(key)}
         missing = [f"missing {name}" for name in sorted(_names(wanted) - found.keys())]
         known = [re.compile(pattern) for pattern in self.family.unused]
+        if self.embeds:
+            known.append(re.compile(re.escape(self.family.name_prefixes[self.variant].head)))
         surplus = [name for name in self.unused if not any(pattern.fullmatch(name) for pattern in known)]
         untied = [
             f"{name} differs from {original}, to which tie_word_embeddings ties it: say false in config.json"
@@ -191,12 +195,23 @@ def copies(table: Table, head: str, model: ModelConfig, names: Container[str]) -
     return {head: table[f"{EMBEDDING}.word_embeddings.weight"].hf_names[0]}
 
 
+def without_output(table: Table) -> Table:
+    """Return the table of a model that embeds texts, which has no weight of an output layer."""
+    return {key: rule for key, rule in table.items() if kind_of(key) != OUTPUT}
+
+
 def _names(table: Table) -> set[str]:
     return {name for rule in table.values() for name in rule.hf_names}
 
 
 def pretrained_of(config: Config) -> list[Pretrained]:
     """Return the folders that --init-from, --vision-from and --language-from name, with the parts taken from each."""
+    if not objective_of(config.model).embeds:
+        return _named_folders(config)
+    return [replace(each, embeds=True, table=without_output(each.table)) for each in _named_folders(config)]
+
+
+def _named_folders(config: Config) -> list[Pretrained]:
     options, vision = config.checkpoint, config.model.vision
     if options.init_from is not None:
         if any((options.vision_from, options.language_from, options.projector_from)):

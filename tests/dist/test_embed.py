@@ -1,0 +1,129 @@
+"""From a Hugging Face folder to vectors: train on pairs, export, and embed with Transformers what training embeds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.data_files import write_pairs
+from tests.support.pool import Pools
+from tests.support.training import metrics, train_composed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small LLaVA, pairs to train on, and a run on them with tensor and pipeline parallelism."""
+    folder = tmp_path_factory.mktemp("embed")
+    spec = importlib.util.spec_from_file_location("small_model", ROOT / "examples/first_run/small_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(folder / "model")
+    write_pairs(folder, records=24)
+    return folder
+
+
+def flags(folder: Path, pooling: str) -> list[str]:
+    return [
+        *f"--init-from {folder / 'model'} --objective contrastive --pooling {pooling} --learn-temperature".split(),
+        *f"--datasets {folder / 'pairs.jsonl'},image_root={folder / 'images'} --precision fp32 --lr 1e-3".split(),
+        *"--train-iters 3 --global-batch-size 4 --seq-length 256 --num-workers 0 --no-packing --no-tensorboard".split(),
+        *"--query-prefix find: --document-prefix see: --save-interval 0".split(),
+    ]
+
+
+def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) -> Any:
+    """Return what the training pipeline makes of each record's document, from the run's checkpoint."""
+    import json as json_module
+    from dataclasses import replace
+    from functools import partial
+
+    import torch.nn.functional as F
+
+    from megavlm import backend
+    from megavlm.checkpoint.hf.pretrained import with_pretrained_model
+    from megavlm.config.cli import parse
+    from megavlm.data.collate import CollateSpec, collate
+    from megavlm.data.records.pictures import file_below
+    from megavlm.data.records.turns import text_turn
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
+
+    destroy_groups()
+    run = build(with_pretrained_model(parse([*argv, "--run-dir", run_dir])), backend.activate())
+    samples = [
+        run.source.embedded(
+            replace(text_turn(json_module.loads(line), partial(file_below, Path(root))), role="positive")
+        )
+        for line in Path(records).read_text().splitlines()
+    ]
+    spec = CollateSpec.of(run.config, run.source)
+    batches = [collate([[sample]], spec) for sample in samples]
+    with run.engine.evaluation():
+        outputs = run.engine.schedule.outputs(batches)
+    found = [F.normalize(each[:-1], dim=0).tolist() for each in outputs]  # without the scale
+    close(run)
+    return found
+
+
+@pytest.mark.parametrize("pooling", ["last", pytest.param("mean", marks=pytest.mark.slow)])
+def test_an_export_embeds_as_training_does(pools: Pools, folder: Path, tmp_path: Path, pooling: str, capsys):
+    from megavlm.cli.embed import main
+
+    argv, run_dir = flags(folder, pooling), tmp_path / "run"
+    pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(run_dir))
+    assert len(metrics(run_dir)) == 3
+    pictures = sorted((folder / "images").iterdir())[:3]
+    records = [
+        {"text": "a cat", "id": "first"},
+        {"image": pictures[0].name},
+        {"text": "the <image> and <image> .", "images": [pictures[1].name, pictures[2].name]},
+        {"text": "see the red mat under the tree", "image": pictures[0].name},
+    ]
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = [str(run_dir), str(file), "--image-root", str(folder / "images"), "--batch-size", "3"]
+    assert main([*words, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    found = np.load(tmp_path / "out/vectors.npy")
+    ids = [json.loads(line) for line in (tmp_path / "out/ids.jsonl").read_text().splitlines()]
+    assert ids == ["first", 2, 3, 4]
+    (ours,) = pools(1).run(vectors_of_training, argv, str(run_dir), str(file), str(folder / "images"))
+    np.testing.assert_allclose(found, np.array(ours), atol=1e-4)
+    assert np.abs(found @ found.T - np.eye(4)).max() > 1e-3  # no row is empty
+    assert main([*words, "--out", str(tmp_path / "queries"), "--as", "query", "--width", "32"]) == 0
+    short = np.load(tmp_path / "queries/vectors.npy")
+    assert short.shape == (4, 32)
+    np.testing.assert_allclose(np.linalg.norm(short, axis=1), 1, rtol=1e-5)
+    check_the_readme(next((run_dir / "exports").glob("iter_*")), found, tmp_path)
+    file.write_text('{"text": "a"}\n{"image": "nowhere.png"}\n')
+    capsys.readouterr()
+    assert main([*words, "--out", str(tmp_path / "out")]) == 2
+    assert f"{file}:2: " in capsys.readouterr().err
+
+
+def check_the_readme(export: Path, found: Any, tmp_path: Path) -> None:
+    """The lines that the export's README.md prints, run as they are, give the same vector of a document."""
+    readme = (export / "README.md").read_text()
+    code = readme.partition("```python\n")[2].partition("```")[0].replace("FOLDER", repr(str(export)))
+    code = code.replace("'find:' + \"what do you look for?\"", "'see:' + 'a cat'")
+    assert "a cat" in code
+    names: dict[str, Any] = {}
+    exec(code, names)
+    np.testing.assert_allclose(names["vector"].detach().numpy(), found[0], atol=1e-4)
+
+
+def test_a_folder_that_does_not_embed_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from megavlm.cli.embed import main
+
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    assert main([str(folder / "model"), str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]) == 2
+    assert "no export of a model that was trained to embed (--objective)" in capsys.readouterr().err

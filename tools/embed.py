@@ -1,0 +1,12 @@
+"""Write the vectors of texts and images: `megavlm embed`, out of a clone that need not be installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megavlm.cli.embed import main
+from megavlm.cli.main import run
+
+if __name__ == "__main__":
+    run(main, teardown=True)
