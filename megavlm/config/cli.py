@@ -157,7 +157,7 @@ def _parser(*, all_options: bool) -> argparse.ArgumentParser:
     parser = _Parser(
         usage="%(prog)s [--recipe NAME | --config FILE.yaml] [--FLAG [VALUE ...]] ...",
         description="Train a vision-language model. Flags override the recipe or file, which overrides the defaults; "
-        f"the last value of a repeated flag wins, but --datasets add up. Recipes: {', '.join(RECIPES)}.",
+        f"the last of repeated flags wins, but --datasets add up. Recipes: {', '.join(RECIPES)}.",
         formatter_class=_Formatter,
         allow_abbrev=False,
         exit_on_error=False,
