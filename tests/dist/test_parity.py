@@ -85,6 +85,7 @@ FAST = [
     ("pp2-vpp2", "glm4v", "vision-tp2"),
     ("tp2-pp2", "qformer", ""),
     ("tp2", "perceiver", "vision-tp2-whole"),
+    ("tp2", "adaptive-pool", ""),
     ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
     ("tp2", "frozen-language", "vision-tp2-whole"),
 ]

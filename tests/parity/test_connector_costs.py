@@ -35,6 +35,7 @@ CONNECTORS = {
     "pooled": " ".join(POOLED),
     "qformer": MODELS["qformer"],
     "perceiver": MODELS["perceiver"],
+    "adaptive_pool": "--projector-kind adaptive_pool --adaptive-pool-side 3",
 }
 
 

@@ -70,6 +70,9 @@ MODELS = {
     "perceiver": "--projector-kind perceiver --projector-pixel-shuffle 1 --perceiver-num-latents 5 "
     "--perceiver-num-layers 2 --perceiver-num-attention-heads 14 --perceiver-num-query-groups 7 "
     "--perceiver-kv-channels 4 --perceiver-ffn-hidden-size 37 --perceiver-projection-ffn-hidden-size 21",
+    # Images of sixteen and of thirty-six patches have four tokens each.
+    "adaptive-pool": "--projector-kind adaptive_pool --projector-pixel-shuffle 1 --adaptive-pool-factor 3 "
+    "--adaptive-pool-hidden-size 27",
     "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
 }
 

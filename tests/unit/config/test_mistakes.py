@@ -131,6 +131,12 @@ MODEL = (
         "--projector-kind mlp",
     ),
     Mistake(
+        "--projector-kind adaptive_pool --adaptive-pool-side 4 --adaptive-pool-factor 2",
+        "--adaptive-pool-side",
+        "leave one of them out",
+        "--adaptive-pool-factor none",
+    ),
+    Mistake(
         "--projector-kind perceiver --perceiver-num-query-groups 3",
         "--perceiver-num-query-groups 3",
         "use 16, 8, 4",

@@ -1,0 +1,89 @@
+"""Average pooling to a fixed number of tokens, or to every so many patches a side, and an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from megavlm.arch.connector import Connector, Split
+from megavlm.arch.image_tokens import Grid
+from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
+from megavlm.arch.resampler import MlpBlock
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.workload import Workload
+from megavlm.config.option import AT_LEAST_1, option
+from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
+
+
+@dataclass(frozen=True)
+class AdaptivePoolConfig:
+    side: int | None = option(
+        None, "Rows and columns of image tokens of each image; default: 12 without --adaptive-pool-factor.",
+        valid=AT_LEAST_1,
+    )  # fmt: skip
+    factor: int | None = option(
+        None, "Patches along each side of an image that become one token, rounded up; default: none.", valid=AT_LEAST_1
+    )
+    hidden_size: int = option(
+        None, "Inner width of the MLP after pooling; default: --language-hidden-size.", valid=AT_LEAST_1
+    )
+
+
+class AdaptivePool(Connector):
+    """Means over rectangles of patches of any grid, as even as they can be, then linear, GELU, linear."""
+
+    name = "adaptive_pool"
+    options = AdaptivePoolConfig
+    module = "megavlm.model.connectors.adaptive_pool:AdaptivePool"
+    launches = (20, 20)
+
+    def resolved(self, model: ModelConfig) -> AdaptivePoolConfig:
+        own: AdaptivePoolConfig = self.own(model)
+        hidden = model.language.hidden_size if own.hidden_size is None else own.hidden_size
+        side = 12 if own.side is None and own.factor is None else own.side
+        return replace(own, hidden_size=hidden, side=side)
+
+    def problems(self, config: Config) -> Iterator[str]:
+        own: AdaptivePoolConfig = self.own(config.model)
+        if own.side is not None and own.factor is not None:
+            yield "--adaptive-pool-side and --adaptive-pool-factor cannot be combined: leave one of them out"
+
+    def pooled(self, grid: Grid, projector: ProjectorConfig) -> Grid:
+        """Return the rows and columns of tokens of a grid of patches."""
+        own: AdaptivePoolConfig = projector.connectors.adaptive_pool
+        if own.factor is not None:
+            return -(-grid[0] // own.factor), -(-grid[1] // own.factor)
+        side = own.side or 12
+        return side, side
+
+    def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
+        rows, columns = self.pooled(grid, projector)
+        return rows * columns
+
+    def mlp(self, model: ModelConfig) -> MlpBlock:
+        return MlpBlock(
+            model.vision.hidden_size, self.own(model).hidden_size, model.language.hidden_size, gated=False, bias=True
+        )
+
+    def splits(self, model: ModelConfig) -> Mapping[str, Split]:
+        return self.mlp(model).splits("mlp")
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        return self.mlp(model).parameters(tp)
+
+    def cost(self, model: ModelConfig, work: Workload) -> LayerCost:
+        return LayerCost(self.parameters(model, 1), self.mlp(model).flops(work.features))
+
+    def saved_bytes(self, scenario: Scenario, *, trained: bool) -> float:
+        work, width = scenario.work, scenario.model.vision.hidden_size * scenario.bytes_each
+        mlp = self.mlp(scenario.model).saved_bytes(scenario, work.features, trained=trained)
+        return mlp + work.features * width * trained + work.patches * (width + 8)
+
+    def communication(self, scenario: Scenario) -> Communication:
+        patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
+        pooled = scenario.work.features * scenario.model.vision.hidden_size * scenario.bytes_each
+        # Forward, features are added up in two halves, backward the gradients of what was pooled.
+        return Communication((patches,) * scenario.sequence_parallel, (features, pooled))
+
+
+ADAPTIVE_POOL = AdaptivePool()

@@ -1,0 +1,40 @@
+"""Average pooling of any grid, and a tensor-parallel MLP (`megavlm/arch/connectors/adaptive_pool.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavlm.arch.anyres import TileGroup
+from megavlm.arch.connectors.adaptive_pool import ADAPTIVE_POOL
+from megavlm.arch.image_tokens import Grid
+from megavlm.model.connector import ConnectorModule
+from megavlm.model.resampler import Mlp
+
+if TYPE_CHECKING:
+    from megavlm.model.layer_kinds import LayerBuilder
+
+
+class AdaptivePool(ConnectorModule):
+    """Means over rectangles of patches, row by row, and an MLP."""
+
+    def __init__(self, builder: LayerBuilder) -> None:
+        super().__init__(builder)
+        self.mlp = Mlp(self.config, self.tp_group, ADAPTIVE_POOL.mlp(self.model), F.gelu)
+
+    def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:
+        pooled, start = [], 0
+        for (rows, columns), group in groupby(grids):  # images after one another of one size are one call
+            count = len(list(group))
+            images = patches[start : start + count * rows * columns].unflatten(0, (count, rows, columns))
+            start += count * rows * columns
+            sides = ADAPTIVE_POOL.pooled((rows, columns), self.model.projector)
+            means = F.adaptive_avg_pool2d(images.permute(0, 3, 1, 2), sides)
+            pooled.append(means.permute(0, 2, 3, 1).flatten(0, 2))
+        out: Tensor = self.mlp(torch.cat(pooled)[:, None])
+        return out
