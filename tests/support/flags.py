@@ -65,11 +65,12 @@ MODELS = {
     # Seven heads of four channels, which TP pads; cross-attention in the first and the third layer.
     "qformer": "--projector-kind qformer --projector-pixel-shuffle 1 --qformer-num-queries 5 --qformer-num-layers 3 "
     "--qformer-hidden-size 28 --qformer-num-attention-heads 7 --qformer-ffn-hidden-size 26 "
-    "--qformer-norm-epsilon 1e-5",
+    "--qformer-norm-epsilon 1e-5 --init-method-std 0.1",  # small weights would hide the gradient of the patches
     # Fourteen query heads in seven groups, and MLPs of 37 and 21 channels, which TP pads.
     "perceiver": "--projector-kind perceiver --projector-pixel-shuffle 1 --perceiver-num-latents 5 "
     "--perceiver-num-layers 2 --perceiver-num-attention-heads 14 --perceiver-num-query-groups 7 "
-    "--perceiver-kv-channels 4 --perceiver-ffn-hidden-size 37 --perceiver-projection-ffn-hidden-size 21",
+    "--perceiver-kv-channels 4 --perceiver-ffn-hidden-size 37 --perceiver-projection-ffn-hidden-size 21 "
+    "--init-method-std 0.08",
     # Images of sixteen and of thirty-six patches have four tokens each.
     "adaptive-pool": "--projector-kind adaptive_pool --projector-pixel-shuffle 1 --adaptive-pool-factor 3 "
     "--adaptive-pool-hidden-size 27",
