@@ -12,6 +12,7 @@ import pytest
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
 from megavlm.data.records.pairs import record_of
+from megavlm.data.records.parts import conversation_of_parts
 from megavlm.data.types import BadSample, ImageRef, Segment
 from megavlm.errors import UserError
 from tests.support.data_files import write_llava, write_pairs, write_tokenizer
@@ -77,6 +78,13 @@ def test_a_wrong_record_is_told_in_one_line(record: Any, told: str) -> None:
         read(record)
     assert told in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_tar_has_the_images_that_a_record_names() -> None:
+    record = {"query": "q", "positives": [{"image": "b.png"}], "negatives": [{"image": "a.png"}], "id": 3}
+    found = conversation_of_parts({"json": json.dumps(record).encode(), "a.png": b"A", "b.png": b"B"})
+    assert [turn.parts for turn in found.turns] == [("q",), (ImageRef(b"B"),), (ImageRef(b"A"),)]
+    assert found.identities[1] == read({"query": "z", "positive": "y", "id": 3}).identities[1]
 
 
 @pytest.fixture
