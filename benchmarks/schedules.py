@@ -48,7 +48,6 @@ from tests.support.training import SMALL, train
 PAGE = Path(__file__).parents[1] / "docs" / "schedules.md"
 RECORDS = Path(__file__).parent / "records" / "schedules.jsonl"
 MODEL, MEAN = "qwen2_5_vl_7b", 0.25  # seconds that a forward pass sleeps in the mean
-STEPS = 4  # the first of which is not counted
 SCHEDULES: dict[ScheduleName, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}  # with their VPP
 Slept = tuple[float, float]  # beginning and end of a pass, by the machine's clock
 
@@ -125,13 +124,14 @@ def figures(pools: Pools, shape: PipelineShape, *, frozen: bool) -> dict[str, fl
     """Return the bubble and the seconds of a pipeline's step, simulated and measured."""
     durations = durations_of(shape, frozen=frozen)
     expected = simulate(shape, durations)
-    argv = [*SMALL, "--no-save", "--train-iters", str(STEPS), "--pp", str(shape.pp), "--vpp", str(shape.vpp)]
+    count = 4 if shape.micro_batches > shape.pp else 9  # steps, the first of which is not counted
+    argv = [*SMALL, "--no-save", "--train-iters", str(count), "--pp", str(shape.pp), "--vpp", str(shape.vpp)]
     argv += ["--global-batch-size", str(shape.micro_batches), "--schedule", shape.schedule]
     with tempfile.TemporaryDirectory() as folder:
         ranks = pools(shape.pp).run(train_asleep, argv, folder, durations, timeout=600)
     steps = []
-    for step in range(1, STEPS):
-        slept = [each for rank in ranks for each in _of_step(rank, step)]
+    for step in range(1, count):
+        slept = [each for rank in ranks for each in rank[step * len(rank) // count : (step + 1) * len(rank) // count]]
         span = max(end for _, end in slept) - min(begin for begin, _ in slept)
         steps.append((span, sum(end - begin for begin, end in slept)))
     seconds, busy = min(steps)  # other work on the machine only adds to it
@@ -142,11 +142,6 @@ def figures(pools: Pools, shape: PipelineShape, *, frozen: bool) -> dict[str, fl
         "measured_s": seconds,
         "longer": busy / sum(expected.busy) - 1,  # passes whose small model took more than their time
     }
-
-
-def _of_step(slept: Sequence[Slept], step: int) -> Sequence[Slept]:
-    passes = len(slept) // STEPS
-    return slept[step * passes : (step + 1) * passes]
 
 
 def durations_of(shape: PipelineShape, *, frozen: bool) -> Durations:
