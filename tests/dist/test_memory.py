@@ -44,6 +44,15 @@ GLM4V = (
     "--projector-hidden-size 384"
 )
 
+QFORMER = (
+    "--projector-pixel-shuffle 1 --projector-kind qformer --qformer-num-layers 6 --qformer-hidden-size 192 "
+    "--qformer-num-attention-heads 6 --qformer-ffn-hidden-size 512 --qformer-num-queries 32"
+)
+PERCEIVER = (
+    "--projector-pixel-shuffle 1 --projector-kind perceiver --perceiver-num-latents 32 "
+    "--perceiver-num-attention-heads 6 --perceiver-num-query-groups 3 --perceiver-kv-channels 32"
+)
+
 # Experts whose rows outweigh the rest; even, as other loads differ from rank to rank.
 EXPERTS = (
     "--seq-length 512 --num-experts 8 --moe-router-topk 8 --moe-ffn-hidden-size 128 --moe-dense-layers 0 "
@@ -52,6 +61,10 @@ EXPERTS = (
 SHARED = "--moe-shared-expert-intermediate-size 256 --moe-shared-expert-gate --moe-aux-loss-coeff 1e-3"
 
 CASES = {
+    "qformer": (1, QFORMER),
+    "qformer-full": (1, f"{QFORMER} --recompute-granularity full"),
+    "tp2-perceiver": (2, f"--tp 2 {PERCEIVER}"),
+    "perceiver-full-frozen": (1, f"{PERCEIVER} --recompute-granularity full --freeze vision"),
     "experts": (1, EXPERTS),
     "experts-bf16": (1, f"{EXPERTS} {SHARED} --precision bf16"),
     "experts-full": (1, f"{EXPERTS} --recompute-granularity full"),
