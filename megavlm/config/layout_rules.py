@@ -221,7 +221,7 @@ def world_divides(config: Config, world: int) -> str | None:
 def compressing_groups_divide(config: Config, world: int) -> str | None:
     size = config.parallel.compress_group_size
     ranks = _data_parallel_size(config, world) * config.parallel.context_parallel_size
-    if size is not None and (size < 1 or ranks % size):
+    if size is not None and ranks % size:
         return f"--compress-group-size {size} does not divide {ranks} data-parallel ranks: use {divisors(ranks)}"
     return None
 

@@ -58,6 +58,7 @@ RANGES = (
             "model.experts.router_num_groups",
             "model.experts.router_group_topk",
             "parallel.tensor_model_parallel_size",
+            "parallel.compress_group_size",
             "parallel.pipeline_model_parallel_size",
             "parallel.virtual_pipeline_model_parallel_size",
             "parallel.context_parallel_size",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megavlm.arch.connector import Connector, Split
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
+from megavlm.arch.matrices import HiddenWeight
 from megavlm.arch.resampler import MlpBlock
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
@@ -67,6 +68,9 @@ class AdaptivePool(Connector):
 
     def splits(self, model: ModelConfig) -> Mapping[str, Split]:
         return self.mlp(model).splits("mlp")
+
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        return self.mlp(model).hidden_weights("mlp")
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         return self.mlp(model).parameters(tp)

@@ -74,6 +74,13 @@ def sides(files: list[Path], tokenizer: Path, *flags: str) -> tuple[set[str], se
     return trained, held_out
 
 
+def test_names_of_pairs_do_not_count() -> None:
+    """Copies of a record have names of their own, and are on the same side nevertheless."""
+    pair = {"query": "a cat", "positives": [{"image": "cat.png"}], "negatives": ["a dog"]}
+    assert key_of({**pair, "id": "cat-1"}) == key_of({**pair, "ids": ["cat-2", "dog-1"]}) == key_of(pair)
+    assert key_of({**pair, "negatives": ["a cow"]}) != key_of(pair)
+
+
 def test_no_order_epoch_copy_or_neighbour_moves_a_sample_to_the_other_side(tmp_path: Path) -> None:
     write_all(tmp_path, samples=1)
     own, book, tokenizer = tmp_path / "own.jsonl", tmp_path / "book.txt", tmp_path / "tokenizer"
