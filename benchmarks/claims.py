@@ -75,7 +75,7 @@ def state(model: ModelConfig, gpus: int, sharding: Sharding, *, together: int | 
 
 
 def language_model(parameters: float) -> ModelConfig:
-    """Return LLaVA-1.5 with a language model of about so many parameters."""
+    """Return LLaVA-1.5 whose language model has about this number of parameters."""
     base = published_model("llava_1_5_7b")
     layers = round((parameters - 0.57e9) / 202.4e6)  # a layer of Vicuna; the tower, embedding and output are 0.57e9
     return resolve_model(replace(base, language=replace(base.language, num_layers=layers)))

@@ -159,10 +159,10 @@ def registered(point: str) -> Mapping[str, Named]:
 
 
 class Sections(dict[str, Any]):
-    """The options of all that is registered at a point: a section for each name, read as an attribute.
+    """Holds the options of everything registered at a point, in a section for each name, read as an attribute.
 
-    A value, as a frozen dataclass is: hashable, never changed. It holds the sections that differ from their defaults.
-    In another process it brings the extensions along that its sections belong to.
+    It is a value like a frozen dataclass: hashable, and never changed. It keeps the sections that differ from their
+    defaults. In another process it loads the extensions to which its sections belong.
     """
 
     point: str
@@ -208,7 +208,7 @@ class ConnectorSections(Sections):
 
 
 class ObjectiveSections(Sections):
-    """`model.objective.losses`: the options of losses."""
+    """Holds the options of losses: `model.objective.losses`."""
 
     point = "objectives"
 

@@ -84,7 +84,7 @@ class Attention(Part):
         query = self._heads(self.query(queries)[0]).unflatten(0, (-1, count))
         keys = [self._heads(self.key(rows)[0]) for rows, _ in contexts]
         values = [self._heads(self.value(rows)[0]) for rows, _ in contexts]
-        # Images after one another with equally many rows are one call.
+        # One call computes consecutive images that have the same number of patches.
         sizes, image, outputs = list(zip(*(lengths for _, lengths in contexts), strict=True)), 0, []
         for size, group in groupby(sizes):
             images = len(list(group))

@@ -131,7 +131,7 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
 
 
 def projector_config(config: Config, *, tp: int) -> TransformerConfig:
-    """For the linear layers of connectors: tensor-parallel, and whole along the sequence.
+    """Return the configuration of connectors' linear layers, which TP divides and sequence parallelism does not.
 
     It has no heads, but megatron-core wants a number that TP divides; the language model's may have another TP.
     """

@@ -32,9 +32,9 @@ from megavlm.pipeline.walker import ForwardStep
 
 
 class Draws:
-    """The states of the random generators before each micro-batch in each chunk, so that a second pass draws the same.
+    """Keeps random generators' states before each micro-batch of each chunk, so that a second pass draws the same.
 
-    Without dropout nothing is drawn, and nothing is kept.
+    Without dropout nothing is drawn, and it keeps nothing.
     """
 
     def __init__(self, *, kept: bool) -> None:

@@ -25,7 +25,7 @@ ForwardStep = Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Any]]
 
 
 class PassWalker:
-    """Walks this rank's program (`programs.py`); each pass is megatron-core's `forward_step` or `backward_step`."""
+    """Runs this rank's passes in the order of `programs.py`, by megatron-core's `forward_step` and `backward_step`."""
 
     def __init__(
         self, chunks: Sequence[Any], *, config: TransformerConfig, groups: Groups, device: torch.device

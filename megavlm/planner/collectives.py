@@ -55,7 +55,7 @@ AllReduce = Callable[[float, Group], float]
 
 
 def group_of(hardware: Hardware, ranks: int, *, span: int) -> Group:
-    """Return the group of `ranks` that lie evenly among `span` neighbouring ranks of the world."""
+    """Return a group of `ranks` ranks, spaced evenly over `span` consecutive ranks of the world."""
     if span <= hardware.devices_per_node:
         return Group(ranks, 1, hardware.near, hardware.far)
     most = max(1, hardware.devices_per_node * ranks // span)

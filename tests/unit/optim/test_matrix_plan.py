@@ -44,7 +44,7 @@ def shape_of(weight: HiddenWeight, padding: int) -> tuple[int, ...]:
 
 
 def grid(data: st.DataObject, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes that together are a tensor, cut anywhere along each axis."""
+    """Return boxes that together cover a tensor, which is cut anywhere along each axis."""
     axes = []
     for size in shape:
         cuts = sorted(data.draw(st.sets(st.integers(1, size - 1), max_size=2))) if size > 1 else []
