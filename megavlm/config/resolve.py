@@ -81,5 +81,6 @@ def is_set(section: Any, name: str) -> bool:
 
 
 def _filled(section: Any, **defaults: Any) -> Any:
-    """Return the section with the defaults of its fields that are not set."""
-    return replace(section, **{name: value for name, value in defaults.items() if not is_set(section, name)})
+    """Return the section with the defaults of its fields that are not set; the section itself if all are."""
+    missing = {name: value for name, value in defaults.items() if not is_set(section, name)}
+    return replace(section, **missing) if missing else section  # a search resolves what is resolved a thousand times

@@ -10,7 +10,8 @@ shows depends on the layers before it (`tables.relay`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megavlm.arch.kind import FP32, Stream, stream_bytes
 from megavlm.arch.kinds import (
@@ -49,6 +50,13 @@ class Seconds:
 
 def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute = "none") -> Seconds:
     """Return a layer's forward and backward seconds; the backward pass includes what `recompute` computes again."""
+    return seconds_by_mode(name, scenario, hardware, (recompute,))[recompute]
+
+
+def seconds_by_mode(
+    name: str, scenario: Scenario, hardware: Hardware, modes: Sequence[Recompute]
+) -> dict[Recompute, Seconds]:
+    """Return `layer_seconds` for each of the `modes`, which differ by their backward passes."""
     passes, host = program_of(scenario), host_of(scenario)
     terms = layer_terms(name, scenario, hardware, passes)
     index = scenario.names.index(name)
@@ -58,8 +66,7 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     again = sent.gathers if trained and scenario.sequence_parallel and name != OUTPUT else ()
     exchange = gathers((*sent.gathers, *sent.reductions, *sent.exchanges), group)
     across = context_seconds(name, scenario, hardware)
-    kind = kind_in(scenario.model, name)
-    exchanges = kind.expert_exchange(scenario)
+    exchanges = kind_in(scenario.model, name).expert_exchange(scenario)
     exchange += across + sum(exchange_seconds(each, hardware) for each in exchanges)
     issue, issue_back = launch_seconds(name, scenario, passes, host)
     calls = len(sent.gathers) + len(sent.reductions) + len(sent.exchanges) + 2 * (across > 0) + len(exchanges)
@@ -68,27 +75,37 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     if exchanges:  # the host asks the device how many rows each rank gets, and so is never ahead of it
         forward = max(forward, issue)
     if not (trained or reached):
-        return Seconds(forward, 0.0, (issue, 0.0))
+        return dict.fromkeys(modes, Seconds(forward, 0.0, (issue, 0.0)))
     # The input's gradient goes the opposite ways, and sequence-sharded inputs are gathered once more for the weight's;
     # the output layer keeps its whole input.
     backward = sum(pair[1] for pair in terms.values()) + exchange + gathers(again, group)
     issue_back += (calls + len(again)) * host.operation[1] * scenario.on_gpu
-    if recompute == "full" and kind.is_recomputed(scenario.model) and (reached or not is_transformer(name)):
-        backward, issue_back = backward + forward, issue_back + issue
-    if recompute == "selective" and "attention" in terms:
-        backward += terms["attention"][0] + across
-        issue_back += _ATTENTION_LAUNCHES * host.operation[0] * scenario.on_gpu
-    launch = (issue, issue_back)
     weight = _weight_seconds(name, scenario, terms, host) if leaves_weight_gradient(name, scenario) else (0.0, 0.0)
     weight = (weight[0] + gathers(again, group), weight[1]) if weight[0] else weight
+    found: dict[Recompute, Seconds] = {}
+    for mode in modes:
+        more, issue_more = 0.0, 0.0
+        if mode == "full" and kind_in(scenario.model, name).is_recomputed(scenario.model):
+            if reached or not is_transformer(name):
+                more, issue_more = forward, issue
+        elif mode == "selective" and "attention" in terms:
+            more = terms["attention"][0] + across
+            issue_more = _ATTENTION_LAUNCHES * host.operation[0] * scenario.on_gpu
+        seconds = Seconds(forward, backward + more, (issue, issue_back + issue_more), weight)
+        found[mode] = _with_copies(name, scenario, hardware, mode, seconds)
+    return found
+
+
+def _with_copies(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute, seconds: Seconds) -> Seconds:
+    """Return a layer's seconds with the copies to the host and back of what it offloads."""
     if not is_offloaded(name, scenario):
-        return Seconds(forward, backward, launch, weight)
+        return seconds
     copy = hardware.own_host.link.seconds(saved_bytes(name, scenario, recompute))
     if not scenario.on_gpu:  # one processor copies and computes
-        return Seconds(forward, backward + 2 * copy, launch, weight)
+        return replace(seconds, backward=seconds.backward + 2 * copy)
     # Beside the next layer's forward pass, and the backward pass of the layer after it. Only backward passes depend on
     # what is recomputed, so what a copy out takes beyond a forward pass is counted there as well.
-    return Seconds(forward, max(backward, copy) + max(0.0, copy - forward), launch, weight)
+    return replace(seconds, backward=max(seconds.backward, copy) + max(0.0, copy - seconds.forward))
 
 
 def _weight_seconds(name: str, scenario: Scenario, terms: dict[str, Pair], host: HostTime) -> Pair:

@@ -14,7 +14,7 @@ from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.workload import attends_in_windows
 from megavlm.config.derived import has_experts
-from megavlm.planner.cost import carried_bytes, layer_seconds, transfer_seconds
+from megavlm.planner.cost import Seconds, carried_bytes, seconds_by_mode, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
 from megavlm.planner.schedules import PipelineShape
@@ -109,11 +109,16 @@ class LayerProfiles:
         ahead: list[list[float]] = []
         back: list[list[float]] = []
         weight: list[list[float]] = []
+        known: dict[tuple[int, Recompute, bool], tuple[tuple[Array, ...], Array | None]] = {}  # shared by chunks
         for index, (a, b, mode) in enumerate(chunks):
             splits = shape.splits_backward and index > 0
             own = self.of_rank(index % shape.pp)
-            forward, backward, issue, issue_back = (side[a : b + 1] for side in own.sides(mode, splits=splits))
-            weight.append([float(own.waits(mode)[a, b]) if splits else 0.0] * shape.micro_batches)
+            key = (id(own), mode, splits)
+            if key not in known:
+                known[key] = own.sides(mode, splits=splits), own.waits(mode) if splits else None
+            sides, waits = known[key]
+            forward, backward, issue, issue_back = (side[a : b + 1] for side in sides)
+            weight.append([0.0 if waits is None else float(waits[a, b])] * shape.micro_batches)
             first, last = relay(issue, forward), relay(backward, issue_back)
             more = [(first, last)] * (shape.micro_batches - 1)
             if shape.pp == 1:
@@ -159,15 +164,16 @@ def layer_profiles(
     carried = [carried_bytes(scenario, i) for i in places][1:]
     sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, scenario))[1:], carried, strict=True)]
     sends = [transfer_seconds(size, scenario, hardware) for size in sizes]
-    seconds = each(partial(layer_seconds, scenario=scenario, hardware=hardware))
+    seconds = each(partial(seconds_by_mode, scenario=scenario, hardware=hardware, modes=modes))
+    ahead = [of_modes[modes[0]] for of_modes in seconds]  # forward passes are the same in all modes
     return LayerProfiles(
         scenario=scenario,
         first=first,
-        forward=_prefix([s.forward for s in seconds]),
+        forward=_prefix([s.forward for s in ahead]),
         model_state=_prefix(each(lambda n: model_state_bytes(n, scenario).total)),
         transfer=np.array([0.0, *sends, 0.0]),
-        modes={mode: _mode(mode, scenario, hardware, each) for mode in modes},
-        launch=_prefix([s.launch[0] for s in seconds]) if scenario.on_gpu else 0.0,
+        modes={mode: _mode(mode, [of_modes[mode] for of_modes in seconds], scenario, each) for mode in modes},
+        launch=_prefix([s.launch[0] for s in ahead]) if scenario.on_gpu else 0.0,
     )
 
 
@@ -198,8 +204,7 @@ def measured_once(scenario: Scenario, places: Sequence[int]) -> Each:
     return each
 
 
-def _mode(mode: Recompute, scenario: Scenario, hardware: Hardware, each: Each) -> RecomputeProfile:
-    seconds = each(partial(layer_seconds, scenario=scenario, hardware=hardware, recompute=mode))
+def _mode(mode: Recompute, seconds: Sequence[Seconds], scenario: Scenario, each: Each) -> RecomputeProfile:
     return RecomputeProfile(
         backward=_prefix([s.backward for s in seconds]),
         saved=_prefix(each(partial(kept_bytes, scenario=scenario, recompute=mode))),

@@ -50,16 +50,7 @@ def simulate_partition(
     return simulate(shape, durations, keep_events=keep_events)
 
 
-def chunk_bytes(profiles: LayerProfiles, held: Held, a: int, b: int, mode: Recompute) -> tuple[float, float]:
-    """Return the bytes of layers a … b−1: those summed over a rank's chunks, and transient ones (largest counts)."""
-    by_mode = profiles.modes[mode]
-    saved = float(by_mode.saved[b] - by_mode.saved[a])
-    waiting = profiles.prefix(by_mode.waiting)
-    kept = float(_kept(held, saved, waiting[b] - waiting[a]))
-    return float(profiles.model_state[b] - profiles.model_state[a]) + kept, float(by_mode.transient[a:b].max())
-
-
-def _kept(held: Held, saved: Any, waiting: Any) -> Any:
+def _most_kept(held: Held, saved: Any, waiting: Any) -> Any:
     """Return the most bytes that a chunk's micro-batches keep, of what one keeps before and after its backward pass."""
     return reduce(np.maximum, [whole * saved + halves * waiting for whole, halves in held])
 
@@ -130,6 +121,7 @@ class _Search:
         if self.shape.chunks > self.profiles.count:
             return float("inf")
         self._held = held_at_peaks(self.shape)
+        self._set_bytes()
         self._passed, self._worked = self._seconds()
         self._rest = self._bounds_of_rests()
         bound = float(self._rest[self.shape.chunks][0])
@@ -167,6 +159,17 @@ class _Search:
             self._known[key] = np.stack([np.where(rising, each, np.inf) for each in both]), np.stack(weights)
         return self._known[key]
 
+    def _set_bytes(self) -> None:
+        """Set the bytes of chunks of layers i … j−1, [modes, i, j], by what their rank holds: those summed over a
+        rank's chunks, and transient ones, of which the largest count.
+        """
+        profiles = self.profiles
+        modes, state = profiles.modes.values(), spans(profiles.model_state)
+        saved = np.stack([spans(each.saved) for each in modes])
+        waiting = np.stack([spans(profiles.prefix(each.waiting)) for each in modes])
+        self._transient = np.stack([_largest(each.transient) for each in modes])
+        self._kept = {held: state + _most_kept(held, saved, waiting) for rank in self._held for held in rank}
+
     def _bounds_of_rests(self) -> list[Array]:
         """[chunks + 1][layers + 1]: the least bound of layers j … in k chunks, counted from when j is reached.
 
@@ -174,25 +177,19 @@ class _Search:
         is known to be on its rank: a weaker bound.
         """
         profiles, m, n = self.profiles, self.shape.micro_batches, self.profiles.count
-        places = np.arange(n + 1)
-        model_state = spans(profiles.model_state)
-        modes = [
-            (model_state + _largest(each.transient), spans(each.saved), spans(profiles.prefix(each.waiting)))
-            for each in profiles.modes.values()
-        ]
-        rest = [np.where(places == n, 0.0, np.inf)]
+        rest = [np.where(np.arange(n + 1) == n, 0.0, np.inf)]
+        fits: dict[tuple[Held, float], Array] = {}
         for k in range(1, self.shape.chunks + 1):
             index = self.shape.chunks - k
-            held = self._held[index % self.shape.pp][index // self.shape.pp]
-            beyond = 2 * profiles.transfer + rest[-1]
-            fitting = [
-                np.where(fixed + _kept(held, saved, waiting) <= self._cap(index % self.shape.pp), took, np.inf)
-                for (fixed, saved, waiting), took in zip(
-                    modes, np.maximum(m * self._worked[index], self._passed[index] + beyond), strict=True
-                )
-            ]
-            rest.append((fitting[0] if len(fitting) == 1 else np.minimum.reduce(fitting)).min(axis=1))
+            held, cap = self._held_by(index), self._cap(index % self.shape.pp)
+            if (held, cap) not in fits:
+                fits[held, cap] = self._kept[held] + self._transient <= cap
+            took = np.maximum(m * self._worked[index], self._passed[index] + (2 * profiles.transfer + rest[-1]))
+            rest.append(np.where(fits[held, cap], took, np.inf).min(axis=(0, 2)))
         return rest
+
+    def _held_by(self, index: int) -> Held:
+        return self._held[index % self.shape.pp][index // self.shape.pp]
 
     def _cap(self, rank: int) -> float:
         return self.cap if isinstance(self.cap, float) else self.cap[rank]
@@ -236,9 +233,8 @@ class _Search:
     def _placed(self, walk: _Walk, index: int, start: int, end: int, mode: int, own: float) -> _Walk | None:
         """Return the walk with chunk `index`, whose bound is `own`; None if it does not fit or cannot be faster."""
         rank, round_ = index % self.shape.pp, index // self.shape.pp
-        name = list(self.profiles.modes)[mode]
-        kept, peak = chunk_bytes(self.profiles, self._held[rank][round_], start, end, name)
-        used = (walk.used[rank][0] + kept, max(walk.used[rank][1], peak))
+        kept, peak = self._kept[self._held_by(index)][mode, start, end], self._transient[mode, start, end]
+        used = (walk.used[rank][0] + float(kept), max(walk.used[rank][1], float(peak)))
         load = walk.loads[rank] + float(self._worked[index][mode, start, end])
         # `reach` of a rank's first chunk is what its load comes on top of.
         fill = walk.reach if round_ == 0 else 0.0

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
-from megavlm.planner.schedules import BACKWARD, FORWARD, Pass, PipelineShape, rank_schedules
+import numpy as np
+
+from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineShape, rank_schedules
+
+Array = np.ndarray[Any, Any]
+_KINDS = (FORWARD, BACKWARD, WEIGHT)
 
 Times = Sequence[Sequence[float]]  # [chunks][micro-batches], seconds
 
@@ -22,13 +29,10 @@ class Durations:
     weight: Times | None = None
     transfer: Sequence[float] = ()  # [chunks − 1]; empty: nothing takes time
 
-    def of(self, step: Pass) -> float:
-        if step.kind == FORWARD:
-            return self.forward[step.chunk][step.micro]
-        if step.kind == BACKWARD:
-            return self.backward[step.chunk][step.micro]
-        assert self.weight is not None, "this schedule runs weight gradients apart: their times are needed"
-        return self.weight[step.chunk][step.micro]
+    def flat(self) -> Array:
+        """Return the seconds of all passes in a row: by kind, chunk and micro-batch, as `_number` counts them."""
+        kinds = [self.forward, self.backward, *([] if self.weight is None else [self.weight])]
+        return np.array(kinds, dtype=float).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -75,40 +79,76 @@ def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = 
     F of chunk c waits for F of c−1 and its transfer, B for its own F and for B of c+1 and its transfer. Sending takes
     none of the sender's time: transfers run beside computation, as megatron-core's do on a GPU.
     """
-    order = rank_schedules(shape)
-    transfer = durations.transfer or [0.0] * (shape.chunks - 1)
-    ends: dict[str, list[list[float]]] = {
-        kind: [[-1.0] * shape.micro_batches for _ in range(shape.chunks)] for kind in (FORWARD, BACKWARD)
-    }
-    clocks, places, busy = [0.0] * shape.pp, [0] * shape.pp, [0.0] * shape.pp
-    events: list[Event] = []
+    assert durations.weight is not None or not shape.splits_backward, "weight gradients run apart: give their times"
+    program = _program(shape)
+    lengths = durations.flat()[program.number]
+    hops = np.array([*(durations.transfer or [0.0] * (shape.chunks - 1)), 0.0])[program.hop]
+    ends = [0.0]
+    # Plain numbers in one loop: a search plays thousands of steps of thousands of passes each.
+    for waits_for, hop, after, length in zip(
+        program.waits_for.tolist(), hops.tolist(), program.after.tolist(), lengths.tolist(), strict=True
+    ):
+        ready, free = ends[waits_for] + hop, ends[after]
+        ends.append((ready if ready > free else free) + length)
+    busy = np.bincount(program.rank, lengths, minlength=shape.pp)
+    events = _events(program, shape, hops, ends) if keep_events else ()
+    return Timeline(max(ends), tuple(busy.tolist()), events)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """All ranks' passes in one list, each after those that it waits for: the same whatever passes take.
+
+    `waits_for` and `after` are places in the list, counted from 1; 0: none.
+    """
+
+    rank: Array
+    number: Array  # of the pass: `_number`
+    waits_for: Array  # the pass of the neighbouring chunk
+    hop: Array  # the transfer from there; −1: none
+    after: Array  # the pass before it on its rank
+
+
+@lru_cache(maxsize=64)
+def _program(shape: PipelineShape) -> _Program:
+    order, last = rank_schedules(shape), shape.chunks - 1
+    place: dict[int, int] = {}  # by the pass's number
+    rows: list[tuple[int, int, int, int, int]] = []
+    done, latest = [0] * shape.pp, [0] * shape.pp
     waiting = set(range(shape.pp))
-    last = shape.chunks - 1
     while waiting:
-        progressed = False
+        before = len(rows)
         for rank in sorted(waiting):
-            mine = order[rank]
-            while places[rank] < len(mine):
-                step = mine[places[rank]]
-                ready = 0.0
+            for step in order[rank][done[rank] :]:
+                needed, hop = 0, -1
                 if step.kind == FORWARD and step.chunk:
-                    ready = ends[FORWARD][step.chunk - 1][step.micro]
-                    ready = ready if ready < 0 else ready + transfer[step.chunk - 1]
+                    needed, hop = place.get(_number(shape, step.kind, step.chunk - 1, step.micro), -1), step.chunk - 1
                 elif step.kind == BACKWARD and step.chunk < last:
-                    ready = ends[BACKWARD][step.chunk + 1][step.micro]
-                    ready = ready if ready < 0 else ready + transfer[step.chunk]
-                if ready < 0:
+                    needed, hop = place.get(_number(shape, step.kind, step.chunk + 1, step.micro), -1), step.chunk
+                if needed < 0:
                     break
-                start, length = max(clocks[rank], ready), durations.of(step)
-                clocks[rank] = start + length
-                busy[rank] += length
-                if step.kind in ends:
-                    ends[step.kind][step.chunk][step.micro] = clocks[rank]
-                if keep_events:
-                    events.append(Event(rank, step, start, clocks[rank]))
-                places[rank] += 1
-                progressed = True
-            if places[rank] == len(mine):
+                number = _number(shape, step.kind, step.chunk, step.micro)
+                rows.append((rank, number, needed, hop, latest[rank]))
+                place[number] = latest[rank] = len(rows)
+                done[rank] += 1
+            if done[rank] == len(order[rank]):
                 waiting.discard(rank)
-        assert progressed, "the schedule's orders wait for one another"
-    return Timeline(max(clocks), tuple(busy), tuple(sorted(events, key=lambda event: (event.rank, event.start))))
+        assert len(rows) > before, "the schedule's orders wait for one another"
+    return _Program(*np.array(rows, dtype=np.int32).T)
+
+
+def _number(shape: PipelineShape, kind: str, chunk: int, micro: int) -> int:
+    return (_KINDS.index(kind) * shape.chunks + chunk) * shape.micro_batches + micro
+
+
+def _events(program: _Program, shape: PipelineShape, hops: Array, ends: Sequence[float]) -> tuple[Event, ...]:
+    """Return the passes with their times, by rank and in order."""
+    finished = np.array(ends)
+    starts = np.maximum(finished[program.waits_for] + hops, finished[program.after])
+    kinds, chunks, micros = np.unravel_index(program.number, (len(_KINDS), shape.chunks, shape.micro_batches))
+    columns = (program.rank, kinds, chunks, micros, starts, finished[1:])
+    events = [
+        Event(rank, Pass(_KINDS[kind], chunk, micro), start, end)
+        for rank, kind, chunk, micro, start, end in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+    return tuple(sorted(events, key=lambda event: (event.rank, event.start)))

@@ -6,7 +6,7 @@ import pytest
 
 from megavlm.config.cli import parse
 from megavlm.config.fields import options, value_at
-from megavlm.config.resolve import resolve
+from megavlm.config.resolve import resolve, resolve_model
 from megavlm.config.run_rules import with_train_iters
 from megavlm.errors import UserError
 
@@ -49,6 +49,13 @@ def test_unset_options_get_the_values_that_their_help_promises() -> None:
 @pytest.mark.parametrize("argv", [GIVEN, [*GIVEN, "--train-iters", "60"]])
 def test_given_values_stay(argv: list[str]) -> None:
     assert resolve(parse(argv), vocab_size=160) == parse(argv)
+
+
+def test_what_is_resolved_is_not_copied_again() -> None:
+    """A search asks for resolved models tens of thousands of times."""
+    model = resolve(parse([]), vocab_size=160).model
+    assert resolve_model(model).language is model.language
+    assert resolve_model(model).projector is model.projector
 
 
 def test_only_wsd_has_a_final_decay() -> None:

@@ -13,8 +13,8 @@ from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims, ScheduleName
 from megavlm.planner.layer_profiles import LayerProfiles, RecomputeProfile
-from megavlm.planner.partition import NoPartition, Partition, best_partition, chunk_bytes, simulate_partition
-from megavlm.planner.schedules import PipelineShape, held_at_peaks
+from megavlm.planner.partition import NoPartition, Partition, best_partition, simulate_partition
+from megavlm.planner.schedules import Held, PipelineShape, held_at_peaks
 
 
 def drawn(seed: int, layers: int) -> LayerProfiles:
@@ -42,6 +42,14 @@ def drawn(seed: int, layers: int) -> LayerProfiles:
             "full": RecomputeProfile(prefix(backward + forward * (backward > 0)), prefix(saved / 4), saved, **halves),
         },
     )
+
+
+def chunk_bytes(profiles: LayerProfiles, held: Held, a: int, b: int, mode: Recompute) -> tuple[float, float]:
+    """The bytes of layers a … b−1: those summed over a rank's chunks, and transient ones (the largest counts)."""
+    by_mode = profiles.modes[mode]
+    saved, waiting = (float(prefix[b] - prefix[a]) for prefix in (by_mode.saved, profiles.prefix(by_mode.waiting)))
+    kept = max(whole * saved + halves * waiting for whole, halves in held)
+    return float(profiles.model_state[b] - profiles.model_state[a]) + kept, float(by_mode.transient[a:b].max())
 
 
 def fits(

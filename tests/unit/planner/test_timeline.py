@@ -106,15 +106,22 @@ def test_what_every_schedule_keeps(shape: PipelineShape, data: st.DataObject) ->
     starts = {(e.step.kind, e.step.chunk, e.step.micro): e.start for e in timeline.events}
     assert len(ends) == len(timeline.events) == len(kinds) * shape.chunks * shape.micro_batches
     slack = 1e-9
-    for kind, chunk, micro in ends:
-        begin = starts[kind, chunk, micro] + slack
-        if kind == FORWARD and chunk:
-            assert begin >= ends[FORWARD, chunk - 1, micro] + transfer
-        if kind == BACKWARD:
-            assert begin >= ends[FORWARD, chunk, micro]
-            assert chunk == shape.chunks - 1 or begin >= ends[BACKWARD, chunk + 1, micro] + transfer
-        if kind == WEIGHT:
-            assert begin >= ends[BACKWARD, chunk, micro]
+    for rank in range(shape.pp):
+        free = 0.0
+        for step in (event.step for event in timeline.events if event.rank == rank):
+            kind, chunk, micro = step.kind, step.chunk, step.micro
+            inputs = [free]
+            if kind == FORWARD and chunk:
+                inputs.append(ends[FORWARD, chunk - 1, micro] + transfer)
+            if kind == BACKWARD:
+                inputs.append(ends[FORWARD, chunk, micro])
+            if kind == BACKWARD and chunk < shape.chunks - 1:
+                inputs.append(ends[BACKWARD, chunk + 1, micro] + transfer)
+            if kind == WEIGHT:
+                inputs.append(ends[BACKWARD, chunk, micro])
+            # Neither before its inputs are there nor a moment after.
+            assert starts[kind, chunk, micro] == pytest.approx(max(inputs), abs=slack)
+            free = ends[kind, chunk, micro]
     # Fill, own work, drain; weight gradients at a step's end drain nowhere.
     work = [f + b for f, b in zip(forward, backward, strict=True)]
     for rank in range(shape.pp):
