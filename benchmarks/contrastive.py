@@ -3,8 +3,9 @@
     python benchmarks/contrastive.py [--quick]
 
 A small VLM trains on synthetic pairs with `--objective contrastive` in two processes of this machine, each batch size
-in processes of its own. Memory is what a step adds to the resident set of the busier one: its data, activations,
-representations and scores. Times are processor times of a step and of its two passes. Backward takes twice what forward
+in processes of its own. Memory is what a step adds to the resident set of the busier one: its data and those of the
+next step, which are prefetched; activations, gradients, representations and scores. The data are told apart. The
+smallest batch has two micro-batches per process, as gradients of a second one need memory beside those of the first. Times are processor times of a step and of its two passes. Backward takes twice what forward
 does, so with one forward pass more 4/3 of the second pass is expected. A run appends to
 `benchmarks/records/contrastive.jsonl`, unless `--quick`.
 """
@@ -39,9 +40,9 @@ MODEL = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="64 and 128 pairs; no record")
+    parser.add_argument("--quick", action="store_true", help="128 and 256 pairs; no record")
     options = parser.parse_args()
-    sizes = (64, 128) if options.quick else (64, 512, 4096)
+    sizes = (128, 256) if options.quick else (128, 512, 4096)
     record = dict[str, Any](circumstances())
     for pairs in sizes:
         pools = Pools()
@@ -49,10 +50,10 @@ def main() -> None:
             argv = [*MODEL.split(), "--global-batch-size", str(pairs), "--run-dir", folder]
             found = pools(2).run(measured, argv, timeout=3600)
         pools.close()
-        added, first, second, whole = (max(values) for values in zip(*found, strict=True))
-        record[f"{pairs} pairs"] = {"bytes": added, "first": first, "second": second, "step": whole}
+        added, data, first, second, whole = (max(values) for values in zip(*found, strict=True))
+        record[f"{pairs} pairs"] = {"bytes": added, "data": data, "first": first, "second": second, "step": whole}
         print(
-            f"{pairs:,} pairs: {added / 2**20:,.0f} MiB, processor time {whole:.1f} s, "
+            f"{pairs:,} pairs: {added / 2**20:,.0f} MiB, {data / 2**20:,.0f} of them data, processor time {whole:.1f} s, "
             f"{whole / second:.2f} × that without the cache's forward pass",
             flush=True,
         )
@@ -60,9 +61,9 @@ def main() -> None:
         append("contrastive", record)
 
 
-def measured(argv: Sequence[str]) -> tuple[int, float, float, float]:
-    """Return the bytes that the first step adds to this process, and the processor seconds of the second step: of its
-    first pass, of its second one, and in all.
+def measured(argv: Sequence[str]) -> tuple[int, int, float, float, float]:
+    """Return the bytes that the first step adds to this process, those of the data of two steps, and the processor
+    seconds of the second step: of its first pass, of its second one, and in all.
     """
     import resource
 
@@ -83,7 +84,9 @@ def measured(argv: Sequence[str]) -> tuple[int, float, float, float]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend.activate())
     before = psutil.Process().memory_info().rss
-    run.engine.train_step(run.data_loader.next_step().batches)
+    batches = run.data_loader.next_step().batches
+    data = 2 * sum(tensor.nbytes for batch in batches for tensor in batch.host_tensors().values())
+    run.engine.train_step(batches)
     added = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     seconds: list[float] = []
     once = Schedule._cached_pass
@@ -100,7 +103,7 @@ def measured(argv: Sequence[str]) -> tuple[int, float, float, float]:
         run.engine.train_step(batches)
     whole = time.process_time() - begin
     close(run)
-    return added, seconds[0], seconds[1], whole
+    return added, data, seconds[0], seconds[1], whole
 
 
 if __name__ == "__main__":

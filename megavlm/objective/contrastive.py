@@ -12,9 +12,9 @@ are the same as a positive of q. In the other direction, over all queries i that
 A pair's loss is ℓ(q→p), or with `--symmetric` the mean of both. The batch's is their sum, which is divided by the
 number of pairs where the sums over tokens are, at the update.
 
-Each rank has the vectors of all ranks, and computes the losses of the pairs whose positive is its own. The gradients of
-these with respect to all vectors are summed over ranks, and a rank keeps those of its own vectors. So each term is in
-one rank's loss, and the sum is that of one process.
+Each rank has the vectors of all ranks, of length 1, and computes the losses of the pairs whose positive is its own. The
+gradients of these with respect to all vectors are summed over ranks, and a rank goes on with those of its own. So each
+term is in one rank's loss, and the sum is that of one process.
 """
 
 from __future__ import annotations
@@ -27,51 +27,55 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavlm.config.schema import ObjectiveConfig
-from megavlm.data.members import SOURCE
+from megavlm.data.members import PADDING, SOURCE
 from megavlm.objective.cached import Loss, Representations, blocks, normalized, widths_of
-from megavlm.objective.gather import gathered, own_sum
-from megavlm.objective.texts import Texts
+from megavlm.objective.gather import gathered, longest, own_sum
+from megavlm.objective.texts import Texts, renumbered
 
 _LARGEST = math.log(100.0)  # CLIP's bound of a learned 1/τ
 
 
 def info_nce(own: Representations, options: ObjectiveConfig, group: dist.ProcessGroup) -> Loss:
     """Return this rank's share of the loss over the texts of all ranks of a group."""
-    found, members = gathered(own.vectors, own.members, group)
+    length = longest(len(own.members), group, own.members.device)
+    members = gathered(renumbered(own.members, group.rank()), length, group, padding=PADDING)
     texts = Texts(members)
-    document = texts.pairs[1]
-    rows = texts.documents[document]
-    mine = torch.nonzero(rows // max(len(members) // group.size(), 1) == group.rank()).flatten()
-    vectors = found.detach().clone().requires_grad_(True)
+    rows = texts.documents[texts.pairs[1]]
+    mine = torch.nonzero(rows // max(length, 1) == group.rank()).flatten()
+    vectors = own.vectors.detach().requires_grad_(True)
     scalars = own.scalars.detach().clone().requires_grad_(True)
-    losses = sum_of_pairs(texts, vectors, scalars, options, pairs=mine)
+    losses = torch.zeros(len(mine), dtype=torch.float64, device=vectors.device)
+    for width in widths_of(options, vectors.shape[1]):
+        unit = normalized(vectors, width)
+        everyone = gathered(unit.detach(), length, group)
+        gradient = _add_pairs(texts, everyone, scalars, options, pairs=mine, losses=losses)
+        unit.backward(own_sum(gradient, len(unit), group))
     return Loss(
         losses=losses,
         sources=members[rows[mine], SOURCE],
-        vectors=own_sum(gradient_of(vectors), len(own.vectors), group),
+        vectors=gradient_of(vectors),
         scalars=gradient_of(scalars),
     )
 
 
-def sum_of_pairs(texts: Texts, vectors: Tensor, scalars: Tensor, options: ObjectiveConfig, *, pairs: Tensor) -> Tensor:
-    """Return the losses [N] of some of `texts.pairs`, and add the gradients of their sum to `vectors` and `scalars`.
+def _add_pairs(
+    texts: Texts, unit: Tensor, scalars: Tensor, options: ObjectiveConfig, *, pairs: Tensor, losses: Tensor
+) -> Tensor:
+    """Add the losses of some of `texts.pairs` to `losses` [N], and the gradient of their sum to that of `scalars`;
+    return it with respect to the vectors of length 1, [T, w].
 
     Scores are computed a block of pairs at a time, so that their memory does not grow with the square of the batch.
     """
     query, document = (each[pairs] for each in texts.pairs)
-    losses = torch.zeros(len(pairs), dtype=torch.float64, device=vectors.device)
-    for width in widths_of(options, vectors.shape[1]):
-        unit = normalized(vectors, width)
-        asked, found = (unit[rows].detach().requires_grad_(True) for rows in (texts.queries, texts.documents))
-        for part in blocks(len(pairs), max(len(asked), len(found))):
-            block = _block(texts, asked, found, query[part], document[part], scale_of(scalars, options), options)
-            block.sum().backward()
-            losses[part] += block.detach()
-        gradient = torch.zeros_like(unit)
-        gradient[texts.queries] = gradient_of(asked)
-        gradient[texts.documents] = gradient_of(found)
-        unit.backward(gradient)
-    return losses
+    asked, found = (unit[rows].requires_grad_(True) for rows in (texts.queries, texts.documents))
+    gradient = torch.zeros_like(unit)
+    for part in blocks(len(pairs), max(len(asked), len(found))):
+        block = _block(texts, asked, found, query[part], document[part], scale_of(scalars, options), options)
+        block.sum().backward()
+        losses[part] += block.detach()
+    gradient[texts.queries] = gradient_of(asked)
+    gradient[texts.documents] = gradient_of(found)
+    return gradient
 
 
 def scale_of(scalars: Tensor, options: ObjectiveConfig) -> Tensor:

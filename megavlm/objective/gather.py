@@ -9,27 +9,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.data.members import PADDING
-from megavlm.objective.texts import renumbered
+
+def longest(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return the largest count of all ranks."""
+    if group.size() == 1:
+        return count
+    counts = torch.tensor(count, device=device)
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
+    return int(counts)
 
 
-def gathered(vectors: Tensor, members: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the vectors [N·L, H] and members [N·L, 4] of all ranks: of rank n the rows from n·L on, then padding."""
-    ranks = group.size()
-    if ranks == 1:
-        return vectors, members
-    longest = torch.tensor(len(vectors), device=vectors.device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-    length = int(longest)
-    padded = vectors.new_zeros(length, vectors.shape[1])
-    padded[: len(vectors)] = vectors
-    known = members.new_full((length, members.shape[1]), PADDING)
-    known[: len(members)] = renumbered(members, group.rank())
-    everyone = padded.new_empty(ranks * length, padded.shape[1])
-    theirs = known.new_empty(ranks * length, known.shape[1])
+def gathered(own: Tensor, length: int, group: dist.ProcessGroup, *, padding: int = 0) -> Tensor:
+    """Return the rows [N·L, …] of all ranks: of rank n those from n·L on, then padding up to the `length` L."""
+    if group.size() == 1:
+        return own
+    padded = own.new_full((length, *own.shape[1:]), padding)
+    padded[: len(own)] = own
+    everyone = own.new_empty(group.size() * length, *own.shape[1:])
     dist.all_gather_into_tensor(everyone, padded, group=group)
-    dist.all_gather_into_tensor(theirs, known, group=group)
-    return everyone, theirs
+    return everyone
 
 
 def own_sum(gradients: Tensor, texts: int, group: dist.ProcessGroup) -> Tensor:

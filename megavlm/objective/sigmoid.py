@@ -23,6 +23,7 @@ from megavlm.config.schema import ObjectiveConfig
 from megavlm.data.members import ID, PADDING, POSITIVE, RECORD, ROLE, SOURCE
 from megavlm.objective.cached import Loss, Representations, blocks, normalized, widths_of
 from megavlm.objective.contrastive import gradient_of, scale_of
+from megavlm.objective.gather import longest
 from megavlm.objective.texts import Texts, same
 
 
@@ -79,10 +80,7 @@ def _add_terms(
 
 def _padded(vectors: Tensor, members: Tensor, group: dist.ProcessGroup) -> Block:
     """Return a rank's documents as a block that is as long as the longest of all ranks."""
-    longest = torch.tensor(len(vectors), device=vectors.device)
-    if group.size() > 1:
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-    missing = int(longest) - len(vectors)
+    missing = longest(len(vectors), group, vectors.device) - len(vectors)
     vectors = F.pad(vectors.detach(), (0, 0, 0, missing))
     return Block(vectors, F.pad(members, (0, 0, 0, missing), value=PADDING), torch.zeros_like(vectors))
 
