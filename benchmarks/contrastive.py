@@ -3,11 +3,11 @@
     python benchmarks/contrastive.py [--quick]
 
 A small VLM trains on synthetic pairs with `--objective contrastive` in two processes of this machine, each batch size
-in processes of its own. Memory is what a step adds to the resident set of the busier one: its data and those of the
-next step, which are prefetched; activations, gradients, representations and scores. The data are told apart. The
-smallest batch has two micro-batches per process, as gradients of a second one need memory beside those of the first. Times are processor times of a step and of its two passes. Backward takes twice what forward
-does, so with one forward pass more 4/3 of the second pass is expected. A run appends to
-`benchmarks/records/contrastive.jsonl`, unless `--quick`.
+in processes of its own. Memory is what a step adds to the resident set of the busier one: activations, gradients,
+representations, scores, and data, those of the next step too, which are prefetched. Tensors of data are told apart. The
+smallest batch has two micro-batches per process, as gradients of a second one need memory beside those of the first.
+Times are processor times of a step and of its two passes. Backward takes twice what forward does, so with one forward
+pass more 4/3 of the second pass is expected. A run appends to `benchmarks/records/contrastive.jsonl`, unless `--quick`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def main() -> None:
         added, data, first, second, whole = (max(values) for values in zip(*found, strict=True))
         record[f"{pairs} pairs"] = {"bytes": added, "data": data, "first": first, "second": second, "step": whole}
         print(
-            f"{pairs:,} pairs: {added / 2**20:,.0f} MiB, {data / 2**20:,.0f} of them data, processor time {whole:.1f} s, "
-            f"{whole / second:.2f} × that without the cache's forward pass",
+            f"{pairs:,} pairs: {added / 2**20:,.0f} MiB, {data / 2**20:,.0f} of them data, "
+            f"processor time {whole:.1f} s, {whole / second:.2f} × that without the cache's forward pass",
             flush=True,
         )
     if not options.quick:

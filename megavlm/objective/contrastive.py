@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavlm.config.schema import ObjectiveConfig
-from megavlm.data.members import PADDING, SOURCE
+from megavlm.data.members import SOURCE
 from megavlm.objective.cached import Loss, Representations, blocks, normalized, widths_of
-from megavlm.objective.gather import gathered, longest, own_sum
-from megavlm.objective.texts import Texts, renumbered
+from megavlm.objective.gather import gathered, gathered_members, longest, own_sum
+from megavlm.objective.texts import Texts
 
 _LARGEST = math.log(100.0)  # CLIP's bound of a learned 1/τ
 
@@ -38,7 +38,7 @@ _LARGEST = math.log(100.0)  # CLIP's bound of a learned 1/τ
 def info_nce(own: Representations, options: ObjectiveConfig, group: dist.ProcessGroup) -> Loss:
     """Return this rank's share of the loss over the texts of all ranks of a group."""
     length = longest(len(own.members), group, own.members.device)
-    members = gathered(renumbered(own.members, group.rank()), length, group, padding=PADDING)
+    members = gathered_members(own.members, length, group)
     texts = Texts(members)
     rows = texts.documents[texts.pairs[1]]
     mine = torch.nonzero(rows // max(length, 1) == group.rank()).flatten()

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavlm.data.members import PADDING
+from megavlm.objective.texts import renumbered
+
 
 def longest(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
     """Return the largest count of all ranks."""
@@ -28,6 +31,11 @@ def gathered(own: Tensor, length: int, group: dist.ProcessGroup, *, padding: int
     everyone = own.new_empty(group.size() * length, *own.shape[1:])
     dist.all_gather_into_tensor(everyone, padded, group=group)
     return everyone
+
+
+def gathered_members(members: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the members [N·L, 4] of all ranks' texts, with records that no two ranks share."""
+    return gathered(renumbered(members, group.rank()), length, group, padding=PADDING)
 
 
 def own_sum(gradients: Tensor, texts: int, group: dist.ProcessGroup) -> Tensor:

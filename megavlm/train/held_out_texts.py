@@ -11,7 +11,7 @@ from torch import Tensor
 from megavlm.data.members import PADDING, RECORD, SOURCE
 from megavlm.metrics.callback import Value
 from megavlm.objective.cached import Representations
-from megavlm.objective.gather import gathered
+from megavlm.objective.gather import gathered, gathered_members, longest
 from megavlm.objective.retrieval import SCORES, retrieval_sums
 from megavlm.objective.texts import Texts
 from megavlm.parallel.groups import Groups
@@ -43,7 +43,9 @@ class HeldOutTexts:
         sums = torch.zeros(len(names), len(scores) + 1, dtype=torch.float64, device=device)
         at, groups = self._groups.coords, self._groups
         if self._vectors:
-            vectors, members = gathered(torch.cat(self._vectors), torch.cat(self._members), groups.dp)
+            length = longest(self._records, groups.dp, device)
+            vectors = gathered(torch.cat(self._vectors), length, groups.dp)
+            members = gathered_members(torch.cat(self._members), length, groups.dp)
             each_rank = max(len(members) // groups.dp.size(), 1)
             for number in range(len(names) if groups.is_first_tp and at.cp == 0 else 0):  # others have the same
                 here = members.masked_fill((members[:, SOURCE] != number)[:, None], PADDING)
