@@ -36,6 +36,7 @@ class Scenario:
     sequence_parallel: bool = False
     sharding: Sharding = "optimizer"  # among DP × CP ranks
     shard_size: int | None = None  # HSDP: ranks that share; default: all DP × CP ranks
+    secondary: int | None = None  # hpZ: ranks that keep a second shard of weights for the backward pass
     overlap_grad_reduce: bool = False
     gradient_code: Code = "none"  # of gradients on the links
     weight_code: Code = "none"
@@ -72,6 +73,11 @@ class Scenario:
     def shards(self) -> int:
         """DP × CP ranks that share optimizer state (and more)."""
         return 1 if self.sharding == "none" else self.shard_size or self.dims.dp_cp
+
+    @property
+    def regathering_ranks(self) -> int:
+        """Ranks among which a backward pass gathers weights again (ZeRO-3): those of a node with a second shard."""
+        return min(self.secondary or self.shards, self.shards)
 
     @cached_property
     def expert_layout(self) -> Scenario | None:
@@ -160,6 +166,7 @@ def scenario_of(
         sequence_parallel=sequence_parallel(config),
         sharding=config.parallel.data_parallel_sharding,
         shard_size=config.parallel.hybrid_shard_size,
+        secondary=config.parallel.secondary_shard_size,
         overlap_grad_reduce=bool(overlapped(config, dp=dims.dp_cp).parallel.overlap_grad_reduce),
         gradient_code=config.parallel.compress_gradients,
         weight_code=config.parallel.compress_weights,

@@ -236,6 +236,18 @@ def hybrid_shards_divide(config: Config, world: int) -> str | None:
     return None
 
 
+def secondary_shards_divide(config: Config, world: int) -> str | None:
+    size = config.parallel.secondary_shard_size
+    ranks = _data_parallel_size(config, world) * config.parallel.context_parallel_size
+    shards = config.parallel.hybrid_shard_size or ranks
+    if size is not None and shards % size:
+        return (
+            f"--secondary-shard-size {size} does not divide the {shards} ranks that shard: use a divisor of {shards}, "
+            "or leave it out"
+        )
+    return None
+
+
 def global_batch_divides(config: Config, world: int) -> str | None:
     train, ranks = config.train, _data_parallel_size(config, world)
     if train.global_batch_size % (train.micro_batch_size * ranks):
@@ -295,6 +307,7 @@ WORLD_RULES: tuple[Callable[[Config, int], str | None], ...] = (
     expert_ranks_divide,
     hybrid_shards_divide,
     compressing_groups_divide,
+    secondary_shards_divide,
     global_batch_divides,
     interleaving_has_microbatches,
     profiled_ranks_exist,

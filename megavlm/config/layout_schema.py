@@ -64,6 +64,12 @@ class ParallelConfig:
         "Number of data-parallel ranks per shard group; groups replicate one another (HSDP). Default: one group "
         "of all ranks.",
     )
+    secondary_shard_size: int | None = option(
+        None,
+        "ZeRO-3: number of neighbouring data-parallel ranks (of a node) that keep a second shard of gathered weights "
+        "from a forward pass to its backward pass, which then gathers among them alone (ZeRO++'s hpZ, "
+        "zero_hpz_partition_size). Default: backward passes gather over all ranks that shard.",
+    )
     overlap_grad_reduce: bool | None = option(
         None, "Overlap gradient reduction with the backward pass; default: on if DP > 1."
     )

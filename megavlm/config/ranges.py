@@ -68,6 +68,7 @@ RANGES = (
             "placement.encoder_chunk_patches",
             "execution.loss_chunk_tokens",
             "parallel.hybrid_shard_size",
+            "parallel.secondary_shard_size",
             "parallel.ddp_bucket_size",
             "train.train_iters",
             "train.micro_batch_size",

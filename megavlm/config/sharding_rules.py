@@ -55,6 +55,19 @@ def hybrid_shards_something(config: Config) -> str | None:
     return None
 
 
+def secondary_shards_are_gathered(config: Config) -> str | None:
+    """Only ZeRO-3 gathers weights again in backward passes; a second shard on each rank would be ZeRO-2's copy."""
+    parallel = config.parallel
+    if parallel.secondary_shard_size is None:
+        return None
+    option = f"--secondary-shard-size {parallel.secondary_shard_size}"
+    if parallel.data_parallel_sharding != "full":
+        return f"{option} needs --data-parallel-sharding full, which gathers weights again: choose it, or leave it out"
+    if parallel.secondary_shard_size == 1:
+        return f"{option} would keep whole weights: use --data-parallel-sharding optimizer_gradients, or leave it out"
+    return None
+
+
 def links_carry_codes(config: Config) -> str | None:
     """Codes of gradients and weights replace megatron-core's collectives, and need its buckets."""
     parallel, precision = config.parallel, config.precision
@@ -91,5 +104,6 @@ SHARDING_RULES: tuple[Callable[[Config], str | None], ...] = (
     buckets_are_reduced_apart,
     loss_scale_has_an_optimizer,
     hybrid_shards_something,
+    secondary_shards_are_gathered,
     links_carry_codes,
 )

@@ -32,14 +32,15 @@ from megavlm.optim.muon import MatrixShard, Muon, MuonOptions
 from megavlm.optim.param_gather import wait_before_reading
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.optim.slow_links import compress_links
-from megavlm.parallel.groups import Groups
+from megavlm.parallel.groups import Groups, Levels, levels_of
 
 
 def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> list[Any]:
     """Make chunks data-parallel: gradient buffers that are reduced (or reduce-scattered) over the ranks, or shards."""
     parallel = config.parallel
     if shards_gradients(config):
-        return [FullyShardedChunk(chunk, config, groups) for chunk in chunks]
+        secondary = _levels(parallel.secondary_shard_size, config, groups)
+        return [FullyShardedChunk(chunk, config, groups, secondary=secondary) for chunk in chunks]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=bool(parallel.overlap_grad_reduce),
@@ -65,6 +66,13 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         for each in wrapped:
             wait_before_reading(each)
     return wrapped
+
+
+def _levels(size: int | None, config: Config, groups: Groups) -> Levels | None:
+    """Return the shard group in subgroups of `size` neighbours; None where there would be one, or one for each rank."""
+    if size is None or size in (1, groups.shard.size()):
+        return None
+    return levels_of(groups.shard, size, timeout_minutes=config.parallel.distributed_timeout_minutes)
 
 
 def with_whole_gradients(config: Config) -> Config:

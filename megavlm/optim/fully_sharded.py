@@ -2,13 +2,16 @@
 
 torch's `fully_shard` does it, layer by layer: each rank holds some rows of each parameter in fp32 (master weights).
 Rows are gathered in the model's type before a layer runs, and gradients are reduce-scattered after each backward pass
-and summed in fp32. ZeRO-3 frees gathered parameters after each pass, ZeRO-2 after the step.
+and summed in fp32. ZeRO-3 frees gathered parameters after each pass, ZeRO-2 after the step. With a secondary shard
+(hpZ, Wang et al. 2023) ZeRO-3 keeps a part of them from a forward pass to its backward pass, which then gathers them
+inside a node.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,12 +25,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megavlm.arch.kinds import is_transformer
 from megavlm.arch.layers import EMBEDDING, OUTPUT
 from megavlm.arch.objectives import ties_output
+from megavlm.backend.fully_shard import resharding_among
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.shards import ShardLayout, rows_of, shard_layout
 from megavlm.parallel.dtensor import local_part
-from megavlm.parallel.groups import Groups
+from megavlm.parallel.groups import Groups, Levels
 
 _REDUCED_AT_ONCE = 2**25  # elements that one all-reduce of HSDP sums
 
@@ -39,30 +43,37 @@ class FullyShardedChunk(_BaseDataParallel):
     holds, as a plain tensor; callers may add to it and scale it in place.
     """
 
-    def __init__(self, chunk: VLMChunk, config: Config, groups: Groups) -> None:
+    def __init__(self, chunk: VLMChunk, config: Config, groups: Groups, *, secondary: Levels | None = None) -> None:
+        """`secondary`: the shard group in two levels, where ranks of the inner one keep a second shard of weights."""
         super().__init__(config=chunk.config, module=chunk)
         self.ddp_config = DistributedDataParallelConfig()  # megatron-core reads from it whether this is its own FSDP
         self.dtype = DTYPES[config.precision.dtype]
         self.groups = groups
         self.layouts = _layouts(chunk, groups)
         attributes = {name: dict(vars(param)) for name, param in chunk.named_parameters()}
-        self._shard(chunk, keeps_whole=config.parallel.data_parallel_sharding == "optimizer_gradients")
+        keeps_whole = config.parallel.data_parallel_sharding == "optimizer_gradients"
+        self._shard(chunk, keeps_whole=keeps_whole, secondary=secondary)
         for name, param in chunk.named_parameters():  # fully_shard's new parameters lack the attributes for TP and ties
             vars(param).update(attributes[name])
         self.trained = {name: param for name, param in chunk.named_parameters() if param.requires_grad}
 
-    def _shard(self, chunk: VLMChunk, *, keeps_whole: bool) -> None:
+    def _shard(self, chunk: VLMChunk, *, keeps_whole: bool, secondary: Levels | None) -> None:
         # fully_shard warns of in-place operations on a view that a module returns; no layer here has such operations.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view")
         device = next(chunk.parameters()).device.type
         mesh = DeviceMesh.from_group(self.groups.shard, device)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         units: list[nn.Module] = [*_units(chunk), chunk]
-        for unit in units:
-            for param in unit.parameters():
-                if param.requires_grad:
-                    param.data = param.data.float()
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_whole)
+        resharding: Any = nullcontext()
+        if secondary is not None:
+            shard = self.groups.shard
+            resharding = resharding_among(secondary.inside, secondary.across, shard=shard, device=device)
+        with resharding:
+            for unit in units:
+                for param in unit.parameters():
+                    if param.requires_grad:
+                        param.data = param.data.float()
+                fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_whole)
         if isinstance(chunk.parts.get(OUTPUT), FSDPModule) and hasattr(chunk.parts[OUTPUT], "logits"):
             register_fsdp_forward_method(chunk.parts[OUTPUT], "logits")
         for module in self._sharded_modules():

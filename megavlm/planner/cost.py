@@ -186,8 +186,11 @@ def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, 
             return seconds + gathers((weights,), group)
         seconds += gathers((trained * coded_bytes(scenario.weight_code),), group)
         return seconds + trained * _CODING / 2 / hardware.memory_bandwidth
-    times = 2 * scenario.micro_batches if scenario.sharding == "full" else 1
-    seconds += times * gathers((held * scenario.bytes_each,), group)
+    whole = (held * scenario.bytes_each,)
+    seconds += (scenario.micro_batches if scenario.sharding == "full" else 1) * gathers(whole, group)
+    if scenario.sharding == "full":  # again for backward passes
+        again = scenario.regathering_ranks
+        seconds += scenario.micro_batches * gathers(whole, group_of(hardware, again, span=again * tp))
     return seconds + scenario.micro_batches * gathers((gradients,), group)
 
 

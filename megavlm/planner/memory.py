@@ -71,7 +71,7 @@ def model_state_bytes(name: str, scenario: Scenario, *, copies_vocabulary: bool 
             count += vocabulary_shard(scenario.model, scenario.dims.tp)
         total += Memory(weights=_fp8_copies(name, count, scenario))
         if scenario.shards_gradients:
-            stays = scenario.sharding != "full" or not _is_unit(name, scenario)
+            stays = 1.0 if scenario.sharding != "full" or not _is_unit(name, scenario) else _second_shard(scenario)
             total += _sharded(name, count, layout, trained=trained, stays=stays)
         else:
             total += _model_state(name, count, layout, trained=trained)
@@ -98,8 +98,16 @@ def _model_state(name: str, count: float, scenario: Scenario, *, trained: bool) 
     return Memory(weights=count * scenario.bytes_each, gradients=gradients, optimizer=state / scenario.shards)
 
 
-def _sharded(name: str, count: float, scenario: Scenario, *, trained: bool, stays: bool) -> Memory:
-    """Return the same for ZeRO-2 and 3: gathered weights that stay between passes, and shards of the rest."""
+def _second_shard(scenario: Scenario) -> float:
+    """Return the share of gathered weights that a rank keeps from a forward pass to its backward pass (hpZ)."""
+    ranks = scenario.regathering_ranks
+    return 1 / ranks if ranks < scenario.shards else 0.0
+
+
+def _sharded(name: str, count: float, scenario: Scenario, *, trained: bool, stays: float) -> Memory:
+    """Return the same for ZeRO-2 and 3: the share of gathered weights that stays between passes, and shards of the
+    rest.
+    """
     gathered = count * scenario.bytes_each * stays
     if not trained:
         return Memory(weights=gathered + count * scenario.bytes_each / scenario.shards)

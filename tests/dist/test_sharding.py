@@ -6,12 +6,13 @@ import contextlib
 import io
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.flags import DROPOUT, FOUR, HALF, MODELS, PADDED, TWO
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, train
+from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, train, without_wall_time
 
 GRADIENTS, FULL = "--data-parallel-sharding optimizer_gradients", "--data-parallel-sharding full"
 
@@ -88,6 +89,7 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: st
         ((4, f"--tp 2 {FULL}"), (2, "--pp 2")),
         ((2, "--tp 2"), (4, f"{FULL} --hybrid-shard-size 2")),
         pytest.param((4, f"--pp 2 {GRADIENTS}"), (2, FULL), marks=pytest.mark.slow),
+        pytest.param((2, "--tp 2"), (4, f"{FULL} --secondary-shard-size 2"), marks=pytest.mark.slow),
         pytest.param((2, f"{FULL} --placement colocated"), (2, GRADIENTS), marks=pytest.mark.slow),
     ],
 )
@@ -116,8 +118,66 @@ def test_a_bf16_run_keeps_its_master_weights_across_shardings(pools: Pools, tmp_
     assert_same_curve(metrics(tmp_path / "other"), metrics(tmp_path / "run"), tolerance=1e-6)
 
 
-def standing_bytes(argv: list[str], run_dir: str) -> int:
-    """Bytes of weights, gradients and optimizer state on this rank after a step."""
+SECONDARY = f"{FULL} --secondary-shard-size 2"
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (4, "--global-batch-size 8"),
+        pytest.param(4, "--cp 2 --recompute-granularity full", marks=pytest.mark.slow),
+        pytest.param(4, "--precision bf16 --freeze vision --lora-rank 4", marks=pytest.mark.slow),
+        pytest.param(4, "--placement colocated --offload optimizer activations", marks=pytest.mark.slow),
+        pytest.param(8, "--tp 2 --global-batch-size 8", marks=pytest.mark.slow),
+        pytest.param(8, "--pp 2 --vpp 2 --global-batch-size 16", marks=pytest.mark.slow),
+        pytest.param(8, "--hybrid-shard-size 4 --global-batch-size 8", marks=pytest.mark.slow),
+    ],
+)
+def test_a_secondary_shard_changes_no_number(pools: Pools, tmp_path: Path, world: int, flags: str):
+    argv = [*SMALL, "--no-save", *flags.split()]
+    for name, sharding in (("whole", FULL), ("secondary", SECONDARY)):
+        pools(world).run(train, [*argv, *sharding.split()], str(tmp_path / name))
+    assert without_wall_time(metrics(tmp_path / "secondary")) == without_wall_time(metrics(tmp_path / "whole"))
+
+
+def gathered(argv: list[str], run_dir: str) -> dict[int, int]:
+    """Elements that a step gathers, by the number of ranks among which it does."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+
+    from megavlm.train.loop import close
+
+    run = started(argv, run_dir)
+    counted: dict[int, int] = {}
+
+    class Counter:
+        def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+            counted[group.size()] = counted.get(group.size(), 0) + output_tensor.numel()
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    for chunk in run.engine.model_chunks:
+        for module in chunk.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(Counter())  # type: ignore[arg-type]
+    run.engine.train_step(run.data_loader.next_step().batches)
+    close(run)
+    return counted
+
+
+def test_backward_passes_gather_inside_the_node(pools: Pools, tmp_path: Path):
+    argv = [*SMALL, "--no-save", "--global-batch-size", "8"]
+    whole = pools(4).run(gathered, [*argv, *FULL.split()], str(tmp_path / "whole"))[0]
+    inside = pools(4).run(gathered, [*argv, *SECONDARY.split()], str(tmp_path / "inside"))[0]
+    assert whole.keys() == {4}
+    assert inside == {4: whole[4] // 2, 2: whole[4] // 2}
+
+
+def started(argv: list[str], run_dir: str) -> Any:
+    """Return a run that has not made a step."""
     import torch.distributed as dist
 
     from megavlm import backend
@@ -125,14 +185,20 @@ def standing_bytes(argv: list[str], run_dir: str) -> int:
     from megavlm.config.rules import check
     from megavlm.parallel.groups import destroy_groups
     from megavlm.train.build import build
-    from megavlm.train.loop import close
-    from tests.support.live_bytes import LiveBytes, standing_tensors
 
     config = parse([*argv, "--run-dir", run_dir])
     check(config, world=dist.get_world_size())
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(config, backend.activate())
+        return build(config, backend.activate())
+
+
+def standing_bytes(argv: list[str], run_dir: str) -> int:
+    """Bytes of weights, gradients and optimizer state on this rank after a step."""
+    from megavlm.train.loop import close
+    from tests.support.live_bytes import LiveBytes, standing_tensors
+
+    run = started(argv, run_dir)
     run.engine.train_step(run.data_loader.next_step().batches)
     size = LiveBytes(standing_tensors(run.engine)).live
     close(run)

@@ -176,6 +176,18 @@ HOOKS = (
         "specs of layers",
         ("linear_qkv", "core_attention", "linear_proj", "q_layernorm", "k_layernorm"),
     ),
+    Hook(
+        "torch.distributed.fsdp._fully_shard._fully_shard",
+        "_get_post_forward_mesh_info",
+        "replaced: it makes process groups for each layer",
+        ("reshard_after_forward", "mesh_info"),
+    ),
+    Hook(
+        "torch.distributed.fsdp._fully_shard._fsdp_common",
+        "HSDPMeshInfo",
+        "where second shards of weights are",
+        ("mesh", "shard_mesh_dim", "replicate_mesh_dim"),
+    ),
     Hook("torch", "_fused_adamw_", "one pass over memory per update"),
     Hook("torch", "_fused_adam_", "the same for Adam with L2"),
     Hook(

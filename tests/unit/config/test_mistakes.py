@@ -541,6 +541,27 @@ LAYOUT = (
     ),
     Mistake("--hybrid-shard-size 3", "--hybrid-shard-size 3", "use 4, 2 or 1", "--hybrid-shard-size 2", 4),
     Mistake(
+        "--secondary-shard-size 2",
+        "--secondary-shard-size 2",
+        "needs --data-parallel-sharding full",
+        "--data-parallel-sharding full",
+        2,
+    ),
+    Mistake(
+        "--secondary-shard-size 1 --data-parallel-sharding full",
+        "--secondary-shard-size 1",
+        "use --data-parallel-sharding optimizer_gradients",
+        "--data-parallel-sharding optimizer_gradients --secondary-shard-size none",
+        2,
+    ),
+    Mistake(
+        "--secondary-shard-size 3 --data-parallel-sharding full",
+        "--secondary-shard-size 3",
+        "a divisor of 4",
+        "--secondary-shard-size 2",
+        4,
+    ),
+    Mistake(
         "--tp 2 --pp 2",
         "--tensor-model-parallel-size 2 × --pipeline-model-parallel-size 2",
         "--nproc-per-node 4",

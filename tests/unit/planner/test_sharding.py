@@ -66,6 +66,21 @@ def test_replicas_add_an_all_reduce_of_their_rows() -> None:
     assert one_node < gradient_seconds(count, across, hardware) < gradient_seconds(count, inside, hardware)
 
 
+def test_a_second_shard_keeps_half_of_the_gathers_inside_a_node() -> None:
+    base, count = PROFILES["h100"], 1e9
+    slow = replace(base, far=replace(base.far, bandwidth=1e9))
+    without = case("full", dp=16)
+    inside, everywhere = replace(without, secondary=8), replace(without, secondary=16)
+    gathers_and_sums = gradient_seconds(count, without, slow, held=count)
+    assert gradient_seconds(count, everywhere, slow, held=count) == gathers_and_sums
+    # Over the slow link go weights (2 bytes) twice and gradients (4), then weights once.
+    assert gradient_seconds(count, inside, slow, held=count) == pytest.approx(6 / 8 * gathers_and_sums, rel=0.02)
+    each = model_state_bytes(LAYER, case("none")).total / 18
+    more = model_state_bytes(LAYER, inside).total - model_state_bytes(LAYER, without).total
+    assert more == pytest.approx(2 * each / 8)
+    assert model_state_bytes(LAYER, everywhere) == model_state_bytes(LAYER, without)
+
+
 def test_codes_pay_on_slow_links_and_take_memory() -> None:
     base, count = PROFILES["h100"], 1e9
     slow = replace(base, far=replace(base.far, bandwidth=1e9))
