@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_
 from torch import Tensor, nn
 
 from megavlm.config.schema import VisionConfig
-from megavlm.model.vision_ops import Grid, joint_window_order
+from megavlm.model.vision_ops import Grid, joint_window_order, resized_table
 from megavlm.parallel.groups import Groups
 
 
@@ -178,10 +178,8 @@ class PatchEmbed(nn.Module):
             return torch.cat([self.position[:count], found])
         if grid == (side, side):
             return self.position
-        table = self.position[count:].view(1, side, side, -1).permute(0, 3, 1, 2)
-        mode = self.vision.position_interpolation
-        resized = F.interpolate(table.float(), size=grid, mode=mode, align_corners=mode == "bilinear").to(table.dtype)
-        return torch.cat([self.position[:count], resized.permute(0, 2, 3, 1).flatten(0, 2)])
+        resized = resized_table(self.position[count:], side, grid, self.vision.position_interpolation)
+        return torch.cat([self.position[:count], resized])
 
 
 def position_buckets(length: int, side: int) -> Tensor:

@@ -88,6 +88,24 @@ def _blocks(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Iterator[T
         yield image.view(rows // factor, factor, columns // factor, factor, -1)
 
 
+def images_of(patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
+    """Yield [images, rows, columns, H] of [P, H]: images after one another of one size are one tensor."""
+    start = 0
+    for (rows, columns), group in groupby(grids):
+        count = len(list(group))
+        yield patches[start : start + count * rows * columns].unflatten(0, (count, rows, columns))
+        start += count * rows * columns
+
+
+def resized_table(table: Tensor, side: int, grid: Grid, mode: str) -> Tensor:
+    """Return learned positions [rows·columns, H] of a grid: the table [side², H] itself, or interpolated in fp32."""
+    if grid == (side, side):
+        return table
+    places = table.view(1, side, side, -1).permute(0, 3, 1, 2).float()
+    resized = F.interpolate(places, size=grid, mode=mode, align_corners=mode == "bilinear").to(table.dtype)
+    return resized.permute(0, 2, 3, 1).flatten(0, 2)
+
+
 def unpad_and_concat(
     features: Tensor, groups: Sequence[TileGroup], counts: Sequence[int], *, newline: Tensor, max_tiles: int
 ) -> Tensor:

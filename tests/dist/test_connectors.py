@@ -1,4 +1,4 @@
-"""Resamplers as every other layer: recomputed, frozen, cached, resumed at another layout; their memory as predicted."""
+"""Connectors as every other layer: recomputed, frozen, cached, resumed at another layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.flags import FOUR, MODELS, TWO
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train
 
-RESAMPLERS = ("qformer", "perceiver")
+CONNECTORS = ("qformer", "perceiver", "adaptive-pool", "c-abstractor")
 # Processes, what changes the numbers, and what must not change them.
 CASES = {
     "recomputed": (2, "", "--tp 2 --recompute-granularity full"),
@@ -22,7 +22,12 @@ CASES = {
     "zero3": (2, "", "--data-parallel-sharding full"),
     "cp2": (2, "", "--cp 2"),
 }
-FAST = (("recomputed-behind-a-frozen-tower", "perceiver"),)
+FAST = (
+    ("recomputed-behind-a-frozen-tower", "perceiver"),
+    ("recomputed", "c-abstractor"),
+    ("cached", "c-abstractor"),
+    ("frozen", "adaptive-pool"),
+)
 
 
 def argv_of(model: str) -> list[str]:
@@ -34,10 +39,10 @@ def argv_of(model: str) -> list[str]:
     [
         (case, model) if (case, model) in FAST else pytest.param(case, model, marks=pytest.mark.slow)
         for case in CASES
-        for model in RESAMPLERS
+        for model in CONNECTORS
     ],
 )
-def test_a_resampler_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, case: str, model: str) -> None:
+def test_a_connector_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, case: str, model: str) -> None:
     world, changes, flags = CASES[case]
     argv = [*argv_of(model), "--no-save", *changes.split()]
     pools(1).run(train, argv, str(tmp_path / "one"))
@@ -46,9 +51,9 @@ def test_a_resampler_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Pa
     assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"))
 
 
-@pytest.mark.parametrize("model", ["qformer", pytest.param("perceiver", marks=pytest.mark.slow)])
-def test_a_resampler_goes_on_at_another_layout(pools: Pools, tmp_path: Path, model: str) -> None:
-    """Two ranks pad its heads and MLPs; checkpoints hold the model's alone."""
+@pytest.mark.parametrize("model", [pytest.param("perceiver", marks=pytest.mark.slow), "qformer", *CONNECTORS[2:]])
+def test_a_connector_goes_on_at_another_layout(pools: Pools, tmp_path: Path, model: str) -> None:
+    """Two ranks pad its heads, channels and MLPs; checkpoints hold the model's alone."""
     pools(1).run(train, [*argv_of(model), *FOUR, "--no-save"], str(tmp_path / "one"))
     pools(2).run(train, [*argv_of(model), *FOUR, *TWO, "--lr-decay-iters", "20", "--tp", "2"], str(tmp_path / "many"))
     pools(1).run(train, [*argv_of(model), *FOUR], str(tmp_path / "many"))

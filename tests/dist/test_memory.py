@@ -52,6 +52,10 @@ PERCEIVER = (
     "--projector-pixel-shuffle 1 --projector-kind perceiver --perceiver-num-latents 32 "
     "--perceiver-num-attention-heads 6 --perceiver-num-query-groups 3 --perceiver-kv-channels 32"
 )
+C_ABSTRACTOR = (
+    "--projector-pixel-shuffle 1 --projector-kind c_abstractor --c-abstractor-side 6 --c-abstractor-depth 2 "
+    "--c-abstractor-hidden-size 190"
+)
 
 # Experts whose rows outweigh the rest; even, as other loads differ from rank to rank.
 EXPERTS = (
@@ -65,6 +69,8 @@ CASES = {
     "qformer-full": (1, f"{QFORMER} --recompute-granularity full"),
     "tp2-perceiver": (2, f"--tp 2 {PERCEIVER}"),
     "perceiver-full-frozen": (1, f"{PERCEIVER} --recompute-granularity full --freeze vision"),
+    "tp2-c-abstractor-bf16": (2, f"--tp 2 {C_ABSTRACTOR} --precision bf16"),
+    "c-abstractor-full": (1, f"{C_ABSTRACTOR} --recompute-granularity full"),
     "experts": (1, EXPERTS),
     "experts-bf16": (1, f"{EXPERTS} {SHARED} --precision bf16"),
     "experts-full": (1, f"{EXPERTS} --recompute-granularity full"),

@@ -36,6 +36,7 @@ CONNECTORS = {
     "qformer": MODELS["qformer"],
     "perceiver": MODELS["perceiver"],
     "adaptive_pool": "--projector-kind adaptive_pool --adaptive-pool-side 3",
+    "c_abstractor": MODELS["c-abstractor"],
 }
 
 

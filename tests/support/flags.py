@@ -74,6 +74,10 @@ MODELS = {
     # Images of sixteen and of thirty-six patches have four tokens each.
     "adaptive-pool": "--projector-kind adaptive_pool --projector-pixel-shuffle 1 --adaptive-pool-factor 3 "
     "--adaptive-pool-hidden-size 27",
+    # Images of sixteen and of thirty-six patches have nine tokens each. Fifteen channels, which TP pads.
+    "c-abstractor": "--projector-kind c_abstractor --projector-pixel-shuffle 1 --c-abstractor-side 3 "
+    "--c-abstractor-depth 2 --c-abstractor-hidden-size 15 --c-abstractor-squeeze-size 5 "
+    "--c-abstractor-ffn-hidden-size 27 --init-method-std 0.1",
     "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from megavlm.arch.connectors.adaptive_pool import ADAPTIVE_POOL
 from megavlm.arch.image_tokens import Grid
 from megavlm.model.connector import ConnectorModule
 from megavlm.model.resampler import Mlp
+from megavlm.model.vision_ops import images_of
 
 if TYPE_CHECKING:
     from megavlm.model.layer_kinds import LayerBuilder
@@ -28,12 +28,9 @@ class AdaptivePool(ConnectorModule):
         self.mlp = Mlp(self.config, self.tp_group, ADAPTIVE_POOL.mlp(self.model), F.gelu)
 
     def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:
-        pooled, start = [], 0
-        for (rows, columns), group in groupby(grids):  # images after one another of one size are one call
-            count = len(list(group))
-            images = patches[start : start + count * rows * columns].unflatten(0, (count, rows, columns))
-            start += count * rows * columns
-            sides = ADAPTIVE_POOL.pooled((rows, columns), self.model.projector)
+        pooled = []
+        for images in images_of(patches, grids):
+            sides = ADAPTIVE_POOL.pooled((images.shape[1], images.shape[2]), self.model.projector)
             means = F.adaptive_avg_pool2d(images.permute(0, 3, 1, 2), sides)
             pooled.append(means.permute(0, 2, 3, 1).flatten(0, 2))
         out: Tensor = self.mlp(torch.cat(pooled)[:, None])

@@ -120,6 +120,12 @@ RANGES = (
         "greater than 0",
         "--distributed-timeout-minutes 1",
     ),
+    Mistake(
+        "--projector-kind c_abstractor --c-abstractor-depth 0",
+        "--c-abstractor-depth 0",
+        "at least 1",
+        "--c-abstractor-depth 1",
+    ),
     Mistake("--seed -1", "--seed -1", "between 0 and 2**32", "--seed 0"),
 )
 
@@ -147,6 +153,13 @@ MODEL = (
         "--qformer-num-attention-heads 5",
         "use 256, 192",
         "--qformer-num-attention-heads 192",
+    ),
+    Mistake(
+        "--projector-kind c_abstractor --c-abstractor-hidden-size 5 --tp 4",
+        "--tensor-model-parallel-size 4",
+        "before.0.conv1.weight of --projector-kind c_abstractor: use 3",
+        "--c-abstractor-hidden-size 7",
+        world=4,
     ),
     Mistake("--vision-hidden-size 130", "--vision-num-attention-heads 4", "use 128 or 132", "--vision-hidden-size 132"),
     Mistake(

@@ -1,0 +1,205 @@
+"""Honeybee's C-Abstractor (Cha et al. 2024, arXiv 2312.06742): ResNet blocks, average pooling to a square of tokens,
+and ResNet blocks again, so that a token stands for a region of the image and knows what is around it; then an MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megavlm.arch.connector import Connector, Split
+from megavlm.arch.image_tokens import Grid
+from megavlm.arch.kind import FP32, Communication, LayerCost, Stream, norm_bytes, stream_bytes
+from megavlm.arch.matrices import HiddenWeight, hidden_weight
+from megavlm.arch.resampler import MlpBlock
+from megavlm.arch.scenario import Scenario
+from megavlm.arch.workload import Workload
+from megavlm.config.option import AT_LEAST_1, POSITIVE, option
+from megavlm.config.schema import ModelConfig, ProjectorConfig
+from megavlm.config.tensor_split import share_of
+
+TAPS = 9  # weights of a 3 × 3 convolution for each channel
+
+
+@dataclass(frozen=True)
+class CAbstractorConfig:
+    side: int = option(12, "Rows and columns of image tokens of each image.", valid=AT_LEAST_1)
+    depth: int = option(3, "ResNet blocks before the pooling, and as many after it.", valid=AT_LEAST_1)
+    hidden_size: int = option(
+        1024, "Channels of the ResNet blocks; zero channels pad it to a multiple of TP.", valid=AT_LEAST_1
+    )
+    squeeze_size: int = option(
+        None, "Inner width of squeeze-and-excitation; default: a quarter of the blocks' channels.", valid=AT_LEAST_1
+    )
+    ffn_hidden_size: int = option(
+        None, "Inner width of the MLP after the blocks; default: --language-hidden-size.", valid=AT_LEAST_1
+    )
+    norm_epsilon: float = option(1e-5, "Epsilon of the norm layers of the C-Abstractor.", valid=POSITIVE)
+
+
+@dataclass(frozen=True)
+class ConvBlock:
+    """A block of RegNet (Radosavovic et al. 2020): 1 × 1 convolution, 3 × 3 of each channel, squeeze-and-excitation,
+    1 × 1 convolution, with layer norms over channels. Where its inputs are of another width, they are projected.
+
+    Tensor-parallel ranks divide the channels between the 1 × 1 convolutions.
+    """
+
+    inputs: int
+    width: int
+    squeeze: int
+
+    @property
+    def projects(self) -> bool:
+        """Return whether the residual is a projection of the inputs."""
+        return self.inputs != self.width
+
+    def splits(self, name: str) -> dict[str, Split]:
+        rows = ["conv1.weight", "conv2.weight", "excite.weight", "excite.bias"]
+        rows += [f"{norm}.{leaf}" for norm in ("norm1", "norm2") for leaf in ("weight", "bias")]
+        rows += ["shortcut.weight"] * self.projects
+        columns = ("squeeze.weight", "conv3.weight")
+        found = {f"{name}.{leaf}": Split(0, self.width) for leaf in rows}
+        return found | {f"{name}.{leaf}": Split(1, self.width) for leaf in columns}
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Return the rows and columns of its matrices."""
+        found = {
+            "conv1": (self.width, self.inputs),
+            "squeeze": (self.squeeze, self.width),
+            "excite": (self.width, self.squeeze),
+            "conv3": (self.width, self.width),
+        }
+        return found | ({"shortcut": (self.width, self.inputs)} if self.projects else {})
+
+    def hidden_weights(self, name: str) -> dict[str, HiddenWeight]:
+        found = self.matrices().items()
+        return {f"{name}.{leaf}.weight": hidden_weight(columns, rows) for leaf, (rows, columns) in found}
+
+    def parameters(self, tp: int) -> int:
+        own = share_of(self.width, tp)
+        matrices = own * (self.inputs * (1 + self.projects) + 2 * self.squeeze + self.width)
+        norms = 4 * own + 2 * self.width * (1 + self.projects)
+        return matrices + norms + TAPS * own + self.squeeze + own
+
+    def flops(self, positions: float, images: float) -> float:
+        """Return the FLOPs on so many positions; squeeze-and-excitation is computed once for an image."""
+        each = self.inputs * self.width * (1 + self.projects) + self.width * (self.width + TAPS)
+        return 2.0 * (each * positions + 2 * self.width * self.squeeze * images)
+
+    def saved_bytes(self, scenario: Scenario, positions: float, images: float, *, trained: bool) -> float:
+        """Return what the block keeps for backward, its inputs included."""
+        e, own = scenario.bytes_each, share_of(self.width, scenario.dims.tp)
+        # A norm keeps its input and statistics, SiLU its input, the 3 × 3 convolution and the gate theirs. Weights of
+        # the 1 × 1 convolutions need what they multiplied.
+        inner = 2 * norm_bytes(scenario, positions, own, "LayerNorm") + (4 + trained) * positions * own * e
+        outer = (1 + self.projects) * norm_bytes(scenario, positions, self.width, "LayerNorm")
+        outer += positions * (self.width + self.inputs * trained) * e
+        gate = images * (self.squeeze * (1 + trained) + own * (1 + trained)) * e
+        return inner + outer + gate
+
+    def reductions(self, scenario: Scenario, positions: float, images: float) -> tuple[float, ...]:
+        """Return the halves of what ranks add up: forward outputs and what is squeezed, backward the gradients of
+        inputs and of what is excited; and statistics of the norms over divided channels in fp32, one pair a position.
+        """
+        e = scenario.bytes_each
+        block = (positions * self.width * e, positions * self.inputs * e, *(images * self.squeeze * e,) * 2)
+        return block + (2 * positions * FP32,) * 4
+
+
+class CAbstractor(Connector):
+    """A learned position for each patch, `depth` blocks, average pooling, `depth` blocks; linear, SiLU, linear."""
+
+    name = "c_abstractor"
+    options = CAbstractorConfig
+    module = "megavlm.model.connectors.c_abstractor:CAbstractor"
+    recomputes = True
+
+    def resolved(self, model: ModelConfig) -> CAbstractorConfig:
+        own: CAbstractorConfig = self.own(model)
+        defaults = {"squeeze_size": max(1, own.hidden_size // 4), "ffn_hidden_size": model.language.hidden_size}
+        return replace(own, **{name: value for name, value in defaults.items() if getattr(own, name) is None})
+
+    def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
+        side: int = projector.connectors.c_abstractor.side
+        return side**2
+
+    def table(self, model: ModelConfig) -> int:
+        """Return the rows and columns of the table of learned positions: those of an image of the tower's own size."""
+        return model.vision.image_size // model.vision.patch_size
+
+    def blocks(self, model: ModelConfig) -> dict[str, ConvBlock]:
+        """Return the blocks before the pooling, `before.N`, and after it, `after.N`."""
+        own = self.own(model)
+        places = [(stage, number) for stage in ("before", "after") for number in range(own.depth)]
+        inputs = {("before", 0): model.vision.hidden_size}
+        return {
+            f"{stage}.{number}": ConvBlock(
+                inputs.get((stage, number), own.hidden_size), own.hidden_size, own.squeeze_size
+            )
+            for stage, number in places
+        }
+
+    def mlp(self, model: ModelConfig) -> MlpBlock:
+        own = self.own(model)
+        return MlpBlock(own.hidden_size, own.ffn_hidden_size, model.language.hidden_size, gated=False, bias=True)
+
+    def splits(self, model: ModelConfig) -> Mapping[str, Split]:
+        found = self.mlp(model).splits("mlp")
+        for name, block in self.blocks(model).items():
+            found |= block.splits(name)
+        return found
+
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        found = self.mlp(model).hidden_weights("mlp")
+        for name, block in self.blocks(model).items():
+            found |= block.hidden_weights(name)
+        return found
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        blocks = sum(block.parameters(tp) for block in self.blocks(model).values())
+        return blocks + self.mlp(model).parameters(tp) + self.table(model) ** 2 * model.vision.hidden_size
+
+    def _seen(self, model: ModelConfig, work: Workload) -> dict[str, tuple[ConvBlock, float]]:
+        """Return each block and how many positions it sees."""
+        seen = {"before": work.patches, "after": work.features}
+        return {name: (block, seen[name.partition(".")[0]]) for name, block in self.blocks(model).items()}
+
+    def _images(self, model: ModelConfig, work: Workload) -> float:
+        return float(work.features / self.own(model).side ** 2)
+
+    def cost(self, model: ModelConfig, work: Workload) -> LayerCost:
+        images = self._images(model, work)
+        flops = sum(block.flops(positions, images) for block, positions in self._seen(model, work).values())
+        return LayerCost(self.parameters(model, 1), flops + self.mlp(model).flops(work.features))
+
+    def products(self, *, trained: bool, reached: bool) -> tuple[int, int]:
+        return 1, trained + (trained or reached)  # gradients pass the blocks to the learned positions
+
+    def saved_bytes(self, scenario: Scenario, *, trained: bool) -> float:
+        model, work = scenario.model, scenario.work
+        images, width = self._images(model, work), self.own(model).hidden_size * scenario.bytes_each
+        seen = self._seen(model, work).values()
+        blocks = sum(block.saved_bytes(scenario, positions, images, trained=trained) for block, positions in seen)
+        mlp = self.mlp(model).saved_bytes(scenario, work.features, trained=trained)
+        return blocks + mlp + work.features * width * trained + work.patches * (width + 8)
+
+    def communication(self, scenario: Scenario) -> Communication:
+        model, work = scenario.model, scenario.work
+        patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
+        width, images = self.own(model).hidden_size * scenario.bytes_each, self._images(model, work)
+        reductions = [features, work.features * width]
+        for block, positions in self._seen(model, work).values():
+            reductions += block.reductions(scenario, positions, images)
+        projected = sum(block.projects for block in self.blocks(model).values())
+        gathers = (patches,) * scenario.sequence_parallel + (work.patches * width,) * projected
+        return Communication(gathers, tuple(reductions))
+
+    def kernels(self, model: ModelConfig) -> tuple[float, float]:
+        return 20 + 38.0 * self.own(model).depth, 24 + 60.0 * self.own(model).depth  # an estimate
+
+    def calls(self, model: ModelConfig) -> float:
+        return 8 + 24.0 * self.own(model).depth
+
+
+C_ABSTRACTOR = CAbstractor()
