@@ -103,7 +103,9 @@ def test_an_export_embeds_as_training_does(pools: Pools, folder: Path, tmp_path:
     short = np.load(tmp_path / "queries/vectors.npy")
     assert short.shape == (4, 32)
     np.testing.assert_allclose(np.linalg.norm(short, axis=1), 1, rtol=1e-5)
-    check_the_readme(next((run_dir / "exports").glob("iter_*")), found, tmp_path)
+    export = next((run_dir / "exports").glob("iter_*"))
+    check_the_readme(export, found, tmp_path)
+    check_sentence_transformers(export, records, folder / "images", found)
     file.write_text('{"text": "a"}\n{"image": "nowhere.png"}\n')
     capsys.readouterr()
     assert main([*words, "--out", str(tmp_path / "out")]) == 2
@@ -119,6 +121,25 @@ def check_the_readme(export: Path, found: Any, tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(code, names)
     np.testing.assert_allclose(names["vector"].detach().numpy(), found[0], atol=1e-4)
+
+
+def check_sentence_transformers(export: Path, records: list[dict[str, Any]], images: Path, found: Any) -> None:
+    """Its vectors of texts, of images and of both are those of `megavlm embed`, also where texts are padded."""
+    from PIL import Image
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(export), device="cpu")
+    texts = model.encode_document([records[0]["text"], "a text that is longer than a cat"])
+    np.testing.assert_allclose(texts[0], found[0], atol=1e-4)
+    given = []
+    for record in records[1:]:
+        pictures = [Image.open(images / name) for name in record.get("images", [record.get("image")])]
+        text = record.get("text", "")
+        text = text if "<image>" in text else f"<image>{text}"
+        given.append({"image": pictures, "text": f"see:{text}"})  # as the README says
+    for each, vector in zip(given, found[1:], strict=True):
+        np.testing.assert_allclose(model.encode_document([each])[0], vector, atol=1e-4)
+    assert not np.allclose(model.encode_query(["a cat"])[0], found[0], atol=1e-2)  # another instruction
 
 
 def test_a_folder_that_does_not_embed_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -116,7 +116,7 @@ def export(
             writer_of[name].write(name, unused.read(name, slice(None)))
     _write_rest(temporary, files, sidecar)
     if objective_of(model).embeds:
-        write_embedding_files(temporary, model.objective)
+        write_embedding_files(temporary, model.objective, width=model.language.hidden_size)
     rename_flushed(temporary, out)
 
 

@@ -61,9 +61,8 @@ class HuggingFaceTokenizer:
             backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())  # a copy: it is changed here
             backend.no_padding()
             backend.no_truncation()
-            added = backend.encode("", add_special_tokens=True).ids
-            backend.encode(_TRIAL, add_special_tokens=False)
-        begin = added[0] if added and added[0] == loaded.bos_token_id else None
+            plain, added = (backend.encode(_TRIAL, add_special_tokens=each).ids for each in (False, True))
+        begin = loaded.bos_token_id if added[0] == loaded.bos_token_id != plain[0] else None
         backend.post_processor = None  # it adds special tokens, and trims spaces off the places of tokens
         if loaded.eos_token_id is None:
             raise UserError(f"the tokenizer in {folder} has no eos_token: name one in tokenizer_config.json")
