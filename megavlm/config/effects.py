@@ -286,6 +286,13 @@ EFFECTS = (
     ),
     Effect(
         "optimizer",
+        ("qk_clip_threshold", "qk_clip_alpha"),
+        lambda config: config.optimizer.qk_clip,
+        "without --qk-clip",
+        "add it",
+    ),
+    Effect(
+        "optimizer",
         ("adam_beta1", "adam_beta2", "adam_eps"),
         lambda config: config.optimizer.kind != "lion",
         "with --optimizer lion",

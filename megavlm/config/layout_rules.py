@@ -198,6 +198,7 @@ def graphs_can_be_captured(config: Config) -> str | None:
             model.hidden_dropout or model.attention_dropout or (config.lora.rank and config.lora.dropout)
         ),
         "sharded parameters and gradients: use --data-parallel-sharding optimizer": shards_gradients(config),
+        "attention that looks at its logits: leave --qk-clip out": config.optimizer.qk_clip,
         "offloaded activations: leave --offload activations out": "activations" in offloaded(config),
         "FP8, whose scales change each step: use --fp8 none": config.precision.fp8 != "none",
         "overlapped parameter gathers: leave --overlap-param-gather out": bool(parallel.overlap_param_gather),

@@ -92,6 +92,16 @@ def trained_whole(config: Config) -> tuple[str, ...]:
     return tuple(part for part in PARTS if part not in (*config.model.freeze, *adapted_parts(config)))
 
 
+def clipped_parts(config: Config) -> tuple[str, ...]:
+    """Return the parts of the model whose projections of queries and keys `--qk-clip` scales: those that are trained
+    whole, and whose queries and keys have no norm of their own, which would undo it.
+    """
+    normalised = {"vision": config.model.vision.qk_norm != "none", "language": config.model.language.qk_norm}
+    if not config.optimizer.qk_clip:
+        return ()
+    return tuple(part for part in trained_whole(config) if not normalised.get(part, True))
+
+
 def beyond_adapters(config: Config) -> str | None:
     """Return a warning if a run trains more than adapters, which a file of adapters does not hold; else None."""
     whole = trained_whole(config)

@@ -62,6 +62,15 @@ class OptimizerConfig:
     )
     lion_beta1: float = option(0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.")
     lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.")
+    qk_clip: bool = option(
+        False,
+        "After each update, scale the query and key projections of heads whose largest attention logit of the step was "
+        "above --qk-clip-threshold (MuonClip).",
+    )
+    qk_clip_threshold: float = option(100.0, "--qk-clip: largest attention logit that heads may have.")
+    qk_clip_alpha: float = option(
+        0.5, "--qk-clip: share of the scaling that queries take, as an exponent; keys take the rest."
+    )
     ema_decay: float = option(
         0.0,
         "Decay rate of an exponential moving average of the fp32 weights, which checkpoints keep and `convert export "

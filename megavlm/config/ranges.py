@@ -166,6 +166,7 @@ RANGES = (
             "lora.alpha",
             "train.epochs",
             "optimizer.lr",
+            "optimizer.qk_clip_threshold",
             "optimizer.adam_eps",
             "optimizer.initial_loss_scale",
             "optimizer.min_loss_scale",
@@ -189,7 +190,11 @@ RANGES = (
             "optimizer.lion_beta2",
         ),
     ),
-    Range("between 0 and 1", lambda value: 0 <= value <= 1, ("data.imageless_share", "data.max_bad_sample_rate")),
+    Range(
+        "between 0 and 1",
+        lambda value: 0 <= value <= 1,
+        ("data.imageless_share", "data.max_bad_sample_rate", "optimizer.qk_clip_alpha"),
+    ),
     Range(
         "greater than 0 and at most 1",
         lambda value: 0 < value <= 1,

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megavlm.config.derived import moments_folder
-from megavlm.config.lora import trained_whole
 from megavlm.config.messages import shown
+from megavlm.config.optimizer_rules import OPTIMIZER_RULES
 from megavlm.config.registry import registered
 from megavlm.config.resolve import has_validation, is_set, resolve
 from megavlm.config.schema import Config, DatasetConfig
@@ -97,36 +96,6 @@ def loss_scale_starts_above_its_floor(config: Config) -> str | None:
             f"{optimizer.initial_loss_scale}: lower the former or raise the latter"
         )
     return None
-
-
-def muon_has_matrices(config: Config) -> str | None:
-    if config.optimizer.kind == "muon" and not (trained_whole(config) or config.lora.train_router):
-        return (
-            "--optimizer muon has no matrices to train: adapters are AdamW's, and all else is frozen; use --optimizer "
-            "adamw, or lion"
-        )
-    return None
-
-
-def moments_on_disk_are_adams(config: Config) -> str | None:
-    if config.optimizer.kind != "adamw" and moments_folder(config) is not None:
-        return (
-            f"--offload optimizer=nvme:DIR keeps Adam's moments, which --optimizer {config.optimizer.kind} does not "
-            "have: use --offload optimizer, or --optimizer adamw"
-        )
-    return None
-
-
-def one_optimizer_scales_the_loss(config: Config) -> str | None:
-    """With a trained colocated encoder there are two optimizers, which would detect overflow independently."""
-    if config.precision.dtype != "fp16" or config.placement.encoder != "colocated":
-        return None
-    if {"vision", "projector"} <= set(config.model.freeze):
-        return None
-    return (
-        "--precision fp16 does not train an encoder with --placement colocated: use --precision bf16, or "
-        "--placement stages"
-    )
 
 
 def imageless_samples_exist(config: Config) -> str | None:
@@ -292,9 +261,7 @@ RUN_RULES: tuple[Callable[[Config], str | None], ...] = (
     warmup_fits,
     wsd_decay_fits,
     loss_scale_starts_above_its_floor,
-    muon_has_matrices,
-    moments_on_disk_are_adams,
-    one_optimizer_scales_the_loss,
+    *OPTIMIZER_RULES,
     imageless_samples_exist,
     files_have_datasets,
     validation_is_apart,

@@ -15,6 +15,8 @@ TAGS = {
     "expert_load_max": "experts/load_max",
     "expert_load_entropy": "experts/load_entropy",
     "grad_norm": "train/grad_norm",
+    "max_attention_logit": "train/max_attention_logit",
+    "qk_clipped_heads": "train/qk_clipped_heads",
     "learning_rate": "train/learning_rate",
     "loss_scale": "train/loss_scale",
     "updated": "train/updated",

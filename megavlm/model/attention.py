@@ -39,6 +39,7 @@ class Attention(SelfAttention):
         self.rotary, self.split = rotary, split
         self.shared_heads = SharedHeads(split, self.tp_group) if split.copies > 1 else None
         self.rotation: Rotation | None = None
+        self.padding: Tensor | None = None
 
     def forward(
         self,
@@ -46,17 +47,25 @@ class Attention(SelfAttention):
         attention_mask: Tensor | None,
         *,
         rotary_pos_emb: Rotation | None = None,
+        packed_seq_params: Packing | None = None,
         **kwargs: Any,
     ) -> Any:
         self.rotation = rotary_pos_emb  # read during this call only, by the method below
-        output = super().forward(hidden_states, attention_mask, **kwargs)
-        self.rotation = None
+        self.padding = None if packed_seq_params is None else packed_seq_params.padding
+        output = super().forward(hidden_states, attention_mask, packed_seq_params=packed_seq_params, **kwargs)
+        self.rotation = self.padding = None
         return output
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
     ) -> Heads:
-        """Queries, keys and values of the hidden states, normalised and turned."""
+        """Queries, keys and values of the hidden states, normalised and turned; queries of padding may be zeros."""
+        query, key, value = self._turned_heads(hidden_states, key_value_states)
+        if self.padding is not None:
+            query = query.masked_fill(self.padding[..., None, None], 0.0)
+        return query, key, value
+
+    def _turned_heads(self, hidden_states: Tensor, key_value_states: Tensor | None) -> Heads:
         rotary, turns = self.rotary, self.rotation
         if self.shared_heads is not None:
             query, key, value = self.shared_heads(self.linear_qkv(hidden_states)[0])
@@ -74,6 +83,8 @@ class Attention(SelfAttention):
 
 class CoreAttention(nn.Module):
     """softmax(q·kᵀ/√D)·v per sequence."""
+
+    joins_lengths = True  # whether sequences of several lengths may be one call
 
     def __init__(
         self,
@@ -116,7 +127,7 @@ class CoreAttention(nn.Module):
                 out = attend_in_spans(q, k, v, packed_seq_params.masked, self._attend)
             return in_rows(packed_seq_params, out, rows=query.shape[1])
         drops = self.dropout > 0 and self.training
-        if not drops and varlen.takes(q, k):
+        if self.joins_lengths and not drops and varlen.takes(q, k):
             out = varlen.attend_in_all(q, k, v, packed_seq_params, causal=causal, scale=self.scale)
         else:
             with sdpa_kernel(ANY_SHAPE):

@@ -15,6 +15,7 @@ from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
 from megavlm.arch.workload import window_patches
 from megavlm.config.derived import sequence_multiple, sequence_parallel
+from megavlm.config.lora import clipped_parts
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.context_parts import order_of
@@ -61,11 +62,12 @@ class MicroBatchContext:
             self.device,
             usual=_usual_length(self.config.model.vision),
             order=self.layout.image_order(self.device),
+            padding=self._patch_padding,
         )
 
     @cached_property
     def window_packing(self) -> Packing:
-        return packed(self.layout.window_bounds, self.device, usual=self.layout.window**2)
+        return packed(self.layout.window_bounds, self.device, usual=self.layout.window**2, padding=self._patch_padding)
 
     @cached_property
     def language_packing(self) -> Packing | None:
@@ -78,8 +80,10 @@ class MicroBatchContext:
         if self.batch.context is not None and context.split.groups > 1:
             rows, group = self.batch.row_tokens.shape[0], context.keys.rank()
             spans = causal_spans(self._bounds, rows=rows, split=context.split, group=group)
-            return packed(self._bounds, self.device, causal=spans)
-        return None if self.batch.text.cu_seqlens is None else packed(self._bounds, self.device)
+            return packed(self._bounds, self.device, causal=spans, padding=self._text_padding)
+        if self.batch.text.cu_seqlens is None and self._text_padding is None:
+            return None
+        return packed(self._bounds, self.device, padding=self._text_padding)
 
     @cached_property
     def sliding_packing(self) -> Packing:
@@ -99,7 +103,7 @@ class MicroBatchContext:
             device=self.device,
             dtype=DTYPES[self.config.precision.dtype],
         )
-        return packed(self._bounds, self.device, masked=spans)
+        return packed(self._bounds, self.device, masked=spans, padding=self._text_padding)
 
     def _cached(self, rows: Continuation, *, window: int | None) -> Packing:
         """Return how layers with a window of this many tokens (None: without a window) attend to a cache."""
@@ -192,18 +196,45 @@ class MicroBatchContext:
     @cached_property
     def routed_rows(self) -> RoutedRows:
         """Return what routers need to know of the rows of which this rank has a part."""
-        text, split, coords = self.batch.text, self.groups.dims.row_split, self.groups.coords
-        length = self.batch.row_tokens.shape[1]
-        places = torch.arange(length)
-        if self.batch.context is not None:
-            places = order_of(split, length).view(split.ranks, -1)[coords.cp]
+        places = self._row_places
         if sequence_parallel(self.config):
-            places = places.view(self.groups.dims.tp, -1)[coords.tp]
-        counts = text.row_counts or [(length, trained) for trained in text.loss_mask.sum(-1).tolist()]
-        tokens, trained = torch.tensor(counts, dtype=torch.float32).unbind(-1)
+            places = places.view(self.groups.dims.tp, -1)[self.groups.coords.tp]
+        tokens, trained = self._row_counts
         counted = (places[:, None] < tokens).float()
         parts = (each.to(self.device, non_blocking=True) for each in (counted, tokens.clamp(min=1), trained))
         return RoutedRows(*parts)
+
+    @property
+    def _row_places(self) -> Tensor:
+        """Return which positions of its rows this context-parallel rank has, [S/CP] int64."""
+        split, length = self.groups.dims.row_split, self.batch.row_tokens.shape[1]
+        if self.batch.context is None:
+            return torch.arange(length)
+        return order_of(split, length).view(split.ranks, -1)[self.groups.coords.cp]
+
+    @property
+    def _row_counts(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each whole row without padding, and its trained ones, [B] float32 each."""
+        text, length = self.batch.text, self.batch.row_tokens.shape[1]
+        counts = text.row_counts or [(length, trained) for trained in text.loss_mask.sum(-1).tolist()]
+        tokens, trained = torch.tensor(counts, dtype=torch.float32).unbind(-1)
+        return tokens, trained
+
+    @cached_property
+    def _text_padding(self) -> Tensor | None:
+        """Return which of this rank's positions are padding, [S/CP, B] bool; None where no logits are looked at."""
+        if "language" not in clipped_parts(self.config):
+            return None
+        tokens, _ = self._row_counts
+        return (self._row_places[:, None] >= tokens).to(self.device, non_blocking=True)
+
+    @cached_property
+    def _patch_padding(self) -> Tensor | None:
+        """Return which vision tokens belong to no image, [V, 1] bool; None where no logits are looked at."""
+        if "vision" not in clipped_parts(self.config):
+            return None
+        real = 0 if self.layout.is_blank else sum(self.layout.lengths)
+        return (torch.arange(self.layout.bounds[-1]) >= real)[:, None].to(self.device, non_blocking=True)
 
     @cached_property
     def feature_rows(self) -> Tensor:

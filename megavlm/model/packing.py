@@ -35,6 +35,8 @@ class Packing(PackedSeqParams):
     batch: tuple[int, int] = (0, 0)  # (sequences, length) of equal ones at the beginning, for one call without bounds
     rest: PackedSeqParams | None = None  # of the sequences after them, where there are any
     masked: tuple[MaskedSpan, ...] = ()  # the masks by which tokens attend, where sequences alone do not say it
+    # [S, B] bool: positions whose queries are set to zero, so that their logits count for nothing (`--qk-clip`)
+    padding: Tensor | None = None
     causal: tuple[CausalSpan, ...] = ()  # the queries of a group of context-parallel ranks that gather keys
     cached: CachedAttention | None = None  # set while answers are generated: nothing else above is set then
 
@@ -47,6 +49,7 @@ def packed(
     order: Order | None = None,
     masked: tuple[MaskedSpan, ...] = (),
     causal: tuple[CausalSpan, ...] = (),
+    padding: Tensor | None = None,
 ) -> Packing:
     """Sequences between `bounds`: 0, …, T. The layout stays [S, B, heads, width] ("sbhd"): rotary angles come per
     position. `usual` is the length that the model gives most sequences, 0 where there is none such.
@@ -66,6 +69,7 @@ def packed(
         rest=rest,
         masked=masked,
         causal=causal,
+        padding=padding,
     )
 
 

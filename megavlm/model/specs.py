@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from megavlm.arch.connector import connector_of
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
+from megavlm.config.lora import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.config.tensor_split import HeadSplit, language_split, mlp_share, share_of, vision_split
 from megavlm.model.activation import ActivationModule
 from megavlm.model.attention import Attention, CoreAttention
 from megavlm.model.context_attention import across_context
 from megavlm.model.expert_specs import experts_spec, with_experts
+from megavlm.model.largest_logits import LogitAttention
 from megavlm.model.layer_modules import LayerModules, fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm
 from megavlm.model.shared_heads import without_padding
@@ -160,8 +162,11 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
     elif vision.qk_norm == "full":
         params = {"real_heads": vision.num_attention_heads, "tp_group": groups.tp}
         qk_norm = ModuleSpec(module=FullRMSNorm, params=params)
+    modules = modules_of(f"{VISION_LAYER}{number}", config, groups)
+    if "vision" in clipped_parts(config):
+        modules = replace(modules, core_attention=LogitAttention)
     submodules = _submodules(
-        modules_of(f"{VISION_LAYER}{number}", config, groups),
+        modules,
         AttnMaskType.no_mask,
         split=vision_split(vision, groups.dims.tp),
         qk_norm=qk_norm,
@@ -176,20 +181,20 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     """Language layer `number` (from 0): causal, or by masks where it has a window or images attend both ways."""
     language = config.model.language
     modules = modules_of(f"{LANGUAGE_LAYER}{number}", config, groups)
-    if language.bidirectional_images or attends_in_window(language, number):
-        modules = replace(modules, core_attention=CoreAttention)
     split, rank = language_split(language, groups.dims.tp), groups.tp.rank()
     core: Any = modules.core_attention
+    if language.bidirectional_images or attends_in_window(language, number) or groups.context.split.groups > 1:
+        core = CoreAttention
+    if "language" in clipped_parts(config):
+        core = LogitAttention
     params: dict[str, Any] = {}
     if groups.dims.cp > 1:
-        context = groups.context
-        core = across_context(core if context.split.groups == 1 else CoreAttention)
-        params |= {"context": context}
+        core = across_context(core)
+        params |= {"context": groups.context}
     if split.padded_heads(rank):
         core = without_padding(core)
         params |= {"split": split, "rank": rank}
-    if params:
-        modules = replace(modules, core_attention=ModuleSpec(module=core, params=params))
+    modules = replace(modules, core_attention=ModuleSpec(module=core, params=params) if params else core)
     branch: Any = get_bias_dropout_add
     if language.post_norms:
         branch = ModuleSpec(module=PostNorm, params={"config": layer_config, "norm": modules.post_norm})

@@ -44,6 +44,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
         self.matrices: set[Tensor] = set()  # parameters that `optim/muon.py` updates, of which one momentum is kept
+        self.finish: Callable[[], None] = lambda: None  # called at the end of a step (`optim/qk_clip.py`)
         self.averages = False  # whether `optim/averages.py` keeps an average of each parameter
 
     @classmethod
@@ -69,6 +70,7 @@ class AdamW(torch.optim.Optimizer):
             params = [p for p in params if p not in self.matrices]
             if params:
                 self._update(group, params)
+        self.finish()
         return None
 
     def begin(self) -> None:

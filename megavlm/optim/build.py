@@ -30,6 +30,7 @@ from megavlm.optim.lion import Lion
 from megavlm.optim.model_weights import round_in_one_launch
 from megavlm.optim.muon import MatrixShard, Muon, MuonOptions
 from megavlm.optim.param_gather import wait_before_reading
+from megavlm.optim.qk_clip import ClipOptions, QKClip, clipped_layers
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.optim.slow_links import compress_links
 from megavlm.parallel.groups import Groups, Levels, levels_of
@@ -124,7 +125,8 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
             _choose_update(part, config)
             round_in_one_launch(part)
     muon = _muon(parts, chunks, config, groups)
-    return MeanGradientOptimizer(parts, clip=options.clip_grad, muon=muon, ema_decay=options.ema_decay)
+    qk_clip = _qk_clip(parts, chunks, config)
+    return MeanGradientOptimizer(parts, clip=options.clip_grad, muon=muon, qk_clip=qk_clip, ema_decay=options.ema_decay)
 
 
 def _choose_update(part: Any, config: Config) -> None:
@@ -169,6 +171,16 @@ def _muon(parts: Sequence[Any], chunks: Sequence[Any], config: Config, groups: G
     return (Muon(shards, config.model, options, groups.collection.tp_dp_cp, device),)
 
 
+def _qk_clip(parts: Sequence[Any], chunks: Sequence[Any], config: Config) -> tuple[QKClip, ...]:
+    """Return what scales the projections that these optimizers update; without `--qk-clip` nothing."""
+    layers = clipped_layers(config)
+    if not layers:
+        return ()
+    entries = entries_of(chunks)
+    held = ((part.optimizer, weights, layout) for part in parts for _, weights, layout in held_layouts(part, entries))
+    return (QKClip(held, layers, ClipOptions(config.optimizer.qk_clip_threshold, config.optimizer.qk_clip_alpha)),)
+
+
 def loss_scale(optimizer: Any) -> float | None:
     """Return the factor of the next step's loss; None in bf16 and fp32, where nothing overflows."""
     scaler = getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
@@ -179,7 +191,8 @@ def chain_optimizers(first: MeanGradientOptimizer, *others: MeanGradientOptimize
     """Return one optimizer that steps all of them together."""
     parts = [part for optimizer in (first, *others) for part in optimizer.chained_optimizers]
     muon = tuple(each for optimizer in (first, *others) for each in optimizer.muon)
-    return MeanGradientOptimizer(parts, clip=first.clip, muon=muon, ema_decay=first.ema_decay)
+    qk_clip = tuple(each for optimizer in (first, *others) for each in optimizer.qk_clip)
+    return MeanGradientOptimizer(parts, clip=first.clip, muon=muon, qk_clip=qk_clip, ema_decay=first.ema_decay)
 
 
 def _overrides(config: Config) -> dict[ParamKey, Any]:

@@ -25,18 +25,28 @@ from torch import Tensor
 
 from megavlm.optim.averages import average
 from megavlm.optim.muon import Muon
+from megavlm.optim.qk_clip import QKClip
 
 
 class MeanGradientOptimizer(ChainedOptimizer):
     """Optimizers that step together on the mean gradient over tokens, clipped by the norm over all their parameters."""
 
-    def __init__(self, parts: Sequence[Any], *, clip: float, muon: Sequence[Muon] = (), ema_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        *,
+        clip: float,
+        muon: Sequence[Muon] = (),
+        qk_clip: Sequence[QKClip] = (),
+        ema_decay: float = 0.0,
+    ) -> None:
         """`clip` is the largest norm of the mean gradient; 0 does not clip. The parts update with `optim.adamw`, after
-        `muon` has updated their matrices; then weights enter their averages, if `ema_decay` is not 0.
+        `muon` has updated their matrices, and end with `qk_clip`; then weights enter their averages, if `ema_decay` is
+        not 0.
         """
         super().__init__(list(parts))
         self.clip = clip or math.inf
-        self.muon, self.ema_decay = tuple(muon), ema_decay
+        self.muon, self.qk_clip, self.ema_decay = tuple(muon), tuple(qk_clip), ema_decay
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor | None:
@@ -53,14 +63,20 @@ class MeanGradientOptimizer(ChainedOptimizer):
         return torch.stack(sums).sum()
 
     @torch.no_grad()
-    def update(self, *, norm: float, tokens: float) -> None:
-        """Update on the mean gradient, where ‖G‖ is `norm` and the global batch has so many trained tokens."""
+    def update(self, *, norm: float, tokens: float, logits: Tensor | None = None) -> None:
+        """Update on the mean gradient, where ‖G‖ is `norm` and the global batch has so many trained tokens.
+
+        `logits` are the largest of each head, which `qk_clip` needs.
+        """
         divisor = torch.full((), divisor_of(norm, tokens, clip=self.clip), dtype=torch.float32, device=self._device)
         for part in self.chained_optimizers:
             if not part.is_stub_optimizer:
                 part.optimizer.divisor = divisor
         for matrices in self.muon:
             matrices.update(divisor)
+        for projections in self.qk_clip:
+            assert logits is not None, "all ranks have looked at the logits of the step"
+            projections.expect(logits)
         self.step_with_ready_grads()
         if self.ema_decay:
             average(self, self.ema_decay)

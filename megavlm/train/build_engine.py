@@ -14,6 +14,7 @@ from megavlm.arch.objectives import objective_of
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
 from megavlm.config.derived import offloaded, sequence_multiple, sequence_parallel
+from megavlm.config.lora import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.model.offload import Offload
 from megavlm.model.vlm import VLMChunk
@@ -26,6 +27,7 @@ from megavlm.optim.build import (
     wrap_chunks,
 )
 from megavlm.optim.chained import MeanGradientOptimizer
+from megavlm.optim.head_logits import HeadLogits
 from megavlm.optim.param_gather import count_waits
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import ColocatedEncoder
@@ -90,12 +92,14 @@ def build_engine(
         phases=phases,
     )
     _connect(schedule, config, optimizer)
+    clips = bool(clipped_parts(config))
     return Engine(
         chunks=chunks,
         schedule=schedule,
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         groups=groups,
+        head_logits=HeadLogits(every, config, backend.device) if clips else None,
         evaluates_averages=config.evaluation.eval_ema,
         sequence_multiple=sequence_multiple("language", config, tp=groups.dims.tp),
     )

@@ -14,6 +14,7 @@ from megavlm.data.batch import MicroBatch
 from megavlm.optim.averages import averaged
 from megavlm.optim.build import loss_scale
 from megavlm.optim.fully_sharded import FullyShardedChunk
+from megavlm.optim.head_logits import HeadLogits
 from megavlm.optim.param_gather import gather_parameters
 from megavlm.optim.slow_links import forget_errors
 from megavlm.parallel.groups import Groups
@@ -40,6 +41,7 @@ class Engine:
     optimizer: Any
     scheduler: Any
     groups: Groups
+    head_logits: HeadLogits | None = None  # with `--qk-clip`
     sequence_multiple: int = 1  # sequence lengths must be multiples of this
     evaluates_averages: bool = False  # an evaluation is of averaged weights (`--eval-ema`)
 
@@ -62,6 +64,8 @@ class Engine:
             self.schedule.colocated.prefetch(upcoming)
         before = StateBeforeStep.of(self.model_chunks, self.optimizer)
         self.optimizer.zero_grad()
+        if self.head_logits is not None:
+            self.head_logits.clear()
         try:
             totals = self.schedule.train(batches)
         except StepCutShort:
@@ -74,6 +78,7 @@ class Engine:
         with profiler_range("optimizer"):
             squared_norm = self.optimizer.squared_norm()
             self.schedule.phases.enter(COMMUNICATION, "sums of the step")
+            logits = None if self.head_logits is None else self.head_logits.over_ranks()
             counts, tallies = self.groups.is_first_tp, self.schedule.tallies()
             sums = sum_over_ranks(totals, squared_norm, counters(), counts=counts, tallies=tallies)
             self.schedule.phases.enter(OPTIMIZER)
@@ -83,7 +88,7 @@ class Engine:
             loads = layer_loads(sums.tallies, self.schedule.model)
             refused = judge(loss, mean_norm)
             if norm is not None and refused is None:
-                self.optimizer.update(norm=norm, tokens=sums.tokens)
+                self.optimizer.update(norm=norm, tokens=sums.tokens, logits=logits)
                 update_biases(self.schedule.routers, loads)
         self.schedule.phases.enter(OTHER)
         if refused is not None:
@@ -101,6 +106,7 @@ class Engine:
             source_losses=tuple(s / n if n else math.nan for s, n in zip(*sums.sources, strict=True)),
             counters=sums.counters,
             expert_loads=loads,
+            head_logits=() if logits is None else tuple(logits.tolist()),
         )
 
     def leave_out(self, counters: Callable[[], Sequence[float]]) -> StepResult:

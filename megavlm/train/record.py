@@ -63,6 +63,10 @@ def record_of(
     if result.loss_scale is not None:
         record["loss_scale"] = result.loss_scale
     record |= load_record(result.expert_loads, run.config.model, trained_tokens=result.trained_tokens)
+    if result.head_logits:
+        threshold = run.config.optimizer.qk_clip_threshold
+        record["max_attention_logit"] = max(result.head_logits)
+        record["qk_clipped_heads"] = sum(logit > threshold for logit in result.head_logits) if result.updated else 0
     if step.imbalance is not None:
         record |= {f"imbalance_{name}": value for name, value in vars(step.imbalance).items()}
     if result.source_losses:

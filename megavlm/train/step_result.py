@@ -28,6 +28,7 @@ class StepResult:
     source_losses: tuple[float, ...]
     counters: tuple[float, ...]  # the caller's counters, summed over all ranks
     expert_loads: Mapping[int, LayerLoad] = field(default_factory=dict)  # by language layer; empty without experts
+    head_logits: tuple[float, ...] = ()  # the largest of each head; empty without `--qk-clip`
 
 
 @dataclass(frozen=True)

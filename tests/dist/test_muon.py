@@ -36,7 +36,7 @@ SLOWER = "--optimizer muon --lr 1e-4"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-dense-layers 0 --moe-shared-expert-intermediate-size 32"
 # Heads and widths that two ranks do not divide; a vision head is padding.
 UNEVEN = "--language-num-attention-heads 3 --language-num-query-groups 3 --language-ffn-hidden-size 50"
-KNOWN = {**MODELS, "experts": EXPERTS, "uneven": UNEVEN, "lora": "--lora-rank 4 --freeze language"}
+KNOWN = {**MODELS, "experts": EXPERTS, "uneven": UNEVEN, "lora": "--lora-rank 4"}
 
 Curve = Callable[..., list[dict[str, Any]]]
 

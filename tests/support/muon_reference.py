@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,13 +52,19 @@ class Reference:
     averages: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
 
-    def step(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], rate: float) -> None:
+    def step(
+        self, weights: dict[str, Tensor], gradients: dict[str, Tensor], rate: float, *, then: Callable[[], None]
+    ) -> None:
+        """Update weights in place; `then` may change them before they enter their averages."""
         self.steps += 1
         for name, weight in weights.items():
             decay = 0.0 if weight.dim() == 1 or name.endswith("bias") else self.config.optimizer.weight_decay
-            average, kept = self.averages.setdefault(name, weight.clone()), self.config.optimizer.ema_decay
+            self.averages.setdefault(name, weight.clone())
             weight -= rate * (decay * weight + self.direction(name, weight, gradients[name]))
-            average.copy_(kept * average + (1 - kept) * weight)
+        then()
+        kept = self.config.optimizer.ema_decay
+        for name, average in self.averages.items():
+            average.copy_(kept * average + (1 - kept) * weights[name])
 
     def direction(self, name: str, weight: Tensor, g: Tensor) -> Tensor:
         options, zeros = self.config.optimizer, torch.zeros_like(g)
@@ -88,6 +95,7 @@ def farthest_from_reference(argv: Sequence[str], run_dir: str, steps: int) -> di
     from megavlm.train.build import build
     from megavlm.train.loop import close
     from tests.support.float64 import float64
+    from tests.support.qk_clip_reference import clip, watched_logits
 
     with float64(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         config = parse([*argv, "--clip-grad", "0", "--data-parallel-sharding", "none", "--run-dir", run_dir])
@@ -100,12 +108,14 @@ def farthest_from_reference(argv: Sequence[str], run_dir: str, steps: int) -> di
         theirs, reference = {name: param.clone() for name, param in begun.items()}, Reference(run.config)
         update: Callable[..., None] = run.engine.optimizer.update
 
-        def both(*, norm: float, tokens: float) -> None:
+        def both(*, norm: float, tokens: float, logits: Tensor | None) -> None:
             gradients = {name: param.main_grad.clone() / tokens for name, param in ours.items()}
-            reference.step(theirs, gradients, run.engine.learning_rate())
-            update(norm=norm, tokens=tokens)
+            clips = partial(clip, theirs, seen, run.config) if run.config.optimizer.qk_clip else lambda: None
+            reference.step(theirs, gradients, run.engine.learning_rate(), then=clips)
+            update(norm=norm, tokens=tokens, logits=logits)
 
         run.engine.optimizer.update = both
+        seen = watched_logits(run)
         for _ in range(steps):
             run.engine.train_step(run.data_loader.next_step().batches)
         found = {}

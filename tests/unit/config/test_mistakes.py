@@ -98,6 +98,7 @@ RANGES = (
     Mistake("--train-iters 0", "--train-iters 0", "at least 1", "--train-iters 1"),
     Mistake("--epochs 0 --datasets a.json", "--epochs 0", "greater than 0", "--epochs 0.5"),
     Mistake("--lr 0", "--lr 0.0", "greater than 0", "--lr 1e-9"),
+    Mistake("--qk-clip --qk-clip-threshold 0", "--qk-clip-threshold 0", "greater than 0", "--qk-clip-threshold 9"),
     Mistake("--lr -1e-4", "--lr -0.0001", "greater than 0", "--lr 1e-4"),
     Mistake("--projector-lr -1", "--projector-lr -1.0", "at least 0", "--projector-lr 0"),
     Mistake("--adam-beta2 1", "--adam-beta2 1.0", "less than 1", "--adam-beta2 0.999"),
@@ -755,6 +756,10 @@ RUN = (
     Mistake(
         "--eval-ema --data digits", "--eval-ema has no effect without averaged", "add --ema-decay", "--no-eval-ema"
     ),
+    Mistake("--qk-clip --lora-rank 4 --freeze vision", "--qk-clip has nothing", "leave it out", "--no-qk-clip"),
+    Mistake("--qk-clip --language-qk-norm --freeze vision", "--qk-clip has nothing", "leave it out", "--no-qk-clip"),
+    Mistake("--qk-clip --cuda-graphs", "--cuda-graphs", "leave --qk-clip out", "--no-qk-clip"),
+    Mistake("--qk-clip-alpha 0.3", "--qk-clip-alpha has no effect without --qk-clip", "add it", "--qk-clip"),
     Mistake("--muon-momentum 0.9", "--muon-momentum has no effect without --optimizer muon", "add it", MUON),
     Mistake("--lion-beta2 0.98", "--lion-beta2 has no effect without", "add it", "--optimizer lion"),
     Mistake(f"{LION} --adam-beta2 0.9", "--adam-beta2 has no effect with --optimizer lion", "adamw, or muon", MUON),

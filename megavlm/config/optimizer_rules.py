@@ -1,0 +1,56 @@
+"""Rules about the optimizer. `rules.py` defines what a rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megavlm.config.derived import moments_folder
+from megavlm.config.lora import clipped_parts, trained_whole
+from megavlm.config.schema import Config
+
+
+def muon_has_matrices(config: Config) -> str | None:
+    if config.optimizer.kind == "muon" and not (trained_whole(config) or config.lora.train_router):
+        return (
+            "--optimizer muon has no matrices to train: adapters are AdamW's, and all else is frozen; use --optimizer "
+            "adamw, or lion"
+        )
+    return None
+
+
+def moments_on_disk_are_adams(config: Config) -> str | None:
+    if config.optimizer.kind != "adamw" and moments_folder(config) is not None:
+        return (
+            f"--offload optimizer=nvme:DIR keeps Adam's moments, which --optimizer {config.optimizer.kind} does not "
+            "have: use --offload optimizer, or --optimizer adamw"
+        )
+    return None
+
+
+def one_optimizer_scales_the_loss(config: Config) -> str | None:
+    """With a trained colocated encoder there are two optimizers, which would detect overflow independently."""
+    if config.precision.dtype != "fp16" or config.placement.encoder != "colocated":
+        return None
+    if {"vision", "projector"} <= set(config.model.freeze):
+        return None
+    return (
+        "--precision fp16 does not train an encoder with --placement colocated: use --precision bf16, or "
+        "--placement stages"
+    )
+
+
+def clipping_has_projections(config: Config) -> str | None:
+    if config.optimizer.qk_clip and not clipped_parts(config):
+        return (
+            "--qk-clip has nothing to scale: projections of queries and keys are frozen here, have adapters, or are "
+            "followed by a norm of queries and keys, which bounds the logits itself; leave it out"
+        )
+    return None
+
+
+OPTIMIZER_RULES: tuple[Callable[[Config], str | None], ...] = (
+    muon_has_matrices,
+    moments_on_disk_are_adams,
+    one_optimizer_scales_the_loss,
+    clipping_has_projections,
+)

@@ -1,0 +1,102 @@
+"""QK-Clip: scale the projections of attention heads whose logits grew too large (Kimi K2, arXiv 2507.20534, MuonClip).
+
+With m_h the largest logit of query head h over all tokens of a step, and τ the threshold, the head's logits have to
+shrink by γ_h = min(1, τ / m_h). A logit is bilinear in query and key, and rotation keeps it so: any factors θ_h of the
+head's query projection and κ_g of its key projection with θ_h · κ_g = γ_h do. Heads of one group share the key, so
+
+    κ_g = (max γ_h over the group's heads)^(1 − α)        θ_h = γ_h / κ_g
+
+With heads of their own keys that is θ = γ^α, κ = γ^(1−α), as in the paper (α = ½). In a group, κ_g = 1 as soon as one
+of its heads needs no clipping, so that no head is scaled by more than its own logits ask for: the paper treats the key
+part that its heads share in the same way. (megatron-core 0.16.1 scales all heads of a group by its smallest γ.)
+
+Weights and biases are scaled after the optimizer's update and before the model gets the new weights; moments stay as
+they are. Each rank scales the elements that it updates, wherever they lie in the global tensor: `optim/shards.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
+from megavlm.config.lora import clipped_parts
+from megavlm.config.schema import Config
+from megavlm.config.tensor_split import HeadSplit, language_split, vision_split
+from megavlm.optim.adamw import AdamW
+from megavlm.optim.shards import Place, ShardLayout
+from megavlm.parallel.dtensor import local_part
+
+_PROJECTION = ".self_attention.linear_qkv."
+
+
+@dataclass(frozen=True)
+class ClipOptions:
+    threshold: float  # τ
+    alpha: float
+
+
+def clipped_layers(config: Config, *, tp: int = 1) -> dict[str, HeadSplit]:
+    """Return the heads of each layer whose projections are scaled, in order, as `tp` ranks divide them; empty without
+    `--qk-clip`.
+    """
+    vision, language = config.model.vision, config.model.language
+    heads = {
+        "vision": (VISION_LAYER, vision.num_layers, vision_split(vision, tp)),
+        "language": (LANGUAGE_LAYER, language.num_layers, language_split(language, tp)),
+    }
+    return {
+        f"{kind}{number}": split
+        for kind, layers, split in (heads[part] for part in clipped_parts(config))
+        for number in range(layers)
+    }
+
+
+def row_factors(largest: Tensor, split: HeadSplit, options: ClipOptions) -> Tensor:
+    """Return the factor of each row of a fused projection of queries, keys and values, given m_h [heads]."""
+    shrink = torch.where(largest > options.threshold, options.threshold / largest, 1.0)  # γ; 1 where m is NaN
+    grouped = shrink.view(split.groups, -1)
+    key = grouped.amax(1, keepdim=True) ** (1 - options.alpha)
+    return torch.cat([grouped / key, key, torch.ones_like(key)], dim=1).flatten().repeat_interleave(split.width)
+
+
+class QKClip:
+    """Scales the parts of projections that a rank updates, at the end of each step of the optimizers that hold them."""
+
+    def __init__(
+        self,
+        held: Iterable[tuple[AdamW, Tensor, ShardLayout]],
+        layers: Mapping[str, HeadSplit],
+        options: ClipOptions,
+    ) -> None:
+        """`held` are parameters with the optimizer and the fp32 weights that this rank updates, and their layout."""
+        self._layers, self._options = layers, options
+        self._factors: dict[str, Tensor] = {}
+        parts: dict[int, tuple[AdamW, list[tuple[str, Tensor, Place]]]] = {}
+        for inner, weights, layout in held:
+            layer, projection, _ = layout.key.partition(_PROJECTION)
+            if projection and layer in layers:
+                _, places = parts.setdefault(id(inner), (inner, []))
+                places += [(layer, weights, place) for place in layout.places()]
+        for inner, places in parts.values():
+            inner.finish = partial(self._scale, places)
+
+    def expect(self, largest: Tensor) -> None:
+        """Take the largest logits of all heads, layer by layer [heads of all layers] float64, for the next step."""
+        counts = [split.heads for split in self._layers.values()]
+        self._factors = {
+            layer: row_factors(found, split, self._options)
+            for (layer, split), found in zip(self._layers.items(), largest.split(counts), strict=True)
+        }
+
+    def _scale(self, places: Iterable[tuple[str, Tensor, Place]]) -> None:
+        for layer, weights, place in places:
+            view, first = place.view(local_part(weights)), place.box.offset[0]
+            factors = self._factors[layer][first : first + len(view)]
+            factors = F.pad(factors, (0, len(view) - len(factors)), value=1.0)  # rows that are padding
+            view.mul_(factors.to(view.dtype).view(-1, *(1,) * (view.ndim - 1)))

@@ -1,0 +1,151 @@
+"""QK-Clip (MuonClip): the largest logits are exact at every layout, and what they scale is the paper's, on resume too.
+
+The thresholds are far below any that a user would set, so that about half of the heads of a small model are above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.flags import DROPOUT, FOUR, HALF, MODELS, TWO
+from tests.support.float64 import train_in_float64
+from tests.support.muon_reference import farthest_from_reference
+from tests.support.pool import Pools
+from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, train
+
+CLIP = "--qk-clip --qk-clip-threshold 0.0005"
+MUON = f"--optimizer muon {CLIP}"
+SLOWER = f"{MUON} --lr 1e-4"
+RUN = [*SMALL, "--no-save"]
+# Rows of 64 tokens, a third of them padding.
+DIGITS = "--no-save --data digits --seq-length 64 --vision-image-size 32 --language-vocab-size 160"
+PADDED = [*SMALL[: SMALL.index("--images-per-sample")], *DIGITS.split(), "--lr", "1e-3"]
+WHOLE, ZERO_3 = "--data-parallel-sharding none", "--data-parallel-sharding full"
+GROUPED = (
+    "--language-num-query-groups 2 --language-add-qkv-bias --vision-class-token --vision-position-embedding rope2d"
+)
+# Three heads, which two ranks do not divide: one of a rank is padding.
+UNEVEN = "--language-num-attention-heads 3 --language-num-query-groups 3"
+KNOWN = {**MODELS, "grouped": GROUPED, "uneven": UNEVEN}
+
+Records = list[dict[str, Any]]
+
+
+def assert_same_clipping(ours: Records, theirs: Records, *, tolerance: float) -> None:
+    """Losses and norms, and that the same heads were clipped in each step, some but not all."""
+    assert_same_curve(ours, theirs, tolerance=tolerance)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["max_attention_logit"] == pytest.approx(b["max_attention_logit"], rel=tolerance)
+        assert a["qk_clipped_heads"] == b["qk_clipped_heads"] > 0
+
+
+@pytest.fixture(scope="module")
+def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Records]:
+    """Return the records of a run on one process, computed once."""
+    curves: dict[Any, Records] = {}
+
+    def curve(run: Callable[..., None], *argv: str) -> Records:
+        if (run, argv) not in curves:
+            folder = str(tmp_path_factory.mktemp("one"))
+            pools(1).run(run, list(argv), folder)
+            curves[run, argv] = metrics(folder)
+        return curves[run, argv]
+
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("run", "flags"),
+    [
+        (PADDED, f"--optimizer muon {GROUPED} --micro-batch-size 2 --qk-clip-threshold 0.03"),
+        pytest.param(RUN, "--optimizer adamw --recompute-granularity full --ema-decay 0.9", marks=pytest.mark.slow),
+        pytest.param(RUN, f"--optimizer muon {GROUPED} --recompute-granularity selective", marks=pytest.mark.slow),
+        pytest.param(RUN, "--optimizer lion --lr 1e-4 --language-num-query-groups 1", marks=pytest.mark.slow),
+    ],
+)
+def test_two_steps_are_those_of_the_paper(pools: Pools, tmp_path: Path, run: list[str], flags: str):
+    argv = [*run, *"--qk-clip --qk-clip-threshold 0.055".split(), *flags.split()]
+    (found,) = pools(1).run(farthest_from_reference, argv, str(tmp_path), 2)
+    name, off = max(found.items(), key=lambda item: item[1])
+    assert off < 1e-9, f"{name} is off by {off:.1e} of the way that it went"
+
+
+# In float64, without sharding.
+FAST = [
+    (4, "grouped", "--tp 2 --pp 2 --recompute-granularity full"),
+    (4, "uneven", "--tp 2 --micro-batch-size 2"),
+    (4, "qwen2.5-vl", "--tp 2 --cp 2"),
+    (2, "shared-kv", "--cp 2 --cp-comm-type all_gather"),
+]
+SLOW = [
+    *((world, model, "--micro-batch-size 2") for world in (1, 2) for model in ("plain", "grouped")),
+    (4, "grouped", "--cp 4"),
+    (4, "shared-kv", "--tp 4"),
+    (4, "qwen2.5-vl", "--tp 4 --no-sequence-parallel"),
+    (4, "padded-heads", "--tp 2 --pp 2 --vpp 2"),
+    (4, "grouped", "--tp 2 --pp 2 --schedule zb-h1"),
+    (4, "gemma3", "--tp 2 --pp 2"),
+    (4, "glm4v", "--tp 2 --placement colocated"),
+    (4, "one-image-rank", "--pp 2"),
+    (4, "frozen-vision", "--tp 2 --placement colocated"),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "flags"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_layouts_clip_the_heads_of_one_process(pools, one, tmp_path, world, model, flags):
+    argv = [*RUN, *WHOLE.split(), *KNOWN[model].split(), *MUON.split()]
+    pools(world).run(train_in_float64, [*argv, *flags.split()], str(tmp_path))
+    assert_same_clipping(metrics(tmp_path), one(train_in_float64, *argv), tolerance=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "optimizer", "flags"),
+    [
+        (4, "padded-heads", CLIP, "--tp 2"),
+        (2, "grouped", SLOWER, f"{ZERO_3} --placement colocated"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (4, "plain", SLOWER, "--tp 2"),
+                (4, "grouped", CLIP, "--hybrid-shard-size 2"),
+                (2, "grouped", CLIP, "--offload optimizer --overlap-param-gather --overlap-grad-reduce"),
+                (4, "shared-kv", SLOWER, "--pp 2 --data-parallel-sharding optimizer_gradients"),
+                (2, "plain", f"--optimizer lion --lr 1e-4 {CLIP}", ""),
+            )
+        ),
+    ],
+)
+def test_sharding_clips_the_heads_of_one_process(pools, one, tmp_path, world, model, optimizer, flags):
+    argv = [*RUN, *KNOWN[model].split(), *optimizer.split()]
+    pools(world).run(train, [*argv, *flags.split()], str(tmp_path))
+    assert_same_clipping(metrics(tmp_path), one(train, *argv), tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{MUON} --tp 2 --micro-batch-size 2 --precision bf16",
+        pytest.param(f"{CLIP} {ZERO_3}", marks=pytest.mark.slow),
+        pytest.param(f"{CLIP} --placement colocated --pp 2", marks=pytest.mark.slow),
+    ],
+)
+def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str):
+    argv = [*SMALL, *DROPOUT, *flags.split()]
+    pools(4).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
+    pools(4).run(train, [*argv, *TWO], str(tmp_path / "halves"))
+    pools(4).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
+    assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
+    assert all(record["qk_clipped_heads"] for record in metrics(tmp_path / "whole"))
+
+
+def test_a_checkpoint_resumes_on_another_layout(pools: Pools, one: Callable[..., Records], tmp_path: Path):
+    argv = [*SMALL, *GROUPED.split(), *SLOWER.split()]
+    for world, flags, length in ((4, "--tp 2 --pp 2", HALF), (2, ZERO_3, [])):
+        pools(world).run(train, [*argv, *length, *flags.split()], str(tmp_path))
+    assert_same_clipping(metrics(tmp_path), one(train, *argv, "--no-save"), tolerance=1e-5)

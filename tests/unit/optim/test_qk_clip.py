@@ -1,0 +1,54 @@
+"""The factors of QK-Clip bring each head's largest logit to the threshold, and touch nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megavlm.backend import activate
+
+activate()  # before the modules below import megatron-core
+
+from megavlm.config.tensor_split import head_split  # noqa: E402
+from megavlm.optim.qk_clip import ClipOptions, row_factors  # noqa: E402
+
+WIDTH = 3
+
+
+def factors(largest: list[float], groups: int, *, alpha: float = 0.5) -> tuple[torch.Tensor, ...]:
+    """The factors of queries [groups, heads of each], keys [groups] and values [groups] at a threshold of 10."""
+    split = head_split(len(largest), groups, WIDTH, 1)
+    rows = row_factors(torch.tensor(largest, dtype=torch.float64), split, ClipOptions(10.0, alpha))
+    rows = rows.view(groups, -1, WIDTH)
+    assert torch.equal(rows, rows[:, :, :1].expand_as(rows)), "one factor for all channels of a head"
+    return rows[:, :-2, 0], rows[:, -2, 0], rows[:, -1, 0]
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.0, 1.0, 0.3])
+@pytest.mark.parametrize("groups", [6, 3, 2, 1])
+def test_each_logit_ends_at_the_threshold(groups: int, alpha: float):
+    largest = [40.0, 12.0, 10.0, 9.0, 90.0, 30.0]
+    query, key, value = factors(largest, groups, alpha=alpha)
+    after = torch.tensor(largest).view(groups, -1) * query * key[:, None]
+    assert after.flatten().tolist() == pytest.approx([min(each, 10.0) for each in largest])
+    assert value.tolist() == [1.0] * groups
+    assert float(query.max()) <= 1
+    assert float(key.max()) <= 1
+
+
+def test_a_head_with_its_own_key_shares_the_factor_evenly():
+    query, key, _ = factors([40.0, 5.0], 2)
+    assert query.flatten().tolist() == [0.5, 1.0]
+    assert key.tolist() == [0.5, 1.0]
+
+
+def test_a_shared_key_stays_while_one_of_its_heads_needs_it():
+    query, key, _ = factors([40.0, 5.0, 40.0, 90.0], 2)
+    assert key.tolist() == [1.0, 0.5]
+    assert query[0].tolist() == [0.25, 1.0]
+
+
+def test_no_logit_and_one_that_is_no_number_change_nothing():
+    query, key, _ = factors([0.0, float("nan")], 2)
+    assert query.flatten().tolist() == [1.0, 1.0]
+    assert key.tolist() == [1.0, 1.0]
