@@ -141,8 +141,16 @@ class Connector(ABC):
         return {}
 
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
-        """Return the sets of names under which such folders have the weights. Weights that a folder lacks are drawn."""
+        """Return the sets of names under which folders have the weights. Weights that a set lacks are drawn."""
         return ()
+
+    def exported(self, model: ModelConfig) -> int | None:
+        """Return the number of the set with all weights, whose names an export has; None: there is none."""
+        return None
+
+    def hf_config(self, model: ModelConfig) -> Mapping[str, Any] | None:
+        """Return the config.json of a module of Transformers that reads an export's weights; None if there is none."""
+        return None
 
 
 @lru_cache(maxsize=64)

@@ -90,6 +90,10 @@ class MlpBlock:
         rows = {f"{name}.{layer}.{leaf}": Split(0, self.inner) for layer in self.first for leaf in leaves}
         return rows | {f"{name}.fc2.weight": Split(1, self.inner)}
 
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return the names of all its weights."""
+        return (*self.splits(name), *(f"{name}.fc2.bias",) * self.bias)
+
     def hidden_weights(self, name: str) -> dict[str, HiddenWeight]:
         first = {f"{name}.{layer}.weight": hidden_weight(self.width, self.inner) for layer in self.first}
         return first | {f"{name}.fc2.weight": hidden_weight(self.inner, self.outputs)}

@@ -104,21 +104,16 @@ def _loading(config: Config, out: Path) -> Config:
 
 
 def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Export a checkpoint of a run that started from a Hugging Face folder; `merge-lora` merges its adapters."""
+    """Export a checkpoint of a run that started from Hugging Face folders; `merge-lora` merges its adapters."""
     _nothing_left(rest)
 
     from megavlm import backend
 
     backend.activate()
 
-    from megavlm.checkpoint.hf.exporting import export as write
-    from megavlm.checkpoint.hf.exporting import exportable
+    from megavlm.checkpoint.hf.exporting import export_run
 
-    checkpoint, sidecar, saved = exportable(options.source)
-    if options.merge and not saved.lora.rank:
-        raise UserError(f"{options.source} has no adapters to merge: use export")
-    merged = saved.lora if options.merge else None
-    write(checkpoint, sidecar, saved.model, options.out, merged=merged, averaged=options.ema)
+    export_run(options.source, options.out, merge=options.merge, averaged=options.ema)
     print(options.out)
     return 0
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import megavlm
 from megavlm.backend import Backend
 from megavlm.checkpoint.hf.channels import note_channels
-from megavlm.checkpoint.hf.compose import composed_config, write_composed_sidecar
+from megavlm.checkpoint.hf.compose import composed_config, write_composed_sidecar, write_part_sidecars
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, pretrained_of
 from megavlm.checkpoint.hf.sidecar import FILES, NAME, carry_sidecar, write_sidecar
 from megavlm.config.load import to_yaml
@@ -102,17 +102,20 @@ def write_sidecars(run_dir: Path, config: Config, checkpoint: Path | None, *, im
         carry_sidecar(checkpoint, run_dir)
         return
     _write_sidecars(run_dir, config, image_token)
-    if (files := run_dir / NAME / FILES).exists():
-        note_channels(files, config)
+    for files in (run_dir / NAME / FILES, run_dir / NAME / "vision" / FILES):
+        if files.exists():
+            note_channels(files, config)
 
 
 def _write_sidecars(run_dir: Path, config: Config, image_token: int) -> None:
     pretrained_list = pretrained_of(config)
     for pretrained in pretrained_list:
         if pretrained.parts == ALL_PARTS:
-            write_sidecar(pretrained, run_dir)
+            write_sidecar(pretrained, run_dir / NAME)
     composed = composed_config(pretrained_list, config.model, image_token=image_token)
     if composed is not None:
         write_composed_sidecar(pretrained_list, composed, run_dir)
     elif pretrained_list and not (run_dir / NAME).exists():
-        print("no model of Transformers consists of these parts: the run cannot be exported", flush=True)
+        in_parts = write_part_sidecars(pretrained_list, config.model, run_dir)
+        how = "an export has a folder for each" if in_parts else "the run cannot be exported"
+        print(f"no model of Transformers consists of these parts: {how}", flush=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
+from transformers.models.idefics2.modeling_idefics2 import Idefics2PerceiverResampler
 from transformers.models.internvl import InternVLVisionConfig, InternVLVisionModel
 
 from megavlm.backend import activate
@@ -15,12 +17,15 @@ from tests.support.training import assert_same_curve, farthest_apart, metrics, t
 
 activate()  # before the modules below import megatron-core
 
+from megavlm.checkpoint.hf.exporting import exportable  # noqa: E402
 from megavlm.cli import convert  # noqa: E402
 from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
+from megavlm.errors import UserError  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.gates import hold  # noqa: E402
 from tests.support.tiny_models.llava import TEXT, VISION, vicuna  # noqa: E402
 
+PARTS = ("vision", "projector", "language")
 RUN = [
     *"--precision fp32 --train-iters 5 --global-batch-size 4 --seq-length 40".split(),
     *"--lr 1e-3 --no-tensorboard --image-token 60".split(),
@@ -97,9 +102,83 @@ def test_parts_of_larger_models_compose_whatever_the_rest_of_those_is(pools: Poo
     assert convert.main(["verify", str(exported), str(tmp_path / "run")]) == 0
 
 
+CONNECTORS = {
+    "qformer": "--projector-kind qformer --qformer-num-queries 5 --qformer-num-layers 3 --qformer-hidden-size 28 "
+    "--qformer-num-attention-heads 7 --qformer-ffn-hidden-size 26",
+    # As wide inside as Idefics2's, which Transformers reads.
+    "perceiver": "--projector-kind perceiver --perceiver-num-latents 5 --perceiver-num-layers 2 "
+    "--perceiver-num-attention-heads 6 --perceiver-num-query-groups 3 --perceiver-kv-channels 4",
+    "narrow-perceiver": "--projector-kind perceiver --perceiver-num-latents 5 --perceiver-num-layers 1 "
+    "--perceiver-num-attention-heads 6 --perceiver-num-query-groups 3 --perceiver-kv-channels 4 "
+    "--perceiver-ffn-hidden-size 21",
+    "adaptive-pool": "--projector-kind adaptive_pool --adaptive-pool-factor 3",
+    "c-abstractor": "--projector-kind c_abstractor --c-abstractor-side 3 --c-abstractor-depth 1 "
+    "--c-abstractor-hidden-size 15",
+    "c-abstractor-as-wide": "--projector-kind c_abstractor --c-abstractor-side 3 --c-abstractor-depth 1 "
+    "--c-abstractor-hidden-size 36",
+}
+# The module of Transformers that reads a connector, and what it has no room for.
+MODULES = {
+    "qformer": (
+        transformers.Blip2QFormerModel,
+        {"query_tokens", "language_projection.weight", "language_projection.bias"},
+    ),
+    "perceiver": (
+        Idefics2PerceiverResampler,
+        {f"modality_projection.{name}_proj.weight" for name in ("gate", "up", "down")},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "connector",
+    [
+        name if name in ("qformer", "c-abstractor") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CONNECTORS
+    ],
+)
+def test_other_connectors_leave_as_a_folder_for_each_part_and_come_back(
+    pools: Pools, connector: str, tmp_path: Path
+) -> None:
+    """A run that takes the parts and adapts the language model alone writes the others as they came, byte for byte."""
+    vision = hf.save(CLIP, tmp_path / "vision")
+    text = transformers.LlamaConfig(**TEXT)
+    language = hf.save(transformers.AutoModelForCausalLM.from_config(text), tmp_path / "language")
+    few = [*RUN, "--projector-pixel-shuffle", "1", "--train-iters", "2"]
+    argv = [*few, "--vision-from", str(vision), "--language-from", str(language), *CONNECTORS[connector].split()]
+    pools(2).run(train_composed, [*argv, "--tp", "2"], str(tmp_path / "run"))
+    out = tmp_path / "exported"
+    assert convert.main(["export", str(tmp_path / "run"), str(out)]) == 0
+    assert (out / "language" / "tokenizer_config.json").read_text() == (language / "tokenizer_config.json").read_text()
+    for part, source in (("vision", vision), ("language", language)):
+        trained, given = (load_file(folder / "model.safetensors") for folder in (out / part, source))
+        assert trained.keys() == given.keys()
+        assert any(not torch.equal(trained[name], given[name]) for name in trained)
+    transformers.CLIPVisionModel.from_pretrained(out / "vision")
+    transformers.LlamaForCausalLM.from_pretrained(out / "language")
+    if connector in MODULES:
+        module, beside = MODULES[connector]
+        theirs, found = module.from_pretrained(out / "projector", output_loading_info=True)
+        assert (set(found["missing_keys"]), set(found["unexpected_keys"])) == (set(), beside)
+        written = load_file(out / "projector" / "model.safetensors")
+        assert all(torch.equal(value, written[name]) for name, value in theirs.state_dict().items())
+
+    with pytest.raises(UserError, match=r"consists of parts .* convert\.py export"):
+        exportable(tmp_path / "run")  # as a chat does
+
+    again = [*few, *(flag for part in PARTS for flag in (f"--{part}-from", str(out / part)))]
+    lora = "--lora-rank 2 --lora-targets language --freeze vision projector".split()
+    pools(1).run(train_composed, [*again, *lora], str(tmp_path / "again"))
+    assert convert.main(["merge-lora", str(tmp_path / "again"), str(tmp_path / "twice")]) == 0
+    for part in PARTS:
+        files = [folder / part / "model.safetensors" for folder in (out, tmp_path / "twice")]
+        assert (files[0].read_bytes() == files[1].read_bytes()) == (part != "language"), part
+        configs = [folder / part / "config.json" for folder in (out, tmp_path / "twice")]
+        assert configs[0].read_bytes() == configs[1].read_bytes(), part
+
+
 def test_an_encoder_of_another_kind_is_refused(tmp_path: Path) -> None:
     from megavlm.checkpoint.hf.pretrained import with_pretrained_model
-    from megavlm.errors import UserError
 
     language = hf.save(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TEXT)), tmp_path / "language")
     options = CheckpointConfig(vision_from=str(language))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megavlm.arch.connector import Connector, Split
+from megavlm.arch.connector import Connector, HfNames, Split
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
 from megavlm.arch.matrices import HiddenWeight
@@ -68,6 +68,12 @@ class AdaptivePool(Connector):
 
     def splits(self, model: ModelConfig) -> Mapping[str, Split]:
         return self.mlp(model).splits("mlp")
+
+    def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
+        return ({name: name for name in self.mlp(model).names("mlp")},)
+
+    def exported(self, model: ModelConfig) -> int:
+        return 0
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
         return self.mlp(model).hidden_weights("mlp")

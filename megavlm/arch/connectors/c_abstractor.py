@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megavlm.arch.connector import Connector, Split
+from megavlm.arch.connector import Connector, HfNames, Split
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import FP32, Communication, LayerCost, Stream, norm_bytes, stream_bytes
 from megavlm.arch.matrices import HiddenWeight, hidden_weight
@@ -61,6 +61,12 @@ class ConvBlock:
         columns = ("squeeze.weight", "conv3.weight")
         found = {f"{name}.{leaf}": Split(0, self.width) for leaf in rows}
         return found | {f"{name}.{leaf}": Split(1, self.width) for leaf in columns}
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return the names of all its weights."""
+        norms = ("norm3", "shortcut_norm") if self.projects else ("norm3",)
+        whole = ("squeeze.bias", *(f"{norm}.{leaf}" for norm in norms for leaf in ("weight", "bias")))
+        return (*self.splits(name), *(f"{name}.{leaf}" for leaf in whole))
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Return the rows and columns of its matrices."""
@@ -149,6 +155,20 @@ class CAbstractor(Connector):
         for name, block in self.blocks(model).items():
             found |= block.splits(name)
         return found
+
+    def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
+        # A folder does not say how wide its tower is, so whether it has a shortcut shows in its weights.
+        return tuple(self._names(model, projects=projects) for projects in (False, True))
+
+    def exported(self, model: ModelConfig) -> int:
+        return int(self.blocks(model)["before.0"].projects)
+
+    def _names(self, model: ModelConfig, *, projects: bool) -> HfNames:
+        blocks = self.blocks(model)
+        first = blocks["before.0"]
+        blocks["before.0"] = replace(first, inputs=first.width + projects)
+        names = [leaf for name, block in blocks.items() for leaf in block.names(name)]
+        return {name: name for name in ("positions", *self.mlp(model).names("mlp"), *names)}
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
         found = self.mlp(model).hidden_weights("mlp")

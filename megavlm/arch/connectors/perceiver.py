@@ -177,7 +177,28 @@ class Perceiver(Connector):
         projection = {f"projection.{a}.weight": f"modality_projection.{b}.weight" for a, b in of_mlp.items()}
         whole = {key: f"perceiver_resampler.{name}" for key, name in names.items()} | projection
         places = ("model.connector.", "connector.")
-        return names, *({key: f"{place}{name}" for key, name in whole.items()} for place in places)
+        return names, *({key: f"{place}{name}" for key, name in whole.items()} for place in places), names | projection
+
+    def exported(self, model: ModelConfig) -> int:
+        return 3
+
+    def hf_config(self, model: ModelConfig) -> dict[str, Any] | None:
+        own: PerceiverConfig = self.own(model)
+        width = model.language.hidden_size
+        if own.ffn_hidden_size != 4 * width:  # Idefics2PerceiverResampler has no other
+            return None
+        return {
+            "architectures": ["Idefics2PerceiverResampler"],
+            "model_type": "idefics2_perceiver",
+            "hidden_act": "silu",
+            "hidden_size": width,
+            "resampler_n_latents": own.num_latents,
+            "resampler_depth": own.num_layers,
+            "resampler_n_heads": own.num_attention_heads,
+            "resampler_head_dim": own.kv_channels,
+            "num_key_value_heads": own.num_query_groups,
+            "rms_norm_eps": own.norm_epsilon,
+        }
 
 
 PERCEIVER = Perceiver()

@@ -170,7 +170,25 @@ class QFormer(Connector):
         bare = {f"{key}.{leaf}": f"{name}.{leaf}" for key, name in names.items() for leaf in ("weight", "bias")}
         whole = {key: f"qformer.{name}" for key, name in bare.items()} | {"queries": "query_tokens"}
         whole |= {f"projection.{leaf}": f"language_projection.{leaf}" for leaf in ("weight", "bias")}
-        return bare, whole, {key: f"model.{name}" for key, name in whole.items()}
+        alone = bare | {key: whole[key] for key in whole.keys() - bare.keys()}
+        return bare, whole, {key: f"model.{name}" for key, name in whole.items()}, alone
+
+    def exported(self, model: ModelConfig) -> int:
+        return 3
+
+    def hf_config(self, model: ModelConfig) -> dict[str, Any]:
+        own: QFormerConfig = self.own(model)
+        return {
+            "architectures": ["Blip2QFormerModel"],
+            "model_type": "blip_2_qformer",
+            "num_hidden_layers": own.num_layers,
+            "hidden_size": own.hidden_size,
+            "intermediate_size": own.ffn_hidden_size,
+            "num_attention_heads": own.num_attention_heads,
+            "encoder_hidden_size": model.vision.hidden_size,
+            "cross_attention_frequency": own.cross_attention_frequency,
+            "layer_norm_eps": own.norm_epsilon,
+        }
 
 
 QFORMER = QFormer()

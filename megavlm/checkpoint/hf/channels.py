@@ -24,10 +24,11 @@ def note_channels(files: Path, config: Config) -> None:
     values = read_json(files / "config.json")
     family = family_of(Settings(values, "config.json"))
     if family.config(Settings(values, "config.json")).vision.in_channels != wanted:
-        tower = values["vision_config"]
+        tower = values.get("vision_config", values)
         # A family reads one of the keys; those that a file leaves out come last.
         for key in sorted(_KEYS, key=lambda key: key not in tower):
-            changed = {**values, "vision_config": {**tower, key: wanted}}
+            wider = {**tower, key: wanted}
+            changed = {**values, "vision_config": wider} if "vision_config" in values else wider
             if family.config(Settings(changed, "config.json")).vision.in_channels == wanted:
                 (files / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
                 break

@@ -1,4 +1,6 @@
-"""Write what the export of a model needs whose vision tower and language model come from two Hugging Face folders."""
+"""Write what the export of a model needs whose vision tower and language model come from two Hugging Face folders: as
+one model, where Transformers has one that consists of them, and otherwise as a folder for each part.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megavlm.arch.connector import connector_of
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.safetensors_writer import StreamedFile
-from megavlm.checkpoint.hf.sidecar import FILES, NAME, TENSORS, UNUSED, copy_kept
+from megavlm.checkpoint.hf.sidecar import FILES, NAME, TENSORS, UNUSED, copy_kept, write_sidecar
 from megavlm.config.schema import ModelConfig
 from megavlm.families import families
+from megavlm.families.shared.connectors import exported_config
 from megavlm.families.shared.family import Composition
 
 _TOWER_PARTS = ("embeddings.", "encoder.", "post_layernorm.", "head.")
@@ -47,6 +51,32 @@ def write_composed_sidecar(pretrained_list: Sequence[Pretrained], config: Mappin
     (target / FILES / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     _write_unused(parts["vision"], target / UNUSED)
     (target / TENSORS).write_text(json.dumps({"spelling": 0, "files": {}}) + "\n")
+
+
+def write_part_sidecars(pretrained_list: Sequence[Pretrained], model: ModelConfig, parent: Path) -> bool:
+    """Write `parent`/hf/PART for each part, so that an export is a folder for each; return whether that is possible.
+
+    It is if tower and language model have folders of their own, and the connector says how its weights are named.
+    """
+    alone = {pretrained.parts[0]: pretrained for pretrained in pretrained_list if _is_alone(pretrained)}
+    spelling = connector_of(model.projector).exported(model)
+    if alone.keys() != {"vision", "language"} or spelling is None:
+        return False
+    for part, pretrained in alone.items():
+        write_sidecar(pretrained, parent / NAME / part)
+    target = parent / NAME / "projector"
+    (target / FILES).mkdir(parents=True)
+    config = json.dumps(exported_config(model), indent=2, sort_keys=True)
+    (target / FILES / "config.json").write_text(config + "\n")
+    with StreamedFile(target / UNUSED, {}):
+        pass
+    (target / TENSORS).write_text(json.dumps({"spelling": spelling, "files": {}}) + "\n")
+    return True
+
+
+def _is_alone(pretrained: Pretrained) -> bool:
+    """Return whether a folder holds a tower or a language model and nothing that a run takes from elsewhere."""
+    return pretrained.family.parts == pretrained.parts != ("projector",)
 
 
 def _write_unused(vision: Pretrained, path: Path) -> None:

@@ -25,7 +25,7 @@ from megavlm.checkpoint.hf.files import INDEX, HfFolder
 from megavlm.checkpoint.hf.pretrained import copies, refuse, without_output
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
 from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
-from megavlm.checkpoint.hf.sidecar import TENSORS, Sidecar, copy_kept, read_sidecar
+from megavlm.checkpoint.hf.sidecar import TENSORS, Sidecar, copy_kept, read_part_sidecars, read_sidecar
 from megavlm.checkpoint.hf.sizes import check_size
 from megavlm.checkpoint.summary import model_of, read_summary
 from megavlm.config.schema import Config, LoraConfig, ModelConfig
@@ -69,6 +69,7 @@ def export(
     adapters = read_adapters(records, model)
     if adapters and merged is None:
         raise UserError(f"{checkpoint} has adapters: use merge-lora for whole weights, or export-lora for the adapters")
+    adapters = {key: held for key, held in adapters.items() if key in table}  # a part may be all that is written
     refuse((f"missing {key}" for key in table.keys() - stored.keys()), f"{checkpoint} cannot be exported")
     if out.exists():
         raise UserError(f"{out} exists: choose another folder, or remove it")
@@ -115,8 +116,32 @@ def export(
         for name in unused.tensors:
             writer_of[name].write(name, unused.read(name, slice(None)))
     _write_rest(temporary, files, sidecar)
-    if objective_of(model).embeds:
+    if objective_of(model).embeds and family.parts == ALL_PARTS:
         write_embedding_files(temporary, model.objective, width=model.language.hidden_size)
+    rename_flushed(temporary, out)
+
+
+def export_run(source: Path, out: Path, *, merge: bool, averaged: bool) -> None:
+    """Write the folder `out` from a run or checkpoint: of a model that consists of parts, a folder for each of them,
+    which --vision-from, --projector-from and --language-from read. With `merge`, fold its adapters into weights.
+
+    Raises UserError for a run that no folder of Hugging Face files belongs to, or if `out` exists.
+    """
+    checkpoint = folders.resolve(source)
+    saved = model_of(read_summary(checkpoint), checkpoint)
+    if merge and not saved.lora.rank:
+        raise UserError(f"{source} has no adapters to merge: use export")
+    merged = saved.lora if merge else None
+    parts = read_part_sidecars(checkpoint)
+    if not parts:
+        export(checkpoint, exportable(source)[1], saved.model, out, merged=merged, averaged=averaged)
+        return
+    if out.exists():
+        raise UserError(f"{out} exists: choose another folder, or remove it")
+    temporary = out.with_name(f"tmp-{out.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    for part, sidecar in parts.items():
+        export(checkpoint, sidecar, saved.model, temporary / part, merged=merged, averaged=averaged)
     rename_flushed(temporary, out)
 
 
@@ -127,6 +152,11 @@ def exportable(source: Path) -> tuple[Path, Sidecar, Config]:
     """
     checkpoint = folders.resolve(source)
     sidecar = read_sidecar(checkpoint)
+    if read_part_sidecars(checkpoint):
+        raise UserError(
+            f"{source} consists of parts that no model of Transformers has together: use convert.py export, or "
+            "merge-lora with adapters, which write a folder for each"
+        )
     if sidecar is None:
         raise UserError(
             f"{source} did not start from a Hugging Face folder, so it has no config.json to export: only "

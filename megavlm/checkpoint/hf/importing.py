@@ -32,7 +32,7 @@ from megavlm.checkpoint.hf.checkpoint_reader import Stored
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, THREADS, for_each
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
-from megavlm.checkpoint.hf.sidecar import write_sidecar
+from megavlm.checkpoint.hf.sidecar import NAME, write_sidecar
 from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY, FileSum, SummingFile
 from megavlm.checkpoint.summary import FORMAT
 from megavlm.checkpoint.tensor_files import without_record_sums
@@ -60,7 +60,7 @@ def import_checkpoint(
         )
     save_config(CheckpointingConfig("torch_dist"), str(temporary))
     torch.save({}, temporary / "common.pt")
-    write_sidecar(pretrained, temporary)
+    write_sidecar(pretrained, temporary / NAME)
     summary = {
         "format": FORMAT,
         "contents": "weights",

@@ -15,6 +15,7 @@ from pathlib import Path
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.safetensors_writer import StreamedFile
 from megavlm.errors import UserError
+from megavlm.families.shared.family import ALL_PARTS
 from megavlm.json_files import TEXT, check, mapped, read_json, whole
 from megavlm.paths import Escapes, copy_files, inside, plain
 
@@ -33,9 +34,8 @@ class Sidecar:
     file_of: dict[str, str]  # tensor → file, in the order of the files
 
 
-def write_sidecar(pretrained: Pretrained, parent: Path) -> None:
-    """Copy what an export will need to `parent`/hf, one tensor at a time."""
-    target = parent / NAME
+def write_sidecar(pretrained: Pretrained, target: Path) -> None:
+    """Copy what an export will need to the folder `target`, one tensor at a time."""
     copy_kept(pretrained.folder.path, target / FILES)
     tensors = pretrained.folder.tensors
     with StreamedFile(
@@ -57,12 +57,14 @@ def copy_kept(source: Path, target: Path) -> None:
 
 def carry_sidecar(checkpoint: Path, run_dir: Path) -> None:
     """Copy the folder `hf/` of a checkpoint, if it has one, to the run that starts from it."""
-    sidecar = read_sidecar(checkpoint)
-    if sidecar is not None and sidecar.path.parent != run_dir:
-        target = run_dir / NAME
-        copy_kept(sidecar.files, target / FILES)
-        for name in (TENSORS, UNUSED):
-            shutil.copyfile(sidecar.path / name, target / name)
+    whole = read_sidecar(checkpoint)
+    found = {"": whole} if whole is not None else read_part_sidecars(checkpoint)
+    for part, sidecar in found.items():
+        target = run_dir / NAME / part
+        if sidecar.path != target:
+            copy_kept(sidecar.files, target / FILES)
+            for name in (TENSORS, UNUSED):
+                shutil.copyfile(sidecar.path / name, target / name)
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
@@ -70,14 +72,30 @@ def read_sidecar(checkpoint: Path) -> Sidecar | None:
 
     Raises UserError if it is damaged or names files elsewhere.
     """
-    for parent in (checkpoint, checkpoint.parent.parent):
-        path = parent / NAME
-        if os.path.lexists(path / TENSORS):
-            break
-    else:
-        return None
+    found = (parent for parent in _places(checkpoint) if os.path.lexists(parent / NAME / TENSORS))
+    return next((_read(parent, NAME) for parent in found), None)
+
+
+def read_part_sidecars(checkpoint: Path) -> dict[str, Sidecar]:
+    """Return the same of each part, `hf/vision`, `hf/projector` and `hf/language`, of a model that consists of folders
+    and that Transformers has no class for; empty if there are none.
+    """
+    for parent in _places(checkpoint):
+        if any(os.path.lexists(parent / NAME / part) for part in ALL_PARTS):
+            return {part: _read(parent, NAME, part) for part in ALL_PARTS}
+    return {}
+
+
+def _places(checkpoint: Path) -> tuple[Path, Path]:
+    """Return where the folder `hf/` of a checkpoint may be: in it, or in its run."""
+    return checkpoint, checkpoint.parent.parent
+
+
+def _read(path: Path, *names: str) -> Sidecar:
+    """Return the content of the folder `path`/`names`…, of which no name may be a link to elsewhere."""
     try:
-        inside(parent, NAME, directory=True)
+        for name in names:
+            path = inside(path, name, directory=True)
         inside(path, FILES, directory=True)
         listing = read_json(inside(path, TENSORS))
         for file in (path / UNUSED, *(path / FILES).iterdir()):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any
 
-from megavlm.arch.connector import Connector
+from megavlm.arch.connector import Connector, connector_of
 from megavlm.arch.layers import PROJECTOR
 from megavlm.config.fields import record_of
 from megavlm.config.registry import ConnectorSections, registered
@@ -16,11 +16,13 @@ from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Rename, Table
 
+_SECTION = "megavlm"  # of the config.json of an exported connector: its options
+
 
 def connector_families() -> tuple[Family, ...]:
     """Return a family for each connector that reads folders."""
     found = (each for each in registered("connectors").values() if isinstance(each, Connector))
-    return tuple(_family(connector) for connector in found if connector.hf_types)
+    return tuple(_family(connector) for connector in found if connector.hf_names(ModelConfig()))
 
 
 @cache
@@ -29,7 +31,7 @@ def _family(connector: Connector) -> Family:
     names = tuple(NamePrefixes(projector=str(number)) for number in range(len(connector.hf_names(ModelConfig()))))
     return Family(
         name=connector.name,
-        model_types=connector.hf_types,
+        model_types=(*connector.hf_types, _own_type(connector)),
         config=partial(_model, connector),
         table=partial(_table, connector),
         name_prefixes=names,
@@ -41,7 +43,7 @@ def _family(connector: Connector) -> Family:
 
 def _model(connector: Connector, settings: Settings) -> ModelConfig:
     assert connector.options is not None, connector.name
-    own = record_of(connector.options, connector.from_hf(settings), name=settings.where)
+    own = record_of(connector.options, _decided(connector, settings), name=settings.where)
     sections = ConnectorSections({connector.name: own})
     return ModelConfig(projector=ProjectorConfig(kind=connector.name, connectors=sections))
 
@@ -53,7 +55,29 @@ def _table(connector: Connector, model: ModelConfig, prefixes: NamePrefixes) -> 
 
 def decided_of(settings: Settings) -> Mapping[str, Any]:
     """Return the options of a connector that the config.json of its folder decides."""
-    return _connector_of(settings).from_hf(settings)
+    return _decided(_connector_of(settings), settings)
+
+
+def exported_config(model: ModelConfig) -> dict[str, Any]:
+    """Return the config.json of an export of the model's connector: what Transformers reads, if it does, and a section
+    `megavlm` with all options.
+    """
+    connector = connector_of(model.projector)
+    said = connector.hf_config(model) or {"model_type": _own_type(connector)}
+    return {**said, _SECTION: asdict(connector.own(model))}
+
+
+def _own_type(connector: Connector) -> str:
+    """Return the `model_type` of exports that Transformers has no module for."""
+    return f"megavlm_{connector.name}"
+
+
+def _decided(connector: Connector, settings: Settings) -> Mapping[str, Any]:
+    if _SECTION not in settings.values:
+        return connector.from_hf(settings)
+    assert connector.options is not None, connector.name
+    section = settings.section(_SECTION)
+    return asdict(record_of(connector.options, section.values, name=section.where))
 
 
 def _connector_of(settings: Settings) -> Connector:
@@ -66,5 +90,5 @@ def _connector_of(settings: Settings) -> Connector:
 def with_connector(given: ProjectorConfig, settings: Settings) -> ProjectorConfig:
     """Return the projector with the connector of a folder with this config.json; what that leaves open is as given."""
     connector = _connector_of(settings)
-    own = replace(getattr(given.connectors, connector.name), **connector.from_hf(settings))
+    own = replace(getattr(given.connectors, connector.name), **_decided(connector, settings))
     return replace(given, kind=connector.name, connectors=ConnectorSections({**given.connectors, connector.name: own}))
