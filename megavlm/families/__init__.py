@@ -77,7 +77,10 @@ def family_of(settings: Settings) -> Family:
         if kind in family.model_types:
             return family
     known = ", ".join(kind for family in families() for kind in family.model_types)
-    raise UserError(f"{settings.where}: model_type {kind!r:.80} is not supported; supported are {known}")
+    raise UserError(
+        f"{settings.where}: model_type {kind!r:.80} is not supported; supported are {known}; an --extension may add "
+        "others"
+    )
 
 
 def processor_from(

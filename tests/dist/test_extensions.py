@@ -1,7 +1,8 @@
-"""The extensions of `examples/`: a connector and a source of samples of a user's own, at layouts and resumed."""
+"""The extensions of `examples/`: a connector, a source, an objective and a family of a user's own, at layouts."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.extensions import EXAMPLES, PACKAGES, POOLED, train_with_examples
+from megavlm.backend import activate
+from tests.support.extensions import EXAMPLES, PACKAGES, POOLED, forget, install, train_with_examples
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics
+
+activate()  # before the module below imports megatron-core
+
+from megavlm.cli import convert  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--lr 1e-3 --lr-warmup-iters 2 --projector-pixel-shuffle 1".split()
@@ -60,6 +66,72 @@ def test_an_objective_gives_the_numbers_of_one_process(pools: Pools, tmp_path: P
     world = 4 if flags else 2
     assert set(pools(world).run(train_with_examples, [*argv, *flags.split()], str(tmp_path / "many"))) == {None}
     assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"))
+
+
+@pytest.fixture
+def acme(tmp_path: Path) -> tuple[Path, Path]:
+    """A LLaVA's folder, and the same weights as a folder of `acme_vlm`."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    from tests.support import hf
+    from tests.support.tiny_models.llava import TEXT, VISION
+
+    settings = transformers.LlavaConfig(
+        vision_config=transformers.SiglipVisionConfig(**VISION),
+        text_config=transformers.LlamaConfig(**TEXT),
+        image_token_index=60,
+        vision_feature_select_strategy="full",
+    )
+    llava = hf.save(transformers.LlavaForConditionalGeneration(settings), tmp_path / "llava")
+    names = {"vision_tower.": "encoder.", "multi_modal_projector.linear_1": "bridge.wide"}
+    names |= {"multi_modal_projector.linear_2": "bridge.narrow", "language_model.lm_head": "decoder.head"}
+    names |= {"language_model.model.": "decoder."}
+    folder = tmp_path / "acme"
+    folder.mkdir()
+    weights = {}
+    for name, value in load_file(llava / "model.safetensors").items():
+        (old,) = (old for old in names if name.startswith(old))
+        weights[names[old] + name.removeprefix(old)] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {"encoder": settings.vision_config.to_dict(), "decoder": settings.text_config.to_dict()}
+    said |= {"model_type": "acme_vlm", "image_token_id": 60, "auto_map": {"AutoModel": "modeling_acme.AcmeVlm"}}
+    (folder / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+    return llava, folder
+
+
+def test_a_family_of_an_extension_begins_with_its_folder_and_leaves_as_it_came(
+    pools: Pools, acme: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At TP2·PP2 it has the numbers of a LLaVA with the same weights on one process."""
+    from safetensors.torch import load_file
+
+    llava, folder = acme
+    argv = "--precision fp32 --train-iters 3 --global-batch-size 4 --seq-length 40 --lr 1e-3 --no-tensorboard".split()
+    extension = ["--extension", "acme_vlm"]
+    (line,) = pools(1).run(train_with_examples, [*argv, "--init-from", str(folder)], str(tmp_path / "unknown"))
+    assert "model_type 'acme_vlm' is not supported" in line
+    assert line.endswith("an --extension may add others")
+    assert pools(1).run(train_with_examples, [*argv, "--init-from", str(llava)], str(tmp_path / "one")) == [None]
+    many = [*argv, *extension, "--init-from", str(folder), "--tp", "2", "--pp", "2"]
+    assert set(pools(4).run(train_with_examples, many, str(tmp_path / "many"))) == {None}
+    assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"))
+
+    assert convert.main(["export", str(tmp_path / "many"), str(tmp_path / "out")]) == 2
+    assert "an --extension may add others" in capsys.readouterr().err
+    install()
+    try:
+        assert convert.main(["export", str(tmp_path / "many"), str(tmp_path / "out"), *extension]) == 0
+        assert convert.main(["import", str(folder), str(tmp_path / "imported"), *extension]) == 0
+        assert convert.main(["export", str(tmp_path / "imported"), str(tmp_path / "again"), *extension]) == 0
+    finally:
+        forget()
+    given, trained = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
+    assert {name: value.shape for name, value in trained.items()} == {name: each.shape for name, each in given.items()}
+    same = {name for name in given if (trained[name] == given[name]).all()}
+    assert {name.split(".")[0] for name in given.keys() - same} == {"encoder", "bridge", "decoder"}
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes()
 
 
 @pytest.mark.slow

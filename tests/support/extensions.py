@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PACKAGES = ("arr_coc", "pooled_attention", "counting_dots", "margin_loss")
+PACKAGES = ("acme_vlm", "arr_coc", "pooled_attention", "counting_dots", "margin_loss")
 POOLED = "--extension pooled_attention --projector-kind pooled --pooled-tokens 5 --pooled-width 21".split()
 
 
@@ -27,13 +27,15 @@ def forget() -> None:
 
 
 def train_with_examples(argv: Sequence[str], run_dir: str) -> str | None:
-    """`train` in a process that has the packages; returns the line of a user's mistake, if there is one."""
+    """`train` in a process that has the packages, from folders if the flags name some; returns the line of a user's
+    mistake, if there is one.
+    """
     from megavlm.errors import UserError
-    from tests.support.training import train
+    from tests.support.training import train_composed
 
     install()
     try:
-        train(argv, run_dir)
+        train_composed(list(argv), run_dir)
     except UserError as error:
         return str(error)
     finally:
