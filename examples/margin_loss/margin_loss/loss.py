@@ -12,13 +12,14 @@ import torch.distributed as dist
 from megavlm.config.schema import ObjectiveConfig
 from megavlm.data.members import SOURCE
 from megavlm.objective.cached import Loss, Representations, normalized, widths_of
-from megavlm.objective.gather import gathered, own_sum
+from megavlm.objective.gather import gathered, gathered_members, longest, own_sum
 from megavlm.objective.texts import Texts
 
 
 def margin(own: Representations, options: ObjectiveConfig, group: dist.ProcessGroup) -> Loss:
     """Return this rank's share of the loss over the texts of all ranks: that of the pairs whose positive is its own."""
-    found, members = gathered(own.vectors, own.members, group)
+    length = longest(len(own.members), group, own.members.device)
+    found, members = gathered(own.vectors, length, group), gathered_members(own.members, length, group)
     texts = Texts(members)
     rows = texts.documents[texts.pairs[1]]
     mine = torch.nonzero(rows // max(len(members) // group.size(), 1) == group.rank()).flatten()
