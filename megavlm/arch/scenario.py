@@ -8,14 +8,20 @@ from typing import Literal
 
 from megavlm.arch.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
 from megavlm.arch.workload import Workload, of_context_part, times, typical_images, typical_workload
-from megavlm.config.derived import layer_precision, moments_folder, offloaded, overlapped, sequence_parallel
+from megavlm.config.derived import (
+    Offloaded,
+    layer_precision,
+    moments_folder,
+    offloaded,
+    overlapped,
+    sequence_parallel,
+)
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.parallel.dims import Dims
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["none", "optimizer", "optimizer_gradients", "full"]
-Offloaded = Literal["optimizer", "activations"]
 Code = Literal["none", "bf16", "int8", "fp8"]
 # Bytes of an activation or a weight; FP8 keeps both in bf16 outside its products.
 # Rows of the busiest rank that shares experts ÷ the mean, where nothing else is known: a router trained with a balance

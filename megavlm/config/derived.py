@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
 from megavlm.storage.urls import is_url
 
 _COPY_MINUTES = 60.0  # 150 GB at 40 MB/s
+Offloaded = Literal["optimizer", "activations", "parameters"]
 Precision = str  # of a layer's linear layers: "high" (that of --precision) or "fp8"
 
 
@@ -44,11 +45,10 @@ def shards_gradients(config: Config) -> bool:
     return config.parallel.data_parallel_sharding in ("optimizer_gradients", "full")
 
 
-def offloaded(config: Config) -> tuple[Literal["optimizer", "activations"], ...]:
+def offloaded(config: Config) -> tuple[Offloaded, ...]:
     """Return what `--offload` keeps off the device, wherever it keeps it."""
     words = {word.partition("=")[0] for word in config.execution.offload}
-    kinds: tuple[Literal["optimizer", "activations"], ...] = ("optimizer", "activations")
-    return tuple(kind for kind in kinds if kind in words)
+    return tuple(kind for kind in get_args(Offloaded) if kind in words)
 
 
 def moments_folder(config: Config) -> Path | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from megavlm.config.context_rules import CONTEXT_RULES
-from megavlm.config.derived import offloaded, replica_size, sequence_parallel, shards_gradients
+from megavlm.config.derived import Offloaded, offloaded, replica_size, sequence_parallel, shards_gradients
 from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
 from megavlm.config.messages import divisors, nearest, plain, shown
 from megavlm.config.registry import registered
@@ -169,15 +169,29 @@ def offload_is_known(config: Config) -> str | None:
     kinds = []
     for word in config.execution.offload:
         kind, equals, place = word.partition("=")
-        if kind == "parameters":
-            return "--offload parameters is not built: use --data-parallel-sharding full with --offload optimizer"
-        if kind not in ("optimizer", "activations") or (equals and kind == "activations"):
-            return f"--offload {plain(word)} is unknown: choose optimizer, activations or optimizer=nvme:DIR"
+        if kind not in get_args(Offloaded) or (equals and kind != "optimizer"):
+            return (
+                f"--offload {plain(word)} is unknown: choose optimizer, activations, parameters or optimizer=nvme:DIR"
+            )
         if equals and not (place.startswith("nvme:") and place != "nvme:"):
             return f"--offload {plain(word)} names no folder: write optimizer=nvme:DIR"
         kinds.append(kind)
     if len(set(kinds)) < len(kinds):
         return f"--offload names {kinds[-1]} twice: keep one"
+    return None
+
+
+def offloaded_parameters_are_gathered(config: Config) -> str | None:
+    """ZeRO-3 gathers weights through the device, layer by layer; what updates them is where they are."""
+    if "parameters" not in offloaded(config):
+        return None
+    if config.parallel.data_parallel_sharding != "full":
+        return (
+            "--offload parameters needs --data-parallel-sharding full, which gathers weights layer by layer: choose it,"
+            " or leave parameters out"
+        )
+    if "optimizer" not in offloaded(config):
+        return "--offload parameters needs the optimizer beside them: use --offload optimizer parameters"
     return None
 
 
@@ -300,6 +314,7 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     *SHARDING_RULES,
     tp_overlap_has_sequences,
     offload_is_known,
+    offloaded_parameters_are_gathered,
     graphs_can_be_captured,
 )
 

@@ -178,7 +178,8 @@ class ExecutionConfig:
     )
     offload: tuple[str, ...] = option(
         (),
-        "Keep in host memory: optimizer state, activations; on disk: optimizer=nvme:DIR; default: neither.",
+        "Keep in host memory: optimizer state, activations, with ZeRO-3 parameters; on disk: optimizer=nvme:DIR; "
+        "default: none of them.",
         common=PRECISION,
     )
     gradient_accumulation_fusion: bool = option(

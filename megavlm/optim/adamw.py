@@ -28,7 +28,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")  # what is kept of each parameter
-    divisor: Tensor | None = None  # [] float32: what the next step divides gradients by, in place, as it reads them
+    divisor: float | None = None  # what the next step divides gradients by, in place, as it reads them
 
     def __init__(
         self,
@@ -97,7 +97,11 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         moments = [self.state_of(p) for p in params]
         values, gradients = [local_part(p) for p in params], [local_part(p.grad) for p in params]
-        self._apply(group, values, gradients, moments, self.divisor)
+        self._apply(group, values, gradients, moments, self.divisor_on(values[0].device))
+
+    def divisor_on(self, device: torch.device) -> Tensor | None:
+        """Return what gradients on a device are divided by ([] float32), which may be the host; None: by nothing."""
+        return None if self.divisor is None else torch.full((), self.divisor, dtype=torch.float32, device=device)
 
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
         """Return what is kept of a parameter: moments, which begin with zeros, and maybe an average."""

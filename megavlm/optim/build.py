@@ -131,12 +131,13 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
 
 def _choose_update(part: Any, config: Config) -> None:
     """Make one of megatron-core's optimizers, before it has state, update with ours: on the device or the host, AdamW
-    there also with moments on disk.
+    there also with moments on disk. Where parameters are on the host, an update there copies nothing.
 
     Ours divide gradients as they read them, which Transformer Engine's does not, and resume a sharded run, which
     torch's does not.
     """
-    on_host, options = "optimizer" in offloaded(config), config.optimizer
+    options, beside = config.optimizer, "parameters" in offloaded(config) and shards_gradients(config)
+    on_host = "optimizer" in offloaded(config) and not beside
     if options.kind == "lion":
         part.optimizer = (HostLion if on_host else Lion).in_place_of(part.optimizer)
         for group in part.optimizer.param_groups:
@@ -167,7 +168,7 @@ def _muon(parts: Sequence[Any], chunks: Sequence[Any], config: Config, groups: G
         steps=config.optimizer.muon_num_ns_steps,
         dtype=DTYPES[config.optimizer.muon_precision],
     )
-    device = next(chunks[0].parameters()).device
+    device = chunks[0].device if shards_gradients(config) else next(chunks[0].parameters()).device
     return (Muon(shards, config.model, options, groups.collection.tp_dp_cp, device),)
 
 

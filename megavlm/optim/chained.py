@@ -68,7 +68,7 @@ class MeanGradientOptimizer(ChainedOptimizer):
 
         `logits` are the largest of each head, which `qk_clip` needs.
         """
-        divisor = torch.full((), divisor_of(norm, tokens, clip=self.clip), dtype=torch.float32, device=self._device)
+        divisor = divisor_of(norm, tokens, clip=self.clip)
         for part in self.chained_optimizers:
             if not part.is_stub_optimizer:
                 part.optimizer.divisor = divisor
@@ -91,11 +91,15 @@ class MeanGradientOptimizer(ChainedOptimizer):
 
     def _sum_of_squares(self, gradients: list[Tensor], group: dist.ProcessGroup) -> Tensor:
         """Return the sum over the ranks of a group; megatron-core's `get_grad_norm_fp32` would wait for it."""
-        norm = torch.zeros(1, device=self._device)
-        if gradients:
+        squares = []  # [1] each, in the type of the gradients
+        if here := [gradient for gradient in gradients if gradient.device.type == self._device.type]:
             overflow = torch.zeros(1, dtype=torch.int, device=self._device)
-            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
-        squared = norm**2.0
+            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [here], False)
+            squares.append(norm**2.0)
+        if on_host := [gradient for gradient in gradients if gradient.device.type != self._device.type]:
+            norms = torch.stack(torch._foreach_norm(on_host)).to(self._device, non_blocking=True)
+            squares.append((norms**2.0).sum().view(1))
+        squared = torch.cat(squares).sum().view(1) if squares else torch.zeros(1, device=self._device)
         dist.all_reduce(squared, group=group)
         return squared.double().reshape(())
 

@@ -4,7 +4,7 @@ torch's `fully_shard` does it, layer by layer: each rank holds some rows of each
 Rows are gathered in the model's type before a layer runs, and gradients are reduce-scattered after each backward pass
 and summed in fp32. ZeRO-3 frees gathered parameters after each pass, ZeRO-2 after the step. With a secondary shard
 (hpZ, Wang et al. 2023) ZeRO-3 keeps a part of them from a forward pass to its backward pass, which then gathers them
-inside a node.
+inside a node. Offloaded rows, with their gradients, are in pinned host memory, and cross the bus to be gathered.
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from megavlm.arch.kinds import is_transformer
 from megavlm.arch.layers import EMBEDDING, OUTPUT
 from megavlm.arch.objectives import ties_output
 from megavlm.backend.fully_shard import resharding_among
+from megavlm.config.derived import offloaded
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
@@ -50,6 +58,8 @@ class FullyShardedChunk(_BaseDataParallel):
         self.dtype = DTYPES[config.precision.dtype]
         self.groups = groups
         self.layouts = _layouts(chunk, groups)
+        self.device = next(chunk.parameters()).device  # that computes and communicates; rows may be on the host
+        self.rows_on_host = "parameters" in offloaded(config)
         attributes = {name: dict(vars(param)) for name, param in chunk.named_parameters()}
         keeps_whole = config.parallel.data_parallel_sharding == "optimizer_gradients"
         self._shard(chunk, keeps_whole=keeps_whole, secondary=secondary)
@@ -60,9 +70,10 @@ class FullyShardedChunk(_BaseDataParallel):
     def _shard(self, chunk: VLMChunk, *, keeps_whole: bool, secondary: Levels | None) -> None:
         # fully_shard warns of in-place operations on a view that a module returns; no layer here has such operations.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view")
-        device = next(chunk.parameters()).device.type
+        device = self.device.type
         mesh = DeviceMesh.from_group(self.groups.shard, device)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        place = CPUOffloadPolicy(pin_memory=device != "cpu") if self.rows_on_host else OffloadPolicy()
         units: list[nn.Module] = [*_units(chunk), chunk]
         resharding: Any = nullcontext()
         if secondary is not None:
@@ -73,7 +84,9 @@ class FullyShardedChunk(_BaseDataParallel):
                 for param in unit.parameters():
                     if param.requires_grad:
                         param.data = param.data.float()
-                fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_whole)
+                fully_shard(
+                    unit, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=not keeps_whole
+                )
         if isinstance(chunk.parts.get(OUTPUT), FSDPModule) and hasattr(chunk.parts[OUTPUT], "logits"):
             register_fsdp_forward_method(chunk.parts[OUTPUT], "logits")
         for module in self._sharded_modules():
@@ -104,7 +117,7 @@ class FullyShardedChunk(_BaseDataParallel):
             param.main_grad = local_part(param.grad)
         if self.groups.replicas is not None:
             for gradients in _portions(self._gradients(), _REDUCED_AT_ONCE):
-                together = torch.cat([gradient.flatten() for gradient in gradients])
+                together = torch.cat([gradient.flatten() for gradient in gradients]).to(self.device)
                 dist.all_reduce(together, group=self.groups.replicas)
                 for gradient, part in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
                     gradient.copy_(part.view_as(gradient))

@@ -34,7 +34,7 @@ class OnHost(AdamW):
             part for p in params for part in _parts(local_part(p), local_part(p.grad), self._moments(p), self.piece)
         ]
         pieces = [Piece(each) for each in _together(parts, self.piece)]
-        divisor = None if self.divisor is None else _to_host(self.divisor)  # arrives before the first piece
+        divisor = self.divisor_on(torch.device("cpu"))
         pieces[0].send()
         following = [*pieces[1:], None]
         for (piece, moments), after in zip(self._with_moments(pieces), following, strict=True):

@@ -94,10 +94,12 @@ class Muon:
         self.rounds = plan_rounds(every, self.matrices, rank=group.rank(), most=ROUND)
 
     @torch.no_grad()
-    def update(self, divisor: Tensor) -> None:
+    def update(self, divisor: float) -> None:
         """Update the matrices with gradients that are divided by `divisor`; afterwards gradients hold U."""
+        places = {local_part(shard.weights).device for shard in self.shards}
+        divisors = {place: torch.full((), divisor, dtype=torch.float32, device=place) for place in places}
         for shard in self.shards:
-            self._accumulate(shard, divisor)
+            self._accumulate(shard, divisors[local_part(shard.weights).device])
         rates = {
             weights: (group["lr"], group["weight_decay"])
             for inner in {id(shard.inner): shard.inner for shard in self.shards}.values()
@@ -125,7 +127,7 @@ class Muon:
             held = self._held[piece.box]
             weights = self._view(local_part(held.shard.weights), piece)
             rate, decay = rates[held.shard.weights]
-            weights.mul_(1 - rate * decay).add_(update.view_as(weights), alpha=-rate)
+            weights.mul_(1 - rate * decay).add_(update.view_as(weights).to(weights.device), alpha=-rate)
 
     def _direction(self, piece: Piece) -> Tensor:
         return self._view(local_part(self._held[piece.box].shard.weights.grad), piece)

@@ -99,4 +99,4 @@ class QKClip:
             view, first = place.view(local_part(weights)), place.box.offset[0]
             factors = self._factors[layer][first : first + len(view)]
             factors = F.pad(factors, (0, len(view) - len(factors)), value=1.0)  # rows that are padding
-            view.mul_(factors.to(view.dtype).view(-1, *(1,) * (view.ndim - 1)))
+            view.mul_(factors.to(view.device, view.dtype).view(-1, *(1,) * (view.ndim - 1)))

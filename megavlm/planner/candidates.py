@@ -29,7 +29,13 @@ class Space:
     placement: tuple[Literal["stages", "colocated"], ...] = ("stages", "colocated")
     sharding: tuple[Sharding, ...] = ("optimizer", "optimizer_gradients", "full", "none")
     # Tried in this order where a layout lacks memory.
-    offload: tuple[tuple[Offloaded, ...], ...] = (("optimizer",), ("activations",), ("optimizer", "activations"))
+    offload: tuple[tuple[Offloaded, ...], ...] = (
+        ("optimizer",),
+        ("activations",),
+        ("optimizer", "activations"),
+        ("optimizer", "parameters"),  # with ZeRO-3 alone
+        ("optimizer", "activations", "parameters"),
+    )
     cp: tuple[int, ...] = (1, 2, 4, 8, 16)  # those that leave a rank `LEAST_PART` positions
     ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)  # of a mixture: those that divide its experts
 

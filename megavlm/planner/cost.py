@@ -28,7 +28,7 @@ from megavlm.arch.scenario import Code, Recompute, Scenario
 from megavlm.planner.collectives import Group, all_reduce, all_to_all, gathers, group_of
 from megavlm.planner.experts import exchange_seconds
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.memory import HOST_PIECE, is_offloaded
+from megavlm.planner.memory import HOST_PIECE, is_offloaded, parameters_here
 from megavlm.planner.passes import Pair, Update, memory_traffic, program_of, touched_bytes
 from megavlm.planner.terms import HostTime, host_of, launch_seconds, layer_terms, rank_flops
 
@@ -163,7 +163,7 @@ def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, 
     """
     ranks = scenario.dims.dp_cp
     if ranks == 1:
-        return 0.0
+        return row_seconds(trained, held, scenario, hardware)
     shards, tp = scenario.shards, scenario.dims.tp
     gradients, weights = trained * FP32, trained * scenario.bytes_each
     if scenario.sharding == "none":
@@ -191,7 +191,21 @@ def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, 
     if scenario.sharding == "full":  # again for backward passes
         again = scenario.regathering_ranks
         seconds += scenario.micro_batches * gathers(whole, group_of(hardware, again, span=again * tp))
-    return seconds + scenario.micro_batches * gathers((gradients,), group)
+    seconds += scenario.micro_batches * gathers((gradients,), group)
+    return max(seconds, row_seconds(trained / shards, held / shards, scenario, hardware))
+
+
+def row_seconds(own: float, held: float, scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds in which offloaded parameters cross the bus in a step, beside the collectives: the rows that
+    a rank holds for each gather among all ranks, and back the gradients of those that it updates. Both directions are
+    busy at once.
+    """
+    if parameters_here(scenario) or not scenario.on_gpu:
+        return 0.0
+    link, count = hardware.own_host.link, scenario.micro_batches
+    rows = FP32 * own + scenario.bytes_each * (held - own)
+    passes = 2 if scenario.regathering_ranks == scenario.shards else 1
+    return max(passes * count * link.seconds(rows), count * link.seconds(FP32 * own))
 
 
 def _sum_between(numbers: float, group: Group, scenario: Scenario, hardware: Hardware) -> float:
@@ -214,7 +228,12 @@ def optimizer_seconds(trained: float, scenario: Scenario, hardware: Hardware) ->
     own = trained / scenario.shards
     rest, update = update_bytes(trained, scenario)
     if "optimizer" in scenario.offload:
-        return host_update_seconds(own, hardware, on_disk=scenario.moments_on_disk) + rest / hardware.memory_bandwidth
+        beside = scenario.shards_gradients and not parameters_here(scenario)
+        seconds = host_update_seconds(own, hardware, on_disk=scenario.moments_on_disk, beside=beside)
+        if not beside:
+            return seconds + rest / hardware.memory_bandwidth
+        added = 3 * FP32 * own * (scenario.micro_batches - 1)  # gradients to those before, while the device waits
+        return seconds + (rest + added) / hardware.own_host.bandwidth
     return (rest + update) / hardware.memory_bandwidth
 
 
@@ -231,13 +250,15 @@ def update_bytes(trained: float, scenario: Scenario) -> tuple[float, float]:
     return gradients * each.zero + own * (each.over_tokens + each.norm + each.clip), own * (each.adam + copied)
 
 
-def host_update_seconds(own: float, hardware: Hardware, *, on_disk: bool = False) -> float:
+def host_update_seconds(own: float, hardware: Hardware, *, on_disk: bool = False, beside: bool = False) -> float:
     """Return the seconds to update `own` parameters on the host in pieces: transfers overlap with updates.
 
-    With both moments `on_disk`, pieces of them are read and written meanwhile.
+    With both moments `on_disk`, pieces of them are read and written meanwhile. `beside`: parameters and gradients are
+    on the host.
     """
     host = hardware.own_host
-    parts = [3 * FP32 / host.link.bandwidth, 7 * FP32 / host.bandwidth, *[2 * FP32 / host.disk] * (2 * on_disk)]
+    parts = [7 * FP32 / host.bandwidth, *[2 * FP32 / host.disk] * (2 * on_disk)]
+    parts += [] if beside else [3 * FP32 / host.link.bandwidth]
     piece = min(own, HOST_PIECE)
     return piece * sum(parts) + (own - piece) * max(parts)
 

@@ -262,7 +262,7 @@ class LayoutEvaluator:
         # Layers take as long wherever their state is; where gradients are sharded, products cannot add to their sums.
         alike: Sharding = "optimizer_gradients" if scenario.shards_gradients else "optimizer"
         if (candidate.sharding, "optimizer" in candidate.offload) != (alike, False):
-            rest = tuple(each for each in candidate.offload if each != "optimizer")
+            rest = tuple(each for each in candidate.offload if each == "activations")
             return sharded(self._profiles(replace(candidate, sharding=alike, offload=rest)), scenario)
         first = encoder_layers(scenario) if candidate.placement == "colocated" else 0
         return layer_profiles(scenario, self.hardware, first=first)

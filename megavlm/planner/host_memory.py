@@ -9,9 +9,9 @@ from itertools import pairwise
 from megavlm.arch.kind import FP32
 from megavlm.arch.kinds import saved_bytes
 from megavlm.arch.scenario import Recompute, Scenario
-from megavlm.planner.cost import trained_parameters
+from megavlm.planner.cost import held_parameters, trained_parameters
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.memory import HOST_PIECE, is_offloaded, moments_here
+from megavlm.planner.memory import HOST_PIECE, is_offloaded, moments_here, parameters_here
 from megavlm.planner.schedules import peak_in_flight, scenario_shape
 
 GIB = 2**30
@@ -24,13 +24,14 @@ class HostMemory:
     """Bytes on one rank's host. There are no activations while there are pieces."""
 
     moments: float = 0.0
+    parameters: float = 0.0  # of ZeRO-3, pinned: a rank's rows, and their gradients
     activations: float = 0.0  # pinned
     pieces: float = 0.0  # weights and gradients on their way to an update and back, at most two pieces; disks' moments
     disk: float = 0.0  # moments that are not in memory
 
     @property
     def total(self) -> float:
-        return self.moments + max(self.activations, self.pieces)
+        return self.moments + self.parameters + max(self.activations, self.pieces)
 
     def __add__(self, other: HostMemory) -> HostMemory:
         return HostMemory(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -46,11 +47,11 @@ def host_memory(
     for chunk, count in zip(chunks, peak_in_flight(scenario_shape(scenario))[rank], strict=True):
         names = scenario.names[slice(*spans[chunk])]
         saved += count * sum(pinned_bytes(name, scenario, recompute[chunk]) for name in names)
-    own = sum(
-        sum(trained_parameters(layout, *spans[chunk]) for chunk in chunks) / layout.shards
-        for layout in scenario.layouts
+    own, held = (
+        sum(sum(count(layout, *spans[chunk]) for chunk in chunks) / layout.shards for layout in scenario.layouts)
+        for count in (trained_parameters, held_parameters)
     )
-    return HostMemory(activations=saved) + of_update(own, scenario)
+    return HostMemory(activations=saved) + of_rows(own, held, scenario) + of_update(own, scenario)
 
 
 def pinned_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> float:
@@ -60,12 +61,23 @@ def pinned_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -
     return saved_bytes(name, scenario, recompute) * (_ROUNDED_UP if scenario.on_gpu else 1.0)
 
 
+def of_rows(own: float, held: float, scenario: Scenario) -> HostMemory:
+    """Of a rank that holds `held` numbers of ZeRO-3's parameters and updates `own` of them."""
+    if parameters_here(scenario):
+        return HostMemory()
+    gradients = FP32 * own * scenario.on_gpu  # on a CPU they stay where they are summed
+    rows = FP32 * own + gradients + scenario.bytes_each * (held - own)
+    return HostMemory(parameters=rows * (_ROUNDED_UP if scenario.on_gpu else 1.0))
+
+
 def of_update(own: float, scenario: Scenario) -> HostMemory:
     """Of a rank that updates `own` numbers; moments of what is trained alone, two of each with Muon, at most."""
     if moments_here(scenario):
         return HostMemory()
     kept = (1 if scenario.optimizer == "lion" else 2) + scenario.averages
     moments, pieces = kept * FP32 * own, 2 * FP32 * min(own, 2 * HOST_PIECE)
+    if not (parameters_here(scenario) or scenario.moments_on_disk):  # all that an update needs is there
+        pieces = 0.0
     if scenario.moments_on_disk:  # but for those of three pieces
         return HostMemory(pieces=pieces + 2 * FP32 * min(own, HOST_PIECE) * 3, disk=moments)
     return HostMemory(moments=moments, pieces=pieces)
@@ -89,6 +101,7 @@ def line(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str:
     fullest = max(ranks, key=lambda each: each.total)
     parts = (
         ("moments", fullest.moments),
+        ("parameters", fullest.parameters),
         ("activations", fullest.activations),
         ("on their way", fullest.pieces),
         ("on disk", fullest.disk),

@@ -108,16 +108,22 @@ def _sharded(name: str, count: float, scenario: Scenario, *, trained: bool, stay
     """Return the same for ZeRO-2 and 3: the share of gathered weights that stays between passes, and shards of the
     rest.
     """
-    gathered = count * scenario.bytes_each * stays
+    gathered, here = count * scenario.bytes_each * stays, parameters_here(scenario)
     if not trained:
-        return Memory(weights=gathered + count * scenario.bytes_each / scenario.shards)
-    state = FP32 * (count + kept_numbers(name, scenario, count) * moments_here(scenario))
-    return Memory(weights=gathered, gradients=count * FP32 / scenario.shards, optimizer=state / scenario.shards)
+        return Memory(weights=gathered + count * scenario.bytes_each / scenario.shards * here)
+    state = FP32 * (count * here + kept_numbers(name, scenario, count) * moments_here(scenario))
+    gradients = count * FP32 / scenario.shards * (here or not scenario.on_gpu)  # on a CPU they are not copied
+    return Memory(weights=gathered, gradients=gradients, optimizer=state / scenario.shards)
 
 
 def moments_here(scenario: Scenario) -> bool:
     """Return whether what an optimizer keeps beside weights is in device memory."""
     return "optimizer" not in scenario.offload
+
+
+def parameters_here(scenario: Scenario) -> bool:
+    """Return whether the rows that a rank holds of parameters are in device memory (ZeRO-3)."""
+    return "parameters" not in scenario.offload
 
 
 def is_offloaded(name: str, scenario: Scenario) -> bool:

@@ -65,6 +65,10 @@ def settings(config: Config, dims: Dims) -> Iterator[tuple[str, Config]]:
         if what not in offloaded(config):
             offload = (*execution.offload, what)
             yield f"--offload {' '.join(offload)}", replace(config, execution=replace(execution, offload=offload))
+    more = tuple(what for what in ("optimizer", "parameters") if what not in offloaded(config))
+    if parallel.data_parallel_sharding == "full" and "parameters" in more:
+        offload = (*execution.offload, *more)
+        yield f"--offload {' '.join(offload)}", replace(config, execution=replace(execution, offload=offload))
     if execution.recompute_granularity != "full":
         full = replace(config, execution=replace(execution, recompute_granularity="full"))
         yield "--recompute-granularity full", full

@@ -134,7 +134,8 @@ def _pass(chunk: Any, bare: VLMChunk, batch: MicroBatch) -> Checksums:
     for name, param in bare.named_parameters():
         gradient = param.grad if summed else getattr(param, "main_grad", None)
         if gradient is not None:
-            note(f"the gradient of {name}{summed}", local_part(gradient))
+            own = local_part(gradient)  # of offloaded parameters on the host, where no other result is
+            note(f"the gradient of {name}{summed}", own.to(chunk.device) if summed else own)
     if isinstance(chunk, FullyShardedChunk):
         chunk.zero_grad_buffer()
     for buffer in (

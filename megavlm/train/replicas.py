@@ -58,7 +58,7 @@ def differing_copies(chunks: Sequence[Any], optimizer: Any) -> Difference | None
         for chunk in chunks
         for group, tensors in _copies(chunk, states)
         if group is not None and group.size() > 1 and tensors
-        if (difference := _differing(group, tensors)) is not None
+        if (difference := _differing(group, tensors, _device_of(chunk))) is not None
     ]
     every: list[list[Difference]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, found)
@@ -93,9 +93,14 @@ def _joined(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {what: tensor for part in parts for what, tensor in part.items()}
 
 
-def _differing(group: dist.ProcessGroup, tensors: Mapping[str, Tensor]) -> Difference | None:
+def _device_of(chunk: Any) -> torch.device:
+    """Return where a chunk computes: its weights and moments may be on the host, which does not communicate."""
+    device: torch.device = chunk.device if isinstance(chunk, FullyShardedChunk) else next(chunk.parameters()).device
+    return device
+
+
+def _differing(group: dist.ProcessGroup, tensors: Mapping[str, Tensor], device: torch.device) -> Difference | None:
     """Return the first tensor whose copies differ; every rank of the group calls it with its own copies."""
-    device = next(iter(tensors.values())).device  # that of moments may be the host, which does not communicate
     own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
     gathered = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(gathered, own, group=group)

@@ -119,6 +119,14 @@ CASES = {
     "offload-activations": (1, "--offload activations"),
     "offload-activations-full": (1, "--offload activations --recompute-granularity full --precision bf16"),
     "dp2-zero3-offload": (2, "--precision bf16 --data-parallel-sharding full --offload optimizer activations"),
+    "dp2-zero3-offload-frozen": (
+        2,
+        "--precision bf16 --data-parallel-sharding full --freeze vision --offload optimizer activations parameters",
+    ),
+    "dp2-zero3-offload-everything": (
+        2,
+        "--precision bf16 --data-parallel-sharding full --offload optimizer activations parameters",
+    ),
     "pp2-offload": (2, "--pp 2 --offload activations"),
     "pp2-vpp2-offload": (2, "--pp 2 --vpp 2 --offload optimizer activations"),
     "dp2-colocated": (2, "--placement colocated"),

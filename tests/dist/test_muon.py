@@ -128,6 +128,7 @@ SHARDED = [
             (2, "rich", LION, "--offload optimizer"),
             (4, "rich", SLOWER, f"--tp 2 {ZERO_3}"),
             (4, "rich", SLOWER, f"--pp 2 --vpp 2 {ZERO_2}"),
+            (2, "rich", SLOWER, f"{ZERO_3} --offload optimizer parameters"),
             (4, "rich", SLOWER, "--hybrid-shard-size 2"),
             (4, "rich", SLOWER, f"{ZERO_3} --hybrid-shard-size 2"),
             (4, "experts", SLOWER, "--ep 2"),

@@ -25,6 +25,7 @@ FAST = [
     (2, "rich", f"{FULL} --placement colocated"),
     (2, "llava-onevision", f"{FULL} --offload optimizer activations"),
     (2, "frozen-vision", "--data-parallel-sharding optimizer --offload optimizer activations"),
+    (2, "rich", f"{FULL} --offload optimizer parameters"),
     (2, "rich", "--offload optimizer=nvme:DISK"),
 ]
 SLOW = [
@@ -41,6 +42,13 @@ SLOW = [
     ],
     (4, "rich", f"--tp 2 {FULL} --hybrid-shard-size 1"),
     (2, "recompute", f"{FULL} --offload activations"),
+    (1, "rich", f"{FULL} --offload parameters optimizer activations"),
+    (2, "frozen-vision", f"{FULL} --offload parameters optimizer=nvme:DISK --micro-batch-size 2"),
+    (2, "recompute", f"{FULL} --placement colocated --offload parameters optimizer activations"),
+    (4, "one-image-rank", f"{FULL} --hybrid-shard-size 2 --offload optimizer parameters"),
+    (4, "rich", f"{FULL} --secondary-shard-size 2 --offload optimizer parameters"),
+    (4, "rich", f"--pp 2 --vpp 2 {FULL} --offload optimizer parameters"),
+    (4, "plain", f"--tp 2 {FULL} --offload optimizer parameters"),
     (2, "plain", "--data-parallel-sharding none --offload optimizer"),
     (2, "rich", "--tp 2 --offload optimizer=nvme:DISK"),
     (2, "plain", f"{FULL} --offload optimizer=nvme:DISK activations"),
@@ -72,7 +80,12 @@ def test_bf16_follows_fp32(pools: Pools, one_process, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "flags", [FULL, pytest.param(f"--tp 2 {GRADIENTS} --offload optimizer", marks=pytest.mark.slow)]
+    "flags",
+    [
+        FULL,
+        pytest.param(f"--tp 2 {GRADIENTS} --offload optimizer", marks=pytest.mark.slow),
+        pytest.param(f"{FULL} --offload optimizer parameters --ema-decay 0.9", marks=pytest.mark.slow),
+    ],
 )
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str):
     argv = [*SMALL, *DROPOUT, *flags.split()]
@@ -91,6 +104,8 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: st
         pytest.param((4, f"--pp 2 {GRADIENTS}"), (2, FULL), marks=pytest.mark.slow),
         pytest.param((2, "--tp 2"), (4, f"{FULL} --secondary-shard-size 2"), marks=pytest.mark.slow),
         pytest.param((2, f"{FULL} --placement colocated"), (2, GRADIENTS), marks=pytest.mark.slow),
+        pytest.param((2, f"{FULL} --offload optimizer parameters"), (2, "--tp 2"), marks=pytest.mark.slow),
+        pytest.param((2, "--pp 2"), (1, f"{FULL} --offload optimizer parameters"), marks=pytest.mark.slow),
     ],
 )
 def test_checkpoint_resumes_with_another_sharding(

@@ -33,6 +33,8 @@ class NoDevice(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.waits: Counter[str] = Counter()
         self.pinned: set[int] = set()
+        self.rows: set[int] = set()  # pinned where they were, as those of offloaded parameters are
+        self.fetched = 0  # copies of rows to the device
 
     @property
     def avoid_device_init(self) -> bool:
@@ -44,6 +46,12 @@ class NoDevice(FakeTensorMode):
         fake = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         target = kwargs.get("device")
         pin = kwargs.pop("pin_memory", None)
+        if not fake and func is _aten._pin_memory.default:
+            result = args[0].clone()
+            self.rows.add(result.untyped_storage()._cdata)
+            return result
+        if not fake and func is _aten.is_pinned.default:
+            return args[0].untyped_storage()._cdata in self.rows | self.pinned
         if not fake and (target is None or torch.device(target).type != "cuda"):
             result = func(*args, **kwargs)
             if pin:
@@ -68,6 +76,7 @@ class NoDevice(FakeTensorMode):
         if func is _aten._to_copy.default:
             source, target = args[0].device.type, torch.device(kwargs.get("device") or args[0].device).type
             waits = not kwargs.get("non_blocking")
+            self.fetched += target == "cuda" and args[0].untyped_storage()._cdata in self.rows
         elif func is _aten.copy_.default:
             source, target = args[1].device.type, args[0].device.type
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))

@@ -32,7 +32,7 @@ def main() -> None:
         except BaseException as error:
             result["error"] = f"{type(error).__name__}: {error}"
             result["trace"] = "".join(traceback.format_tb(error.__traceback__))
-        result["waits"] = dict(mode.waits)
+        result.update(waits=dict(mode.waits), fetched=mode.fetched)
         print(json.dumps(result), file=out, flush=True)
 
 

@@ -99,8 +99,11 @@ def step_counts(
     """Return the counter of the second training step, which runs within `around(counter)`."""
     engine.train_step(batches)
     data = [value for batch in batches for value in vars(batch).values() if isinstance(value, Tensor)]
-    moments = [moment for inner in _optimizers(engine) if isinstance(inner, HostAdamW) for moment in _state(inner)]
-    counter = LiveBytes([*standing_tensors(engine), *data], host=moments)
+    sharded = [chunk for chunk in engine.model_chunks if getattr(chunk, "rows_on_host", False)]
+    rows = [local_part(param) for chunk in sharded for param in chunk.parameters()]
+    updated_there = [inner for inner in _optimizers(engine) if sharded or isinstance(inner, HostAdamW)]
+    moments = [moment for inner in updated_there for moment in _state(inner)]
+    counter = LiveBytes([*standing_tensors(engine), *data], host=[*moments, *rows])
     with counter, around(counter):
         engine.train_step(batches)
     return counter

@@ -327,11 +327,18 @@ MODEL = (
     Mistake("--offload optimizer=nvme:", "--offload optimizer=nvme:", "names no folder", "--offload optimizer=nvme:x"),
     Mistake("--offload optimizer optimizer=nvme:/x", "--offload", "twice", "--offload optimizer=nvme:/x"),
     Mistake(
+        "--offload optimizer parameters",
         "--offload parameters",
-        "--offload parameters",
-        "full with --offload optimizer",
-        "--data-parallel-sharding full --offload optimizer",
+        "needs --data-parallel-sharding full",
+        "--data-parallel-sharding full",
     ),
+    Mistake(
+        "--offload parameters --data-parallel-sharding full",
+        "--offload parameters",
+        "use --offload optimizer parameters",
+        "--offload optimizer parameters",
+    ),
+    Mistake("--offload parameters=nvme:/x", "--offload parameters=nvme:/x", "choose", "--offload optimizer=nvme:/x"),
     Mistake(
         "--language-window-size 8 --cuda-graphs",
         "--language-window-size and --cuda-graphs",

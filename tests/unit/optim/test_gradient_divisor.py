@@ -36,7 +36,7 @@ def test_one_division_is_two_passes(kind: type[AdamW], clip: float, tokens: int)
         for p, g in zip(theirs, means, strict=True):
             p.grad = g * scale
         whole = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in sums])))
-        inner.divisor = torch.tensor(divisor_of(whole, tokens, clip=clip or float("inf")), dtype=torch.float32)
+        inner.divisor = divisor_of(whole, tokens, clip=clip or float("inf"))
         inner.step()
         plain.step()
         for mine, other in zip(ours, theirs, strict=True):

@@ -13,7 +13,7 @@ from megavlm.config.rules import check
 from megavlm.parallel.dims import Dims
 from megavlm.planner.auto import offload_memory_error, planned, predict
 from megavlm.planner.candidates import Space
-from megavlm.planner.cost import host_update_seconds, layer_seconds, optimizer_seconds
+from megavlm.planner.cost import gradient_seconds, host_update_seconds, layer_seconds, optimizer_seconds
 from megavlm.planner.hardware import PROFILES, Hardware, from_json, to_json
 from megavlm.planner.host_memory import HOST_PIECE, host_memory, line, node_memory_error
 from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
@@ -113,6 +113,52 @@ def test_moments_on_a_disk_take_no_memory_and_the_disks_time() -> None:
     assert "on disk" in line(best.step.host, 8, H100)
 
 
+def test_parameters_leave_the_device_and_cross_the_bus() -> None:
+    whole = replace(case("optimizer", sharding="full"), micro_batches=1)
+    off, bounds = replace(whole, offload=("optimizer", "parameters")), [0, len(whole.names)]
+    count = model_state_bytes(LAYER, whole).total / (8 / 8)
+    assert model_state_bytes(LAYER, off).total == 0, "4 of weights and 4 of gradients, on 8 ranks"
+    frozen = replace(off, own=frozenset())
+    assert model_state_bytes(LAYER, frozen).total == 0
+    assert model_state_bytes(LAYER, replace(off, secondary=4)).total == pytest.approx(2 * count / 4)
+    here, there = (host_memory(each, bounds, 0, recompute=["none"]) for each in (whole, off))
+    assert there.parameters == pytest.approx(1.44 * here.moments), "8 bytes each, pinned"
+    assert (there.moments, there.pieces) == (here.moments, 0), "an update copies nothing"
+    still = host_memory(frozen, bounds, 0, recompute=["none"])
+    assert (still.moments, still.parameters) == (0, pytest.approx(there.parameters / 8 * 2))
+    assert "parameters" in line([there], 8, H100)
+
+    own, link, host = 1e9, H100.own_host.link, H100.own_host.bandwidth
+    assert optimizer_seconds(8 * own, off, H100) > 28 * own / host > optimizer_seconds(8 * own, whole, H100) / 4
+    slow = replace(H100, host=replace(H100.own_host, link=replace(link, bandwidth=link.bandwidth / 100)))
+    fast = gradient_seconds(8 * own, whole, H100, held=8 * own)
+    bus = 2 * off.micro_batches * 4 * own / slow.own_host.link.bandwidth
+    assert gradient_seconds(8 * own, off, slow, held=8 * own) == pytest.approx(bus, rel=0.01)
+    again = replace(off, secondary=4)
+    assert gradient_seconds(8 * own, again, slow, held=8 * own) == pytest.approx(bus / 2, rel=0.01)
+    assert gradient_seconds(8 * own, whole, slow, held=8 * own) == fast
+    more = optimizer_seconds(8 * own, replace(off, micro_batches=3), H100) - optimizer_seconds(8 * own, off, H100)
+    assert more == pytest.approx(2 * 12 * own / host), "the host adds gradients of micro-batches"
+    alone = replace(off, dims=Dims(1, 1, 1, 1))
+    assert gradient_seconds(own, alone, slow, held=own) == pytest.approx(bus, rel=0.01)
+
+
+def test_the_search_offloads_parameters_of_what_lacks_memory_otherwise() -> None:
+    space = replace(SPACE, sharding=("full",))
+    every: tuple[Offloaded, ...] = ("optimizer", "activations", "parameters")
+    config = replace(
+        SMALL,
+        parallel=replace(SMALL.parallel, data_parallel_sharding="full"),
+        execution=replace(SMALL.execution, offload=every),
+    )
+    least = predict(config, Dims(1, 1, 1, 8), H100).peak
+    both = predict(replace(config, execution=replace(config.execution, offload=BOTH)), Dims(1, 1, 1, 8), H100).peak
+    assert least < both
+    (best, *_) = search(SMALL, 8, replace(H100, memory=(least + both) / 2), space=space).best
+    assert best.candidate.offload == every
+    check(best.candidate.applied(SMALL), world=8)
+
+
 def room_for(*offload: Offloaded, hardware: Hardware = H100) -> Hardware:
     """A device in which a layout fits with so much offloaded, and little more."""
     config = replace(SMALL, execution=replace(SMALL.execution, offload=offload))
@@ -124,7 +170,7 @@ def test_the_search_offloads_as_little_as_gives_room() -> None:
     roomy = search(SMALL, 8, H100, space=SPACE)
     assert roomy.best[0].candidate.offload == ()
     text = report(roomy)
-    assert all(f"--offload {' '.join(each)}: " in text for each in SPACE.offload)
+    assert all((f"--offload {' '.join(each)}: " in text) == ("parameters" not in each) for each in SPACE.offload)
     for wanted in (("optimizer",), BOTH):
         hardware = room_for(*wanted)
         outcome = search(SMALL, 8, hardware, space=SPACE)
