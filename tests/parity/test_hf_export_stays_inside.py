@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import transformers
 
+from megavlm.checkpoint.hf.sidecar import carry_sidecar, read_part_sidecars
 from megavlm.checkpoint.manifest import write_manifest
 from megavlm.cli import convert
+from megavlm.errors import UserError
 from tests.support import hf
 from tests.support.tiny_models.llava import vicuna
 
@@ -122,3 +124,43 @@ def test_a_link_in_a_folder_is_not_copied_into_checkpoints(tmp_path: Path, capsy
     assert convert.main(["import", str(folder), str(tmp_path / "ours")]) == 2
     assert "is a link that leads out of its folder" in capsys.readouterr().err
     assert not list((tmp_path / "ours").rglob("notes.txt"))
+
+
+def parts_in(parent: Path) -> Path:
+    """The `hf/` of a model of parts, as small as it can be."""
+    for part in ("vision", "projector", "language"):
+        files = parent / "hf" / part / "files"
+        files.mkdir(parents=True)
+        (files / "config.json").write_text(json.dumps({"part": part}))
+        (files.parent / "unused.safetensors").write_bytes(b"")
+        (files.parent / "tensors.json").write_text(json.dumps({"spelling": 0, "files": {}}))
+    return parent / "hf"
+
+
+def test_a_run_takes_the_parts_of_the_checkpoint_that_it_starts_from(tmp_path: Path) -> None:
+    theirs = parts_in(tmp_path / "theirs")
+    (tmp_path / "mine").mkdir()
+    carry_sidecar(tmp_path / "theirs", tmp_path / "mine")
+    mine = read_part_sidecars(tmp_path / "mine")
+    assert {part: (each.files / "config.json").read_bytes() for part, each in mine.items()} == {
+        part: (theirs / part / "files" / "config.json").read_bytes() for part in ("vision", "projector", "language")
+    }
+    assert all(each.path.is_relative_to(tmp_path / "mine") for each in mine.values())
+    carry_sidecar(tmp_path / "mine", tmp_path / "mine")  # a run that goes on
+
+
+@pytest.mark.parametrize(
+    ("name", "linked"),
+    [
+        *((name, True) for name in ("hf", "hf/projector", "hf/projector/files", "hf/projector/files/config.json")),
+        *((name, False) for name in ("hf/projector", "hf/projector/files")),
+    ],
+)
+def test_a_part_that_is_elsewhere_or_missing_is_one_line(tmp_path: Path, name: str, linked: bool) -> None:
+    parts_in(tmp_path / "theirs")
+    place = tmp_path / "theirs" / name
+    place.rename(tmp_path / "moved")
+    if linked:
+        place.symlink_to(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"is damaged .* nothing can be exported from it"):
+        read_part_sidecars(tmp_path / "theirs")
