@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megavlm.arch.layers import PROJECTOR
@@ -147,3 +149,23 @@ def test_a_folder_decides_and_contradictions_are_one_line(tmp_path: Path) -> Non
         with_pretrained_model(parse([*argv, "--projector-kind", "gated"]))
     with pytest.raises(UserError, match=r"--init-from brings a whole VLM: leave out .* --projector-from"):
         with_pretrained_model(parse([*argv, "--init-from", str(tmp_path)]))
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ("many", "megavlm"),
+        ({"depht": 1}, "depth"),
+        ({"depth": "x"}, "depth"),
+        ({"depth": 0}, "depth 0 must be at least 1"),
+        ({"norm_epsilon": -1.0}, "norm_epsilon"),
+        ({"hidden_size": 10**12}, "hidden_size 1000000000000 is described, and no tensor is larger than"),
+    ],
+)
+def test_a_damaged_export_is_one_line(tmp_path: Path, section: object, says: str) -> None:
+    config = {"model_type": "megavlm_c_abstractor", "megavlm": section}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"positions": torch.zeros(16, 20)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=says) as caught:
+        with_pretrained_model(parse([*SIZES, "--projector-from", str(tmp_path)]))
+    assert len(str(caught.value).splitlines()) == 1

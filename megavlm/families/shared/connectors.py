@@ -77,7 +77,8 @@ def _decided(connector: Connector, settings: Settings) -> Mapping[str, Any]:
         return connector.from_hf(settings)
     assert connector.options is not None, connector.name
     section = settings.section(_SECTION)
-    return asdict(record_of(connector.options, section.values, name=section.where))
+    found = record_of(connector.options, section.values, name=section.where)
+    return {name: getattr(found, name) for name in section.values}
 
 
 def _connector_of(settings: Settings) -> Connector:
