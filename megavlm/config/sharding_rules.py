@@ -69,15 +69,13 @@ def secondary_shards_are_gathered(config: Config) -> str | None:
 
 
 def links_carry_codes(config: Config) -> str | None:
-    """Codes of gradients and weights replace megatron-core's collectives, and need its buckets."""
+    """Codes of gradients and weights replace megatron-core's collectives, or those of torch's `fully_shard`."""
     parallel, precision = config.parallel, config.precision
     sharding = parallel.data_parallel_sharding
     gradients, weights = parallel.compress_gradients != "none", parallel.compress_weights != "none"
     option = f"--compress-gradients {parallel.compress_gradients}"
     if not gradients:
         option = f"--compress-weights {parallel.compress_weights}"
-    if (gradients or weights) and shards_gradients(config):
-        return f"{option} does not support --data-parallel-sharding {sharding}: use --data-parallel-sharding optimizer"
     if (gradients or weights) and precision.dtype == "fp16":
         return f"{option} does not support the loss scaling of --precision fp16: use --precision bf16"
     if (gradients or weights) and config.model.experts.num_experts:

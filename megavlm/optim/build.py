@@ -40,8 +40,14 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
     """Make chunks data-parallel: gradient buffers that are reduced (or reduce-scattered) over the ranks, or shards."""
     parallel = config.parallel
     if shards_gradients(config):
-        secondary = _levels(parallel.secondary_shard_size, config, groups)
-        return [FullyShardedChunk(chunk, config, groups, secondary=secondary) for chunk in chunks]
+        size, compressing_size = parallel.secondary_shard_size, parallel.compress_group_size
+        secondary = None if size == groups.shard.size() else _levels(size, config, groups)
+        compressing = secondary
+        if secondary is None or size != compressing_size:
+            compressing = _levels(compressing_size, config, groups)
+        return [
+            FullyShardedChunk(chunk, config, groups, secondary=secondary, compressing=compressing) for chunk in chunks
+        ]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=bool(parallel.overlap_grad_reduce),
@@ -70,8 +76,8 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
 
 
 def _levels(size: int | None, config: Config, groups: Groups) -> Levels | None:
-    """Return the shard group in subgroups of `size` neighbours; None where there would be one, or one for each rank."""
-    if size is None or size in (1, groups.shard.size()):
+    """Return the shard group in subgroups of `size` neighbours; None where each would have one rank."""
+    if size is None or size == 1:
         return None
     return levels_of(groups.shard, size, timeout_minutes=config.parallel.distributed_timeout_minutes)
 

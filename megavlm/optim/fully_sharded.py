@@ -37,6 +37,7 @@ from megavlm.config.derived import offloaded
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
+from megavlm.optim.coded_units import compress_units
 from megavlm.optim.shards import ShardLayout, rows_of, shard_layout
 from megavlm.parallel.dtensor import local_part
 from megavlm.parallel.groups import Groups, Levels
@@ -51,8 +52,18 @@ class FullyShardedChunk(_BaseDataParallel):
     holds, as a plain tensor; callers may add to it and scale it in place.
     """
 
-    def __init__(self, chunk: VLMChunk, config: Config, groups: Groups, *, secondary: Levels | None = None) -> None:
-        """`secondary`: the shard group in two levels, where ranks of the inner one keep a second shard of weights."""
+    def __init__(
+        self,
+        chunk: VLMChunk,
+        config: Config,
+        groups: Groups,
+        *,
+        secondary: Levels | None = None,
+        compressing: Levels | None = None,
+    ) -> None:
+        """`secondary`: the shard group in two levels, where ranks of the inner one keep a second shard of weights.
+        `compressing`: the same, where ranks of the inner one sum exact gradients before codes are sent.
+        """
         super().__init__(config=chunk.config, module=chunk)
         self.ddp_config = DistributedDataParallelConfig()  # megatron-core reads from it whether this is its own FSDP
         self.dtype = DTYPES[config.precision.dtype]
@@ -63,6 +74,7 @@ class FullyShardedChunk(_BaseDataParallel):
         attributes = {name: dict(vars(param)) for name, param in chunk.named_parameters()}
         keeps_whole = config.parallel.data_parallel_sharding == "optimizer_gradients"
         self._shard(chunk, keeps_whole=keeps_whole, secondary=secondary)
+        self.coded_reductions, self._between = compress_units(self._sharded_modules(), config, groups, compressing)
         for name, param in chunk.named_parameters():  # fully_shard's new parameters lack the attributes for TP and ties
             vars(param).update(attributes[name])
         self.trained = {name: param for name, param in chunk.named_parameters() if param.requires_grad}
@@ -116,9 +128,12 @@ class FullyShardedChunk(_BaseDataParallel):
                 param.grad = torch.zeros_like(param)
             param.main_grad = local_part(param.grad)
         if self.groups.replicas is not None:
-            for gradients in _portions(self._gradients(), _REDUCED_AT_ONCE):
+            for index, gradients in enumerate(_portions(self._gradients(), _REDUCED_AT_ONCE)):
                 together = torch.cat([gradient.flatten() for gradient in gradients]).to(self.device)
-                dist.all_reduce(together, group=self.groups.replicas)
+                if self._between is None:
+                    dist.all_reduce(together, group=self.groups.replicas)
+                else:
+                    together = self._between(index, together, self.groups.replicas)
                 for gradient, part in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
                     gradient.copy_(part.view_as(gradient))
 

@@ -43,9 +43,10 @@ def forget_errors(chunks: Sequence[Any]) -> None:
         reduction.errors.clear()
 
 
-def coded_reductions(chunks: Sequence[Any]) -> Iterator[CodedReduction]:
+def coded_reductions(chunks: Sequence[Any]) -> Iterator[Reduction]:
     """Yield the reductions by codes of these chunks."""
     for chunk in chunks:
+        yield from getattr(chunk, "coded_reductions", ())  # of ZeRO-2 and 3
         for group in _bucket_groups(chunk):
             if isinstance(reduction := group.__dict__.get("start_grad_sync"), CodedReduction):
                 yield reduction
@@ -62,15 +63,29 @@ class _Done:
         pass
 
 
-class CodedReduction:
+class Reduction:
+    """What sums gradients as codes keeps: residuals, and how much it has sent."""
+
+    def __init__(self, coded: Coded) -> None:
+        self.coded = coded
+        self.errors: dict[int, Tensor] = {}  # by what they are residuals of
+        self.sent = 0  # bytes by this rank so far, of codes
+
+    def error(self, index: int, gradients: Tensor) -> Tensor:
+        """Return the residual of gradients of the same size, at first zeros."""
+        if index not in self.errors:
+            self.errors[index] = torch.zeros_like(gradients)
+        return self.errors[index]
+
+
+class CodedReduction(Reduction):
     """Sums the gradients of a bucket group's buckets, in place of its `start_grad_sync`."""
 
     def __init__(
         self, group: Any, coded: Coded, replicas: dist.ProcessGroup | None, levels: Levels | None = None
     ) -> None:
-        self.group, self.coded, self.replicas, self.levels = group, coded, replicas, levels
-        self.errors: dict[int, Tensor] = {}  # of each bucket
-        self.sent = 0  # bytes by this rank so far, of codes
+        super().__init__(coded)
+        self.group, self.replicas, self.levels = group, replicas, levels
 
     def __call__(self, force_all_reduce: bool | None = False) -> None:
         group = self.group
@@ -87,27 +102,22 @@ class CodedReduction:
         if not self.group.ddp_config.use_distributed_optimizer:
             ranks = self.group.data_parallel_group
             padded = pad(gradients, (0, -gradients.numel() % ranks.size()))
-            self.sent += all_reduce(padded, ranks, self.coded, self._error(index, padded))
+            self.sent += all_reduce(padded, ranks, self.coded, self.error(index, padded))
             gradients.copy_(padded[: gradients.numel()])
             return
         shards = self.group.intra_distributed_optimizer_instance_group
         if self.levels is not None:
             own = gradients[: gradients.numel() // self.levels.inside.size()]
-            error = self._error(index, own)
+            error = self.error(index, own)
             self.sent += reduce_scatter_in_two_levels(gradients, self.levels, self.coded, error)
             return
         if self.replicas is None:
-            self.sent += reduce_scatter(gradients, shards, self.coded, self._error(index, gradients))
+            self.sent += reduce_scatter(gradients, shards, self.coded, self.error(index, gradients))
             return
         own = gradients.view(shards.size(), -1)[shards.rank()]
         if shards.size() > 1:
             dist.reduce_scatter_tensor(own, gradients, group=shards)
-        self.sent += all_reduce(own, self.replicas, self.coded, self._error(index, own))
-
-    def _error(self, index: int, gradients: Tensor) -> Tensor:
-        if index not in self.errors:
-            self.errors[index] = torch.zeros_like(gradients)
-        return self.errors[index]
+        self.sent += all_reduce(own, self.replicas, self.coded, self.error(index, own))
 
 
 class CodedGather:

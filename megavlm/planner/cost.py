@@ -165,7 +165,6 @@ def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, 
     if ranks == 1:
         return row_seconds(trained, held, scenario, hardware)
     shards, tp = scenario.shards, scenario.dims.tp
-    gradients, weights = trained * FP32, trained * scenario.bytes_each
     if scenario.sharding == "none":
         return _sum_between(trained, group_of(hardware, ranks, span=ranks * tp), scenario, hardware)
     group, seconds = group_of(hardware, shards, span=shards * tp), 0.0
@@ -174,25 +173,39 @@ def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, 
             trained / shards, group_of(hardware, ranks // shards, span=ranks * tp), scenario, hardware
         )
     if not scenario.shards_gradients:
-        if scenario.gradient_code == "none" or shards < ranks:
-            seconds += gathers((gradients,), group)
-        else:
-            inside = min(shards, scenario.code_group)
-            seconds += gathers((gradients,), group_of(hardware, inside, span=inside * tp))
-            across = group_of(hardware, shards // inside, span=shards * tp)
-            seconds += all_to_all(trained / inside * coded_bytes(scenario.gradient_code), across)
-            seconds += trained * _CODING / hardware.memory_bandwidth
-        if scenario.weight_code == "none":
-            return seconds + gathers((weights,), group)
-        seconds += gathers((trained * coded_bytes(scenario.weight_code),), group)
-        return seconds + trained * _CODING / 2 / hardware.memory_bandwidth
-    whole = (held * scenario.bytes_each,)
-    seconds += (scenario.micro_batches if scenario.sharding == "full" else 1) * gathers(whole, group)
-    if scenario.sharding == "full":  # again for backward passes
-        again = scenario.regathering_ranks
-        seconds += scenario.micro_batches * gathers(whole, group_of(hardware, again, span=again * tp))
-    seconds += scenario.micro_batches * gathers((gradients,), group)
+        return (
+            seconds
+            + _scatter_seconds(trained, scenario, hardware)
+            + _gather_seconds(trained, group, scenario, hardware)
+        )
+    passes, again = scenario.micro_batches if scenario.sharding == "full" else 1, scenario.regathering_ranks
+    whole = _gather_seconds(held, group, scenario, hardware)
+    seconds += passes * whole
+    if scenario.sharding == "full":  # for backward passes
+        inside = gathers((held * scenario.bytes_each,), group_of(hardware, again, span=again * tp))
+        seconds += passes * (inside if again < shards else whole)
+    seconds += scenario.micro_batches * _scatter_seconds(trained, scenario, hardware)
     return max(seconds, row_seconds(trained / shards, held / shards, scenario, hardware))
+
+
+def _scatter_seconds(trained: float, scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds of a reduce-scatter of gradients within a shard group: in HSDP exact, else by codes if any."""
+    shards, tp = scenario.shards, scenario.dims.tp
+    if scenario.gradient_code == "none" or shards < scenario.dims.dp_cp:
+        return gathers((trained * FP32,), group_of(hardware, shards, span=shards * tp))
+    inside = min(shards, scenario.code_group)
+    seconds = gathers((trained * FP32,), group_of(hardware, inside, span=inside * tp))
+    across = group_of(hardware, shards // inside, span=shards * tp)
+    seconds += all_to_all(trained / inside * coded_bytes(scenario.gradient_code), across)
+    return seconds + trained * _CODING / hardware.memory_bandwidth
+
+
+def _gather_seconds(numbers: float, group: Group, scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds of an all-gather of weights, as codes if any."""
+    if scenario.weight_code == "none":
+        return gathers((numbers * scenario.bytes_each,), group)
+    seconds = gathers((numbers * coded_bytes(scenario.weight_code),), group)
+    return seconds + numbers * _CODING / 2 / hardware.memory_bandwidth
 
 
 def row_seconds(own: float, held: float, scenario: Scenario, hardware: Hardware) -> float:

@@ -92,9 +92,7 @@ def _model_state(name: str, count: float, scenario: Scenario, *, trained: bool) 
         return Memory(weights=count * scenario.bytes_each)
     masters = FP32 * count if scenario.bytes_each != FP32 else 0
     state = masters + FP32 * kept_numbers(name, scenario, count) * moments_here(scenario)
-    gradients = count * FP32
-    if scenario.gradient_code != "none" and scenario.dims.dp_cp > 1:  # what codes have lost of what this rank sends
-        gradients += count * FP32 / (scenario.shards if scenario.shards < scenario.dims.dp_cp else scenario.code_group)
+    gradients = count * FP32 + _residuals(count, scenario)
     return Memory(weights=count * scenario.bytes_each, gradients=gradients, optimizer=state / scenario.shards)
 
 
@@ -102,6 +100,13 @@ def _second_shard(scenario: Scenario) -> float:
     """Return the share of gathered weights that a rank keeps from a forward pass to its backward pass (hpZ)."""
     ranks = scenario.regathering_ranks
     return 1 / ranks if ranks < scenario.shards else 0.0
+
+
+def _residuals(count: float, scenario: Scenario) -> float:
+    """Return the bytes of what codes have lost of gradients that a rank sends."""
+    if scenario.gradient_code == "none" or scenario.dims.dp_cp == 1:
+        return 0.0
+    return count * FP32 / (scenario.shards if scenario.shards < scenario.dims.dp_cp else scenario.code_group)
 
 
 def _sharded(name: str, count: float, scenario: Scenario, *, trained: bool, stays: float) -> Memory:
@@ -113,6 +118,7 @@ def _sharded(name: str, count: float, scenario: Scenario, *, trained: bool, stay
         return Memory(weights=gathered + count * scenario.bytes_each / scenario.shards * here)
     state = FP32 * (count * here + kept_numbers(name, scenario, count) * moments_here(scenario))
     gradients = count * FP32 / scenario.shards * (here or not scenario.on_gpu)  # on a CPU they are not copied
+    gradients += _residuals(count, scenario)
     return Memory(weights=gathered, gradients=gradients, optimizer=state / scenario.shards)
 
 
@@ -150,10 +156,14 @@ def _gathered(name: str, scenario: Scenario) -> float:
 
 
 def _reduced(name: str, scenario: Scenario) -> float:
-    """Return the bytes of a layer's gradients and their fp32 copy that is reduced (ZeRO-2 and 3)."""
+    """Return the bytes of a layer's gradients and their fp32 copy that is reduced (ZeRO-2 and 3).
+
+    Where codes are sent, the gradients are gone by then, and what is decoded is there twice as its scales are applied.
+    """
     if not (scenario.shards_gradients and _is_unit(name, scenario) and scenario.trains(name)):
         return 0.0
-    return rank_parameters(name, scenario) * (scenario.bytes_each + FP32)
+    decoded = 2 * _residuals(1.0, scenario) if scenario.shards == scenario.dims.dp_cp else 0.0
+    return rank_parameters(name, scenario) * (FP32 + max(scenario.bytes_each, decoded))
 
 
 def replicated_encoder(scenario: Scenario, *, vision_tp: int = 1) -> Memory:

@@ -111,6 +111,14 @@ CASES = {
     "dp2-zero2-fp32": (2, "--data-parallel-sharding optimizer_gradients"),
     "dp2-zero3": (2, "--precision bf16 --data-parallel-sharding full"),
     "dp4-zero3-secondary": (4, "--precision bf16 --data-parallel-sharding full --secondary-shard-size 2"),
+    "dp2-zero3-codes": (
+        2,
+        "--precision bf16 --data-parallel-sharding full --compress-gradients int8 --compress-weights int8",
+    ),
+    "dp2-zero2-codes": (
+        2,
+        "--precision bf16 --data-parallel-sharding optimizer_gradients --compress-gradients int8",
+    ),
     "tp2-muon": (2, "--tp 2 --precision bf16 --optimizer muon --ema-decay 0.9"),
     "ep2-muon": (2, f"--ep 2 {EXPERTS} {SHARED} --optimizer muon"),
     "dp2-colocated-muon": (2, "--placement colocated --optimizer muon"),

@@ -12,6 +12,7 @@ from tests.support.pool import Pools
 from tests.support.training import SMALL, TEXT_TO_LEARN, assert_within_a_hundredth, metrics, train, without_wall_time
 
 BF16 = "--precision bf16"
+FULL = "--data-parallel-sharding full"
 GRADIENTS, WEIGHTS = "--compress-gradients int8", f"--compress-weights int8 {BF16}"
 
 
@@ -86,14 +87,129 @@ def test_what_is_lost_is_sent_later(pools: Pools, world: int, code: str) -> None
     assert all(rank["everywhere"] == found[0]["everywhere"] for rank in found)
 
 
+def collectives_of_a_step(argv: list[str], run_dir: str) -> dict[str, Any]:
+    """What units gave to their reductions and gathers in a step, and what they got: arrays, call by call."""
+    import contextlib
+    import io
+
+    import torch.distributed as dist
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.config.rules import check
+    from megavlm.optim.coded_units import CodedUnitGather, CodedUnitReduction
+    from megavlm.optim.slow_links import coded_reductions, forget_errors
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
+
+    config = parse([*argv, "--run-dir", run_dir])
+    check(config, world=dist.get_world_size())
+    destroy_groups()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        run = build(config, backend.activate())
+    found: dict[str, Any] = {"reduced": [], "gathered": []}
+    comms: list[Any] = []
+    with contextlib.ExitStack() as undo:
+        for kind, log in ((CodedUnitReduction, found["reduced"]), (CodedUnitGather, found["gathered"])):
+            original = kind.__call__
+
+            def noted(
+                self: Any,
+                output_tensor: Any,
+                input_tensor: Any,
+                *rest: Any,
+                call: Any = original,
+                log: Any = log,
+                **more: Any,
+            ) -> Any:
+                comms.append(self)
+                given, before = input_tensor.float().numpy().copy(), self.sent
+                result = call(self, output_tensor=output_tensor, input_tensor=input_tensor, **more)
+                log.append((id(self), given, output_tensor.float().numpy().copy(), self.sent - before))
+                return result
+
+            undo.callback(setattr, kind, "__call__", original)
+            kind.__call__ = noted  # type: ignore[method-assign, assignment]
+        run.engine.train_step(run.data_loader.next_step().batches)
+    reductions = list(coded_reductions(run.engine.model_chunks))
+    found["kept"] = all(each.errors for each in reductions)
+    forget_errors(run.engine.model_chunks)
+    found["forgotten"] = not any(each.errors for each in reductions)
+    close(run)
+    return found
+
+
+def int8(rows: Any) -> Any:
+    """What 8-bit codes of blocks of 128 say of [rows, numbers], from the definition."""
+    import numpy as np
+
+    count, size = rows.shape
+    blocks = np.pad(rows, ((0, 0), (0, -size % 128))).reshape(count, -1, 128)
+    mantissa, exponent = np.frexp(np.abs(blocks).max(-1, keepdims=True) / np.float32(127))
+    scale = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
+    return (np.round(blocks / scale).clip(-127, 127) * scale).reshape(count, -1)[:, :size]
+
+
+@pytest.mark.parametrize(
+    ("world", "group"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
+def test_units_send_what_codes_and_residuals_say(pools: Pools, tmp_path: Path, world: int, group: int) -> None:
+    """Two micro-batches: the second sends what the first has lost. Bit for bit, and as many bytes as codes have."""
+    import numpy as np
+
+    argv = [*SMALL, "--no-save", *f"{FULL} {GRADIENTS} {WEIGHTS} --global-batch-size {2 * world}".split()]
+    ranks = pools(world).run(collectives_of_a_step, [*argv, "--compress-group-size", str(group)], str(tmp_path / "run"))
+    assert all(rank["kept"] and rank["forgotten"] for rank in ranks)
+    count, lost = world // group, [{} for _ in ranks]  # type: ignore[var-annotated]
+    calls = [len(rank["reduced"]) for rank in ranks]
+    assert calls == [calls[0]] * world
+    assert len({unit for unit, *_ in ranks[0]["reduced"]}) * 2 == calls[0] >= 20
+    assert len(ranks[0]["gathered"]) >= 20
+    for call in range(calls[0]):
+        given = np.stack([rank["reduced"][call][1].reshape(count, group, -1) for rank in ranks])
+        sums = given.reshape(count, group, *given.shape[1:]).sum(1)  # of each node: [node, node, place, numbers]
+        for index, rank in enumerate(ranks):
+            node, place = divmod(index, group)
+            unit, _, _, sent = rank["reduced"][call]
+            wanted = sums[node, :, place] + lost[index].get(unit, 0.0)
+            decoded = int8(wanted)
+            kept = wanted - decoded
+            kept[node] = 0.0
+            rank["decoded"] = decoded
+            lost[index][unit] = kept
+            assert sent == (count - 1) * -(-wanted.shape[1] // 128) * 129
+        for index, rank in enumerate(ranks):
+            node, place = divmod(index, group)
+            parts = [ranks[other * group + place]["decoded"][node] for other in range(count)]
+            parts[node] = sums[node, node, place]
+            np.testing.assert_array_equal(rank["reduced"][call][2], np.sum(parts, axis=0, dtype=np.float32))
+    for call in range(len(ranks[0]["gathered"])):
+        shards = np.concatenate([int8(rank["gathered"][call][1][None])[0] for rank in ranks])
+        for rank in ranks:
+            np.testing.assert_array_equal(rank["gathered"][call][2], shards)
+            assert rank["gathered"][call][3] == (world - 1) * -(-len(shards) // world // 128) * 129
+
+
 CLOSE = [
     (2, f"{GRADIENTS} {BF16}"),
     (2, WEIGHTS),
     (4, f"{GRADIENTS} {WEIGHTS} --compress-group-size 2"),
+    (4, f"{FULL} {GRADIENTS} {WEIGHTS} --compress-group-size 2 --secondary-shard-size 2 --global-batch-size 8"),
 ]
 SLOW = [
     (4, f"--tp 2 {GRADIENTS} {WEIGHTS}"),
     (4, f"--placement colocated --pp 2 {GRADIENTS} --compress-group-size 2"),
+    (2, f"{FULL} {GRADIENTS}"),
+    (2, f"{FULL} {WEIGHTS} --micro-batch-size 2"),
+    (2, f"--data-parallel-sharding optimizer_gradients {GRADIENTS} {WEIGHTS}"),
+    (4, f"--tp 2 {FULL} --compress-gradients fp8 --compress-weights fp8 {BF16}"),
+    (4, f"--pp 2 --vpp 2 {FULL} {GRADIENTS} {WEIGHTS}"),
+    (4, f"--cp 2 --recompute-granularity full {FULL} {GRADIENTS} {WEIGHTS}"),
+    (4, f"{FULL} {GRADIENTS} {WEIGHTS} --hybrid-shard-size 2"),
+    (4, f"{FULL} {GRADIENTS} {WEIGHTS} --placement colocated --compress-group-size 2"),
+    (2, f"{FULL} {GRADIENTS} {WEIGHTS} --offload optimizer parameters"),
+    (2, f"{FULL} {GRADIENTS} {WEIGHTS} --freeze vision --lora-rank 4"),
     (2, "--compress-gradients fp8"),
     (2, "--compress-gradients bf16"),
     (2, f"{GRADIENTS} --data-parallel-sharding none"),
@@ -135,6 +251,16 @@ def test_coded_weights_resume_bit_for_bit(pools: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_coded_weights_of_zero_3_resume_bit_for_bit(pools: Pools, tmp_path: Path) -> None:
+    """Its checkpoints have exact weights, which are coded again."""
+    argv = [*SMALL, *FULL.split(), *WEIGHTS.split()]
+    pools(2).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
+    for length in (TWO, FOUR):
+        pools(2).run(train, [*argv, *length], str(tmp_path / "halves"))
+    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     # Of one micro-batch in bf16, gradients are bf16 numbers already.
@@ -144,6 +270,8 @@ def test_coded_weights_resume_bit_for_bit(pools: Pools, tmp_path: Path) -> None:
         "--compress-gradients bf16 --precision fp32",
         WEIGHTS,
         f"{GRADIENTS} {WEIGHTS}",
+        f"{FULL} {GRADIENTS} {WEIGHTS}",
+        f"{FULL} --compress-gradients fp8 --compress-weights fp8",
     ],
 )
 def test_200_steps_end_within_a_hundredth_of_exact(pools: Pools, tmp_path: Path, flags: str) -> None:

@@ -70,6 +70,12 @@ SLOW = {
     "zero-0": (1, 2, "--data-parallel-sharding none --save"),
     "zero-2": (1, 2, "--data-parallel-sharding optimizer_gradients --recompute-granularity full"),
     "hsdp": (3, 4, "--hybrid-shard-size 2"),
+    "zero-3, codes": (
+        1,
+        4,
+        "--data-parallel-sharding full --secondary-shard-size 2 --compress-gradients int8 --compress-weights fp8 "
+        "--compress-group-size 2",
+    ),
     "zero-3, second shards": (1, 4, "--data-parallel-sharding full --secondary-shard-size 2"),
     "tp2-pp2-dp2": (7, 8, "--tp 2 --pp 2 --save"),
     "tp2-pp2-dp2, overlapped": (1, 8, "--tp 2 --pp 2 --overlap-grad-reduce --overlap-param-gather"),

@@ -293,12 +293,6 @@ MODEL = (
         "--language-bidirectional-images", "--language-bidirectional-images", "add --image-token", "--image-token 9"
     ),
     Mistake(
-        "--compress-gradients int8 --data-parallel-sharding full",
-        "--compress-gradients int8",
-        "use --data-parallel-sharding optimizer",
-        "--data-parallel-sharding optimizer",
-    ),
-    Mistake(
         "--compress-gradients fp8 --precision fp16", "--compress-gradients fp8", "--precision bf16", "--precision bf16"
     ),
     Mistake(
