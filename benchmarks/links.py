@@ -6,8 +6,8 @@ Two gloo processes on one machine train the same model through the program's own
 they share gradients or weights, both sleep for as long as a link of the given rate takes for the bytes that the rank
 sends: the throttle is these sleeps, not a network. A ring's share is counted for exact collectives, (n − 1)/n of the
 tensor, and the codes themselves for coded ones. Nothing overlaps on either side (`--no-overlap-grad-reduce`,
-`--no-overlap-param-gather`), so a network that overlaps gains less. `seconds` is the median of steps after the first,
-sides take turns. Appends to `benchmarks/records/links.jsonl`, unless `--quick`.
+`--no-overlap-param-gather`; ZeRO-3's collectives wait on a CPU), so a network that overlaps gains less. `seconds` is
+the median of steps after the first, sides take turns. Appends to `benchmarks/records/links.jsonl`, unless `--quick`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ SIDES = {
     "gradients int8": "--compress-gradients int8",
     "gradients and weights int8": "--compress-gradients int8 --compress-weights int8",
     "gradients and weights fp8": "--compress-gradients fp8 --compress-weights fp8",
+    "ZeRO-3, exact": "--data-parallel-sharding full",
+    "ZeRO-3, gradients and weights int8": "--data-parallel-sharding full --compress-gradients int8 "
+    "--compress-weights int8",
 }
 RATES = {"1 Gbit/s": 125e6, "100 Mbit/s": 12.5e6}
 
@@ -92,8 +95,12 @@ def steps(argv: Sequence[str], rate: float, count: int) -> tuple[float, float, i
             (buffers, "dist_all_gather_func", WORLD - 1),
             (dist, "all_to_all_single", (WORLD - 1) / WORLD),
             (dist, "all_gather_into_tensor", WORLD - 1),
+            (dist, "all_gather_single", WORLD - 1),  # what `fully_shard` calls, by the version of torch
+            (dist, "reduce_scatter_single", (WORLD - 1) / WORLD),
+            (dist, "reduce_scatter_tensor", (WORLD - 1) / WORLD),
         ):
-            stack.enter_context(patch.object(module, name, link.throttled(getattr(module, name), share)))
+            if hasattr(module, name):
+                stack.enter_context(patch.object(module, name, link.throttled(getattr(module, name), share)))
         seconds = []
         for _ in range(count):
             batches = run.data_loader.next_step().batches
@@ -115,9 +122,9 @@ class _Link:
     def throttled(self, call: Callable[..., Any], share: float) -> Callable[..., Any]:
         """Return a collective `call(output, input, …)` of which a rank sends this share of the input."""
 
-        def slow(output: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-            result = call(output, given, *args, **kwargs)
-            size = share * given.numel() * given.element_size()
+        def slow(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+            result = call(output, input, *args, **kwargs)
+            size = share * input.numel() * input.element_size()
             self.sent += size
             time.sleep(size / self.rate)
             return result
