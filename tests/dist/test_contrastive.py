@@ -16,9 +16,11 @@ from tests.support.training import LONG, SMALL, assert_resumed, assert_same_curv
 # Records of two or three texts, of none, one and two images, some of which are the same as another's.
 PAIRS = [*SMALL, *"--objective contrastive --seq-length 80 --global-batch-size 8".split()]
 
+# At the default temperature of 0.05 three losses over prefixes are so steep that eight steps in fp32 drift by 2e-5 with
+# M-RoPE's model; in float64 the same case is 4e-14 off.
 LOSSES = {
     "plain": "--learn-temperature",
-    "mean": "--learn-temperature --pooling mean --matryoshka-widths 8 24 --no-symmetric",
+    "mean": "--temperature 0.2 --learn-temperature --pooling mean --matryoshka-widths 8 24 --no-symmetric",
     "sigmoid": "--objective sigmoid",
     "lora": "--lora-rank 4 --freeze vision --learn-temperature",
 }
