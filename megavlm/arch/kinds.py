@@ -157,7 +157,8 @@ def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") ->
 def leaves_weight_gradient(name: str, scenario: Scenario) -> bool:
     """Return whether a layer's backward pass has a half for its weights that may wait (`model/weight_gradients.py`)."""
     reached = scenario.gradient_reaches[scenario.names.index(name)]
-    return scenario.trains(name) and reached and (is_transformer(name) or name == OUTPUT)
+    halves = name == OUTPUT or (is_transformer(name) and name not in scenario.fp8)
+    return scenario.trains(name) and reached and halves
 
 
 def waiting_bytes(name: str, scenario: Scenario) -> float:

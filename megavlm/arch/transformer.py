@@ -249,9 +249,9 @@ class LayerSizes:
 
     def waiting(self) -> float:
         """Return what the products of weights read: four inputs, and the gradients of four outputs; those of attention
-        and of the MLP are of whole rows under sequence parallelism, too.
+        and of the MLP are of whole rows under sequence parallelism, too. Transformer Engine keeps all of them whole.
         """
-        T, t = self.tokens, self.tokens / self.scenario.sequence_shards
+        T, t = self.tokens, self.tokens / (1 if self.scenario.te else self.scenario.sequence_shards)
         inputs = 2 * t * self.hidden + T * (self.heads * self.width + self.ffn)
         outputs = T * ((self.heads + 2 * self.groups) * self.width + self.inner * self.ffn + 2 * self.hidden)
         return (inputs + outputs) * self.scenario.bytes_each

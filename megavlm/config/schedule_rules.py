@@ -36,12 +36,13 @@ def split_backward_has_whole_gradients(config: Config) -> str | None:
     )
 
 
-def split_backward_has_torch_layers(config: Config) -> str | None:
-    if config.parallel.schedule != "zb-h1" or config.execution.transformer_impl != "te":
+def split_backward_has_no_buffers(config: Config) -> str | None:
+    """Transformer Engine computes no weight gradient later where its products overlap with communication."""
+    if config.parallel.schedule != "zb-h1" or not config.parallel.tp_comm_overlap:
         return None
     return (
-        "--schedule zb-h1 splits the backward pass of torch's layers, not of Transformer Engine's: use "
-        "--transformer-impl torch, or another schedule"
+        "--schedule zb-h1 computes weight gradients later, which --tp-comm-overlap computes beside communication: "
+        "leave --tp-comm-overlap out, or use another schedule"
     )
 
 
@@ -49,5 +50,5 @@ SCHEDULE_RULES: tuple[Callable[[Config], str | None], ...] = (
     schedule_has_stages,
     schedule_fits_chunks,
     split_backward_has_whole_gradients,
-    split_backward_has_torch_layers,
+    split_backward_has_no_buffers,
 )

@@ -225,8 +225,8 @@ def output_accumulation_fields(config: Config) -> dict[str, Any]:
 
 
 def _sums_in_place(config: Config) -> bool:
-    """Return whether a linear layer may add to `main_grad`: sharded gradients have none, and offloading hands the layer
-    a weight in backward that lacks it.
+    """Return whether a linear layer may add to `main_grad`: sharded gradients have none, offloading hands the layer
+    a weight in backward that lacks it, and gradients that wait are added as others are.
     """
-    fusion = config.execution.gradient_accumulation_fusion
+    fusion = config.execution.gradient_accumulation_fusion and config.parallel.schedule != "zb-h1"
     return fusion and not shards_gradients(config) and "activations" not in config.execution.offload

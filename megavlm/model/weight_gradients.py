@@ -7,7 +7,7 @@ Bubble Pipeline Parallelism", Qi et al. 2023). Until then x and g are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -20,16 +20,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-Compute = Callable[[], Tensor]  # the gradient of a weight
+Compute = Callable[[], Sequence[Tensor]]  # the gradients of a layer's weights
 Product = Callable[[Tensor, Tensor], Tensor]  # of x and a weight
+Weights = tuple[Tensor, ...]  # of one layer: its weight, and its bias where one product makes both gradients
 
 
 class WeightGradients:
     """The weight gradients that backward passes of a rank's chunks have left."""
 
     def __init__(self) -> None:
-        self._left: dict[tuple[int, int], list[tuple[Tensor, Compute]]] = {}  # by chunk and micro-batch
-        self._now: list[tuple[Tensor, Compute]] | None = None  # where the running backward pass leaves them
+        self._left: dict[tuple[int, int], list[tuple[Weights, Compute]]] = {}  # by chunk and micro-batch
+        self._now: list[tuple[Weights, Compute]] | None = None  # where the running backward pass leaves them
 
     @contextmanager
     def left_by(self, chunk: int, micro_batch: int) -> Iterator[None]:
@@ -40,12 +41,12 @@ class WeightGradients:
         finally:
             self._now = None
 
-    def leave(self, weight: Tensor, compute: Compute) -> None:
-        """Take what computes the gradient of a weight; at once if the running backward pass leaves nothing."""
+    def leave(self, weights: Weights, compute: Compute) -> None:
+        """Take what computes the gradients of a layer's weights; at once if the running backward pass leaves none."""
         if self._now is None:
-            _accumulate(weight, compute)
+            _accumulate(weights, compute)
         else:
-            self._now.append((weight, compute))
+            self._now.append((weights, compute))
 
     def compute(self, chunk: int, micro_batch: int) -> None:
         """Compute what a backward pass left, in its order, and free what was kept for it."""
@@ -58,13 +59,13 @@ class WeightGradients:
         self._left.clear()
 
 
-def _accumulate(weight: Tensor, compute: Compute) -> None:
-    """Add a gradient to its weight's as autograd does, so that hooks meet it as in any other backward pass: data
-    parallelism's adds it to `main_grad`, and reduces a bucket whose gradients are complete.
+def _accumulate(weights: Weights, compute: Compute) -> None:
+    """Add gradients to their weights' as autograd does, so that hooks meet them as in any other backward pass: data
+    parallelism's adds them to `main_grad`, and reduces a bucket whose gradients are complete.
     """
     with torch.no_grad():
-        gradient = compute()
-    torch.autograd.backward((weight,), (gradient,))
+        gradients = compute()
+    torch.autograd.backward(weights, gradients)
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class LaterGradient:
     weight: Tensor
     gradients: WeightGradients
 
-    def leave(self, compute: Compute) -> None:
-        self.gradients.leave(self.weight, compute)
+    def leave(self, compute: Callable[[], Tensor]) -> None:
+        self.gradients.leave((self.weight,), lambda: (compute(),))
 
 
 class _Linear(torch.autograd.Function):
@@ -173,16 +174,65 @@ def product_leaving_gradient(product: Product, x: Tensor, weight: Tensor, gradie
     return output
 
 
+class _Store:
+    """Takes what the backward pass of a layer of Transformer Engine leaves, in place of its `WeightGradStore`.
+
+    Theirs is a queue for each layer, whose `backward_dw` sets `grad` and runs hooks that DDP has to be told of; of
+    biases it keeps the gradient of one micro-batch.
+    """
+
+    def __init__(self, weights: Weights, gradients: WeightGradients) -> None:
+        self._weights, self._gradients = weights, gradients
+
+    def delay_wgrad_compute(self) -> bool:
+        return True
+
+    def put(self, inputs: Sequence[Tensor], product: Callable[..., Sequence[Tensor]]) -> None:
+        """Leave a product of inputs that returns the gradient of the weight, then that of the bias or None."""
+        count = len(self._weights)
+        self._gradients.leave(self._weights, lambda: tuple(product(*inputs))[:count])
+
+
+class LeavesToStore:
+    """Stands before Transformer Engine's `Linear` and `LayerNormLinear`.
+
+    A forward pass sees copies of weight and bias that share their memory: its backward pass reaches these with no
+    gradient, so that DDP's hooks on the parameters run once the gradients are there.
+    """
+
+    weight_gradients: WeightGradients
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self
+        if not (torch.is_grad_enabled() and module.weight.requires_grad):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        adds_bias = module.apply_bias and not module.gemm_bias_unfused_add  # within the product
+        names = ("weight", "bias") if adds_bias else ("weight",)
+        parameters, store = {name: getattr(module, name) for name in names}, module.wgrad_store
+        module.wgrad_store = _Store(tuple(parameters.values()), self.weight_gradients)
+        for name, parameter in parameters.items():
+            setattr(module, name, nn.Parameter(parameter.detach()))
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            module.wgrad_store = store
+            for name, parameter in parameters.items():
+                setattr(module, name, parameter)
+
+
 def leave_weight_gradients(chunk: nn.Module, gradients: WeightGradients) -> None:
-    """Let a chunk's linear layers leave their weight gradients with `gradients`: those of megatron-core, and modules
-    with an attribute `weight_gradients`. The weights of others get theirs in the backward pass.
+    """Let a chunk's linear layers leave their weight gradients with `gradients`: those of megatron-core and, without
+    FP8, of Transformer Engine, and modules with an attribute `weight_gradients`. The weights of others get theirs in
+    the backward pass.
     """
     module: Any
     for module in chunk.modules():
-        if getattr(type(module), "_forward_impl", None) in _FORWARDS:
-            linear: Any = type(module)
-            module.__class__ = _leaving(linear)
-        if hasattr(module, "weight_gradients") or isinstance(module, _LeavesGradient):
+        linear: Any = type(module)
+        if getattr(linear, "_forward_impl", None) in _FORWARDS:
+            module.__class__ = _leaving(linear, _LeavesGradient)
+        elif hasattr(module, "wgrad_store") and hasattr(module, "weight") and not module.config.fp8:
+            module.__class__ = _leaving(linear, LeavesToStore)
+        if hasattr(module, "weight_gradients") or isinstance(module, (_LeavesGradient, LeavesToStore)):
             module.weight_gradients = gradients
 
 
@@ -190,5 +240,5 @@ _FORWARDS = (ColumnParallelLinear._forward_impl, RowParallelLinear._forward_impl
 
 
 @cache
-def _leaving(linear: Any) -> type:
-    return type(linear.__name__, (_LeavesGradient, linear), {"__module__": linear.__module__})
+def _leaving(linear: Any, way: type) -> type:
+    return type(linear.__name__, (way, linear), {"__module__": linear.__module__})

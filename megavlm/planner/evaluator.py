@@ -14,7 +14,6 @@ from megavlm.arch.scenario import BYTES, Recompute, Scenario, Sharding, expert_i
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
-from megavlm.config.schedule_rules import split_backward_has_torch_layers
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims, dims_of
 from megavlm.planner.candidates import Candidate, Space, with_offload
@@ -279,15 +278,9 @@ class LayoutEvaluator:
 
     def _breaks_rule(self, candidate: Candidate) -> str | None:
         layout = candidate.applied(self.config)
-        broken = (*(rule(layout) for rule in LAYOUT_RULES), self._lacks_split(layout), self._mixes_stages(layout))
+        broken = (*(rule(layout) for rule in LAYOUT_RULES), self._mixes_stages(layout))
         of_world = (rule(layout, candidate.dims.world) for rule in WORLD_RULES)
         return next((text for text in (*broken, *of_world) if text), None)
-
-    def _lacks_split(self, layout: Config) -> str | None:
-        """Return why a GPU's layers, which are Transformer Engine's by default, cannot run a schedule."""
-        explicit = replace(layout, execution=replace(layout.execution, transformer_impl="te"))
-        torch = not self.hardware.on_gpu or layout.execution.transformer_impl == "torch"
-        return None if torch else split_backward_has_torch_layers(explicit)
 
     def _mixes_stages(self, layout: Config) -> str | None:
         """Return why pipeline stages would have devices of several kinds."""

@@ -168,7 +168,7 @@ def program_of(scenario: Scenario) -> MemoryPasses:
     if not scenario.te:
         return _TORCH_COMPILED if scenario.compiled_small_ops else TORCH
     fused = scenario.fused_gradients and not scenario.shards_gradients and "activations" not in scenario.offload
-    return NOW if fused else _NOW_ADDING
+    return NOW if fused and scenario.dims.order != "zb-h1" else _NOW_ADDING
 
 
 def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> MemoryTraffic:

@@ -57,8 +57,6 @@ def search(
     space = space or Space()
     if config.parallel.schedule is not None:
         space = replace(space, schedule=(config.parallel.schedule,))
-    elif hardware.on_gpu and config.execution.transformer_impl != "torch":  # a rule: ZB-H1 splits torch's layers alone
-        space = replace(space, schedule=tuple(name for name in space.schedule if name != "zb-h1"))
     precision = config.precision.dtype
     own = [for_precision(each, precision) for each in stages]
     judge = LayoutEvaluator(config, for_precision(hardware, precision), imbalance=imbalance, stages=own)

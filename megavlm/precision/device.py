@@ -47,11 +47,6 @@ def check_device(config: Config) -> None:
             "--compile-small-ops compiles torch's layers, Transformer Engine's are fused: leave it out, or add "
             "--transformer-impl torch"
         )
-    if config.parallel.schedule == "zb-h1" and chosen == "te":
-        raise UserError(
-            "--schedule zb-h1 splits the backward pass of torch's layers, not of Transformer Engine's: add "
-            "--transformer-impl torch, or use another schedule"
-        )
     if config.execution.cuda_graphs:
         if device_at_hand().capability is None:
             raise UserError("--cuda-graphs needs a CUDA device, and there is none here: leave it out")

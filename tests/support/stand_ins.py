@@ -67,6 +67,60 @@ class _AddsToMainGrad(torch.autograd.Function):
         return torch.full_like(wgrad, math.nan), None  # memory that nobody filled
 
 
+class WeightGradStore:
+    """A queue of products that weight gradients wait for (`te/pytorch/module/_common.py`), off by default."""
+
+    def __init__(self) -> None:
+        self.enabled = False
+
+    def delay_wgrad_compute(self) -> bool:
+        return self.enabled
+
+
+class _SplitsBackward(torch.autograd.Function):
+    """A linear layer whose backward pass asks the store of its forward pass whether the weight's product waits.
+
+    Where it does the weight, and a bias that the product adds, get no gradient (`te/pytorch/module/linear.py`). What
+    the store is given are whole sequences, gathered.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: Any, kwargs: dict[str, Any]) -> Tensor:
+        group = kwargs["tp_group"]
+        ctx.store, ctx.biased = store, bias is not None
+        ctx.gathers, ctx.sums, ctx.group = kwargs["sequence_parallel"], kwargs["allreduce_dgrad"], group
+        ctx.save_for_backward(x, weight)
+        output = torch.matmul(_gathered(x, group) if ctx.gathers else x, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = gradient.matmul(weight)
+        if ctx.gathers:
+            whole, of_x = of_x.contiguous(), torch.empty_like(x)
+            dist.reduce_scatter_tensor(of_x, whole, group=ctx.group)
+        elif ctx.sums:
+            dist.all_reduce(of_x, group=ctx.group)
+
+        def wgrad_gemm(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+            rows = dy.contiguous().flatten(0, -2)
+            of_weight = rows.t().matmul(x.contiguous().flatten(0, -2))
+            return of_weight, rows.sum(dim=0) if ctx.biased else None
+
+        inputs = [_gathered(x, ctx.group) if ctx.gathers else x, gradient]
+        if ctx.store is not None and ctx.store.delay_wgrad_compute():
+            ctx.store.put(inputs, wgrad_gemm)
+            return of_x, None, None, None, None
+        return of_x, *wgrad_gemm(*inputs), None, None
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
 class _Linear(_Pickles):
     def __init__(self, *args: Any, config: Any, bias: bool, skip_bias_add: bool, **kwargs: Any) -> None:
         without = replace(config, gradient_accumulation_fusion=False)
@@ -76,6 +130,9 @@ class _Linear(_Pickles):
         self.is_first_microbatch = True
         self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
         self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
+        self.wgrad_store = WeightGradStore()
+        self.apply_bias = bias and not skip_bias_add
+        self.gemm_bias_unfused_add = isinstance(self, RowParallelLinear) and self.apply_bias
 
     def forward(self, x: Tensor) -> Any:
         output = super().forward(x)
@@ -86,6 +143,8 @@ class _Linear(_Pickles):
         if self.fuse_wgrad_accumulation and weight.requires_grad:
             first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
             weight = _AddsToMainGrad.apply(weight, first)
+        elif torch.is_grad_enabled():
+            return _SplitsBackward.apply(input, weight, kwargs["bias"], self.wgrad_store, kwargs)
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 

@@ -54,10 +54,9 @@ def test_the_best_layout_is_a_configuration_that_can_run() -> None:
 
 
 def test_schedules_are_candidates_of_a_search() -> None:
-    """On torch's layers, which ZB-H1 splits. Its bounds hold; where it is asked for, nothing else is tried."""
-    torch = replace(SMALL, execution=replace(SMALL.execution, transformer_impl="torch"))
+    """Bounds of ZB-H1 hold; where it is asked for, nothing else is tried."""
     space = Space(tp=(1,), vpp=(1, 2), placement=("stages",), recompute=("none", "full"), cp=(1,))
-    judge, orders = LayoutEvaluator(torch, PROFILES["h100"]), set()
+    judge, orders = LayoutEvaluator(SMALL, PROFILES["h100"]), set()
     for each in candidates(4, space, length=4096):
         if judge.infeasible_reason(each) is None and isinstance(
             found := judge.estimate(each, with_memory=True), Estimate
@@ -66,14 +65,11 @@ def test_schedules_are_candidates_of_a_search() -> None:
             assert judge.bound(each) <= found.step.seconds * (1 + 1e-9)
             assert found.step.peak <= PROFILES["h100"].memory
     assert orders == {"1f1b", "interleaved", "zb-h1"}
-    asked = replace(torch, parallel=replace(torch.parallel, schedule="zb-h1"))
+    asked = replace(SMALL, parallel=replace(SMALL.parallel, schedule="zb-h1"))
     best = search(asked, 4, PROFILES["h100"], space=space, top=1).best[0].candidate
     assert best.dims.order == "zb-h1"
     assert " zb-h1 " in best.label
-    assert best.applied(torch).parallel.schedule == "zb-h1"
-    te = search(replace(SMALL, parallel=asked.parallel), 4, PROFILES["h100"], space=space, top=1)
-    assert not te.best
-    assert any("Transformer Engine" in each.reason for each in te.rejected)
+    assert best.applied(SMALL).parallel.schedule == "zb-h1"
 
 
 def test_stages_of_faster_gpus_get_more_layers() -> None:
@@ -160,7 +156,8 @@ def test_the_timeline_is_drawn_as_one_page(tmp_path: Path) -> None:
     timeline = timeline_of(best, SMALL, PROFILES["a100"])
     assert timeline.seconds == pytest.approx(best.step.pipeline)
     page = html(timeline, title="a <title>")
-    assert page.count("<rect") == len(timeline.events) + 4, "a bar for each pass, and a row for each rank"
+    bars = sum(event.end > event.start for event in timeline.events)  # weight gradients of the first stage do not wait
+    assert page.count("<rect") == bars + 4, "a bar for each pass, and a row for each rank"
     assert "&lt;title&gt;" in page
     assert not any(word in page for word in ("http", "src=", "<script", "@import"))
     png(timeline, tmp_path / "timeline.png", title="a title")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megavlm.arch.kinds import communication, layer_cost, layer_sizes, local_parameters, model_parameters
+from megavlm.arch.kinds import communication, layer_cost, layer_sizes, local_parameters, model_parameters, waiting_bytes
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.cli import parse
 from megavlm.families import published_model
@@ -188,3 +188,12 @@ def test_ranks_that_share_keys_exchange_their_parts() -> None:
     (exchanged,) = communication(LANGUAGE, scenario).exchanges
     assert exchanged * 7 / 8 == pytest.approx(scenario.work.tokens * 128 * 2)
     assert communication(LANGUAGE, case("qwen2_5_vl_7b", tp=4)).exchanges == ()
+
+
+def test_what_waits_is_whole_in_transformer_engine_and_absent_in_fp8() -> None:
+    """Its stores hold gathered inputs, where torch's layers gather them again; layers in FP8 are not split."""
+    engine = replace(case(tp=2), sequence_parallel=True, te=True)
+    parts, whole = (waiting_bytes(LANGUAGE, replace(engine, te=te)) for te in (False, True))
+    inputs = 2 * engine.work.tokens * engine.model.language.hidden_size * engine.bytes_each
+    assert whole - parts == pytest.approx(inputs / 2)
+    assert waiting_bytes(LANGUAGE, replace(engine, fp8=frozenset({LANGUAGE}))) == 0
