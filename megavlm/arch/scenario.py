@@ -45,6 +45,7 @@ class Scenario:
     secondary: int | None = None  # hpZ: ranks that keep a second shard of weights for the backward pass
     overlap_grad_reduce: bool = False
     gradient_code: Code = "none"  # of gradients on the links
+    code_feedback: bool = True  # what codes have lost of gradients is kept
     weight_code: Code = "none"
     code_group: int = 1  # neighbouring ranks that sum exact gradients before codes are sent
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
@@ -175,6 +176,7 @@ def scenario_of(
         secondary=config.parallel.secondary_shard_size,
         overlap_grad_reduce=bool(overlapped(config, dp=dims.dp_cp).parallel.overlap_grad_reduce),
         gradient_code=config.parallel.compress_gradients,
+        code_feedback=config.parallel.compress_error_feedback,
         weight_code=config.parallel.compress_weights,
         code_group=config.parallel.compress_group_size or 1,
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),

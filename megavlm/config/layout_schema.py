@@ -93,6 +93,11 @@ class ParallelConfig:
         "--compress-gradients: number of neighbouring data-parallel ranks with fast links (of a node), which sum exact "
         "gradients before codes are sent; must divide DP × CP. Default: every rank sends codes.",
     )
+    compress_error_feedback: bool = option(
+        True,
+        "--compress-gradients: add what codes have lost of gradients to the next ones; takes 4 bytes for each number "
+        "that a rank sends.",
+    )
     compress_weights: Literal["none", "int8", "fp8"] = option(
         "none",
         "Gather updated weights as codes of one byte, by blocks of 128; master weights stay exact.",

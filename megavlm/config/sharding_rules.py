@@ -80,6 +80,8 @@ def links_carry_codes(config: Config) -> str | None:
         return f"{option} does not support the loss scaling of --precision fp16: use --precision bf16"
     if (gradients or weights) and config.model.experts.num_experts:
         return f"{option} does not support --num-experts: leave it out"
+    if not (parallel.compress_error_feedback or gradients):
+        return "--no-compress-error-feedback has no effect without --compress-gradients: add it, or leave this out"
     if (size := parallel.compress_group_size) is not None:
         option = f"--compress-group-size {size}"
         if not gradients:

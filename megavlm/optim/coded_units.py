@@ -51,8 +51,8 @@ class CodedUnitGather(_Comm):
 class CodedUnitReduction(_Comm, Reduction):
     """Sums a unit's gradients as codes, and gives each rank its rows of the sums."""
 
-    def __init__(self, coded: Coded, levels: Levels | None) -> None:
-        super().__init__(coded)
+    def __init__(self, coded: Coded, levels: Levels | None, *, feedback: bool = True) -> None:
+        super().__init__(coded, feedback=feedback)
         self.levels = levels
 
     def __call__(
@@ -88,15 +88,15 @@ def compress_units(
     gradients, weights = config.parallel.compress_gradients, config.parallel.compress_weights
     if (gradients, weights) != ("none", "none"):
         refuse_torch_without_hooks(config)
-    between = None
+    between, feedback = None, config.parallel.compress_error_feedback
     if gradients != "none" and groups.replicas is not None:
-        between = CodedReplicaSum(Coded(gradients))
+        between = CodedReplicaSum(Coded(gradients), feedback=feedback)
     reductions: list[Reduction] = [] if between is None else [between]
     for unit in units:
         if weights != "none":
             unit.set_custom_all_gather(CodedUnitGather(Coded(weights), groups.shard.size()))  # type: ignore[arg-type]
         if gradients != "none" and between is None:
-            reduction = CodedUnitReduction(Coded(gradients), levels)
+            reduction = CodedUnitReduction(Coded(gradients), levels, feedback=feedback)
             unit.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
             reductions.append(reduction)
     return reductions, between

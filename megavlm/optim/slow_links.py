@@ -32,7 +32,13 @@ def compress_links(wrapped: Any, config: Config, groups: Groups) -> None:
         levels = levels_of(groups.shard, size, timeout_minutes=parallel.distributed_timeout_minutes)
     for group in _bucket_groups(wrapped):
         if parallel.compress_gradients != "none":
-            group.start_grad_sync = CodedReduction(group, Coded(parallel.compress_gradients), groups.replicas, levels)
+            group.start_grad_sync = CodedReduction(
+                group,
+                Coded(parallel.compress_gradients),
+                groups.replicas,
+                levels,
+                feedback=parallel.compress_error_feedback,
+            )
         if parallel.compress_weights != "none":
             group.start_param_sync = CodedGather(group, Coded(parallel.compress_weights))
 
@@ -66,13 +72,15 @@ class _Done:
 class Reduction:
     """What sums gradients as codes keeps: residuals, and how much it has sent."""
 
-    def __init__(self, coded: Coded) -> None:
-        self.coded = coded
+    def __init__(self, coded: Coded, *, feedback: bool = True) -> None:
+        self.coded, self.feedback = coded, feedback
         self.errors: dict[int, Tensor] = {}  # by what they are residuals of
         self.sent = 0  # bytes by this rank so far, of codes
 
-    def error(self, index: int, gradients: Tensor) -> Tensor:
-        """Return the residual of gradients of the same size, at first zeros."""
+    def error(self, index: int, gradients: Tensor) -> Tensor | None:
+        """Return the residual of gradients of the same size, at first zeros; None without error feedback."""
+        if not self.feedback:
+            return None
         if index not in self.errors:
             self.errors[index] = torch.zeros_like(gradients)
         return self.errors[index]
@@ -82,9 +90,15 @@ class CodedReduction(Reduction):
     """Sums the gradients of a bucket group's buckets, in place of its `start_grad_sync`."""
 
     def __init__(
-        self, group: Any, coded: Coded, replicas: dist.ProcessGroup | None, levels: Levels | None = None
+        self,
+        group: Any,
+        coded: Coded,
+        replicas: dist.ProcessGroup | None,
+        levels: Levels | None = None,
+        *,
+        feedback: bool = True,
     ) -> None:
-        super().__init__(coded)
+        super().__init__(coded, feedback=feedback)
         self.group, self.replicas, self.levels = group, replicas, levels
 
     def __call__(self, force_all_reduce: bool | None = False) -> None:

@@ -102,11 +102,16 @@ def _second_shard(scenario: Scenario) -> float:
     return 1 / ranks if ranks < scenario.shards else 0.0
 
 
-def _residuals(count: float, scenario: Scenario) -> float:
-    """Return the bytes of what codes have lost of gradients that a rank sends."""
+def _sent_share(scenario: Scenario) -> float:
+    """Return the share of its gradients that a rank sends as codes."""
     if scenario.gradient_code == "none" or scenario.dims.dp_cp == 1:
         return 0.0
-    return count * FP32 / (scenario.shards if scenario.shards < scenario.dims.dp_cp else scenario.code_group)
+    return 1 / (scenario.shards if scenario.shards < scenario.dims.dp_cp else scenario.code_group)
+
+
+def _residuals(count: float, scenario: Scenario) -> float:
+    """Return the bytes of what codes have lost of gradients that a rank sends."""
+    return count * FP32 * _sent_share(scenario) * scenario.code_feedback
 
 
 def _sharded(name: str, count: float, scenario: Scenario, *, trained: bool, stays: float) -> Memory:
@@ -162,7 +167,7 @@ def _reduced(name: str, scenario: Scenario) -> float:
     """
     if not (scenario.shards_gradients and _is_unit(name, scenario) and scenario.trains(name)):
         return 0.0
-    decoded = 2 * _residuals(1.0, scenario) if scenario.shards == scenario.dims.dp_cp else 0.0
+    decoded = 2 * FP32 * _sent_share(scenario) if scenario.shards == scenario.dims.dp_cp else 0.0
     return rank_parameters(name, scenario) * (FP32 + max(scenario.bytes_each, decoded))
 
 

@@ -152,15 +152,24 @@ def int8(rows: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world", "group"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)]
+    ("world", "group", "feedback"),
+    [
+        (4, 2, True),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        pytest.param(4, 1, True, marks=pytest.mark.slow),
+        pytest.param(4, 2, False, marks=pytest.mark.slow),
+    ],
 )
-def test_units_send_what_codes_and_residuals_say(pools: Pools, tmp_path: Path, world: int, group: int) -> None:
+def test_units_send_what_codes_and_residuals_say(
+    pools: Pools, tmp_path: Path, world: int, group: int, feedback: bool
+) -> None:
     """Two micro-batches: the second sends what the first has lost. Bit for bit, and as many bytes as codes have."""
     import numpy as np
 
     argv = [*SMALL, "--no-save", *f"{FULL} {GRADIENTS} {WEIGHTS} --global-batch-size {2 * world}".split()]
-    ranks = pools(world).run(collectives_of_a_step, [*argv, "--compress-group-size", str(group)], str(tmp_path / "run"))
-    assert all(rank["kept"] and rank["forgotten"] for rank in ranks)
+    argv += ["--compress-group-size", str(group), *([] if feedback else ["--no-compress-error-feedback"])]
+    ranks = pools(world).run(collectives_of_a_step, argv, str(tmp_path / "run"))
+    assert all(rank["kept"] == feedback and rank["forgotten"] for rank in ranks)
     count, lost = world // group, [{} for _ in ranks]  # type: ignore[var-annotated]
     calls = [len(rank["reduced"]) for rank in ranks]
     assert calls == [calls[0]] * world
@@ -177,7 +186,7 @@ def test_units_send_what_codes_and_residuals_say(pools: Pools, tmp_path: Path, w
             kept = wanted - decoded
             kept[node] = 0.0
             rank["decoded"] = decoded
-            lost[index][unit] = kept
+            lost[index][unit] = kept * feedback
             assert sent == (count - 1) * -(-wanted.shape[1] // 128) * 129
         for index, rank in enumerate(ranks):
             node, place = divmod(index, group)
@@ -271,11 +280,13 @@ def test_coded_weights_of_zero_3_resume_bit_for_bit(pools: Pools, tmp_path: Path
         WEIGHTS,
         f"{GRADIENTS} {WEIGHTS}",
         f"{FULL} {GRADIENTS} {WEIGHTS}",
+        f"{FULL} {GRADIENTS} {WEIGHTS} --no-compress-error-feedback",
         f"{FULL} --compress-gradients fp8 --compress-weights fp8",
     ],
 )
 def test_200_steps_end_within_a_hundredth_of_exact(pools: Pools, tmp_path: Path, flags: str) -> None:
-    exact = f"{flags} --compress-gradients none --compress-weights none"
+    plain = flags.removesuffix(" --no-compress-error-feedback")
+    exact = f"{plain} --compress-gradients none --compress-weights none"
     for name, words in (("exact", exact), ("coded", flags)):
         argv = [*TEXT_TO_LEARN, "--global-batch-size", "8", *words.split()]
         pools(2).run(train, argv, str(tmp_path / name))

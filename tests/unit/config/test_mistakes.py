@@ -307,6 +307,7 @@ MODEL = (
         "use optimizer",
         "--data-parallel-sharding optimizer",
     ),
+    Mistake("--no-compress-error-feedback", "--no-compress-error-feedback", "add it", "--compress-gradients int8"),
     Mistake("--compress-group-size 1", "--compress-group-size 1", "add it", "--compress-gradients int8"),
     Mistake(
         "--compress-gradients int8 --compress-group-size 1 --data-parallel-sharding none",
