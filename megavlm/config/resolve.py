@@ -51,7 +51,7 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
     if objective.kind != "next-token":
         sigmoid = objective.kind == "sigmoid"
         objective = _filled(objective, temperature=0.1 if sigmoid else 0.05, learn_temperature=sigmoid)
-    model = replace(
+    model = _with(
         model,
         language=language,
         objective=objective,
@@ -83,4 +83,15 @@ def is_set(section: Any, name: str) -> bool:
 def _filled(section: Any, **defaults: Any) -> Any:
     """Return the section with the defaults of its fields that are not set; the section itself if all are."""
     missing = {name: value for name, value in defaults.items() if not is_set(section, name)}
-    return replace(section, **missing) if missing else section  # a search resolves what is resolved a thousand times
+    return replace(section, **missing) if missing else section
+
+
+def _with(section: Any, **values: Any) -> Any:
+    """Return the section with these values; the section itself if it has them: a search resolves what is resolved tens
+    of thousands of times.
+    """
+    return (
+        section
+        if all(getattr(section, name) is value for name, value in values.items())
+        else replace(section, **values)
+    )

@@ -74,6 +74,7 @@ class LayoutEvaluator:
         self.images = round(sum(config.data.images_per_sample) / max(1, len(config.data.images_per_sample)))
         self._rules = lru_cache(maxsize=None)(self._breaks_rule)
         self._profiles = lru_cache(maxsize=None)(self._make_profiles)
+        self._profiles_of = lru_cache(maxsize=None)(self._find_profiles)
         self._parameters = lru_cache(maxsize=None)(self._count_parameters)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
 
@@ -223,6 +224,9 @@ class LayoutEvaluator:
 
     def profiles(self, candidate: Candidate) -> LayerProfiles:
         """Return times and bytes of the layers that a candidate's pipeline holds."""
+        return self._profiles_of(candidate)
+
+    def _find_profiles(self, candidate: Candidate) -> LayerProfiles:
         profiles, pp = self._profiles(replace(candidate, recompute="none", vision_tp=1)), candidate.dims.pp
         own = tuple(stage.profiles(candidate) for stage in self.stages)
         return replace(profiles, stages=tuple(own[rank * len(own) // pp] for rank in range(pp))) if own else profiles

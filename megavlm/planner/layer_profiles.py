@@ -106,9 +106,7 @@ class LayerProfiles:
         Where stages exchange something the host waits for it, and begins each pass with the device. On a single stage
         it does so once a step; later passes find it ahead, unless launching takes longer than computing on the whole.
         """
-        ahead: list[list[float]] = []
-        back: list[list[float]] = []
-        weight: list[list[float]] = []
+        ahead, back, weight = np.zeros((3, len(chunks), shape.micro_batches))
         known: dict[tuple[int, Recompute, bool], tuple[tuple[Array, ...], Array | None]] = {}  # shared by chunks
         for index, (a, b, mode) in enumerate(chunks):
             splits = shape.splits_backward and index > 0
@@ -118,16 +116,14 @@ class LayerProfiles:
                 known[key] = own.sides(mode, splits=splits), own.waits(mode) if splits else None
             sides, waits = known[key]
             forward, backward, issue, issue_back = (side[a : b + 1] for side in sides)
-            weight.append([0.0 if waits is None else float(waits[a, b])] * shape.micro_batches)
+            weight[index] = 0.0 if waits is None else waits[a, b]
             first, last = relay(issue, forward), relay(backward, issue_back)
-            more = [(first, last)] * (shape.micro_batches - 1)
+            ahead[index], back[index] = first, last
             if shape.pp == 1:
                 device, device_back = float(forward[-1] - forward[0]), float(backward[-1] - backward[0])
                 host = float(issue[-1] - issue[0] + issue_back[-1] - issue_back[0])
-                last = max(device_back, host - first)
-                more = [(device, max(device_back, host - device))] * (shape.micro_batches - 1)
-            ahead.append([first, *(each[0] for each in more)])
-            back.append([last, *(each[1] for each in more)])
+                ahead[index, 1:], back[index, 0] = device, max(device_back, host - first)
+                back[index, 1:] = max(device_back, host - device)
         return Durations(ahead, back, weight=weight, transfer=transfer)
 
 

@@ -168,7 +168,8 @@ class _Search:
         saved = np.stack([spans(each.saved) for each in modes])
         waiting = np.stack([spans(profiles.prefix(each.waiting)) for each in modes])
         self._transient = np.stack([_largest(each.transient) for each in modes])
-        self._kept = {held: state + _most_kept(held, saved, waiting) for rank in self._held for held in rank}
+        kept = {held: state + _most_kept(held, saved, waiting) for rank in self._held for held in rank}
+        self._kept_by = [kept[self._held_by(index)] for index in range(self.shape.chunks)]
 
     def _bounds_of_rests(self) -> list[Array]:
         """[chunks + 1][layers + 1]: the least bound of layers j … in k chunks, counted from when j is reached.
@@ -178,14 +179,12 @@ class _Search:
         """
         profiles, m, n = self.profiles, self.shape.micro_batches, self.profiles.count
         rest = [np.where(np.arange(n + 1) == n, 0.0, np.inf)]
-        fits: dict[tuple[Held, float], Array] = {}
-        for k in range(1, self.shape.chunks + 1):
-            index = self.shape.chunks - k
-            held, cap = self._held_by(index), self._cap(index % self.shape.pp)
-            if (held, cap) not in fits:
-                fits[held, cap] = self._kept[held] + self._transient <= cap
-            took = np.maximum(m * self._worked[index], self._passed[index] + (2 * profiles.transfer + rest[-1]))
-            rest.append(np.where(fits[held, cap], took, np.inf).min(axis=(0, 2)))
+        took = np.empty_like(self._transient)  # one buffer: these arrays are most of what a search writes
+        for index in reversed(range(self.shape.chunks)):
+            np.add(self._passed[index], 2 * profiles.transfer + rest[-1], out=took)
+            np.maximum(took, m * self._worked[index], out=took)
+            took[self._kept_by[index] + self._transient > self._cap(index % self.shape.pp)] = np.inf
+            rest.append(took.min(axis=(0, 2)))
         return rest
 
     def _held_by(self, index: int) -> Held:
@@ -233,16 +232,17 @@ class _Search:
     def _placed(self, walk: _Walk, index: int, start: int, end: int, mode: int, own: float) -> _Walk | None:
         """Return the walk with chunk `index`, whose bound is `own`; None if it does not fit or cannot be faster."""
         rank, round_ = index % self.shape.pp, index // self.shape.pp
-        kept, peak = self._kept[self._held_by(index)][mode, start, end], self._transient[mode, start, end]
-        used = (walk.used[rank][0] + float(kept), max(walk.used[rank][1], float(peak)))
-        load = walk.loads[rank] + float(self._worked[index][mode, start, end])
+        place = (mode, start, end)
+        kept, peak = self._kept_by[index].item(place), self._transient.item(place)
+        used = (walk.used[rank][0] + kept, max(walk.used[rank][1], peak))
+        load = walk.loads[rank] + self._worked[index].item(place)
         # `reach` of a rank's first chunk is what its load comes on top of.
         fill = walk.reach if round_ == 0 else 0.0
         bound = max(walk.bound, own, fill + self.shape.micro_batches * load)
         if sum(used) > self._cap(rank) or bound >= self._target:
             return None
         return _Walk(
-            walk.reach + float(self._passed[index][mode, start, end]) + 2 * float(self.profiles.transfer[end]),
+            walk.reach + self._passed[index].item(place) + 2 * self.profiles.transfer.item(end),
             bound,
             (*walk.loads[:rank], load, *walk.loads[rank + 1 :]),
             (*walk.used[:rank], used, *walk.used[rank + 1 :]),
@@ -283,14 +283,21 @@ class _Search:
                     yield (*cuts[:place], *(cut + step for cut in cuts[place:end]), *cuts[end:]), modes
 
     def _fits(self, cuts: tuple[int, ...], modes: tuple[Recompute, ...]) -> bool:
-        """Return whether a partition fits the memory and its bound is below the best time."""
-        names, walk = list(self.profiles.modes), self._start()
+        """Return whether a partition fits the memory and its bound is below the best time: `_placed`, chunk by chunk,
+        without what a search would go on from.
+        """
+        pp, m, target, numbers = self.shape.pp, self.shape.micro_batches, self._target, list(self.profiles.modes)
+        reach, loads, kept, peaks = 0.0, [0.0] * pp, [0.0] * pp, [0.0] * pp
         bounds = (0, *cuts, self.profiles.count)
-        for index, (start, end, mode) in enumerate(zip(bounds, bounds[1:], modes, strict=False)):
-            after = self._placed(walk, index, start, end, names.index(mode), 0.0)
-            if after is None:
+        for index, mode in enumerate(modes):
+            rank, place = index % pp, (numbers.index(mode), bounds[index], bounds[index + 1])
+            kept[rank] += self._kept_by[index].item(place)
+            peaks[rank] = max(peaks[rank], self._transient.item(place))
+            loads[rank] += self._worked[index].item(place)
+            fill = reach if index < pp else 0.0
+            if kept[rank] + peaks[rank] > self._cap(rank) or fill + m * loads[rank] >= target:
                 return False
-            walk = after
+            reach += self._passed[index].item(place) + 2 * self.profiles.transfer.item(bounds[index + 1])
         return True
 
     def _start(self) -> _Walk:

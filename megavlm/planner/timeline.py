@@ -14,12 +14,12 @@ from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineS
 Array = np.ndarray[Any, Any]
 _KINDS = (FORWARD, BACKWARD, WEIGHT)
 
-Times = Sequence[Sequence[float]]  # [chunks][micro-batches], seconds
+Times = Array  # [chunks, micro-batches], seconds
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of each chunk's passes, `[chunks][micro-batches]`, and of what travels between chunk c and c+1.
+    """Seconds of each chunk's passes, `[chunks, micro-batches]`, and of what travels between chunk c and c+1.
 
     `weight` is only read by schedules that run weight gradients apart; their `backward` is the input's half.
     """
@@ -31,8 +31,8 @@ class Durations:
 
     def flat(self) -> Array:
         """Return the seconds of all passes in a row: by kind, chunk and micro-batch, as `_number` counts them."""
-        kinds = [self.forward, self.backward, *([] if self.weight is None else [self.weight])]
-        return np.array(kinds, dtype=float).reshape(-1)
+        kinds = (self.forward, self.backward, *(() if self.weight is None else (self.weight,)))
+        return np.concatenate([each.ravel() for each in kinds])
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def uniform(
 ) -> Durations:
     """Durations of micro-batches that are all alike, from one number per chunk."""
 
-    def spread(values: Sequence[float]) -> list[list[float]]:
-        return [[value] * micro_batches for value in values]
+    def spread(values: Sequence[float]) -> Times:
+        return np.repeat(np.array(values, dtype=float)[:, None], micro_batches, axis=1)
 
     return Durations(spread(forward), spread(backward), None if weight is None else spread(weight), transfer)
 
