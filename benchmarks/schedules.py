@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -41,7 +40,7 @@ from megavlm.planner.hardware import PROFILES, for_precision
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.partition import Partition, best_partition
 from megavlm.planner.schedules import PipelineShape
-from megavlm.planner.timeline import Durations, Times, simulate
+from megavlm.planner.timeline import Durations, simulate
 from tests.support.pool import Pools
 from tests.support.training import SMALL, train
 
@@ -165,13 +164,9 @@ def durations_of(shape: PipelineShape, *, frozen: bool) -> Durations:
     assert isinstance(best, Partition)
     mode: Recompute = "none"
     found = profiles.durations([(a, b, mode) for a, b in pairwise((0, *best.cuts, profiles.count))], [], shape=shape)
-    slower = MEAN / statistics.fmean(chunk[0] for chunk in found.forward) / shape.vpp
-
-    def slowed(times: Times) -> Times:
-        return [[slower * seconds for seconds in chunk] for chunk in times]
-
+    slower = MEAN / found.forward[:, 0].mean() / shape.vpp
     assert found.weight is not None
-    return Durations(slowed(found.forward), slowed(found.backward), slowed(found.weight))
+    return Durations(slower * found.forward, slower * found.backward, slower * found.weight)
 
 
 def train_asleep(argv: Sequence[str], run_dir: str, durations: Durations) -> list[Slept]:
