@@ -15,6 +15,7 @@ from megavlm.config.derived import (
     offloaded,
     overlapped,
     sequence_parallel,
+    shard_size,
 )
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, ModelConfig
@@ -63,6 +64,7 @@ class Scenario:
     imbalance: float = 1.0  # rows of the busiest rank that shares experts, as a multiple of the mean
     optimizer: str = "adamw"  # update rule
     averages: bool = False  # weights are averaged
+    outer_steps: int = 0  # after which shard groups, as sites, share weights; 0: gradients, after each step
     muon_steps: int = 5  # Newton-Schulz steps
     muon_bytes: int = 4  # of a number in them
     experts_alone: bool = False  # the layout of routed experts (`expert_layout`)
@@ -172,7 +174,7 @@ def scenario_of(
         precision=config.precision.dtype,
         sequence_parallel=sequence_parallel(config),
         sharding=config.parallel.data_parallel_sharding,
-        shard_size=config.parallel.hybrid_shard_size,
+        shard_size=shard_size(config, dp_cp=dims.dp_cp),
         secondary=config.parallel.secondary_shard_size,
         overlap_grad_reduce=bool(overlapped(config, dp=dims.dp_cp).parallel.overlap_grad_reduce),
         gradient_code=config.parallel.compress_gradients,
@@ -185,6 +187,7 @@ def scenario_of(
         offload=offloaded(config),
         optimizer=config.optimizer.kind,
         averages=config.optimizer.ema_decay > 0,
+        outer_steps=config.optimizer.outer_steps,
         muon_steps=config.optimizer.muon_num_ns_steps,
         muon_bytes=4 if resolve(config).optimizer.muon_precision == "fp32" else 2,
         moments_on_disk=moments_folder(config) is not None,

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megavlm.optim.adamw import AVERAGE
-from megavlm.optim.fully_sharded import FullyShardedChunk
+from megavlm.optim.model_weights import give_model
 from megavlm.parallel.dtensor import local_part
 
 
@@ -44,14 +43,7 @@ def _exchange(optimizer: Any, chunks: Sequence[Any]) -> None:
         before = weights.clone()
         weights.copy_(kept)
         kept.copy_(before)
-    for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer and hasattr(part, "_copy_main_params_to_model_params"):
-            part._copy_main_params_to_model_params()
-    for chunk in chunks:
-        if isinstance(chunk, FullyShardedChunk):
-            chunk.reshard()  # what is gathered is of before
-        elif isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer:
-            chunk.start_param_sync(force_sync=True)
+    give_model(optimizer, chunks)
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,12 +1,16 @@
-"""Round a rank's fp32 weights to the model's type after an update, all of them in one launch."""
+"""Give the model the fp32 weights that a rank updates: rounded to the model's type, all of them in one launch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import DistributedOptimizer
 from torch import Tensor
+
+from megavlm.optim.fully_sharded import FullyShardedChunk
 
 
 def round_in_one_launch(part: Any) -> None:
@@ -18,6 +22,18 @@ def round_in_one_launch(part: Any) -> None:
     """
     if isinstance(part, DistributedOptimizer) and part.config.fp8_recipe is None:
         part._copy_main_params_to_model_params = _Rounding(part)
+
+
+def give_model(optimizer: Any, chunks: Sequence[Any]) -> None:
+    """Give the model the optimizer's weights outside of a step, as at the end of one; all ranks call it."""
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer and hasattr(part, "_copy_main_params_to_model_params"):
+            part._copy_main_params_to_model_params()
+    for chunk in chunks:
+        if isinstance(chunk, FullyShardedChunk):
+            chunk.reshard()  # what is gathered is of before
+        elif isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
 
 
 class _Rounding:

@@ -15,6 +15,7 @@ from megavlm.optim.averages import averaged
 from megavlm.optim.build import loss_scale
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.head_logits import HeadLogits
+from megavlm.optim.outer import OuterOptimizer, Site
 from megavlm.optim.param_gather import gather_parameters
 from megavlm.optim.slow_links import forget_errors
 from megavlm.parallel.groups import Groups
@@ -41,6 +42,7 @@ class Engine:
     optimizer: Any
     scheduler: Any
     groups: Groups
+    outer: OuterOptimizer | None = None  # with `--outer-steps`
     head_logits: HeadLogits | None = None  # with `--qk-clip`
     sequence_multiple: int = 1  # sequence lengths must be multiples of this
     evaluates_averages: bool = False  # an evaluation is of averaged weights (`--eval-ema`)
@@ -64,6 +66,8 @@ class Engine:
             self.schedule.colocated.prefetch(upcoming)
         before = StateBeforeStep.of(self.model_chunks, self.optimizer)
         self.optimizer.zero_grad()
+        if self.outer is not None:
+            self.outer.before_inner_step()
         if self.head_logits is not None:
             self.head_logits.clear()
         try:
@@ -80,20 +84,23 @@ class Engine:
             self.schedule.phases.enter(COMMUNICATION, "sums of the step")
             logits = None if self.head_logits is None else self.head_logits.over_ranks()
             counts, tallies = self.groups.is_first_tp, self.schedule.tallies()
-            sums = sum_over_ranks(totals, squared_norm, counters(), counts=counts, tallies=tallies)
+            sums = sum_over_ranks(totals, squared_norm, counters(), counts=counts, tallies=tallies, site=self.site)
             self.schedule.phases.enter(OPTIMIZER)
-            norm = None if squared_norm is None else sums.squared_norm**0.5
-            mean_norm = None if norm is None else norm / max(sums.tokens, 1.0)
+            own = self.site.index
+            norm, tokens = None if squared_norm is None else sums.norms[own], sums.site_tokens[own]
+            mean_norm = None if norm is None else sums.mean_norm
             loss = sums.loss / max(sums.tokens, 1.0)
             loads = layer_loads(sums.tallies, self.schedule.model)
             refused = judge(loss, mean_norm)
             if norm is not None and refused is None:
-                self.optimizer.update(norm=norm, tokens=sums.tokens, logits=logits)
+                self.optimizer.update(norm=norm, tokens=tokens, logits=logits)
                 update_biases(self.schedule.routers, loads)
         self.schedule.phases.enter(OTHER)
         if refused is not None:
             before.restore()
             forget_errors(self.model_chunks)
+        if self.outer is not None:
+            self.outer.after_inner_step(self.scheduler.num_steps)
         return StepResult(
             loss=loss,
             trained_tokens=int(sums.tokens),
@@ -114,7 +121,9 @@ class Engine:
         self.scheduler.step(increment=1)
         forget_errors(self.model_chunks)
         totals = self.schedule.no_totals()
-        sums = sum_over_ranks(totals, None, counters(), counts=self.groups.is_first_tp)
+        sums = sum_over_ranks(totals, None, counters(), counts=self.groups.is_first_tp, site=self.site)
+        if self.outer is not None:
+            self.outer.after_inner_step(self.scheduler.num_steps)
         return StepResult(
             loss=math.nan,
             trained_tokens=0,
@@ -128,6 +137,16 @@ class Engine:
             counters=sums.counters,
         )
 
+    @property
+    def site(self) -> Site:
+        """Return the ranks that train together with this one: all, without `--outer-steps`."""
+        return Site.of_all() if self.outer is None else self.outer.site
+
+    def share(self) -> None:
+        """Let sites share what they have learned apart, if they differ; all ranks call it."""
+        if self.outer is not None:
+            self.outer.step()
+
     def learning_rate(self) -> float:
         """Return the current learning rate of parts of the model without a rate of their own (`--lr`)."""
         return self.scheduler.get_lr({"max_lr": self.scheduler.max_lr, "min_lr": self.scheduler.min_lr})
@@ -138,6 +157,7 @@ class Engine:
 
         It leaves no trace: random generators and FP8 histories are afterwards as they were.
         """
+        self.share()
         before = StateBeforeStep.of(self.model_chunks, self.optimizer)
         gather_parameters(self.model_chunks)
         for chunk in self.model_chunks:
@@ -167,12 +187,13 @@ class Engine:
 
     def trained(self) -> Trained:
         """Return what a checkpoint saves of this rank, once updated weights are gathered; all ranks call it."""
+        self.share()
         gather_parameters(self.model_chunks)
         chunks = [
             chunk if isinstance(chunk, FullyShardedChunk) else getattr(chunk, "module", chunk)
             for chunk in self.model_chunks
         ]
-        return Trained(chunks=chunks, optimizer=self.optimizer, groups=self.groups)
+        return Trained(chunks=chunks, optimizer=self.optimizer, groups=self.groups, site=self.site.index)
 
     @property
     def model_chunks(self) -> list[Any]:

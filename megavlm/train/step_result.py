@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
+from megavlm.optim.outer import Site
 from megavlm.train.expert_load import LayerLoad
 
 
@@ -35,12 +38,19 @@ class StepResult:
 class StepSums:
     """What all ranks know of a step before its update."""
 
-    squared_norm: float  # of the sums of gradients over tokens
+    norms: tuple[float, ...]  # of each site's sums of gradients over tokens; without sites, of all ranks'
+    site_tokens: tuple[float, ...]  # trained ones of each site
     loss: float  # sum of cross entropies over the trained tokens
     tokens: float  # trained ones
     sources: tuple[Sequence[float], Sequence[float]]  # the same two of each data set
     counters: tuple[float, ...]
     tallies: Sequence[float]  # of routers
+
+    @property
+    def mean_norm(self) -> float:
+        """Return the norm of the mean gradient over tokens: the largest of the sites', or one that is not finite."""
+        means = [norm / max(tokens, 1.0) for norm, tokens in zip(self.norms, self.site_tokens, strict=True)]
+        return next((mean for mean in means if not math.isfinite(mean)), max(means))
 
 
 def sum_over_ranks(
@@ -50,21 +60,31 @@ def sum_over_ranks(
     *,
     counts: bool,
     tallies: Tensor | None = None,
+    site: Site,
 ) -> StepSums:
     """Sum a rank's totals (`Schedule.train`; if it `counts`), counters and routers' tallies over all ranks, and wait
     for the device.
 
-    The gradient norm of rank 0 counts, so that all ranks decide alike on it, whatever happens to their own. x − x is 0
-    of a number and NaN of all else: what is not finite on any rank is not finite in the sum.
+    The gradient norm of the first rank of each site counts (rank 0 without sites), so that all ranks decide alike on
+    it, whatever happens to their own. x − x is 0 of a number and NaN of all else: what is not finite on any rank is not
+    finite in the sum.
     """
     own = totals.new_zeros(()) if squared_norm is None else squared_norm
-    shown = own if dist.get_rank() == 0 else own - own
+    shown = own if site.is_first else own - own
+    told = totals if counts else totals - totals
+    place = (site.index, site.count - site.index - 1)
     counted = torch.tensor(counters, dtype=totals.dtype).to(totals.device, non_blocking=True)
-    parts = [shown.reshape(1), totals if counts else totals - totals, counted]
+    parts = [pad(shown.reshape(1), place), pad(told[1:2], place), told, counted]
     everything = torch.cat(parts if tallies is None else [*parts, tallies])
     dist.all_reduce(everything)
-    squared, loss, tokens, *rest = everything.tolist()
+    found = everything.tolist()
+    squared, site_tokens, (loss, tokens, *rest) = (
+        found[: site.count],
+        found[site.count : 2 * site.count],
+        found[2 * site.count :],
+    )
     sources = (len(totals) - 2) // 2
     first = 2 * sources + len(counters)  # of the tallies
     losses = rest[:sources], rest[sources : 2 * sources]
-    return StepSums(squared, loss, tokens, losses, tuple(rest[2 * sources : first]), rest[first:])
+    norms = tuple(each**0.5 for each in squared)
+    return StepSums(norms, tuple(site_tokens), loss, tokens, losses, tuple(rest[2 * sources : first]), rest[first:])

@@ -108,10 +108,10 @@ def test_layouts_clip_the_heads_of_one_process(pools, one, tmp_path, world, mode
     ("world", "model", "optimizer", "flags"),
     [
         (4, "padded-heads", CLIP, "--tp 2"),
-        (2, "grouped", SLOWER, f"{ZERO_3} --placement colocated"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (2, "grouped", SLOWER, f"{ZERO_3} --placement colocated"),
                 (4, "plain", SLOWER, "--tp 2"),
                 (4, "grouped", CLIP, "--hybrid-shard-size 2"),
                 (2, "grouped", CLIP, "--offload optimizer --overlap-param-gather --overlap-grad-reduce"),

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megavlm.config.cli import parse
+from megavlm.config.cli import _without_others, parse
 from megavlm.config.fields import Kind, Option, options, with_values
 from megavlm.config.load import from_dict, from_yaml_file, to_yaml
 from megavlm.config.schema import Config, DatasetConfig
@@ -118,7 +118,9 @@ def test_flags_override_a_file(below: dict[Option, Any], above: dict[Option, Any
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megavlm.config.load.from_yaml_file", lambda path: config_of(below))
         config = parse(["--config", "a.yaml", *argv])
-    assert config == config_of({**below, **above})
+    # A flag also takes the place of the other option that says the same.
+    flags = _without_others({option.path: value for option, value in above.items()})
+    assert config == with_values(Config(), {option.path: value for option, value in below.items()} | flags)
 
 
 def refusal(read: Callable[[Any], Config], source: object) -> str | None:
