@@ -193,9 +193,9 @@ def train_recording_passes(argv: Sequence[str], run_dir: str) -> None:
         ran.append(["W", chunk, micro_batch])
         compute(self, chunk, micro_batch)
 
-    def recorded_leave(self, weight, compute):
-        left.append(tuple(weight.shape))
-        leave(self, weight, compute)
+    def recorded_leave(self, weights, compute):
+        left.extend(tuple(weight.shape) for weight in weights)
+        leave(self, weights, compute)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VLMChunk, "forward", recorded_forward)
