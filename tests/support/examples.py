@@ -38,6 +38,8 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 8 pretrain_vlm.py --config run.yaml --run-dir /nvme/": "it needs a store",
     "megavlm channels arrays.jsonl ": "tests/dist/test_channels.py measures, and trains on, arrays",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from MODEL --datasets arrays.jsonl ": "as the line above",
+    "megavlm convert export runs/qformer ": "tests/dist/test_compose.py exports a run in parts",
+    "torchrun --nproc-per-node 4 pretrain_vlm.py --vision-from exported/vision ": "and begins another run with them",
     "python examples/first_run/ask.py": "tests/dist/test_first_run.py asks it, after the whole run",
     "python -m lmms_eval ": "tests/dist/test_after_training.py runs it where lmms-eval is",
     "python examples/first_hour/make_data.py": "the folder has what it writes",

@@ -18,8 +18,18 @@ from tests.support.flags import MODELS, resolved  # noqa: E402
 from tests.support.training import SMALL  # noqa: E402
 
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-dense-layers 0 --moe-shared-expert-intermediate-size 32"
-# Tokens, pixels, positions, a vector of one row, adapters, learned queries.
-NO_MATRICES = ("embedding.", "output.linear", "patch_embed.", "gate_weight", ".lora.", "queries", "latents")
+# Tokens, pixels, a vector of one row, adapters, learned queries and positions, filters of single channels.
+NO_MATRICES = (
+    "embedding.",
+    "output.linear",
+    "patch_embed.",
+    "gate_weight",
+    ".lora.",
+    "queries",
+    "latents",
+    "positions",
+    "conv2",
+)
 
 
 @pytest.fixture(scope="module")
