@@ -150,9 +150,10 @@ def transfer_seconds(size: float, scenario: Scenario, hardware: Hardware) -> flo
     return 2 * link.latency + link.seconds(size)
 
 
-def carried_bytes(scenario: Scenario, index: int) -> float:
-    """Return the bytes of the DeepStack features that pass a cut before layer `index`, whole on each rank."""
-    return carried_before(scenario.names)[index] * stream_bytes(Stream.FEATURES, scenario)
+def carried_bytes(scenario: Scenario) -> list[float]:
+    """Return the bytes of the DeepStack features that pass a cut before each layer and after the last, on each rank."""
+    each = stream_bytes(Stream.FEATURES, scenario)
+    return [count * each for count in carried_before(scenario.names)]
 
 
 def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, held: float = 0.0) -> float:

@@ -77,6 +77,7 @@ class LayoutEvaluator:
         self._profiles_of = lru_cache(maxsize=None)(self._find_profiles)
         self._parameters = lru_cache(maxsize=None)(self._count_parameters)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
+        self._encoder_of = lru_cache(maxsize=None)(self._find_encoder)
 
     def infeasible_reason(self, candidate: Candidate) -> str | None:
         """Return why a candidate cannot run: the message of a configuration rule, or a lack of memory. None: it can."""
@@ -116,7 +117,7 @@ class LayoutEvaluator:
 
     def rule(self, candidate: Candidate) -> str | None:
         """Return what the configuration's rules say against a candidate, or None. Recomputation does not matter."""
-        return self._rules(replace(candidate, recompute="none"))
+        return self._rules(candidate if candidate.recompute == "none" else replace(candidate, recompute="none"))
 
     def with_offload_that_fits(self, candidate: Candidate, space: Space) -> Candidate | None:
         """Return the candidate with the first set of offloaded tensors that makes it fit, or None if none does."""
@@ -233,8 +234,9 @@ class LayoutEvaluator:
 
     def encoder(self, candidate: Candidate) -> EncoderEstimate | None:
         """Return what a candidate's colocated encoder takes, however the language model is cut and shares experts."""
-        if candidate.placement == "stages":
-            return None
+        return None if candidate.placement == "stages" else self._encoder_of(candidate)
+
+    def _find_encoder(self, candidate: Candidate) -> EncoderEstimate:
         dims = replace(candidate.dims, vpp=1, ep=1, etp=None, schedule=None)
         return self._encoders(replace(candidate, recompute="none", dims=dims))
 

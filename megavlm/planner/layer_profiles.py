@@ -157,7 +157,7 @@ def layer_profiles(
     """Tables of `case`'s layers from `first` on."""
     places = range(first, len(scenario.names))
     each = measured_once(scenario, places)
-    carried = [carried_bytes(scenario, i) for i in places][1:]
+    carried = carried_bytes(scenario)[first + 1 : -1]
     sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, scenario))[1:], carried, strict=True)]
     sends = [transfer_seconds(size, scenario, hardware) for size in sizes]
     seconds = each(partial(seconds_by_mode, scenario=scenario, hardware=hardware, modes=modes))

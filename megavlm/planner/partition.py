@@ -52,7 +52,7 @@ def simulate_partition(
 
 def _most_kept(held: Held, saved: Any, waiting: Any) -> Any:
     """Return the most bytes that a chunk's micro-batches keep, of what one keeps before and after its backward pass."""
-    return reduce(np.maximum, [whole * saved + halves * waiting for whole, halves in held])
+    return reduce(np.maximum, [whole * saved + halves * waiting if halves else whole * saved for whole, halves in held])
 
 
 @dataclass(frozen=True)
