@@ -85,7 +85,7 @@ class Scenario:
 
     @property
     def regathering_ranks(self) -> int:
-        """Ranks among which a backward pass gathers weights again (ZeRO-3): those of a node with a second shard."""
+        """Return how many ranks a backward pass gathers weights from (ZeRO-3): `--secondary-shard-size`, or all."""
         return min(self.secondary or self.shards, self.shards)
 
     @cached_property

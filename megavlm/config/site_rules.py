@@ -54,7 +54,7 @@ def outer_steps_come_before(config: Config) -> str | None:
 
 
 def sites_divide(config: Config, world: int) -> str | None:
-    """Replicas are divided evenly."""
+    """Refuse numbers of sites that do not divide the data-parallel replicas."""
     sites, replicas = sites_of(config), world // replica_size(config)
     if sites and replicas % sites:
         return (

@@ -222,7 +222,7 @@ class MicroBatchContext:
 
     @cached_property
     def _text_padding(self) -> Tensor | None:
-        """Return which of this rank's positions are padding, [S/CP, B] bool; None where no logits are looked at."""
+        """Return which of this rank's positions are padding, [S/CP, B] bool; None unless `--qk-clip` needs it."""
         if "language" not in clipped_parts(self.config):
             return None
         tokens, _ = self._row_counts

@@ -20,7 +20,7 @@ from megavlm.config.tensor_split import share_of
 
 
 class _Divided(nn.Module):
-    """A layer whose parameters ranks divide along their first axis."""
+    """A layer whose parameters are sharded over tensor-parallel ranks along their first axis."""
 
     def __init__(self, config: TransformerConfig, channels: int, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ class LogitAttention(CoreAttention):
 def largest_logits(
     query: Tensor, key: Tensor, *, scale: float | None, causal: bool, mask: Tensor | None = None, most: int = MOST
 ) -> Tensor:
-    """Return the largest of 0 and the logits scale · q·kᵀ of each head, [N] float32.
+    """Return the largest attention logit, scale · q·kᵀ, of each head, [N] float32; 0 where all are negative.
 
     Args:
         query: [B, N, S, D].

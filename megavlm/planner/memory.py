@@ -161,7 +161,7 @@ def _gathered(name: str, scenario: Scenario) -> float:
 
 
 def _reduced(name: str, scenario: Scenario) -> float:
-    """Return the bytes of a layer's gradients and their fp32 copy that is reduced (ZeRO-2 and 3).
+    """Return the bytes of a layer's gradients and of the fp32 copy of them that ranks reduce (ZeRO-2 and 3).
 
     Where codes are sent, the gradients are gone by then, and what is decoded is there twice as its scales are applied.
     """

@@ -79,7 +79,7 @@ def _by_hand(argv: list[str], run_dir: str, options: dict[str, float]) -> object
     ],
 )
 def test_a_site_may_have_any_layout(pools: Pools, tmp_path: Path, world: int, flags: str):
-    """A site of one process each has the numbers of sites of several; the loss is that of all of them."""
+    """Sites of one process and sites of several give the same numbers; the loss is that of all sites together."""
     argv = [*RUN, *APART, *[flag for flag in flags.split() if flag == "--language-tie-embeddings"]]
     pools(2).run(train, argv, str(tmp_path / "one"))
     pools(world).run(train, [*argv, *flags.split()], str(tmp_path / "many"))

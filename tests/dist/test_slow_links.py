@@ -163,7 +163,9 @@ def int8(rows: Any) -> Any:
 def test_units_send_what_codes_and_residuals_say(
     pools: Pools, tmp_path: Path, world: int, group: int, feedback: bool
 ) -> None:
-    """Two micro-batches: the second sends what the first has lost. Bit for bit, and as many bytes as codes have."""
+    """Codes are those of a numpy reference bit for bit, and so many bytes; the second of two micro-batches sends what
+    rounding took from the first.
+    """
     import numpy as np
 
     argv = [*SMALL, "--no-save", *f"{FULL} {GRADIENTS} {WEIGHTS} --global-batch-size {2 * world}".split()]

@@ -51,7 +51,7 @@ class ConvBlock:
 
     @property
     def projects(self) -> bool:
-        """Return whether the residual is a projection of the inputs."""
+        """Return whether the shortcut projects the inputs, as it must where their width is not the block's."""
         return self.inputs != self.width
 
     def splits(self, name: str) -> dict[str, Split]:
