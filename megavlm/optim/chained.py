@@ -99,9 +99,12 @@ class MeanGradientOptimizer(ChainedOptimizer):
         if on_host := [gradient for gradient in gradients if gradient.device.type != self._device.type]:
             norms = torch.stack(torch._foreach_norm(on_host)).to(self._device, non_blocking=True)
             squares.append((norms**2.0).sum().view(1))
-        squared = torch.cat(squares).sum().view(1) if squares else torch.zeros(1, device=self._device)
+        # In float64, also where a rank has no gradients, whose type it could have.
+        squared = (
+            torch.cat(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64, device=self._device)
+        )
         dist.all_reduce(squared, group=group)
-        return squared.double().reshape(())
+        return squared
 
 
 def divisor_of(norm: float, tokens: float, *, clip: float) -> float:

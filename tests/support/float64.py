@@ -18,10 +18,10 @@ def float64() -> Iterator[None]:
 
     It needs `--data-parallel-sharding none`: megatron-core's distributed optimizer knows no such parameters.
     """
-    from megavlm.model import specs
+    from megavlm.model import router, specs
     from megavlm.optim import build
 
-    config = build.DistributedDataParallelConfig
+    config, gate = build.DistributedDataParallelConfig, router.router_gating_linear
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         patch.setitem(specs.DTYPES, "fp32", torch.float64)
@@ -29,6 +29,7 @@ def float64() -> Iterator[None]:
         summed = {"grad_reduce_in_fp32": False}
         patch.setattr(build, "DistributedDataParallelConfig", lambda **options: config(**{**options, **summed}))
         patch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
+        patch.setattr(router, "router_gating_linear", lambda x, weight, bias, _: gate(x, weight, bias, torch.float64))
         yield
 
 
