@@ -2,7 +2,8 @@
 
 `make test-all` runs it. A piece that crashes or hangs costs the others nothing, and a run that was interrupted goes on
 where it stopped, also on another machine to which its record was copied: pieces that have ended are in
-RECORD/pieces.jsonl, with their commit, and are not run again. Other flags go to pytest.
+RECORD/pieces.jsonl, with their commit, and are not run again. With --failed, the tests that failed run again, on what
+is checked out now; RECORD/again.jsonl says how that ended. Other flags go to pytest.
 """
 
 from __future__ import annotations
@@ -45,15 +46,18 @@ def pieces(root: Path = ROOT) -> list[str]:
     return [str(path.relative_to(root)) for path in found]
 
 
-def run(name: str, record: Path, arguments: Sequence[str], root: Path) -> Piece:
-    """Run a piece; its output goes to a log in `record`, what its files cost to RECORD/files.jsonl."""
-    log = record / f"{name.removeprefix('tests/').replace('/', '-').removesuffix('.py')}.log"
+def run(name: str, record: Path, arguments: Sequence[str], root: Path, *, only: Sequence[str] = ()) -> Piece:
+    """Run a piece; its output goes to a log in `record`, what its files cost to RECORD/files.jsonl.
+
+    With `only`, run these of its tests, and leave what the files cost as it is.
+    """
+    log = record / f"{name.removeprefix('tests/').replace('/', '-').removesuffix('.py')}{'-again' * bool(only)}.log"
     stuck = ["-o", f"faulthandler_timeout={STUCK}", "-o", "faulthandler_exit_on_timeout=true"]
-    recorded = ["-p", "tests.support.record", "--record", str(record / "files.jsonl")]
+    recorded = [] if only else ["-p", "tests.support.record", "--record", str(record / "files.jsonl")]
     began = time.monotonic()
     with log.open("w") as output:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-m", "not gpu", *stuck, *recorded, *arguments, name],
+            [sys.executable, "-m", "pytest", "-m", "not gpu", *stuck, *recorded, *arguments, *(only or [name])],
             cwd=root,
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)},
             stdout=output,
@@ -73,7 +77,12 @@ def summary(record: Path) -> str:
     """Return the record as Markdown: totals, what failed, and each file with its cost, dearest first."""
     ended, files = lines_of(record / "pieces.jsonl"), lines_of(record / "files.jsonl")
     totals = {name: sum(file[name] for file in files) for name in ("passed", "failed", "skipped")}
-    failed = [f"- `{test}`" for file in files for test in file["failures"]]
+    mended = {test: each["commit"] for each in lines_of(record / "again.jsonl") for test in each["passed"]}
+    failed = [
+        f"- `{test}`" + (f": passed at {mended[test]}" if test in mended else "")
+        for file in files
+        for test in file["failures"]
+    ]
     failed += [f"- {each['name']} ended early: status {each['status']}" for each in ended if not _told(each, files)]
     rows = [
         f"| {file['file']} | {file['passed']} | {file['failed']} | {file['skipped']} | {_minutes(file['seconds'])} "
@@ -134,7 +143,40 @@ def run_all(names: Iterable[str], record: Path, arguments: Sequence[str] = (), r
             file.write(json.dumps(asdict(piece)) + "\n")
         (record / "summary.md").write_text(summary(record), encoding="utf-8")
         print(f"{name}: status {piece.status}, {_minutes(piece.seconds)} minutes", flush=True)
-    return all(piece["status"] in PASSED for piece in lines_of(record / "pieces.jsonl"))
+    return _all_passed(record)
+
+
+def run_failed(record: Path, arguments: Sequence[str] = (), root: Path = ROOT) -> bool:
+    """Run the tests of a record that failed and have not passed since; returns whether none is left.
+
+    Pieces without a name of what failed in them, which ended early, are not among them: their line is to be deleted.
+    """
+    files = lines_of(record / "files.jsonl")
+    for piece in lines_of(record / "pieces.jsonl"):
+        before = {test for each in lines_of(record / "again.jsonl") for test in each["passed"]}
+        failures = [test for file in files if _within(file["file"], piece["name"]) for test in file["failures"]]
+        if only := [test for test in failures if test not in before]:
+            found = run(piece["name"], record, arguments, root, only=only)
+            passed = only if found.status == 0 else []
+            with (record / "again.jsonl").open("a") as file:
+                file.write(json.dumps({**asdict(found), "passed": passed}) + "\n")
+            (record / "summary.md").write_text(summary(record), encoding="utf-8")
+            print(f"{piece['name']}: {len(only)} failed before, status {found.status} now", flush=True)
+    return _all_passed(record)
+
+
+def _all_passed(record: Path) -> bool:
+    """Return whether every piece passed, or every test that failed in it has passed since."""
+    files = lines_of(record / "files.jsonl")
+    since = {test for each in lines_of(record / "again.jsonl") for test in each["passed"]}
+    return all(
+        piece["status"] in PASSED
+        or (
+            _told(piece, files)
+            and all(since.issuperset(file["failures"]) for file in files if _within(file["file"], piece["name"]))
+        )
+        for piece in lines_of(record / "pieces.jsonl")
+    )
 
 
 def _forget(name: str, file: Path) -> None:
@@ -148,9 +190,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, help="folder of the record (default: runs/test-all-COMMIT)")
     parser.add_argument("--only", nargs="+", help="run these pieces only (default: all)")
+    parser.add_argument("--failed", action="store_true", help="run the tests again that failed in this record")
     options, arguments = parser.parse_known_args(argv)
     record = (options.to or ROOT / f"runs/test-all-{commit_of(ROOT)}").resolve()
-    passed = run_all(options.only or pieces(), record, arguments)
+    if options.failed:
+        passed = run_failed(record, arguments)
+    else:
+        passed = run_all(options.only or pieces(), record, arguments)
     print(f"{'All passed' if passed else 'NOT all passed'}: {record}/summary.md")
     return 0 if passed else 1
 

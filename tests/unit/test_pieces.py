@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pieces import lines_of, pieces, run_all
+from tests.support.pieces import lines_of, pieces, run_all, run_failed
 
 TESTS = {
     "unit/test_a.py": "import pytest\ndef test_passes(): pass\ndef test_fails(): assert 0\n"
@@ -49,3 +49,17 @@ def test_a_record_says_what_ran_and_how_it_ended(root: Path, capsys: pytest.Capt
     assert "tests/dist/test_d.py: ended before" in capsys.readouterr().out
     assert len(lines_of(record / "files.jsonl")) == 4
     assert "4 passed, 2 failed, 1 skipped" in (record / "summary.md").read_text()
+
+
+def test_what_failed_runs_again(root: Path) -> None:
+    record, file = root / "record", root / "tests/unit/test_a.py"
+    assert not run_all(["tests/dist/test_d.py", "tests/unit"], record, root=root)
+    assert not run_failed(record, root=root), "nothing was mended"
+    assert "- `tests/unit/test_a.py::test_breaks`\n" in (record / "summary.md").read_text()
+    file.write_text(TESTS["unit/test_a.py"].replace("assert 0", "pass").replace("1 / 0", "pass"))
+    assert run_failed(record, root=root)
+    assert "- `tests/unit/test_a.py::test_breaks`: passed at unknown" in (record / "summary.md").read_text()
+    file.unlink()
+    assert run_failed(record, root=root), "what has passed does not run again"
+    assert run_all(["tests/dist/test_d.py", "tests/unit"], record, root=root)
+    assert [len(each["passed"]) for each in lines_of(record / "again.jsonl")] == [0, 2]
