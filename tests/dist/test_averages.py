@@ -133,7 +133,7 @@ def losses_of_averages(argv: Sequence[str], run_dir: str) -> list[float]:
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        (2, FULL.replace("full", "optimizer_gradients")),
+        pytest.param(2, FULL.replace("full", "optimizer_gradients"), marks=pytest.mark.slow),
         (4, "--tp 2 --overlap-grad-reduce --overlap-param-gather"),
         pytest.param(2, "--pp 2 --vpp 2", marks=pytest.mark.slow),
         pytest.param(2, "--placement colocated", marks=pytest.mark.slow),

@@ -23,7 +23,7 @@ DELAYED = "--fp8 hybrid --fp8-recipe delayed --fp8-amax-history-len 3"
 CASES = [
     (4, "--tp 2", Fault("output", (3,), rank=3, name="language.layers.2")),
     (2, "--pp 2 --vpp 2", Fault("gradient", (3,), name="language.layers.0", value=inf)),
-    (2, "--data-parallel-sharding none", Fault("pixels", (3,), rank=1)),
+    pytest.param(2, "--data-parallel-sharding none", Fault("pixels", (3,), rank=1), marks=pytest.mark.slow),
     (2, "--data-parallel-sharding optimizer_gradients", Fault("gradient", (3,), rank=0, name="vision.layers.1")),
     (2, "--data-parallel-sharding full --offload optimizer", Fault("pixels", (3,), rank=0)),
     pytest.param(2, "--tp 2 --micro-batch-size 2 --placement colocated", Fault("pixels", (3,)), marks=pytest.mark.slow),
@@ -31,7 +31,12 @@ CASES = [
         2, "--pp 2 --lora-rank 4 --freeze vision", Fault("output", (3,), name="projector"), marks=pytest.mark.slow
     ),
     (2, "--precision fp16", Fault("output", (3,), rank=1, name="language.layers.2")),
-    (2, "--precision bf16 --offload optimizer", Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf)),
+    pytest.param(
+        2,
+        "--precision bf16 --offload optimizer",
+        Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf),
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         2,
         "--compress-gradients int8 --compress-weights int8 --precision bf16",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +96,26 @@ def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run_dir
 
 
+@pytest.mark.slow
+def test_a_run_that_stopped_goes_on_with_the_same_clips(
+    pools: Pools, folder: Path, whole: Path, tmp_path: Path
+) -> None:
+    for steps in (["--train-iters", "2"], []):
+        pools(1).run(train_model, [*flags(folder), *steps], str(tmp_path))
+    assert without_wall_time(metrics(tmp_path)) == without_wall_time(metrics(whole))
+
+
 def test_two_replicas_with_workers_and_a_stop_train_on_the_same_clips(
     pools: Pools, folder: Path, whole: Path, tmp_path: Path
 ) -> None:
-    pools(1).run(train_model, [*flags(folder), "--train-iters", "2"], str(tmp_path / "one"))
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    pools(1).run(train_model, flags(folder), str(tmp_path / "one"))
-    assert without_wall_time(metrics(tmp_path / "one")) == without_wall_time(metrics(whole))
-    pools(2).run(train_model, [*flags(folder), "--num-workers", "1"], str(tmp_path / "two"))
-    assert_same_curve(metrics(tmp_path / "two"), metrics(whole))
+    pools(1).run(train_model, [*flags(folder), "--train-iters", "2"], str(tmp_path))
+    pools(2).run(train_model, [*flags(folder), "--num-workers", "1"], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), metrics(whole))
     for record in metrics(whole):
         assert record["skipped_samples"] == 0
         assert record["packing_efficiency"] > 0.6
         assert record["images"] > 8, "pairs of frames are counted as images"
-    balanced = metrics(tmp_path / "two")[2:]
+    balanced = metrics(tmp_path)[2:]
     assert all(1 <= record["imbalance_vision"] <= record["imbalance_vision_before"] for record in balanced)
 
 

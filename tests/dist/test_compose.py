@@ -38,7 +38,13 @@ SIGLIP = transformers.SiglipModel(transformers.SiglipConfig(vision_config=VISION
     ("tower", "layer", "text"),
     [
         pytest.param(CLIP, "-2", transformers.Qwen2Config(**TEXT), id="clip-qwen2"),
-        pytest.param(SIGLIP, "-3", transformers.MistralConfig(**TEXT, sliding_window=None), id="siglip-mistral"),
+        pytest.param(
+            SIGLIP,
+            "-3",
+            transformers.MistralConfig(**TEXT, sliding_window=None),
+            id="siglip-mistral",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(SIGLIP, "-2", transformers.LlamaConfig(**TEXT), id="siglip-llama", marks=pytest.mark.slow),
         pytest.param(CLIP, "-2", transformers.Qwen3Config(**TEXT), id="clip-qwen3", marks=pytest.mark.slow),
     ],

@@ -43,10 +43,8 @@ LAYOUTS = {
 FAST = [
     ("plain", "rich", "tp2"),
     ("plain", "plain", "pp2-vpp2"),
-    ("mean", "plain", "dp2"),
     ("mean", "plain", "zero3"),
     ("plain", "rich", "colocated"),
-    ("mean", "plain", "tp2-pp2"),
     ("sigmoid", "plain", "dp2"),
 ]
 SOME_MODELS = ("plain", "rich", "frozen-vision", "qwen3-vl", "recompute", "one-image-rank")

@@ -130,7 +130,11 @@ UNCHANGED = [
     (2, "--pp 2 --vpp 2 --recompute-granularity full"),
     (2, "--tp 2 --placement colocated --micro-batch-size 2"),
     pytest.param(2, "--data-parallel-sharding full --offload activations", marks=pytest.mark.slow),
-    (2, "--data-parallel-sharding optimizer_gradients --precision bf16 --fp8 hybrid --fp8-recipe delayed"),
+    pytest.param(
+        2,
+        "--data-parallel-sharding optimizer_gradients --precision bf16 --fp8 hybrid --fp8-recipe delayed",
+        marks=pytest.mark.slow,
+    ),
     (2, "--freeze vision --lora-rank 4 --precision fp16 --global-batch-size 2"),
 ]
 

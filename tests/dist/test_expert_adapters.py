@@ -42,6 +42,7 @@ def test_layouts_train_alike(pools: Pools, one: Path, tmp_path: Path, world: int
     assert_same_curve(metrics(tmp_path), metrics(one))
 
 
+@pytest.mark.slow
 def test_adapters_move_between_layouts(pools: Pools, one: Path, tmp_path: Path) -> None:
     """Curves alone do not see rows of B, which begins at zero, in the wrong place: another layout's next steps do."""
     layouts = ((4, "--tp 2 --ep 2 --etp 2"), (2, "--ep 2"), (2, "--tp 2"))

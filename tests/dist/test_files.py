@@ -57,6 +57,7 @@ def test_any_layout_trains_on_the_same_samples(
             assert loss is expected_loss is None or loss == pytest.approx(expected_loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_epochs_end_alike_on_another_layout_and_after_a_resume(pools: Pools, folder: Path, tmp_path: Path) -> None:
     argv = [*FILES, *sources_of(folder), *"--train-iters none --save-interval 0 --epochs".split()]
     pools(1).run(train, [*argv, "2", "--no-save"], str(tmp_path / "whole"))
@@ -202,6 +203,7 @@ def streamed(folder: Path, tars: Path) -> list[str]:
     return [*FILES, *sources, "--train-iters", "6"]
 
 
+@pytest.mark.slow
 def test_streams_resume_exactly_on_as_many_replicas(pools: Pools, folder: Path, tars: Path, tmp_path: Path) -> None:
     argv = streamed(folder, tars)
     pools(2).run(train, [*argv, "--no-save"], str(tmp_path / "whole"))

@@ -89,8 +89,9 @@ def test_a_site_may_have_any_layout(pools: Pools, tmp_path: Path, world: int, fl
 
 @pytest.mark.parametrize(
     ("world", "flags"),
-    [(4, "--tp 2 --precision bf16"), pytest.param(4, "--optimizer lion --lr 1e-4", marks=pytest.mark.slow)],
+    [(4, "--tp 2 --precision bf16"), (4, "--optimizer lion --lr 1e-4")],
 )
+@pytest.mark.slow
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, flags: str):
     """Also the moments, of which each site has its own, and the outer momentum."""
     argv = [*SMALL, *DROPOUT, *APART, *flags.split()]

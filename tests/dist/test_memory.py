@@ -217,7 +217,6 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
 
 
 FAST = (
-    "ep2",
     "experts-bf16",
     "dp2-zero3",
     "bf16",

@@ -40,7 +40,7 @@ def alone(pools: Pools, argv: list[str], tmp_path_factory: pytest.TempPathFactor
     ("world", "layout"),
     [
         (4, "--tp 2 --num-workers 1"),
-        (2, "--pp 2 --vpp 2 --placement colocated"),
+        pytest.param(2, "--pp 2 --vpp 2 --placement colocated", marks=pytest.mark.slow),
         pytest.param(2, "--cp 2 --no-packing", marks=pytest.mark.slow),
         pytest.param(4, "--tp 2 --pp 2", marks=pytest.mark.slow),
         pytest.param(2, "--data-parallel-sharding full", marks=pytest.mark.slow),

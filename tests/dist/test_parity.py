@@ -162,7 +162,7 @@ def test_in_float64_a_layout_that_needs_a_tolerance_gives_the_numbers_of_one_pro
 
 def test_recomputation_draws_the_same_dropout(pools, tmp_path):
     """With dropout, and sequence parallelism's own generators, recomputed layers see the numbers of the first pass."""
-    dropout = [*SMALL, "--no-save", *"--hidden-dropout 0.2 --attention-dropout 0.2 --tp 2 --train-iters 4".split()]
+    dropout = [*SMALL, "--no-save", *"--hidden-dropout 0.2 --attention-dropout 0.2 --tp 2 --train-iters 2".split()]
     for granularity in ("none", "full", "selective"):
         argv = [*dropout, "--recompute-granularity", granularity]
         pools(2).run(train, argv, str(tmp_path / granularity))
@@ -172,7 +172,7 @@ def test_recomputation_draws_the_same_dropout(pools, tmp_path):
 
 def test_passes_that_run_again_draw_the_same_dropout(pools, tmp_path):
     """A colocated encoder's numbers do not depend on which passes keep their activations."""
-    argv = [*SMALL, "--no-save", *"--hidden-dropout 0.2 --attention-dropout 0.2 --pp 2 --train-iters 4".split()]
+    argv = [*SMALL, "--no-save", *"--hidden-dropout 0.2 --attention-dropout 0.2 --pp 2 --train-iters 2".split()]
     argv += "--placement colocated --encoder-chunk-patches 20 --encoder-keep-chunks".split()
     for kept in ("0", "100"):
         pools(2).run(train, [*argv, kept], str(tmp_path / kept))

@@ -76,12 +76,12 @@ def test_two_steps_are_those_of_the_paper(pools: Pools, tmp_path: Path, run: lis
 
 # In float64, without sharding.
 FAST = [
-    (4, "grouped", "--tp 2 --pp 2 --recompute-granularity full"),
     (4, "uneven", "--tp 2 --micro-batch-size 2"),
     (4, "qwen2.5-vl", "--tp 2 --cp 2"),
     (2, "shared-kv", "--cp 2 --cp-comm-type all_gather"),
 ]
 SLOW = [
+    (4, "grouped", "--tp 2 --pp 2 --recompute-granularity full"),
     *((world, model, "--micro-batch-size 2") for world in (1, 2) for model in ("plain", "grouped")),
     (4, "grouped", "--cp 4"),
     (4, "shared-kv", "--tp 4"),

@@ -56,7 +56,7 @@ def whole_on_one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path
     ("world", "layout"),
     [
         pytest.param(4, "--pp 4", marks=pytest.mark.slow),
-        (4, "--tp 4 --micro-batch-size 4"),
+        pytest.param(4, "--tp 4 --micro-batch-size 4", marks=pytest.mark.slow),
         (2, "--pp 2 --vpp 2"),
         pytest.param(2, "", marks=pytest.mark.slow),
         pytest.param(1, "", marks=pytest.mark.slow),

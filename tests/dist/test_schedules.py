@@ -116,7 +116,7 @@ def train_on_transformer_engine(argv: Sequence[str], run_dir: str) -> int:
 
 @pytest.mark.parametrize(
     "option",
-    [name if name in ("overlap", "tp") else pytest.param(name, marks=pytest.mark.slow) for name in TE_OPTIONS],
+    [name if name == "overlap" else pytest.param(name, marks=pytest.mark.slow) for name in TE_OPTIONS],
 )
 def test_zero_bubble_changes_no_number_of_transformer_engine(pools, tmp_path, option):
     """Products that add to sums themselves round them otherwise; where gradients wait, none do."""

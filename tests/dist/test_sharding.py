@@ -100,7 +100,7 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: st
     ("before", "after"),
     [
         ((4, f"--tp 2 {FULL}"), (2, "--pp 2")),
-        ((2, "--tp 2"), (4, f"{FULL} --hybrid-shard-size 2")),
+        pytest.param((2, "--tp 2"), (4, f"{FULL} --hybrid-shard-size 2"), marks=pytest.mark.slow),
         pytest.param((4, f"--pp 2 {GRADIENTS}"), (2, FULL), marks=pytest.mark.slow),
         pytest.param((2, "--tp 2"), (4, f"{FULL} --secondary-shard-size 2"), marks=pytest.mark.slow),
         pytest.param((2, f"{FULL} --placement colocated"), (2, GRADIENTS), marks=pytest.mark.slow),

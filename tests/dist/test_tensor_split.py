@@ -51,13 +51,13 @@ MODELS = {
 }
 FAST = [
     (1, "wide", "--micro-batch-size 4"),
-    (2, "wide-gated", "--tp 2 --micro-batch-size 4"),
     (2, "3-in-1", "--tp 2 --pp 1"),
-    (4, "6-in-2", "--tp 4 --micro-batch-size 2 --data-parallel-sharding none"),
-    (4, "lora", "--tp 4 --micro-batch-size 2"),
     (4, "14-in-2", "--tp 2 --cp 2"),
 ]
 SLOW = [
+    (2, "wide-gated", "--tp 2 --micro-batch-size 4"),
+    (4, "6-in-2", "--tp 4 --micro-batch-size 2 --data-parallel-sharding none"),
+    (4, "lora", "--tp 4 --micro-batch-size 2"),
     *[(1, model, "") for model in ("wide-gated", "lora")],
     (2, "wide", "--tp 2"),
     (2, "wide", "--data-parallel-sharding optimizer_gradients"),

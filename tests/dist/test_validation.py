@@ -86,7 +86,7 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
         (4, "--tp 2 --pp 2", ""),
         (2, "--pp 2 --vpp 2 --mbs 2", ""),
         pytest.param(2, "--tp 2 --placement colocated", "", marks=pytest.mark.slow),
-        (2, "--data-parallel-sharding full --num-workers 1", ""),
+        pytest.param(2, "--data-parallel-sharding full --num-workers 1", "", marks=pytest.mark.slow),
         pytest.param(4, "--pp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
         pytest.param(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA, marks=pytest.mark.slow),
         pytest.param(4, "--cp 2 --tp 2", "", marks=pytest.mark.slow),
@@ -106,6 +106,7 @@ def test_any_layout_measures_the_same(
     assert_same_validation(validated(tmp_path), expected)
 
 
+@pytest.mark.slow
 def test_packing_changes_nothing(pools: Pools, folder: Path, one: Any, tmp_path: Path) -> None:
     """Before the first step: packing changes what is trained on."""
     argv = [*sources(folder), "--no-save", "--train-iters", "1", "--eval-interval", "1", "--lr", "1e-30"]
