@@ -96,7 +96,7 @@ SLOW = [
         (world, model, flags)
         for world, flags in LAYOUTS
         for model in KNOWN
-        if (model, flags) != ("uneven", "--tp 4")  # a rank would have none of the three heads
+        if flags != "--tp 4" or model not in ("uneven", "experts")  # three heads, rows of 24 numbers
     ),
     (4, "experts", "--tp 2 --ep 2 --etp 2"),
     (4, "experts", "--ep 4"),
@@ -201,5 +201,5 @@ def test_another_optimizer_is_refused_on_resume(pools: Pools, tmp_path: Path):
 def test_steps_in_bf16_learn_as_those_in_fp32(pools: Pools, tmp_path: Path):
     for kind in ("fp32", "bf16"):
         argv = [*TEXT_TO_LEARN, *MUON.split(), "--muon-precision", kind]
-        pools(2).run(train, argv, str(tmp_path / kind))
+        pools(1).run(train, argv, str(tmp_path / kind))
     assert_within_a_hundredth(*(metrics(tmp_path / kind) for kind in ("bf16", "fp32")))

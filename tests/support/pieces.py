@@ -77,11 +77,14 @@ def summary(record: Path) -> str:
     """Return the record as Markdown: totals, what failed, and each file with its cost, dearest first."""
     ended, files = lines_of(record / "pieces.jsonl"), lines_of(record / "files.jsonl")
     totals = {name: sum(file[name] for file in files) for name in ("passed", "failed", "skipped")}
-    mended = {test: each["commit"] for each in lines_of(record / "again.jsonl") for test in each["passed"]}
+    mended = {
+        test: f"{how} at {each['commit']}"
+        for each in lines_of(record / "again.jsonl")
+        for how in ("passed", "gone")
+        for test in each[how]
+    }
     failed = [
-        f"- `{test}`" + (f": passed at {mended[test]}" if test in mended else "")
-        for file in files
-        for test in file["failures"]
+        f"- `{test}`" + (f": {mended[test]}" if test in mended else "") for file in files for test in file["failures"]
     ]
     failed += [f"- {each['name']} ended early: status {each['status']}" for each in ended if not _told(each, files)]
     rows = [
@@ -149,26 +152,28 @@ def run_all(names: Iterable[str], record: Path, arguments: Sequence[str] = (), r
 def run_failed(record: Path, arguments: Sequence[str] = (), root: Path = ROOT) -> bool:
     """Run the tests of a record that failed and have not passed since; returns whether none is left.
 
-    Pieces without a name of what failed in them, which ended early, are not among them: their line is to be deleted.
+    Tests that are there no longer count as mended. Pieces without a name of what failed in them, which ended early, are
+    not among them: their line is to be deleted.
     """
     files = lines_of(record / "files.jsonl")
     for piece in lines_of(record / "pieces.jsonl"):
-        before = {test for each in lines_of(record / "again.jsonl") for test in each["passed"]}
+        before = _since(record)
         failures = [test for file in files if _within(file["file"], piece["name"]) for test in file["failures"]]
         if only := [test for test in failures if test not in before]:
-            found = run(piece["name"], record, arguments, root, only=only)
-            passed = only if found.status == 0 else []
+            there = _collected(piece["name"], root)
+            gone, only = ([test for test in only if (test in there) == kept] for kept in (False, True))
+            found = run(piece["name"], record, arguments, root, only=only or ["--collect-only", piece["name"]])
+            again = {**asdict(found), "passed": only if found.status == 0 else [], "gone": gone}
             with (record / "again.jsonl").open("a") as file:
-                file.write(json.dumps({**asdict(found), "passed": passed}) + "\n")
+                file.write(json.dumps(again) + "\n")
             (record / "summary.md").write_text(summary(record), encoding="utf-8")
-            print(f"{piece['name']}: {len(only)} failed before, status {found.status} now", flush=True)
+            print(f"{piece['name']}: {len(only)} that failed, status {found.status} now", flush=True)
     return _all_passed(record)
 
 
 def _all_passed(record: Path) -> bool:
     """Return whether every piece passed, or every test that failed in it has passed since."""
-    files = lines_of(record / "files.jsonl")
-    since = {test for each in lines_of(record / "again.jsonl") for test in each["passed"]}
+    files, since = lines_of(record / "files.jsonl"), _since(record)
     return all(
         piece["status"] in PASSED
         or (
@@ -177,6 +182,19 @@ def _all_passed(record: Path) -> bool:
         )
         for piece in lines_of(record / "pieces.jsonl")
     )
+
+
+def _since(record: Path) -> set[str]:
+    """Return the tests that failed, and passed later or were deleted."""
+    return {test for each in lines_of(record / "again.jsonl") for test in (*each["passed"], *each["gone"])}
+
+
+def _collected(name: str, root: Path) -> set[str]:
+    """Return the tests of a piece."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "not gpu", name]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    return set(done.stdout.splitlines())
 
 
 def _forget(name: str, file: Path) -> None:
