@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 def _embed(given: argparse.Namespace) -> None:
     if given.batch_size < 1:
         raise UserError(f"--batch-size {given.batch_size} must be at least 1")
-    found = model_folder(given.model, say=lambda text: print(text, file=sys.stderr, flush=True))
+    found = model_folder(given.model, say=lambda text: print(text, file=sys.stderr, flush=True), in_parts=True)
     embedder = Embedder.load(found.folder, found.data, device=device_of(given.device), dtype=DTYPES[given.dtype])
     channels = embedder.config.model.language.hidden_size
     if given.width is not None and not 1 <= given.width <= channels:

@@ -108,7 +108,7 @@ class Kind:
 
 def _kinds(record: Any) -> dict[str, Kind]:
     hints = get_type_hints(record)
-    return {field.name: _kind(hints[field.name]) for field in fields(record)}
+    return {field.name: _kind(hints[field.name]) for field in fields(record) if not is_sections(hints[field.name])}
 
 
 def record_of(record: Any, values: Mapping[str, object], *, name: str) -> Any:
@@ -117,7 +117,7 @@ def record_of(record: Any, values: Mapping[str, object], *, name: str) -> Any:
     """
     found = _record(record, values, name=name)
     for field in fields(record):
-        valid, value = field.metadata["valid"], getattr(found, field.name)
+        valid, value = field.metadata.get("valid"), getattr(found, field.name)
         if valid is not None and value is not None and not valid.holds(value):
             raise UserError(f"{name} {field.name} {value} must be {valid.words}")
     return found

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megavlm.arch.objectives import objective_of
 from megavlm.checkpoint import folders
+from megavlm.checkpoint.hf.embedding_files import is_in_parts
 from megavlm.checkpoint.manifest import MANIFEST
 from megavlm.config.load import from_yaml_file
 from megavlm.config.schema import DataConfig
@@ -37,13 +39,14 @@ class ModelFolder:
     results: Path  # where results about this model belong by default
 
 
-def model_folder(path: Path, *, say: Callable[[str], None]) -> ModelFolder:
-    """Return the Hugging Face folder at `path`, or the export of the newest checkpoint of the run at `path`.
+def model_folder(path: Path, *, say: Callable[[str], None], in_parts: bool = False) -> ModelFolder:
+    """Return the Hugging Face folder at `path`, or the export of the newest checkpoint of the run at `path`; with
+    `in_parts` also one of a model that embeds and consists of a folder for each part.
 
     A run's export is `RUN_DIR/exports/iter_…`, adapters merged; it is written if it is missing or of other weights.
     Raises UserError if there is neither, or if the run cannot be exported.
     """
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (in_parts and is_in_parts(path)):
         return ModelFolder(path, DataConfig(), _digest_of_files(path), Path("evaluations") / path.resolve().name)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder: name a run folder, or a Hugging Face folder with a config.json")
@@ -56,7 +59,7 @@ def model_folder(path: Path, *, say: Callable[[str], None]) -> ModelFolder:
         ) from error
     run_dir = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
     digest = _digest_of(checkpoint)
-    folder = _exported(checkpoint, run_dir / EXPORTS, digest, say)
+    folder = _exported(checkpoint, run_dir / EXPORTS, digest, say, in_parts)
     return ModelFolder(folder, _data_options(run_dir), digest, run_dir / "evaluations" / checkpoint.name)
 
 
@@ -67,12 +70,12 @@ def _digest_of(checkpoint: Path) -> str:
 
 def _digest_of_files(folder: Path) -> str:
     """Return a hash of the names, sizes and times of a folder's weights: to read all of them would take too long."""
-    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
-    listed = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    files = sorted([*folder.glob("**/*.safetensors"), *folder.glob("**/config.json")])
+    listed = [(str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
-def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str], None]) -> Path:
+def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str], None], in_parts: bool) -> Path:
     """Return the folder in `exports` with a checkpoint's weights; write it, or write it again, where needed."""
     out, mark = exports / checkpoint.name, exports / f"{checkpoint.name}.sha256"
     try:
@@ -82,7 +85,7 @@ def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str],
                 mark.unlink(missing_ok=True)
                 shutil.rmtree(out, ignore_errors=True)
                 say(f"exporting {checkpoint} to {out} (once)")
-                _export(checkpoint, out)
+                _export(checkpoint, out, in_parts=in_parts)
                 mark.write_text(digest)
     except OSError as error:
         raise UserError(
@@ -100,15 +103,18 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _export(checkpoint: Path, out: Path) -> None:
+def _export(checkpoint: Path, out: Path, *, in_parts: bool) -> None:
     from megavlm import backend
 
     backend.activate()
 
-    from megavlm.checkpoint.hf.exporting import export, exportable
+    from megavlm.checkpoint.hf.exporting import export_run, exportable
+    from megavlm.checkpoint.summary import model_of, read_summary
 
-    checkpoint, sidecar, saved = exportable(checkpoint)
-    export(checkpoint, sidecar, saved.model, out, merged=saved.lora if saved.lora.rank else None)
+    saved = model_of(read_summary(checkpoint), checkpoint)
+    if not in_parts or not objective_of(saved.model).embeds:
+        exportable(checkpoint)
+    export_run(checkpoint, out, merge=bool(saved.lora.rank), averaged=False)
 
 
 def _data_options(run_dir: Path) -> DataConfig:

@@ -73,7 +73,7 @@ def test_compose_train_and_export(
 
 @pytest.mark.slow
 def test_an_intern_vit_composes(pools: Pools, tmp_path: Path) -> None:
-    """Of it and Qwen3 no model of Transformers consists, so it trains and is not exported."""
+    """Of it and Qwen3 no model of Transformers consists, so an export has a folder for each part."""
     tower = InternVLVisionModel(InternVLVisionConfig(**{**VISION, "image_size": [32, 32], "patch_size": [8, 8]}))
     vision = hf.save(tower, tmp_path / "vision")
     text = transformers.Qwen3Config(**TEXT)
@@ -82,6 +82,8 @@ def test_an_intern_vit_composes(pools: Pools, tmp_path: Path) -> None:
     pools(1).run(train_composed, argv, str(tmp_path / "one"))
     pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(tmp_path / "four"))
     hold_composed(vision, language, tmp_path)
+    hold_parts(pools, tmp_path / "four", [*RUN, "--train-iters", "2"], tmp_path)
+    InternVLVisionModel.from_pretrained(tmp_path / "exported/vision")
 
 
 def hold_composed(vision: Path, language: Path, runs: Path) -> None:
@@ -120,6 +122,11 @@ CONNECTORS = {
     "adaptive-pool": "--projector-kind adaptive_pool --adaptive-pool-factor 3",
     "c-abstractor": "--projector-kind c_abstractor --c-abstractor-side 3 --c-abstractor-depth 1 "
     "--c-abstractor-hidden-size 15",
+    # What a LLaVA does not have; with a tower of its own, an MLP as well.
+    "linear": "--projector-kind linear --no-projector-bias",
+    "gated": "--projector-kind gated --projector-pixel-shuffle 2 --projector-input-norm --projector-hidden-size 28",
+    "convolution": "--projector-kind mlp --projector-pixel-shuffle 2 --projector-merge convolution "
+    "--projector-merge-bias --projector-input-norm --projector-norm-before-merge --projector-normalization RMSNorm",
     "c-abstractor-as-wide": "--projector-kind c_abstractor --c-abstractor-side 3 --c-abstractor-depth 1 "
     "--c-abstractor-hidden-size 36",
 }
@@ -139,7 +146,7 @@ MODULES = {
 @pytest.mark.parametrize(
     "connector",
     [
-        name if name in ("qformer", "c-abstractor") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("qformer", "c-abstractor", "linear") else pytest.param(name, marks=pytest.mark.slow)
         for name in CONNECTORS
     ],
 )
@@ -150,7 +157,7 @@ def test_other_connectors_leave_as_a_folder_for_each_part_and_come_back(
     vision = hf.save(CLIP, tmp_path / "vision")
     text = transformers.LlamaConfig(**TEXT)
     language = hf.save(transformers.AutoModelForCausalLM.from_config(text), tmp_path / "language")
-    few = [*RUN, "--projector-pixel-shuffle", "1", "--train-iters", "2"]
+    few = [*RUN, "--train-iters", "2"]
     argv = [*few, "--vision-from", str(vision), "--language-from", str(language), *CONNECTORS[connector].split()]
     pools(2).run(train_composed, [*argv, "--tp", "2"], str(tmp_path / "run"))
     out = tmp_path / "exported"
@@ -172,15 +179,39 @@ def test_other_connectors_leave_as_a_folder_for_each_part_and_come_back(
     with pytest.raises(UserError, match=r"consists of parts .* convert\.py export"):
         exportable(tmp_path / "run")  # as a chat does
 
+    hold_parts(pools, tmp_path / "run", few, tmp_path)
+
+
+def hold_parts(pools: Pools, run: Path, few: list[str], folder: Path) -> None:
+    """Check that a run that takes the parts and adapts the language model alone writes the others byte for byte.
+
+    `folder` then has the export of the run, `exported`, and that of the other one, `twice`.
+    """
+    out = folder / "exported"
+    if not out.exists():
+        assert convert.main(["export", str(run), str(out)]) == 0
     again = [*few, *(flag for part in PARTS for flag in (f"--{part}-from", str(out / part)))]
     lora = "--lora-rank 2 --lora-targets language --freeze vision projector".split()
-    pools(1).run(train_composed, [*again, *lora], str(tmp_path / "again"))
-    assert convert.main(["merge-lora", str(tmp_path / "again"), str(tmp_path / "twice")]) == 0
+    pools(1).run(train_composed, [*again, *lora], str(folder / "again"))
+    assert convert.main(["merge-lora", str(folder / "again"), str(folder / "twice")]) == 0
     for part in PARTS:
-        files = [folder / part / "model.safetensors" for folder in (out, tmp_path / "twice")]
+        files = [each / part / "model.safetensors" for each in (out, folder / "twice")]
         assert (files[0].read_bytes() == files[1].read_bytes()) == (part != "language"), part
-        configs = [folder / part / "config.json" for folder in (out, tmp_path / "twice")]
+        configs = [each / part / "config.json" for each in (out, folder / "twice")]
         assert configs[0].read_bytes() == configs[1].read_bytes(), part
+
+
+def test_parts_of_larger_models_leave_alone(pools: Pools, tmp_path: Path) -> None:
+    """The tower and the language model of a LLaVA with a Q-Former: a folder of each has nothing else in it."""
+    whole = hf.save(transformers.LlavaForConditionalGeneration(vicuna()), tmp_path / "whole")
+    few = [*RUN, "--train-iters", "2"]
+    argv = [*few, "--vision-from", str(whole), "--language-from", str(whole), *CONNECTORS["qformer"].split()]
+    pools(2).run(train_composed, [*argv, "--tp", "2"], str(tmp_path / "run"))
+    hold_parts(pools, tmp_path / "run", few, tmp_path)
+    given = load_file(whole / "model.safetensors")
+    found = {part: load_file(tmp_path / "exported" / part / "model.safetensors") for part in ("vision", "language")}
+    assert all("vision" in name for name in found["vision"])
+    assert found["vision"].keys() | found["language"].keys() == {name for name in given if "projector" not in name}
 
 
 def test_an_encoder_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -31,9 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def flags(folder: Path, pooling: str) -> list[str]:
+def flags(folder: Path, pooling: str, *, model: str = "--init-from {}") -> list[str]:
+    """Options of a run on the folder's model, `{}` in `model`."""
     return [
-        *f"--init-from {folder / 'model'} --objective contrastive --pooling {pooling} --learn-temperature".split(),
+        *model.replace("{}", str(folder / "model")).split(),
+        *f"--objective contrastive --pooling {pooling} --learn-temperature".split(),
         *f"--datasets {folder / 'pairs.jsonl'},image_root={folder / 'images'} --precision fp32 --lr 1e-3".split(),
         *"--train-iters 3 --global-batch-size 4 --seq-length 256 --num-workers 0 --no-packing --no-tensorboard".split(),
         *"--query-prefix find: --document-prefix see: --save-interval 0".split(),
@@ -110,6 +112,48 @@ def test_an_export_embeds_as_training_does(pools: Pools, folder: Path, tmp_path:
     capsys.readouterr()
     assert main([*words, "--out", str(tmp_path / "out")]) == 2
     assert f"{file}:2: " in capsys.readouterr().err
+
+
+# No model of Transformers has such a connector; a LLaVA has the other one, and is composed of its own parts again.
+IN_PARTS = (
+    "--vision-from {} --language-from {} --projector-kind qformer --qformer-num-queries 5 --qformer-num-layers 2 "
+    "--qformer-hidden-size 32 --qformer-num-attention-heads 4 --qformer-ffn-hidden-size 24"
+)
+COMPOSED = "--vision-from {} --language-from {}"
+
+
+@pytest.mark.parametrize("model", [IN_PARTS, pytest.param(COMPOSED, marks=pytest.mark.slow)], ids=["parts", "composed"])
+def test_an_export_of_composed_parts_embeds_as_training_does(
+    pools: Pools, folder: Path, tmp_path: Path, model: str
+) -> None:
+    from safetensors.torch import load_file
+
+    from megavlm.cli.convert import main as convert
+    from megavlm.cli.embed import main
+
+    argv, run_dir, out = flags(folder, "mean", model=model), tmp_path / "run", tmp_path / "exported"
+    argv += "--matryoshka-widths 32 --temperature 0.2 --vision-feature-layer -3".split()
+    pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(run_dir))
+    assert convert(["export", str(run_dir), str(out)]) == 0
+    told = json.loads((out / "megavlm_embedding.json").read_text())
+    expected = {"pooling": "mean", "query_prefix": "find:", "document_prefix": "see:", "matryoshka_widths": [32]}
+    assert expected.items() <= told.items()
+    assert 0.1 < told["temperature"] < 0.3
+    assert told["temperature"] != 0.2  # it was trained
+    # The output layer, which training does not hold, is what it was.
+    language = out / "language" if model == IN_PARTS else out
+    given, kept = (load_file(each / "model.safetensors") for each in (folder / "model", language))
+    (head,) = (name for name in given if name.endswith("lm_head.weight"))
+    assert given[head].equal(kept[head])
+
+    picture = sorted((folder / "images").iterdir())[0].name
+    file = tmp_path / "records.jsonl"
+    file.write_text(f'{{"text": "a cat"}}\n{{"text": "see the red mat", "image": "{picture}"}}\n')
+    words = [str(file), "--image-root", str(folder / "images"), "--device", "cpu", "--out", str(tmp_path / "out")]
+    (ours,) = pools(1).run(vectors_of_training, argv, str(run_dir), str(file), str(folder / "images"))
+    for source in (run_dir, out):
+        assert main([str(source), *words]) == 0
+        np.testing.assert_allclose(np.load(tmp_path / "out/vectors.npy"), np.array(ours), atol=1e-4)
 
 
 def check_the_readme(export: Path, found: Any, tmp_path: Path) -> None:

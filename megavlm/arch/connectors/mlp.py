@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
-from megavlm.arch.connector import Connector, Split
+from megavlm.arch.connector import Connector, HfNames, Split
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
 from megavlm.arch.matrices import HiddenWeight, hidden_weight
@@ -15,6 +15,13 @@ from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.config.tensor_split import share_of
 from megavlm.errors import UserError
+
+# The linear layers of each kind.
+_LAYERS = {
+    "linear": ("linear_fc1",),
+    "mlp": ("linear_fc1", "linear_fc2"),
+    "gated": ("linear_in", "linear_gate", "linear_fc1", "linear_fc2"),
+}
 
 
 class Mlp(Connector):
@@ -122,6 +129,23 @@ class Mlp(Connector):
         if model.projector.merge == "convolution":
             layers["convolution"] = (inputs, block_channels(model))
         return {f"{name}.weight": hidden_weight(columns, rows) for name, (rows, columns) in layers.items()}
+
+    def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
+        projector = model.projector
+        norms = ("norm",) * self.has_norm(model) + ("inner_norm",) * (self.name == "gated")
+        convolved = projector.merge == "convolution"
+        names = [
+            *(f"{layer}.weight" for layer in (*_LAYERS[self.name], *norms)),
+            *(f"{layer}.bias" for layer in _LAYERS[self.name] if projector.bias),
+            *(f"{norm}.bias" for norm in norms if projector.normalization == "LayerNorm"),
+            *("convolution.weight",) * convolved,
+            *("convolution.bias",) * (convolved and projector.merge_bias),
+            *("image_newline",) * (projector.anyres_max_tiles is not None),
+        ]
+        return ({name: name for name in names},)
+
+    def exported(self, model: ModelConfig) -> int | None:
+        return None if model.vision.deepstack_layers else 0  # mergers inside the tower are weights of the projector
 
     def splits(self, model: ModelConfig) -> Mapping[str, Split]:
         outputs, hidden = model.language.hidden_size, model.projector.hidden_size

@@ -15,11 +15,13 @@ from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.safetensors_writer import StreamedFile
 from megavlm.checkpoint.hf.sidecar import FILES, NAME, TENSORS, UNUSED, copy_kept, write_sidecar
 from megavlm.config.schema import ModelConfig
-from megavlm.families import families
+from megavlm.families import families, family_of
 from megavlm.families.shared.connectors import exported_config
 from megavlm.families.shared.family import Composition
+from megavlm.families.shared.settings import Settings
 
 _TOWER_PARTS = ("embeddings.", "encoder.", "post_layernorm.", "head.")
+Kept = dict[str, tuple[HfFolder, str]]  # name in an export → a tensor of a folder
 
 
 def composed_config(
@@ -46,24 +48,27 @@ def write_composed_sidecar(pretrained_list: Sequence[Pretrained], config: Mappin
     target = parent / NAME
     for pretrained in (parts["vision"], parts["language"]):
         copy_kept(pretrained.folder.path, target / FILES)
-    for index in (target / FILES).glob("*.safetensors.index.json"):
-        index.unlink()
+    _remove_index(target / FILES)
     (target / FILES / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    _write_unused(parts["vision"], target / UNUSED)
+    head = family_of(Settings(config, "config.json")).name_prefixes[0].head
+    _write_kept({**_unused_of_tower(parts["vision"]), **_output_aside(parts["language"], head)}, target / UNUSED)
     (target / TENSORS).write_text(json.dumps({"spelling": 0, "files": {}}) + "\n")
 
 
 def write_part_sidecars(pretrained_list: Sequence[Pretrained], model: ModelConfig, parent: Path) -> bool:
     """Write `parent`/hf/PART for each part, so that an export is a folder for each; return whether that is possible.
 
-    It is if tower and language model have folders of their own, and the connector says how its weights are named.
+    It is if tower and language model come from folders, and the connector says how its weights are named.
     """
-    alone = {pretrained.parts[0]: pretrained for pretrained in pretrained_list if _is_alone(pretrained)}
+    parts = {part: pretrained for pretrained in pretrained_list for part in pretrained.parts if part != "projector"}
     spelling = connector_of(model.projector).exported(model)
-    if alone.keys() != {"vision", "language"} or spelling is None:
+    if parts.keys() != {"vision", "language"} or spelling is None:
         return False
-    for part, pretrained in alone.items():
-        write_sidecar(pretrained, parent / NAME / part)
+    for part, pretrained in parts.items():
+        if pretrained.family.parts == (part,):
+            write_sidecar(pretrained, parent / NAME / part)
+        else:
+            _write_part_of_larger(pretrained, part, parent / NAME / part)
     target = parent / NAME / "projector"
     (target / FILES).mkdir(parents=True)
     config = json.dumps(exported_config(model), indent=2, sort_keys=True)
@@ -74,21 +79,43 @@ def write_part_sidecars(pretrained_list: Sequence[Pretrained], model: ModelConfi
     return True
 
 
-def _is_alone(pretrained: Pretrained) -> bool:
-    """Return whether a folder holds a tower or a language model and nothing that a run takes from elsewhere."""
-    return pretrained.family.parts == pretrained.parts != ("projector",)
+def _write_part_of_larger(pretrained: Pretrained, part: str, target: Path) -> None:
+    """Write the sidecar of a part that was taken out of a larger model: its files, and no weights of other parts."""
+    copy_kept(pretrained.folder.path, target / FILES)
+    _remove_index(target / FILES)
+    spelling = pretrained.family.name_prefixes[pretrained.variant]
+    beside = (name for name in pretrained.unused if name.startswith(getattr(spelling, part)) and name != spelling.head)
+    kept: Kept = {name: (pretrained.folder, name) for name in beside}
+    _write_kept({**kept, **_output_aside(pretrained, spelling.head)}, target / UNUSED)
+    (target / TENSORS).write_text(json.dumps({"spelling": pretrained.variant, "files": {}}) + "\n")
 
 
-def _write_unused(vision: Pretrained, path: Path) -> None:
-    """Write the tower's weights that no feature depends on, under the names that a composed model gives them."""
+def _remove_index(files: Path) -> None:
+    """Remove the list of the files of weights, which an export has others of."""
+    for index in files.glob("*.safetensors.index.json"):
+        index.unlink()
+
+
+def _output_aside(pretrained: Pretrained, name: str) -> Kept:
+    """Return the weight of the output layer under this name, if the run embeds and therefore does not hold it."""
+    head = pretrained.family.name_prefixes[pretrained.variant].head
+    kept = pretrained.embeds and "language" in pretrained.parts and head in pretrained.folder.tensors
+    return {name: (pretrained.folder, head)} if kept else {}
+
+
+def _unused_of_tower(vision: Pretrained) -> Kept:
+    """Return the tower's weights that no feature depends on, under the names that a composed model gives them."""
     prefix = vision.family.name_prefixes[vision.variant].vision
-    folder: HfFolder = vision.folder
-    kept = {
-        f"vision_tower.{name.removeprefix(prefix)}": name
+    return {
+        f"vision_tower.{name.removeprefix(prefix)}": (vision.folder, name)
         for name in vision.unused
         if name.startswith(prefix) and name.removeprefix(prefix).startswith(_TOWER_PARTS)
     }
-    declared = {new: (folder.tensors[name].dtype, folder.tensors[name].shape) for new, name in kept.items()}
-    with StreamedFile(path, declared) as out:
-        for new, name in kept.items():
+
+
+def _write_kept(kept: Kept, path: Path) -> None:
+    """Write tensors of folders under other names."""
+    infos = {new: folder.tensors[name] for new, (folder, name) in kept.items()}
+    with StreamedFile(path, {new: (info.dtype, info.shape) for new, info in infos.items()}) as out:
+        for new, (folder, name) in kept.items():
             out.write(new, folder.read(name, slice(None)))

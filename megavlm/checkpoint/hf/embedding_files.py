@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
 from megavlm.checkpoint.hf.sentence_files import end_texts, write_sentence_transformers_files
-from megavlm.config.schema import ObjectiveConfig
+from megavlm.config.registry import registered
+from megavlm.config.schema import ModelConfig, ObjectiveConfig
 from megavlm.errors import UserError
-from megavlm.json_files import read_json
+from megavlm.json_files import OBJECT, check, read_json, whole
 
 FILE = "megavlm_embedding.json"
 _TOLD = ("pooling", "query_prefix", "document_prefix", "matryoshka_widths")
+PARTS = "parts"  # of the file: what an export in parts says of the model beside its folders
 
 _README = """# Embeddings
 
@@ -33,10 +36,24 @@ vector = torch.nn.functional.normalize({pooled}, dim=-1)
 ```
 
 {sentences}A text is its instruction, its words and the end token; an image stands where the processor of the folder
-puts it. The vector is the {pooling}, normalised to length 1. {widths}The language model's output
+puts it. The vector is the {pooling}, normalised to length 1. {scores}{widths}The language model's output
 layer (`lm_head`) is that of the model that training began with, and has no meaning for embeddings.
 """
 
+_README_OF_PARTS = """# Embeddings
+
+These three folders hold a vision tower, a connector and a language model that turn texts and images into vectors
+(objective: {kind}). No class of Transformers consists of them. They were exported by megavlm, which writes the vectors of
+a file of records, and trains on from them:
+
+```bash
+megavlm embed FOLDER records.jsonl --out vectors
+megavlm train --vision-from FOLDER/vision --projector-from FOLDER/projector --language-from FOLDER/language \\
+    --objective {kind} --pooling {pooling} --datasets pairs.jsonl
+```
+
+Instructions are {query!r} for queries and {document!r} for documents.
+"""
 
 _SENTENCES = """With sentence-transformers, whose files are here as well:
 
@@ -53,13 +70,13 @@ vectors = model.encode([{{"image": picture, "text": {document!r} + "<image> and 
 """
 
 
-def write_embedding_files(folder: Path, options: ObjectiveConfig, *, width: int) -> None:
-    """Write what says how an export's model embeds, with vectors of `width` channels.
+def write_embedding_files(folder: Path, model: ModelConfig, scores: Mapping[str, float]) -> None:
+    """Write what says how an export's model embeds; `scores` is what turns cosines into the scores of its loss.
 
     `tokenizer.json` gets the end token, which the vector may be the state of, as what it adds to each text.
     """
-    told = {"objective": options.kind, "normalized": True, **{name: getattr(options, name) for name in _TOLD}}
-    (folder / FILE).write_text(json.dumps(told, indent=2) + "\n")
+    options, width = model.objective, model.language.hidden_size
+    _write(folder, _told(options, scores))
     ends = end_texts(folder)
     if ends:
         write_sentence_transformers_files(folder, options, width=width)
@@ -74,21 +91,64 @@ def write_embedding_files(folder: Path, options: ObjectiveConfig, *, width: int)
         sentences=_SENTENCES.format(document=options.document_prefix) if ends else "",
         pooled="states[-1]" if last else "states.mean(0)",
         pooling="state of the end token" if last else "mean over the states of all tokens",
+        scores=_said_of(scores),
         widths=widths,
     )
     (folder / "README.md").write_text(readme)
 
 
-def read_embedding_file(folder: Path) -> ObjectiveConfig:
-    """Return how a folder's model embeds. Raises UserError if it does not say so, or says what cannot be."""
+def write_embedding_file_of_parts(folder: Path, model: ModelConfig, scores: Mapping[str, float]) -> None:
+    """Write the same of an export in parts, with what the folders of the parts do not say of the model."""
+    options = model.objective
+    beside = {"vision_feature_layer": model.vision.feature_layer, "image_token": model.image_token}
+    _write(folder, {**_told(options, scores), PARTS: beside})
+    readme = _README_OF_PARTS.format(
+        kind=options.kind, pooling=options.pooling, query=options.query_prefix, document=options.document_prefix
+    )
+    (folder / "README.md").write_text(readme)
+
+
+def _said_of(scores: Mapping[str, float]) -> str:
+    if "temperature" not in scores:
+        return ""
+    bias = f", plus {scores['sigmoid_bias']:g}" if "sigmoid_bias" in scores else ""
+    return f"The loss has read cosines divided by {scores['temperature']:g}{bias}. "
+
+
+def _told(options: ObjectiveConfig, scores: Mapping[str, float]) -> dict[str, Any]:
+    named = {name: getattr(options, name) for name in _TOLD}
+    return {"objective": options.kind, "normalized": True, **named, **scores}
+
+
+def _write(folder: Path, told: Mapping[str, Any]) -> None:
+    (folder / FILE).write_text(json.dumps(told, indent=2) + "\n")
+
+
+def is_in_parts(folder: Path) -> bool:
+    """Return whether a folder is an export in parts of a model that embeds."""
+    return (folder / FILE).is_file() and not (folder / "config.json").exists()
+
+
+def read_embedding_file(folder: Path) -> ModelConfig:
+    """Return how a folder's model embeds, and of an export in parts what its folders do not say; the rest is as by
+    default. Raises UserError if the folder does not say so, or says what cannot be.
+    """
     if not (folder / FILE).is_file():
         raise UserError(f"{folder} has no {FILE}: it is no export of a model that was trained to embed (--objective)")
     found = read_json(folder / FILE)
-    kinds = get_args(get_type_hints(ObjectiveConfig)["kind"])
+    kinds = (*get_args(get_type_hints(ObjectiveConfig)["kind"]), *registered("objectives"))
     if found.get("objective") not in kinds or found.get("pooling") not in ("last", "mean"):
         raise UserError(f"{folder / FILE} names no objective or pooling that megavlm knows")
     values: dict[str, Any] = {name: found.get(name, getattr(ObjectiveConfig(), name)) for name in _TOLD}
     if not all(isinstance(values[name], str) for name in _TOLD[:3]):
         raise UserError(f"{folder / FILE} has an instruction that is no text")
     values["matryoshka_widths"] = tuple(width for width in values["matryoshka_widths"] if isinstance(width, int))
-    return replace(ObjectiveConfig(kind=cast(Any, found["objective"])), **values)
+    model = ModelConfig(objective=replace(ObjectiveConfig(kind=cast(Any, found["objective"])), **values))
+    if PARTS not in found:
+        return model
+    check(found, {PARTS: OBJECT}, str(folder / FILE))
+    beside = found[PARTS]
+    check(beside, {"vision_feature_layer": whole(-(2**20), 2**20), "image_token": whole(0, 2**31)}, str(folder / FILE))
+    layer = beside.get("vision_feature_layer")
+    vision = model.vision if layer is None else replace(model.vision, feature_layer=layer)
+    return replace(model, vision=vision, image_token=beside.get("image_token"))

@@ -13,14 +13,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from megavlm.arch.objectives import objective_of
+from megavlm.arch.layers import OUTPUT, part_of
+from megavlm.arch.objectives import OBJECTIVES, learned_scalars, objective_of
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import folded, read_adapters
 from megavlm.checkpoint.hf.checkpoint_reader import AveragesReader, CheckpointReader, Stored
-from megavlm.checkpoint.hf.embedding_files import write_embedding_files
+from megavlm.checkpoint.hf.embedding_files import write_embedding_file_of_parts, write_embedding_files
 from megavlm.checkpoint.hf.files import INDEX, HfFolder
 from megavlm.checkpoint.hf.pretrained import copies, refuse, without_output
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
@@ -36,6 +38,7 @@ from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Rule, Shape, Stack, Table, Transpose, TransposeEach, row_pairs
 from megavlm.json_files import read_json
 from megavlm.model.weights import real_shape
+from megavlm.objective.contrastive import scale_of
 
 FILE_BYTES = 5 * 10**9
 
@@ -48,11 +51,12 @@ def export(
     model: ModelConfig,
     out: Path,
     *,
+    part: str | None = None,
     merged: LoraConfig | None = None,
     averaged: bool = False,
 ) -> None:
     """Write the folder `out`, complete or not at all; with `merged`, fold adapters into the weights that they adapt.
-    With `averaged`, trained weights are their averages (`--ema-decay`).
+    With `averaged`, trained weights are their averages (`--ema-decay`). With `part`, write this part's weights alone.
 
     Raises UserError if the checkpoint lacks tensors, or has adapters and `merged` is None, or if `out` exists.
     """
@@ -66,6 +70,8 @@ def export(
     table = family.table(model, family.name_prefixes[sidecar.variant])
     if objective_of(model).embeds:  # the weight of the output layer is unused, and goes back as it came
         table = without_output(table)
+    if part is not None:
+        table = {key: rule for key, rule in table.items() if part_of(key) == part}
     adapters = read_adapters(records, model)
     if adapters and merged is None:
         raise UserError(f"{checkpoint} has adapters: use merge-lora for whole weights, or export-lora for the adapters")
@@ -116,8 +122,8 @@ def export(
         for name in unused.tensors:
             writer_of[name].write(name, unused.read(name, slice(None)))
     _write_rest(temporary, files, sidecar)
-    if objective_of(model).embeds and family.parts == ALL_PARTS:
-        write_embedding_files(temporary, model.objective, width=model.language.hidden_size)
+    if objective_of(model).embeds and part is None:
+        write_embedding_files(temporary, model, _scores(records, model))
     rename_flushed(temporary, out)
 
 
@@ -141,8 +147,27 @@ def export_run(source: Path, out: Path, *, merge: bool, averaged: bool) -> None:
     temporary = out.with_name(f"tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     for part, sidecar in parts.items():
-        export(checkpoint, sidecar, saved.model, temporary / part, merged=merged, averaged=averaged)
+        export(checkpoint, sidecar, saved.model, temporary / part, part=part, merged=merged, averaged=averaged)
+    if objective_of(saved.model).embeds:
+        records = AveragesReader(checkpoint) if averaged else CheckpointReader(checkpoint)
+        write_embedding_file_of_parts(temporary, saved.model, _scores(records, saved.model))
     rename_flushed(temporary, out)
+
+
+def _scores(records: CheckpointReader, model: ModelConfig) -> dict[str, float]:
+    """Return what makes scores of cosines in the loss of a model that embeds, as trained or as given: the temperature
+    that divides them, and the bias of a sigmoid loss. A loss of an extension has its own.
+    """
+    options = model.objective
+    if options.kind not in OBJECTIVES:
+        return {}
+    keys = {name: f"{OUTPUT}.{name}" for name in learned_scalars(model)}
+    records.verify(keys.values())
+    learned = {name: float(records.read(key, 0, 1)) for name, key in keys.items()}
+    found = {"temperature": 1 / float(scale_of(torch.tensor(list(learned.values())), options))}
+    if options.kind == "sigmoid":
+        found["sigmoid_bias"] = learned.get("logit_bias", options.sigmoid_bias)
+    return found
 
 
 def exportable(source: Path) -> tuple[Path, Sidecar, Config]:

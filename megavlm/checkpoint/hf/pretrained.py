@@ -279,10 +279,12 @@ def _connector(given: ProjectorConfig, pretrained: Pretrained) -> ProjectorConfi
         raise UserError(
             f"--projector-kind {given.kind} contradicts {pretrained.folder.path}, which has {found.kind}: leave it out"
         )
-    name = found.kind
-    own, decided = getattr(given.connectors, name), getattr(found.connectors, name)
+    name, section = found.kind, "model.projector"
+    own, decided = (getattr(each.connectors, name, each) for each in (given, found))
+    if decided is not found:  # an MLP's options are the projector's own
+        section = f"{section}.connectors.{name}"
     for option in options():
-        if option.section == f"model.projector.connectors.{name}":
+        if option.section == section and option.path[-1] != "kind":
             wanted, value = (getattr(each, option.path[-1]) for each in (own, decided))
             if wanted not in (value, option.default):
                 raise UserError(

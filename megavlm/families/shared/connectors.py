@@ -42,10 +42,7 @@ def _family(connector: Connector) -> Family:
 
 
 def _model(connector: Connector, settings: Settings) -> ModelConfig:
-    assert connector.options is not None, connector.name
-    own = record_of(connector.options, _decided(connector, settings), name=settings.where)
-    sections = ConnectorSections({connector.name: own})
-    return ModelConfig(projector=ProjectorConfig(kind=connector.name, connectors=sections))
+    return ModelConfig(projector=_with(connector, ProjectorConfig(), _decided(connector, settings)))
 
 
 def _table(connector: Connector, model: ModelConfig, prefixes: NamePrefixes) -> Table:
@@ -64,6 +61,8 @@ def exported_config(model: ModelConfig) -> dict[str, Any]:
     """
     connector = connector_of(model.projector)
     said = connector.hf_config(model) or {"model_type": _own_type(connector)}
+    if connector.options is None:
+        return {**said, _SECTION: {name: getattr(model.projector, name) for name in connector.reads}}
     return {**said, _SECTION: asdict(connector.own(model))}
 
 
@@ -75,10 +74,18 @@ def _own_type(connector: Connector) -> str:
 def _decided(connector: Connector, settings: Settings) -> Mapping[str, Any]:
     if _SECTION not in settings.values:
         return connector.from_hf(settings)
-    assert connector.options is not None, connector.name
     section = settings.section(_SECTION)
-    found = record_of(connector.options, section.values, name=section.where)
+    found = record_of(connector.options or ProjectorConfig, section.values, name=section.where)
     return {name: getattr(found, name) for name in section.values}
+
+
+def _with(connector: Connector, projector: ProjectorConfig, values: Mapping[str, Any]) -> ProjectorConfig:
+    """Return a projector of the connector's kind, with these of its options; an MLP's are the projector's own."""
+    if connector.options is None:
+        return replace(projector, **{**values, "kind": connector.name})
+    own = replace(getattr(projector.connectors, connector.name), **values)
+    sections = ConnectorSections({**projector.connectors, connector.name: own})
+    return replace(projector, kind=connector.name, connectors=sections)
 
 
 def _connector_of(settings: Settings) -> Connector:
@@ -91,5 +98,4 @@ def _connector_of(settings: Settings) -> Connector:
 def with_connector(given: ProjectorConfig, settings: Settings) -> ProjectorConfig:
     """Return the projector with the connector of a folder with this config.json; what that leaves open is as given."""
     connector = _connector_of(settings)
-    own = replace(getattr(given.connectors, connector.name), **_decided(connector, settings))
-    return replace(given, kind=connector.name, connectors=ConnectorSections({**given.connectors, connector.name: own}))
+    return _with(connector, given, _decided(connector, settings))

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megavlm.checkpoint.hf.embedding_files import read_embedding_file, write_embedding_files
 from megavlm.checkpoint.hf.sentence_files import end_texts
-from megavlm.config.schema import ObjectiveConfig
+from megavlm.config.schema import ModelConfig, ObjectiveConfig
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 
 CLASSES = ("PreTrainedTokenizerFast", "Qwen2Tokenizer", "LlamaTokenizer")
@@ -54,7 +54,7 @@ def test_texts_end_with_the_end_token_and_are_else_the_same(tmp_path: Path, kind
 def test_without_a_tokenizer_of_its_own_format_the_readme_adds_the_token(tmp_path: Path, missing: str) -> None:
     write_tokenizer(tmp_path, CLASSES[0], begins=False)
     (tmp_path / missing).unlink()
-    write_embedding_files(tmp_path, ObjectiveConfig(kind="contrastive"), width=8)
+    write_embedding_files(tmp_path, ModelConfig(objective=ObjectiveConfig(kind="contrastive")), {})
     assert "tokenizer.eos_token" in (tmp_path / "README.md").read_text()
     assert not (tmp_path / "modules.json").exists()
 
@@ -62,9 +62,10 @@ def test_without_a_tokenizer_of_its_own_format_the_readme_adds_the_token(tmp_pat
 def test_the_pipeline_says_what_the_run_did(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, CLASSES[0], begins=False)
     options = ObjectiveConfig(kind="sigmoid", pooling="mean", query_prefix="find: ", document_prefix="see: ")
-    write_embedding_files(tmp_path, options, width=8)
+    write_embedding_files(tmp_path, ModelConfig(objective=options), {"temperature": 0.25, "sigmoid_bias": -8.0})
+    assert "divided by 0.25, plus -8" in (tmp_path / "README.md").read_text()
     assert "tokenizer.eos_token" not in (tmp_path / "README.md").read_text()
     assert json.loads((tmp_path / "1_Pooling/config.json").read_text())["pooling_mode"] == "mean"
     settings = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
     assert settings["prompts"] == {"query": "find: ", "document": "see: "}
-    assert read_embedding_file(tmp_path).query_prefix == "find: "
+    assert read_embedding_file(tmp_path).objective.query_prefix == "find: "
