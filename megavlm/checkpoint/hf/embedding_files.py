@@ -43,8 +43,8 @@ layer (`lm_head`) is that of the model that training began with, and has no mean
 _README_OF_PARTS = """# Embeddings
 
 These three folders hold a vision tower, a connector and a language model that turn texts and images into vectors
-(objective: {kind}). No class of Transformers consists of them. They were exported by megavlm, which writes the vectors of
-a file of records, and trains on from them:
+(objective: {kind}). No class of Transformers consists of them. They were exported by megavlm, which writes the
+vectors of a file of records, and trains on from them:
 
 ```bash
 megavlm embed FOLDER records.jsonl --out vectors
