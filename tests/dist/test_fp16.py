@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,3 +55,61 @@ def test_curve_is_that_of_fp32(pools: Pools, tmp_path: Path):
     # 2^-11 is fp16's rounding; a dozen layers and some steps may add up some of them.
     assert [record["loss"] for record in half] == pytest.approx([record["loss"] for record in single], rel=20 * 2**-11)
     assert [record["loss"] for record in half] != [record["loss"] for record in single]
+
+
+# Gradients of embeddings are larger: the loss of a text is over all others of the batch, and steep.
+PAIRS = [
+    *SMALL,
+    *"--objective contrastive --seq-length 80 --global-batch-size 8 --learn-temperature --temperature 0.2".split(),
+    *"--train-iters 10 --no-save".split(),
+]
+PAIRS_FP16 = [*PAIRS, *"--precision fp16 --initial-loss-scale 8192 --hysteresis 1 --loss-scale-window 3".split()]
+
+
+@pytest.fixture(scope="module")
+def embeddings(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The records of one process that trains embeddings in fp16."""
+    run_dir = tmp_path_factory.mktemp("embeddings")
+    pools(1).run(train, PAIRS_FP16, str(run_dir))
+    return metrics(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, "--tp 2"),
+        pytest.param(2, "", marks=pytest.mark.slow),
+        pytest.param(2, "--data-parallel-sharding none", marks=pytest.mark.slow),
+        pytest.param(2, "--pp 2 --vpp 2", marks=pytest.mark.slow),
+        pytest.param(2, "--pp 2 --schedule zb-h1", marks=pytest.mark.slow),
+        pytest.param(4, "--tp 2 --pp 2", marks=pytest.mark.slow),
+    ],
+)
+def test_embeddings_skip_the_steps_of_one_process_in_every_layout(
+    pools: Pools, embeddings: list[dict[str, Any]], tmp_path: Path, world: int, layout: str
+) -> None:
+    """The second pass of a gradient cache overflows, and no rank updates; the scale that follows is the same.
+
+    Not with context parallelism, whose ranks sum gradients of weights over fewer positions in fp16.
+    """
+    pools(world).run(train, [*PAIRS_FP16, *layout.split()], str(tmp_path))
+    ours = metrics(tmp_path)
+    for name in ("updated", "loss_scale"):
+        assert [record[name] for record in ours] == [record[name] for record in embeddings], name
+    assert {record["updated"] for record in ours} == {True, False}
+    assert embeddings[0]["updated"] is False
+    for name in ("loss", "grad_norm"):  # a skipped step has no norm
+        found, expected = ([each[name] or 0.0 for each in records] for records in (ours, embeddings))
+        assert found == pytest.approx(expected, rel=5 * 2**-11), name  # a rounding, which a temperature of 0.2 enlarges
+
+
+def test_gradients_of_embeddings_are_those_of_fp32(
+    pools: Pools, embeddings: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The first step that is not skipped has the batch of fp32's step of this number, and the weights of the start."""
+    first = next(number for number, record in enumerate(embeddings) if record["updated"])
+    argv = [*PAIRS, "--precision", "fp32", "--lr", "1e-12", "--min-lr", "0", "--train-iters", str(first + 1)]
+    pools(1).run(train, argv, str(tmp_path))
+    half, single = embeddings[first], metrics(tmp_path)[first]
+    assert half["loss"] == pytest.approx(single["loss"], rel=5 * 2**-11)
+    assert half["grad_norm"] == pytest.approx(single["grad_norm"], rel=5 * 2**-11)
