@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,8 @@ from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import read_array
 from megavlm.data.decode import MAX_PIXELS, decode
 from megavlm.data.processors.vision_inputs import ARRAY, NAME, VisionInput, measured, vision_input_of, write_channels
-from megavlm.data.records import Records, is_stream, open_records
+from megavlm.data.records import Records, is_stream, open_records, open_tars, prepare_stream
+from megavlm.data.records.streams import cache_of
 from megavlm.data.types import BadSample, ImageRef
 from megavlm.errors import UserError
 
@@ -36,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Measure the mean and standard deviation of each channel of images, for --channel-statistics."
     )
-    parser.add_argument("source", metavar="SOURCE", help="File of records, as --datasets takes it.")
+    parser.add_argument("source", metavar="SOURCE", help="File of records, or tars, as --datasets takes them.")
     parser.add_argument("--out", type=Path, default=Path(NAME), help=f"File to write; default: {NAME}.")
     parser.add_argument("--image-root", help="Folder that image paths are relative to; default: SOURCE's.")
     parser.add_argument("--vision-input", default=ARRAY.name, help="As in training; default: array.")
@@ -54,9 +59,7 @@ def measure(options: argparse.Namespace) -> None:
     source = DatasetConfig(path=options.source, image_root=options.image_root)
     if options.samples < 1:
         raise UserError(f"--samples {options.samples} is less than 1: use some hundred")
-    if is_stream(source):
-        raise UserError(f"{options.source} contains tars: name the file of records that they were written from")
-    records = open_records(source)
+    records = _tars(source) if is_stream(source) else open_records(source)
     vision_input = vision_input_of(options.vision_input, options.vision_in_channels or 0)
     skipped: list[BadSample] = []
     found = measured(_images(records, vision_input, options, skipped))
@@ -68,6 +71,14 @@ def measure(options: argparse.Namespace) -> None:
         f"train on it: pretrain_vlm.py --vision-input {vision_input.name} --vision-in-channels {len(found.mean)} "
         f"--channel-statistics {options.out} …"
     )
+
+
+def _tars(source: DatasetConfig) -> Records:
+    """Return the samples of tars of this machine, of which an index is written beside them, or elsewhere for now."""
+    cache = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    prepare_stream(source, run_dir=cache, log=partial(print, file=sys.stderr))
+    return open_tars(source, cache=cache_of(cache))
 
 
 def _images(

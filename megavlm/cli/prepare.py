@@ -9,11 +9,15 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from megavlm.config.schema import DatasetConfig
+from megavlm.data.arrays import array_size
+from megavlm.data.decode import MAX_PIXELS, size_of
+from megavlm.data.processors.vision_inputs import RGB, vision_input_of
 from megavlm.data.records import is_stream, open_records
 from megavlm.data.records.writing import SKIPPED, Notes, write_shards
 from megavlm.errors import UserError
@@ -43,6 +47,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=["auto", "llava", "messages", "text"],
         help="Format of SOURCE; auto detects it.",
     )
+    parser.add_argument(
+        "--vision-input", default=RGB.name, help="As in training; default: rgb, which leaves arrays out."
+    )
+    parser.add_argument(
+        "--vision-in-channels", type=int, help="Leave arrays of other numbers of channels out; default: none."
+    )
     parser.add_argument("--shard-mib", type=int, default=256, help="Maximum size of a tar in MiB; default: 256.")
     parser.add_argument(
         "--shuffle", type=int, metavar="SEED", help="Shuffle records with this seed; default: keep SOURCE's order."
@@ -71,12 +81,17 @@ def prepare(options: argparse.Namespace) -> None:
         "shard_mib": options.shard_mib,
         "shuffle": options.shuffle,
     }
+    look: Callable[[bytes], object] = size_of
+    if vision_input_of(options.vision_input, options.vision_in_channels or 0).array_channels is not None:
+        recipe |= {"vision_input": options.vision_input, "vision_in_channels": options.vision_in_channels}
+        look = partial(array_size, channels=options.vision_in_channels, max_pixels=MAX_PIXELS)
     notes = write_shards(
         records,
         options.out,
         recipe=recipe,
         order=order,
         shard_bytes=options.shard_mib * 2**20,
+        look=look,
         progress=_progress(count),
     )
     print(

@@ -34,8 +34,9 @@ _NUMBERS = "buif"  # kinds of dtypes: bool, integers and real numbers
 _ITEM = 8  # bytes of the largest number
 
 
-def array_size(source: Source, *, channels: int, max_pixels: int) -> tuple[int, int]:
-    """Return the (height, width) of an image of `channels` channels, from its header where the format has one.
+def array_size(source: Source, *, channels: int | None, max_pixels: int) -> tuple[int, int]:
+    """Return the (height, width) of an image of `channels` channels, from its header where the format has one; with
+    None, the shorter end of three dimensions is the channels.
 
     Raises BadSample if it cannot be read, or has other channels or more than `max_pixels` pixels.
     """

@@ -17,6 +17,8 @@ from tests.support.training import assert_same_curve, farthest_apart, metrics, t
 
 activate()  # before the modules below import megatron-core
 
+from megavlm.checkpoint import folders  # noqa: E402
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
 from megavlm.checkpoint.hf.exporting import exportable  # noqa: E402
 from megavlm.cli import convert  # noqa: E402
 from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
@@ -190,6 +192,8 @@ def hold_parts(pools: Pools, run: Path, few: list[str], folder: Path) -> None:
     out = folder / "exported"
     if not out.exists():
         assert convert.main(["export", str(run), str(out)]) == 0
+    trained = CheckpointReader(folders.resolve(run)).stored
+    assert len(load_file(out / "projector/model.safetensors")) == sum(key.startswith("projector.") for key in trained)
     again = [*few, *(flag for part in PARTS for flag in (f"--{part}-from", str(out / part)))]
     lora = "--lora-rank 2 --lora-targets language --freeze vision projector".split()
     pools(1).run(train_composed, [*again, *lora], str(folder / "again"))

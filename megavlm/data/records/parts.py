@@ -1,9 +1,10 @@
 """Convert a sample of a WebDataset, which is the files of a tar that share a name, to a conversation.
 
 The file `json` holds a LLaVA record or messages. Otherwise the text is in the file `txt` or `caption`, or in a field
-`text` or `caption` of the json (img2dataset writes such captions). The images are the files with an image's extension,
-in order (`jpg`, or `0.jpg`, `1.jpg`, …); the videos are those with a video's. A file that the record's `video` or
-`videos` name, as a clip or as one of its frames, belongs to that video.
+`text` or `caption` of the json (img2dataset writes such captions). The images are those that the record names, or the
+files with an image's extension, in order (`jpg`, or `0.jpg`, `1.jpg`, …), or without any of these the arrays (`npy`,
+`npz`), which beside photos mostly are features of them. The videos are the files with a video's extension. A file that
+the record's `video` or `videos` name, as a clip or as one of its frames, belongs to that video.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, VideoR
 from megavlm.storage.file_range import FileRange
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif")
+ARRAYS = ("npy", "npz")
 _VIDEOS = ("mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts", "flv", "ogv", "3gp")
 _CAPTIONS = ("txt", "caption")
 
@@ -40,7 +42,8 @@ def conversation_of_parts(parts: Mapping[str, Part]) -> Conversation:
     """
     record = _record(parts)
     named = set(_texts([record.get("video"), record.get("videos")]))
-    names = [name for name in _with_extension(parts, _IMAGES) if name not in named]
+    images = _with_extension(parts, _IMAGES) or _with_extension(parts, ARRAYS)
+    names = [name for name in images if name not in named]
     clips = _with_extension(parts, _VIDEOS)
     rest, rest_of_clips = iter(names), iter(clips)
 

@@ -24,6 +24,7 @@ from megavlm.data import clips
 from megavlm.data.decode import MAX_PIXELS, content_of, size_of
 from megavlm.data.records import tars
 from megavlm.data.records.container import Records
+from megavlm.data.records.parts import ARRAYS
 from megavlm.data.records.turns import TAG, VIDEO_TAG
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn, VideoRef
 from megavlm.errors import UserError
@@ -39,12 +40,15 @@ _HEAD = 16  # bytes that tell what a file is
 _AT_ONCE = 256  # records that are read before they are written
 _SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
 # First bytes of image files. Any other file is named .jpg, since readers look at the content.
-_SIGNATURES = {b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif", b"RIFF": "webp"}
-
+_SIGNATURES = {
+    **{b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp", b"\x93NUMPY": "npy", b"PK\x03\x04": "npz"},
+    **dict.fromkeys((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), "tif"),  # the last two: BigTIFF
+}
 _CLIP_SIGNATURES = {b"\x1aE\xdf\xa3": "mkv", b"RIFF": "avi", b"OggS": "ogv", b"FLV": "flv"}  # any other: .mp4
 
 Content = bytes | Path | StoredFile
 Parts = dict[str, Content]
+Look = Callable[[bytes], object]  # raises BadSample for an image that training could not read
 
 
 _COUNT = whole(0, 2**62)
@@ -76,11 +80,13 @@ def write_shards(
     recipe: dict[str, Any],
     order: NDArray[np.int64],
     shard_bytes: int,
+    look: Look = size_of,
     progress: Callable[[int, Notes], None] = lambda *_: None,
 ) -> Notes:
     """Write `records`, in `order`, as tars of about `shard_bytes` in the folder `out`, indexed for energon.
 
-    Returns the final notes. Bad records are counted, and listed in `skipped.jsonl` with their labels. `progress` is
+    Returns the final notes. Bad records are counted, and listed in `skipped.jsonl` with their labels. `look` is called
+    with each image, whose header it checks. `progress` is
     called with the number of records read so far and the notes of the last complete shard. Raises UserError if `out`
     holds other files, or if no record can be used.
     """
@@ -90,7 +96,7 @@ def write_shards(
         skipped.truncate(notes.skipped_bytes)
         while not notes.done and notes.records < len(order):
             shard = _Shard(out / f"{notes.shards:06}.tar")
-            samples = _samples(records, order[notes.records :], pool)
+            samples = _samples(records, order[notes.records :], pool, look)
             read, counts = 0, Counter(notes.skipped)
             while shard.size < shard_bytes and (made := next(samples, None)) is not None:
                 index, parts = made
@@ -121,9 +127,10 @@ def write_shards(
     return notes
 
 
-def parts_of(conversation: Conversation, label: str) -> Parts:
+def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) -> Parts:
     """Return the files of a sample by extension. Raises BadSample if the header of an image or clip cannot be read."""
     parts: Parts = {}
+    images: list[str] = []
     videos: list[dict[str, Any]] = []
     names = [""] if len(conversation.images) == 1 else [f"{number}." for number in range(len(conversation.images))]
     for name, visual in zip(names, conversation.images, strict=True):
@@ -132,12 +139,15 @@ def parts_of(conversation: Conversation, label: str) -> Parts:
             videos.append(video)
         else:
             data = _bytes(visual)
-            size_of(data)
+            look(data)
             files = {name + _extension(data): data}
+            images += files
         parts |= files
     if (size := sum(map(_size, parts.values()))) > tars.LARGEST_SAMPLE:
         raise BadSample(Reason.UNSUPPORTED, f"it has {size} bytes, more than {tars.LARGEST_SAMPLE} in a tar")
     record: dict[str, Any] = {"id": label, **({"videos": videos} if videos else {})}
+    if any(name.endswith(ARRAYS) for name in images):  # a reader takes no array beside photos for an image
+        record["images"] = images
     if conversation.turns[0].role == "text":
         record["text"] = _text(conversation.turns[0], videos=bool(videos))
     else:
@@ -163,11 +173,11 @@ def _video(video: VideoRef, name: str) -> tuple[Parts, dict[str, Any]]:
 
 
 def _samples(
-    records: Records, order: NDArray[np.int64], pool: ThreadPoolExecutor
+    records: Records, order: NDArray[np.int64], pool: ThreadPoolExecutor, look: Look
 ) -> Generator[tuple[int, Parts | BadSample], None, None]:
     def sample(index: int) -> Parts | BadSample:
         try:
-            return parts_of(records.read(index), records.label(index))
+            return parts_of(records.read(index), records.label(index), look=look)
         except BadSample as error:
             return error
 

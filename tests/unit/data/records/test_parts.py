@@ -34,6 +34,9 @@ def turns(question: str, **fields: Any) -> bytes:
         {"json": turns("<image><image>?"), "10.jpg": b"second", "2.jpg": b"first"},
         {"json": turns("<image><image>?", images=["1.jpg", "0.jpg"]), "0.jpg": b"second", "1.jpg": b"first"},
         {"json": turns("<image><image>?", image=["coco/7.jpg", "coco/8.jpg"]), "0.jpg": b"first", "1.jpg": b"second"},
+        {"json": turns("<image><image>?"), "0.npy": b"first", "1.npz": b"second"},
+        {"json": turns("<image><image>?"), "0.jpg": b"first", "1.tif": b"second", "0.npy": b"features of it"},
+        {"json": turns("<image><image>?", images=["a.npy", "0.png"]), "0.png": b"second", "a.npy": b"first"},
     ],
 )
 def test_images_are_the_image_files_in_order(parts: dict[str, bytes]) -> None:

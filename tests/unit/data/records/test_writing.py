@@ -8,12 +8,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from megavlm.cli import channels
 from megavlm.cli.prepare import main
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records import open_records, open_stream, prepare_stream, writing
+from megavlm.data.records import open_records, open_stream, open_tars, prepare_stream, writing
 from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.errors import UserError
 from megavlm.storage.file_range import FileRange
@@ -223,3 +225,47 @@ def test_videos_come_out_as_they_went_in(tmp_path: Path) -> None:
     assert read_back(tmp_path / "out", 3) == [inlined(given.read(index)) for index in range(3)]
     (skipped,) = (tmp_path / "out/skipped.jsonl").read_text().splitlines()
     assert json.loads(skipped)["reason"] == "not_a_video"
+
+
+def array_files(folder: Path) -> dict[str, Path]:
+    """Images of five channels in every kind of file, one of three, and a damaged one."""
+    tifffile = pytest.importorskip("tifffile", reason="pip install 'megavlm[arrays]'")
+    five = np.random.default_rng(0).normal(1000, 9, (6, 8, 5)).astype(np.float32)
+    names = ("a.npy", "b.npz", "c.tif", "three.npy", "damaged.npy")
+    files = {name: folder / name for name in names}
+    np.save(files["a.npy"], five)
+    np.savez(files["b.npz"], image=five + 1, mask=np.zeros(3))
+    tifffile.imwrite(files["c.tif"], five + 2, photometric="minisblack", planarconfig="contig")
+    np.save(files["three.npy"], five[..., :3])
+    files["damaged.npy"].write_bytes(b"\x93NUMPY" + bytes(20))
+    return files
+
+
+def test_arrays_are_written_as_they_are_and_read_like_loose_files(source: Path, capsys: Any) -> None:
+    """A sample of several has the order of its record, whatever the kinds of its files; others are left out."""
+    images, out = source.parent / "images", source.parent / "out"
+    files = array_files(images)
+    records = [llava(0, "a.npy"), llava(1, "c.tif", "b.npz", "a.npy"), llava(2, "three.npy"), llava(3, "damaged.npy")]
+    source.write_text(json.dumps(records))
+    assert prepare(source, out, "--vision-input", "array", "--vision-in-channels", "5") == 0
+    assert "2 samples in 1 tars, 2 records skipped" in capsys.readouterr().out
+    loose = open_records(DatasetConfig(path=str(source), image_root=str(images)))
+    found = open_tars(DatasetConfig(path=str(out)), cache=out)
+    assert [inlined(found.read(number)) for number in range(2)] == [inlined(loose.read(number)) for number in range(2)]
+    assert [part.source for part in found.read(1).images] == [
+        files[name].read_bytes() for name in ("c.tif", "b.npz", "a.npy")
+    ]
+
+    tarred, apart = source.parent / "tarred.json", source.parent / "apart.json"
+    source.write_text(json.dumps(records[:2]))
+    assert channels.main([str(out), "--out", str(tarred)]) == 0
+    assert channels.main([str(source), "--image-root", str(images), "--out", str(apart)]) == 0
+    assert tarred.read_text() == apart.read_text()
+    assert len(json.loads(tarred.read_text())["mean"]) == 5
+
+
+def test_without_the_option_arrays_are_left_out(source: Path, capsys: Any) -> None:
+    array_files(source.parent / "images")
+    source.write_text(json.dumps([llava(0, "a.png"), llava(1, "a.npy"), llava(2, "b.npz")]))
+    assert prepare(source, source.parent / "out") == 0
+    assert "2 not_an_image" in capsys.readouterr().out
