@@ -32,14 +32,13 @@ def matryoshka_widths_are_beginnings(config: Config) -> str | None:
 
 @_of_embeddings
 def embeddings_run_twice_alike(config: Config) -> str | None:
-    """Refuse what would differ between the two forward passes of a gradient cache."""
-    kind = config.model.objective.kind
-    if config.precision.fp8 != "none":
-        return f"--objective {kind} runs each micro-batch twice, with other scales in FP8: leave --fp8 out"
-    if config.model.experts.num_experts:
+    """Refuse what would differ between the two forward passes of a gradient cache: Transformer Engine moves delayed
+    scales on in passes with gradients alone.
+    """
+    if config.precision.fp8 != "none" and config.precision.fp8_recipe == "delayed":
         return (
-            f"--objective {kind} has no balance loss of experts, whose tokens have no loss of their own: "
-            "use --objective next-token, or a model without experts"
+            f"--objective {config.model.objective.kind} runs each micro-batch twice, with other scales in "
+            "--fp8-recipe delayed: use --fp8-recipe tensorwise"
         )
     return None
 

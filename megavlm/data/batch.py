@@ -113,7 +113,8 @@ class TextBatch:
     # stays on the host, which reads it.
     cu_seqlens: Tensor | None = None
     lengths: tuple[int, ...] = ()  # the number of tokens of each sample, without padding
-    row_counts: tuple[tuple[int, int], ...] = ()  # of each sequence: its tokens without padding, and its trained ones
+    # of each sequence: its tokens without padding, and its trained ones or, of embedded texts, its terms of the loss
+    row_counts: tuple[tuple[int, int], ...] = ()
     sources: Tensor | None = None  # [B, S] int64: the data set of each token; None if there is only one
     # Of embedded texts, in the order of `lengths`: [R, 4] int64, columns of `Members`.
     members: Tensor | None = None

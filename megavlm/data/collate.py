@@ -15,7 +15,7 @@ from megavlm.arch.objectives import objective_of
 from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.data.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 from megavlm.data.images import spanning
-from megavlm.data.members import QUERY
+from megavlm.data.members import POSITIVE, QUERY
 from megavlm.data.source import Source
 from megavlm.data.types import Row, Sample
 from megavlm.errors import UserError
@@ -39,6 +39,7 @@ class CollateSpec:
     mrope: bool = False  # three rotary positions per token
     num_sources: int = 0  # data sets whose losses are reported separately
     pooling: str | None = None  # how a text becomes a vector, if it does: of its `last` token, or the `mean`
+    counted: str = "tokens"  # what the loss is a mean over (`Objective.counted`)
 
     @classmethod
     def of(cls, config: Config, source: Source, *, seq_length: int | None = None) -> CollateSpec:
@@ -59,6 +60,7 @@ class CollateSpec:
             mrope=bool(model.language.mrope_section),
             num_sources=len(source.names),
             pooling=model.objective.pooling if objective_of(model).embeds else None,
+            counted=objective_of(model).counted,
         )
 
     def __post_init__(self) -> None:
@@ -165,11 +167,18 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
         lengths=tuple(len(sample) for row in rows for sample in row),
         row_counts=tuple(
-            (sum(map(len, row)), int(trained)) for row, trained in zip(rows, loss_mask.sum(1), strict=True)
+            (sum(map(len, row)), _terms(row, spec) if spec.pooling is not None else int(trained))
+            for row, trained in zip(rows, loss_mask.sum(1), strict=True)
         ),
         sources=torch.from_numpy(sources) if spec.num_sources > 1 else None,
         **(_embedded(rows, spec) if spec.pooling is not None else {}),
     )
+
+
+def _terms(row: Row, spec: CollateSpec) -> int:
+    """Return how many terms of a loss of embeddings begin in a row: its queries, or its positives, each a pair."""
+    role = QUERY if spec.counted == "queries" else POSITIVE
+    return sum(member.role == role for text in row for member in text.members)
 
 
 def _texts_of(rows: Sequence[Row]) -> list[Row]:

@@ -214,7 +214,7 @@ class MicroBatchContext:
 
     @property
     def _row_counts(self) -> tuple[Tensor, Tensor]:
-        """Return the tokens of each whole row without padding, and its trained ones, [B] float32 each."""
+        """Return of each whole row the tokens without padding and its terms of the loss, [B] float32 each."""
         text, length = self.batch.text, self.batch.row_tokens.shape[1]
         counts = text.row_counts or [(length, trained) for trained in text.loss_mask.sum(-1).tolist()]
         tokens, trained = torch.tensor(counts, dtype=torch.float32).unbind(-1)

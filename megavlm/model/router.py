@@ -1,7 +1,7 @@
 """The router of a mixture of experts: which experts each token takes, and the losses that balance experts.
 
-Of each row r of a step, with n_r tokens of which m_r are trained, and for each layer with E experts of which a token
-takes k:
+Of each row r of a step, with n_r tokens and m_r terms of the loss, which are trained tokens or, of embeddings, pairs or
+queries, and for each layer with E experts of which a token takes k:
 
     share     f_i = E / (k·n_r) · (tokens of the row that take expert i)       1 for each expert if the load is even
     score     P_i = 1 / n_r · (sum of the tokens' scores of expert i)          scores of a token sum to 1
@@ -9,7 +9,7 @@ takes k:
     z         Z_r = 1 / n_r · Σ_t (log Σ_i exp logit_ti)²                      (ST-MoE; Zoph et al. 2022)
 
 The step's loss gets Σ_layers Σ_r m_r · (aux_loss_coeff · L_r + z_loss_coeff · Z_r) / Σ_r m_r: each row counts as much
-as its tokens do in the cross entropy. L_r is that of Switch Transformer (Fedus et al. 2021) for one sequence, as
+as its terms do in the loss. L_r is that of Switch Transformer (Fedus et al. 2021) for one sequence, as
 DeepSeek-V3 has it. A row is the same in every layout and micro-batch, so the loss is, too; padding is not counted.
 
 Legend: S positions of a row on this rank (S/(CP·TP) of it), B rows, T = S·B tokens, H width, E experts.
@@ -42,7 +42,7 @@ class RoutedRows:
 
     counted: Tensor  # [S, B] float32: 1 for tokens, 0 for padding
     tokens: Tensor  # [B] float32: tokens of the whole row, at least 1
-    trained: Tensor  # [B] float32: those that have a loss
+    terms: Tensor  # [B] float32: of the loss, such as trained tokens
 
 
 class Router(MegatronModule):
@@ -90,7 +90,7 @@ class Router(MegatronModule):
             score_function=experts.router_score_function,
             expert_bias=self.expert_bias,
         )
-        # Not in evaluations, nor in the first of the two passes of a layer that is recomputed.
+        # Not in evaluations, nor in the first of the two passes of a layer that is recomputed or of a gradient cache.
         if self.training and torch.is_grad_enabled() and self.rows is not None:
             weights = self._balanced(weights, logits, chosen.view(logits.shape), self.rows)
         return weights, chosen
@@ -102,7 +102,7 @@ class Router(MegatronModule):
         losses = torch.zeros(2, device=logits.device)
         if self.weight.requires_grad and (self.experts.aux_loss_coeff or self.experts.z_loss_coeff):
             each = torch.stack([self._balance(logits, load, rows), _z(logits, rows)])
-            losses = (each * rows.trained).sum(-1)
+            losses = (each * rows.terms).sum(-1)
             coefficients = losses.new_tensor([self.experts.aux_loss_coeff, self.experts.z_loss_coeff])
             weights = MoEAuxLossAutoScaler.apply(weights, (losses * coefficients).sum())
         self.tally += torch.cat([load.sum(0), losses.detach()])

@@ -24,6 +24,15 @@ LOSSES = {
     "sigmoid": "--objective sigmoid",
     "lora": "--lora-rank 4 --freeze vision --learn-temperature",
 }
+# Balance losses that move the gradient norm by per cents, or a bias that moves each step; FP8 by current values.
+MODELS = {
+    **MODELS,
+    "experts": "--num-experts 4 --moe-ffn-hidden-size 24 --moe-dense-layers 0 --moe-aux-loss-coeff 0.1 "
+    "--moe-z-loss-coeff 0.01",
+    "biased-experts": "--num-experts 8 --moe-ffn-hidden-size 16 --moe-router-topk 4 --moe-aux-loss-coeff 0.05 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02",
+    "fp8": "--precision bf16 --fp8 hybrid --fp8-parts vision language",
+}
 LAYOUTS = {
     "tp2": (2, "--tp 2"),
     "pp2-vpp2": (2, "--pp 2 --vpp 2"),
@@ -40,12 +49,25 @@ LAYOUTS = {
     "zb-h1": (2, "--pp 2 --schedule zb-h1"),
     "tp2-dp2-colocated": (4, "--tp 2 --placement colocated --encoder-chunk-patches 20"),
 }
+OF_EXPERTS = {
+    "ep2": (2, "--ep 2 --micro-batch-size 2"),
+    "tp2-ep2": (2, "--tp 2 --ep 2"),
+    "cp2-ep2": (2, "--cp 2 --ep 2"),
+    "tp2-ep2-etp2": (4, "--tp 2 --ep 2 --etp 2"),
+    "pp2-vpp2-ep2": (4, "--pp 2 --vpp 2 --ep 2"),
+    "ep2-edp2-recompute": (4, "--ep 2 --recompute-granularity full"),
+    "tp2-ep2-colocated": (2, "--tp 2 --ep 2 --placement colocated"),
+}
+LAYOUTS |= OF_EXPERTS
 FAST = [
     ("plain", "rich", "tp2"),
     ("plain", "plain", "pp2-vpp2"),
     ("mean", "plain", "zero3"),
     ("plain", "rich", "colocated"),
     ("sigmoid", "plain", "dp2"),
+    ("plain", "experts", "tp2-ep2"),
+    ("sigmoid", "biased-experts", "pp2-vpp2-ep2"),
+    ("mean", "fp8", "pp2-vpp2"),
 ]
 SOME_MODELS = ("plain", "rich", "frozen-vision", "qwen3-vl", "recompute", "one-image-rank")
 EIGHT = "--train-iters 8".split()
@@ -54,6 +76,13 @@ SLOW = [
     for loss in LOSSES
     for model in (SOME_MODELS if loss != "lora" else ("plain",))
     for layout in LAYOUTS
+    if layout not in OF_EXPERTS
+]
+SLOW += [
+    (loss, model, layout)
+    for loss in ("plain", "mean", "sigmoid")
+    for model in ("experts", "biased-experts")
+    for layout in (*OF_EXPERTS, "dp2", "no-zero", "tp2-pp2")
 ]
 
 
@@ -79,7 +108,12 @@ def alone(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
 def check_case(pools: Pools, alone: Any, tmp_path: Path, loss: str, model: str, layout: str, steps=()) -> None:
     world, flags = LAYOUTS[layout]
     pools(world).run(train, [*argv_of(loss, model), "--no-save", *flags.split(), *steps], str(tmp_path))
-    assert_same_curve(metrics(tmp_path), alone(loss, model, steps))
+    ours, theirs = metrics(tmp_path), alone(loss, model, steps)
+    assert_same_curve(ours, theirs)
+    for name in ("balance_loss", "router_z_loss", "expert_load_max", "expert_load_entropy"):
+        assert [record.get(name) for record in ours] == [
+            pytest.approx(record[name], rel=1e-5) if name in record else None for record in theirs
+        ], name
 
 
 @pytest.mark.parametrize(("loss", "model", "layout"), FAST)
@@ -155,7 +189,14 @@ def gradients_with_and_without_a_cache(argv: list[str], run_dir: str) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("flags", ["--learn-temperature", f"--pooling mean --matryoshka-widths 8 {' '.join(DROPOUT)}"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--learn-temperature",
+        f"--pooling mean --matryoshka-widths 8 {' '.join(DROPOUT)}",
+        f"--learn-temperature {MODELS['experts']}",
+    ],
+)
 def test_a_gradient_cache_gives_the_gradients_of_the_whole_batch_at_once(pools: Pools, tmp_path: Path, flags: str):
     """With dropout, too: the second pass draws what the first one drew."""
     argv = [*PAIRS, "--no-save", *flags.split()]
@@ -163,6 +204,55 @@ def test_a_gradient_cache_gives_the_gradients_of_the_whole_batch_at_once(pools: 
     assert sum(size > 0 for size, _ in found.values()) > 50
     largest = max(size for size, _ in found.values())
     assert all(off <= 1e-7 * largest for _, off in found.values()), found
+
+
+def outputs_of_both_passes(argv: list[str], run_dir: str) -> tuple[list[Any], list[Any], list[float]]:
+    """Return what the last stage made of the micro-batches of the second step, pass by pass, and routers' loads."""
+    from unittest.mock import patch
+
+    from megavlm import backend
+    from megavlm.config.cli import parse
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.pipeline import gradient_cache
+    from megavlm.train.build import build
+    from megavlm.train.loop import close
+
+    destroy_groups()
+    run = build(parse([*argv, "--run-dir", run_dir]), backend.activate())
+    first, second = gradient_cache._kept, gradient_cache._inner_product
+    seen: tuple[list[Any], list[Any]] = ([], [])
+
+    def kept(output: Any, non_loss_data: bool = True) -> Any:
+        seen[0].append(output.tolist())
+        return first(output, non_loss_data)
+
+    def inner_product(gradients: Any, output: Any) -> Any:
+        seen[1].append(output.tolist())
+        return second(gradients, output)
+
+    with patch.multiple(gradient_cache, _kept=kept, _inner_product=inner_product):
+        for _ in range(2):
+            seen[0].clear()
+            seen[1].clear()
+            batches = run.data_loader.next_step().batches
+            run.engine.train_step(batches)
+    tallies = run.engine.schedule.tallies()
+    tokens = sum(batch.text.num_tokens for batch in batches)
+    loads = [] if tallies is None else (tallies.view(5, -1)[1:, :-2].sum(1) / tokens).tolist()
+    close(run)
+    return *seen, loads
+
+
+def test_both_passes_are_the_same_in_fp8_and_count_experts_once(pools: Pools, tmp_path: Path) -> None:
+    """Bit for bit, with scales by current values; delayed ones would have moved in between, and are refused."""
+    argv = [*PAIRS, "--no-save", *MODELS["fp8"].split(), *"--num-experts 4 --moe-router-topk 2".split()]
+    ((first, second, loads),) = pools(1).run(outputs_of_both_passes, argv, str(tmp_path))
+    assert len(first) == 8
+    assert first == second
+    assert loads == [2.0] * 4  # experts that a token takes
+    delayed = [*argv, "--fp8-recipe", "delayed"]
+    ((first, second, _),) = pools(1).run(outputs_of_both_passes, delayed, str(tmp_path))
+    assert first != second
 
 
 def test_a_run_resumes_bit_for_bit_and_on_another_layout(pools: Pools, alone: Any, tmp_path: Path):

@@ -1051,13 +1051,10 @@ OBJECTIVE = (
         "--matryoshka-widths 64",
     ),
     Mistake(
-        "--objective contrastive --fp8 hybrid --precision bf16",
+        "--objective contrastive --fp8 hybrid --fp8-recipe delayed --precision bf16",
         "--objective contrastive",
-        "leave --fp8 out",
-        "--fp8 none",
-    ),
-    Mistake(
-        "--objective contrastive --num-experts 4", "--objective contrastive", "next-token", "--objective next-token"
+        "--fp8-recipe tensorwise",
+        "--fp8-recipe tensorwise",
     ),
     Mistake(
         "--objective sigmoid --sample-interval 5 --datasets a.json --validation-split 0.1",

@@ -16,8 +16,12 @@ from megavlm.config.schema import ProjectorConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.images import Image, patchify
+from megavlm.data.members import NEGATIVE, POSITIVE, QUERY, Member
+from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
+from megavlm.objective.texts import Texts
+from tests.support.flags import resolved
 
 IMAGE, PAD, PATCH = 99, 0, 4
 
@@ -190,3 +194,22 @@ def test_patches_are_those_of_the_pixels() -> None:
     given_batch = batch([text([IMAGE, IMAGE, 5], answer=1, images=(image,))])
     assert given_batch.images is not None
     assert torch.equal(given_batch.images.patches, patchify(pixels, PATCH))
+
+
+@pytest.mark.parametrize(("objective", "terms"), [("contrastive", [3, 1]), ("sigmoid", [2, 1])])
+def test_rows_of_texts_count_the_terms_of_their_loss(objective: str, terms: list[int]) -> None:
+    """A pair for each positive, or a term for each query, which the balance losses of experts are weighted by."""
+    spec = CollateSpec.of(resolved(["--objective", objective, "--seq-length", "16"]), SyntheticSource(resolved([])))
+    rows = [[record(POSITIVE, POSITIVE, NEGATIVE), record(POSITIVE)], [record(POSITIVE, NEGATIVE)]]
+    found = collate(rows, spec).text
+    assert found.row_counts == ((12, terms[0]), (6, terms[1]))
+    assert found.members is not None
+    texts = Texts(found.members)
+    assert sum(terms) == len(texts.queries if objective == "sigmoid" else texts.pairs[0])
+
+
+def record(*documents: int) -> Sample:
+    """A record of a query and documents of these roles, each of two tokens."""
+    members = tuple(Member(role, number, 2) for number, role in enumerate((QUERY, *documents)))
+    tokens = np.arange(1, 1 + 2 * len(members))
+    return replace(text(tokens.tolist(), answer=0), members=members)
