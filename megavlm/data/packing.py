@@ -80,6 +80,26 @@ def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
     return [np.flatnonzero(owners == rank).tolist() for rank in range(ranks)]
 
 
+def of_ranks(count: int, ranks: int, size: int, costs: NDArray[np.float64] | None = None) -> list[list[int]]:
+    """Return the numbers of each rank's sequences of a global batch, in micro-batches of `size`: in turn, or evened out
+    by `costs` [count, K].
+    """
+    if costs is not None:
+        return assign(costs, ranks)
+    turns = [range(rank * size, count, ranks * size) for rank in range(ranks)]
+    return [[start + place for start in starts for place in range(size)] for starts in turns]
+
+
+def of_micro_batches(own: Sequence[int], size: int, costs: NDArray[np.float64] | None = None) -> list[list[int]]:
+    """Return the numbers of the sequences of each micro-batch of a rank, given those of the rank: in turn, or evened
+    out by `costs` [count, K] of the global batch.
+    """
+    groups = [list(range(start, start + size)) for start in range(0, len(own), size)]
+    if costs is not None:
+        groups = assign(costs[list(own)], len(groups))
+    return [[own[place] for place in group] for group in groups]
+
+
 def _swap(costs: NDArray[np.float64], owners: NDArray[np.int64], loads: NDArray[np.float64]) -> None:
     """Improve an assignment by swaps, in place."""
     for _ in range(_MOST_SWAPS * len(owners)):

@@ -15,7 +15,7 @@ from torch import Tensor
 from megavlm.data.batch import MicroBatch
 from megavlm.data.batch_sampler import BatchSampler
 from megavlm.data.collator import Collator
-from megavlm.data.packing import assign, imbalance
+from megavlm.data.packing import imbalance, of_micro_batches, of_ranks
 from megavlm.data.reads import Reads
 from megavlm.data.types import Imbalance, LoaderState, Segments, StepData
 from megavlm.errors import UserError
@@ -154,26 +154,19 @@ class RankLoader:
         """Return the sequences of each of this rank's micro-batches, and the imbalance if costs are known."""
         size, ranks = self._micro_batch_size, self._dp_size
         assert len(sequences) % (size * ranks) == 0, "the configuration rules refuse this"
-        in_turn = [
-            [start + i for start in range(rank * size, len(sequences), ranks * size) for i in range(size)]
-            for rank in range(ranks)
-        ]
-        costs = costs_of(sequences)
-        if costs is None:
-            mine = in_turn[self._dp_rank]
-            return [[sequences[j] for j in mine[i : i + size]] for i in range(0, len(mine), size)], None
-        ranked = assign(costs, ranks) if self._balance else in_turn
+        costs, in_turn = costs_of(sequences), of_ranks(len(sequences), ranks, size)
+        evened = costs if self._balance else None
+        ranked = in_turn if evened is None else of_ranks(len(sequences), ranks, size, evened)
+        mine = [[sequences[j] for j in group] for group in of_micro_batches(ranked[self._dp_rank], size, evened)]
+        if costs is None or self._alone:
+            return mine, None
         evenness = Imbalance(
             vision=imbalance(costs[:, 0], ranked),
             language=imbalance(costs[:, 1], ranked),
             vision_before=imbalance(costs[:, 0], in_turn),
             language_before=imbalance(costs[:, 1], in_turn),
         )
-        mine = ranked[self._dp_rank]
-        groups = [list(range(i, i + size)) for i in range(0, len(mine), size)]
-        if self._balance:
-            groups = assign(costs[mine], len(groups))
-        return [[sequences[mine[i]] for i in group] for group in groups], None if self._alone else evenness
+        return mine, evenness
 
 
 def costs_of(sequences: Sequence[Segments]) -> NDArray[np.float64] | None:

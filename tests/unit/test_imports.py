@@ -28,7 +28,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.resilience", "megavlm.storage"),
     ("megavlm.config", "megavlm.recipes"),  # `config.cli` lists the recipes, and these are configurations
     ("megavlm.parallel.dims", "megavlm.parallel.nodes", "megavlm.parallel.world"),
-    ("megavlm.arch",),
+    ("megavlm.arch", "megavlm.data.packing"),
     ("megavlm.planner",),
     ("megavlm.backend",),
     ("megavlm.parallel",),
