@@ -237,6 +237,80 @@ def test_ranks_walk_the_planners_order(pools, tmp_path, schedule, pp, vpp):
         assert sorted(recorded["left"]) == sorted(weights * 4), "micro-batches"
 
 
+def train_recording_reductions(argv: Sequence[str], run_dir: str) -> None:
+    """Train, and write down in which passes DDP counts gradients as the last of a step, in which it begins to reduce a
+    bucket, and how often it counts each parameter in a step.
+    """
+    import torch.distributed as dist
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
+
+    from megavlm.pipeline import walker
+
+    now: list[object] = []
+    counted: list[list[object]] = []
+    reduced: list[list[object]] = []
+    times: list[int] = []
+    run, register, start, reset = (
+        walker._Step.run,
+        Buckets.register_grad_ready,
+        Buckets.start_grad_sync,
+        Buckets.reset,
+    )
+
+    def recorded_run(self, each):
+        now[:] = [each.kind, each.chunk, each.micro]
+        run(self, each)
+        now.clear()
+
+    def recorded_register(self, *args, **kwargs):
+        if self.is_last_microbatch and now not in counted:
+            counted.append(list(now))
+        register(self, *args, **kwargs)
+
+    def recorded_start(self, *args, **kwargs):
+        if not self.is_first_batch and now not in reduced:
+            reduced.append(list(now))
+        start(self, *args, **kwargs)
+
+    def recorded_reset(self):
+        times.extend(self.per_param_grad_ready_counts.values())
+        reset(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(walker._Step, "run", recorded_run)
+        patch.setattr(Buckets, "register_grad_ready", recorded_register)
+        patch.setattr(Buckets, "start_grad_sync", recorded_start)
+        patch.setattr(Buckets, "reset", recorded_reset)
+        train(argv, run_dir)
+    found = {"counted": sorted(counted), "reduced": sorted(reduced), "times": sorted(set(times))}
+    Path(run_dir, f"reductions-{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp"),
+    [
+        ("zb-h1", 1),
+        pytest.param("gpipe", 1, marks=pytest.mark.slow),
+        pytest.param("interleaved", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_are_reduced_with_the_last_micro_batch(pools, tmp_path, schedule, vpp):
+    """DDP learns in a run's first step how often each parameter meets a gradient before its bucket may be reduced. Were
+    all micro-batches counted, steps with another number of them would reduce too early, and lose gradients, or never.
+    """
+    argv = [*SMALL, *"--no-save --train-iters 3 --overlap-grad-reduce --ddp-bucket-size 4000 --pp 2".split()]
+    argv += ["--vpp", str(vpp), "--schedule", schedule]
+    pools(4).run(train_recording_reductions, argv, str(tmp_path))
+    for rank in range(4):
+        found = json.loads((tmp_path / f"reductions-{rank}.json").read_text())
+        chunks = [rank // 2 + 2 * number for number in range(vpp)]
+        last = [["B", chunk, 1] for chunk in chunks] + [["W", chunk, 1] for chunk in chunks if schedule == "zb-h1"]
+        assert found["times"] == [1]
+        assert found["counted"]
+        assert found["reduced"], "beside backward passes, not when all are done"
+        assert all(each in last for each in [*found["counted"], *found["reduced"]])
+
+
 def train_recording_gradients(argv: Sequence[str], run_dir: str) -> None:
     """Train in float64, and write down a hash of each gradient of each step."""
     import torch.distributed as dist
